@@ -18,7 +18,7 @@ import pytest
 from accelerators import Accelerators
 
 # Where searches look at the clock; their budgets are counted in timed actions, too.
-SEARCHES = ("drumline.plan.search.run", "drumline.plan.search.search", "drumline.plan.device.planner")
+SEARCHES = ("drumline.plan.search.search_run", "drumline.plan.search.search", "drumline.plan.device.planner")
 
 ACCELERATORS = Accelerators()
 FEATURES = Path(__file__).parent / "src" / "drumline" / "features"

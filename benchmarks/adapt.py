@@ -210,7 +210,7 @@ def static_cuts(given: dict[str, Any], steps: int) -> dict[int, float]:
 
 def channel_rate(num_bytes: int) -> float:
     """Return the bytes a second at which the pipeline's channel carries one large tensor from rank 0 to rank 1."""
-    from drumline.channel.transfer import Shape, transferred
+    from drumline.channel.transfer import TensorShape, transferred
 
     torch.set_num_threads(1)
     sent, taken = torch.ones(num_bytes // 4), list[float]()
@@ -222,7 +222,7 @@ def channel_rate(num_bytes: int) -> float:
             pipe.gather(None)
             begun = time.perf_counter()
             away = {1: [sent]} if pipe.rank == 0 else {}
-            coming = {0: [Shape.of(sent)]} if pipe.rank == 1 else {}
+            coming = {0: [TensorShape.of(sent)]} if pipe.rank == 1 else {}
             crew.drive([transferred(crew.channels[0], away, coming, sent.device, arrived)])
             pipe.gather(None)
             taken.append(time.perf_counter() - begun)

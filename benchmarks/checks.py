@@ -60,9 +60,9 @@ def timed(seconds: list[float], function: Callable[..., Any]) -> Callable[..., A
 
 def watched() -> dict[str, list[float]]:
     """Have the comparisons of all pipelines timed, from here on."""
-    from drumline.engine.model.watched import Watched
+    from drumline.engine.model.model_watch import WatchedModel
     from drumline.engine.ranks import agreement, tally
-    from drumline.engine.ranks.agreement import Followed
+    from drumline.engine.ranks.agreement import TracedKinds
     from drumline.pipeline.steps import step
 
     seconds: dict[str, list[float]] = {part: [0.0] for part in PARTS}
@@ -78,7 +78,7 @@ def watched() -> dict[str, list[float]]:
 
         return given
 
-    places: Any = (Watched, step, tally, Followed)
+    places: Any = (WatchedModel, step, tally, TracedKinds)
     kind, steps, tallies, followed = places
     kind.look = timed(seconds["watch"], kind.look)
     followed.fresh = timed(seconds["watch"], followed.fresh)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import drumline as dl
+from drumline.adapt.measured_step import MeasuredStep
 from drumline.adapt.rebalance import Layers
-from drumline.adapt.seen import Seen
 from drumline.core.measured.costs import costs_of
 
 _WARM_UPS = 3
@@ -89,7 +89,7 @@ def run(given: dict[str, int], *, sparse: int, microbatches: int, then: str = ""
 
         cut: tuple[int, ...] = (blocks // 2, blocks - blocks // 2)
         if profile is not None:
-            told = [Seen(at, one) for at, one in enumerate(steps(_WARM_UPS + 5)[_WARM_UPS:])]
+            told = [MeasuredStep(at, one) for at, one in enumerate(steps(_WARM_UPS + 5)[_WARM_UPS:])]
             layers = Layers(profile, dl.generate("1f1b", num_ranks=2, num_microbatches=microbatches))
             each = [median(one) for one in zip(*(one.stage_seconds for one in told), strict=True)]
             cut = pipe.gather(layers.measured(cut, each).best().counts)[0]

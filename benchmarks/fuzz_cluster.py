@@ -14,7 +14,7 @@ from drumline.plan.cluster.hugging_face import read_config
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.models import model
 from drumline.plan.launch.launch import train_config
-from drumline.report.explore import EXPORTS, Settings, answer, explain, export
+from drumline.report.explore import EXPORTS, Sliders, answer, explain, export
 from fuzz_case import Case, Refused, command, put
 from fuzz_files import WORDS, programs
 from fuzz_mutations import damaged, json_text, rows_text, word
@@ -138,7 +138,7 @@ def explore_case(folder: Path) -> Case:
         for _ in range(chance.choice((1, 1, 2))):
             query[chance.choice((*query, "stages_per_rank", "odd"))] = chance.choice(values)
         csv = rows_text(chance.choice(texts), chance, WORDS) if chance.random() < 0.5 else None
-        settings = Settings.of(query)
+        settings = Sliders.of(query)
         found = answer(settings, csv)
         json.dumps(found, allow_nan=False)
         if "error" in found:

@@ -165,7 +165,7 @@ def measure(names: list[str], width: int, depth: int, count: int, rounds: int, b
     import drumline as dl
     from drumline.core.action import Op
     from drumline.core.measured.costs import Handling, costs_of
-    from drumline.core.state import with_state
+    from drumline.core.state_actions import with_state
     from handling import with_handling
 
     warnings.simplefilter("ignore")

@@ -25,8 +25,8 @@ virtual environment: copies set PYTHONPATH by themselves. Test files that cannot
 
     --random SEED     plant --count changes drawn from the syntax tree in place of the bugs of the list, --only in some
                       files; the tests that reach each run, its area's and cheap ones first, until one notices
-    --at FILE:LINE    plant all changes that the syntax tree admits in a line, such as adapt/seen.py:54; may be given
-                      several times
+    --at FILE:LINE    plant all changes that the syntax tree admits in a line, such as adapt/measured_step.py:54;
+                      may be given several times
     --all-noticing    for every bug run all tests that reach it; the end tells what each test notices alone
     --candidates IDS  a file with a test (or file) a line that is to leave the suite: for every bug run the tests that
                       stay until one notices; only if none does, run the candidates; the end tells which must stay

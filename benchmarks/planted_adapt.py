@@ -36,8 +36,8 @@ ADAPT = (
     Bug(
         "speeds-upside-down",
         "Layers.measured.speeds",
-        "speeds = tuple(one / now if",
-        "speeds = tuple(now / one if",
+        "speeds = tuple(value / now if",
+        "speeds = tuple(now / value if",
         "The slow rank gets more layers.",
     ),
     Bug(
@@ -71,8 +71,8 @@ ADAPT = (
     Bug(
         "pays-some-day",
         "Decider._paying.pays",
-        "pays = one.gain >= self.settings.least_gain and saved > cost",
-        "pays = one.gain >= self.settings.least_gain",
+        "pays = proposal.gain >= self.settings.least_gain and saved > cost",
+        "pays = proposal.gain >= self.settings.least_gain",
         "Layers move although the move costs more than it saves in time.",
     ),
     Bug(
@@ -84,9 +84,9 @@ ADAPT = (
     ),
     Bug(
         "queues-by-their-last-message",
-        "Seen.series",
-        "waits[edge] += max(one.consumed - one.end, 0.0)",
-        "waits[edge] = max(one.consumed - one.end, 0.0)",
+        "MeasuredStep.series",
+        "waits[edge] += max(transfer.consumed - transfer.end, 0.0)",
+        "waits[edge] = max(transfer.consumed - transfer.end, 0.0)",
         "A queue that grows is seen by its last message alone.",
     ),
     Bug(

@@ -8,13 +8,13 @@ AXES = (
     Bug(
         "one-stacked-weight-makes-experts",
         "is_experts",
-        "or any(one.dim() < 2 or one.shape[0] != number for one in own)",
-        "or all(one.dim() < 2 or one.shape[0] != number for one in own)",
+        "or any(param.dim() < 2 or param.shape[0] != number for param in own)",
+        "or all(param.dim() < 2 or param.shape[0] != number for param in own)",
         "A module with one stacked weight among others is divided as experts.",
     ),
     Bug(
         "traced-counts-below-zero",
-        "Sorted.of.each",
+        "SortedPairs.of.each",
         "each = flat.numel() // num_experts",
         "each = flat.numel() * num_experts",
         "Traced experts have counts below zero, by which nothing can be split.",
@@ -42,7 +42,7 @@ AXES = (
     ),
     Bug(
         "nothing-is-nudged",
-        "Nudged._moved",
+        "Nudge._moved",
         "if tensor.dtype not in LOW or not count",
         "if tensor.dtype in LOW or not count",
         "No rounding is measured, so that right models in bfloat16 are refused on meshes.",
@@ -50,13 +50,13 @@ AXES = (
     Bug(
         "the-nearest-nudged-run-counts",
         "Rounding.between",
-        "one: max(norm_of(each.double()",
-        "one: min(norm_of(each.double()",
+        "param: max(norm_of(each.double()",
+        "param: min(norm_of(each.double()",
         "Right models in bfloat16 are refused where one nudged run is near by luck.",
     ),
     Bug(
         "every-nudged-run-is-alike",
-        "Nudged.__init__",
+        "Nudge.__init__",
         "drawn = random.Random(seed)",
         "drawn = random.Random(0)",
         "Right models in bfloat16 are refused where the one nudged run is near by luck.",
@@ -64,8 +64,8 @@ AXES = (
     Bug(
         "experts-are-compared-with-a-part",
         "together",
-        "if slice_of(one) is None",
-        "if slice_of(one) is not one",
+        "if slice_of(param) is None",
+        "if slice_of(param) is not param",
         "Experts of a model on the meta device are refused, since no line finds what is wanted of them.",
     ),
     Bug(

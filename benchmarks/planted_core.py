@@ -8,8 +8,8 @@ CORE = (
     Bug(
         "openings-that-send-too-much",
         "_shortened",
-        "if one.op is Op.SEND_F and rules.message_of(one).recv not in used:",
-        "if one.op is Op.SEND_B and rules.message_of(one).recv not in used:",
+        "if row.op is Op.SEND_F and rules.message_of(row).recv not in used:",
+        "if row.op is Op.SEND_B and rules.message_of(row).recv not in used:",
         "A step that begins again finds messages of the opening before it.",
     ),
     Bug(
@@ -57,8 +57,8 @@ CORE = (
     Bug(
         "one-seconds-table-without-its-exchange",
         "_samples.plain",
-        "all(one.overlapped is None and one.reduce == one.pack == 0.0 for one in many)",
-        "all(one.overlapped is None for one in many)",
+        "all(costs.overlapped is None and costs.reduce == costs.pack == 0.0 for costs in many)",
+        "all(costs.overlapped is None for costs in many)",
         "Makespans of many costs take the first one's gradient exchange for all.",
     ),
     Bug(
@@ -78,8 +78,8 @@ CORE = (
     Bug(
         "packing-counted-as-exchange",
         "exchange_seconds.start",
-        "max(one.start, copying.end if copying else one.start, ended.get(one.rank, one.start))",
-        "max(one.start, ended.get(one.rank, one.start))",
+        "max(span.start, copying.end if copying else span.start, ended.get(span.rank, span.start))",
+        "max(span.start, ended.get(span.rank, span.start))",
         "A measured exchange includes the copying before it, which then counts twice.",
     ),
     Bug(
@@ -175,14 +175,14 @@ CORE = (
     ),
     Bug(
         "memory-cause-one-action-late",
-        "_Rank.refused_from",
+        "_Track.refused_from",
         "if not self.would_exceed(index - 1, forward):",
         "if not self.would_exceed(index, forward):",
         "Whether the limit forbade a forward is asked of what is held after the gap.",
     ),
     Bug(
         "imbalance-counted-again",
-        "_Rank.gap",
+        "_Track.gap",
         "            excess -= waited_to - balanced_to\n",
         "            excess -= 0.0\n",
         "Every part of a gap that messages cut is charged the whole imbalance.",
@@ -190,7 +190,7 @@ CORE = (
     ),
     Bug(
         "transfer-called-wait",
-        "_Rank.gap.waited_to",
+        "_Track.gap.waited_to",
         "waited_to = min(max(made, free_from), free_to)",
         "waited_to = free_to",
         "The time in which a message is on its way counts as waiting for its maker.",
@@ -282,8 +282,8 @@ CORE = (
     Bug(
         "steps-of-rank-0",
         "Run.steps",
-        "return tuple(step for step in first if all(step in one for one in others))",
-        "return tuple(step for step in first if all(True for one in others))",
+        "return tuple(step for step in first if all(step in other for other in others))",
+        "return tuple(step for step in first if all(True for other in others))",
         "A step counts as soon as rank 0 has written its line.",
     ),
     Bug(
@@ -316,7 +316,7 @@ CORE = (
     ),
     Bug(
         "receive-past-another-message",
-        "_Run.to_the_end",
+        "_PaperRun.to_the_end",
         "len(row) - (row != [] and row[-1].is_compute)",
         "len(row) - (row != [])",
         "A receive is put before another message of its rank, which it waits for.",
@@ -324,7 +324,7 @@ CORE = (
     Bug(
         "names-are-not-looked-at",
         "_check_inside",
-        "                _inner(list(one), name)\n",
+        "                _inner(list(entry), name)\n",
         "",
         "A name with half of a character in it is read, and fails where it is written.",
     ),

@@ -29,8 +29,8 @@ FOLLOWED = (
     Bug(
         "rows-taken-for-inside",
         "_works_inside",
-        "all(one == -1 or one >= 1 for one in dims)",
-        "all(one == -1 or one >= 0 for one in dims)",
+        "all(dim == -1 or dim >= 1 for dim in dims)",
+        "all(dim == -1 or dim >= 0 for dim in dims)",
         "A softmax over the rows of a batch passes for one inside of each.",
     ),
     Bug(

@@ -7,14 +7,14 @@ from planting import Bug
 LOSSES = (
     Bug(
         "loss-compared-by-value",
-        "Comparison.fits",
+        "LossComparison.fits",
         "return error <= self.near * norm and abs(value",
         "return abs(value",
         "Weights that make losses add up, but not their gradients, pass.",
     ),
     Bug(
         "loss-compared-by-gradient",
-        "Comparison._fit.best",
+        "LossComparison._fit.best",
         "                best = product / square if square else 0.0\n",
         "                best = 1.0\n",
         "A mean over rows is taken for no sum of its parts, or the reverse.",
@@ -22,8 +22,8 @@ LOSSES = (
     Bug(
         "sums-of-nothing-tell",
         "_fitting",
-        "    if all(one.is_zero for one in shares):  # sums of nothing tell no rule\n"
-        "        return tuple(dict.fromkeys(order))\n",
+        "    if all(share.is_zero for share in shares):  # sums of nothing tell no rule\n        return "
+        "tuple(dict.fromkeys(order))\n",
         "",
         "A microbatch without labels decides that a loss does not count labels.",
     ),
@@ -43,9 +43,9 @@ LOSSES = (
     ),
     Bug(
         "gradients-of-other-rows",
-        "Linked.rows_of",
-        "one.narrow(place[0], first * place[1], (end - first) * place[1])",
-        "one.narrow(place[0], 0, (end - first) * place[1])",
+        "LinkedRows.rows_of",
+        "tensor.narrow(place[0], first * place[1], (end - first) * place[1])",
+        "tensor.narrow(place[0], 0, (end - first) * place[1])",
         "A loss that takes gradients gets those of other rows than its own.",
     ),
     Bug(
@@ -72,8 +72,8 @@ LOSSES = (
     Bug(
         "state-of-losses-changes",
         "_of_module.put",
-        "if not _same_bits(one, before):",
-        "if one is before:",
+        "if not _same_bits(tensor, before):",
+        "if tensor is before:",
         "Calls that compare leave their trace in buffers of the loss.",
     ),
     Bug(

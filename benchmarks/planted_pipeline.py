@@ -8,8 +8,8 @@ PIPELINE = (
     Bug(
         "only-rank-0-is-finite",
         "Tally.check.bad",
-        "bad = [at for at, one in enumerate(self.told) if not one.finite]",
-        "bad = [at for at, one in enumerate(self.told[:1]) if not one.finite]",
+        "bad = [at for at, report in enumerate(self.told) if not report.finite]",
+        "bad = [at for at, report in enumerate(self.told[:1]) if not report.finite]",
         "A NaN on any rank but the first goes unnoticed.",
     ),
     Bug(
@@ -22,15 +22,15 @@ PIPELINE = (
     Bug(
         "parts-are-not-put-together",
         "OneProcess._cut",
-        "for part in cut_batch(values, self._num_parts, what=what) for one in cut_batch(part, count)]",
-        "for part in cut_batch(values, 1, what=what) for one in cut_batch(part, count)]",
+        "for part in cut_batch(values, self._num_parts, what=what) for value in cut_batch(part, count)]",
+        "for part in cut_batch(values, 1, what=what) for value in cut_batch(part, count)]",
         "verify compares a mesh with other microbatches than its lines run.",
     ),
     Bug(
         "only-rank-0-is-reached",
         "Tally.unreached",
-        "return {name for one in self.told for name in one.unreached or ()}",
-        "return {name for one in self.told[:1] for name in one.unreached or ()}",
+        "return {name for report in self.told for name in report.unreached or ()}",
+        "return {name for report in self.told[:1] for name in report.unreached or ()}",
         "A parameter of another rank that no loss reaches goes unnoticed.",
     ),
     Bug(
@@ -43,13 +43,13 @@ PIPELINE = (
     Bug(
         "scales-of-the-first-two",
         "Tally.check.scales",
-        "scales = sorted({one.scale for one in self.told if one.scale is not None})",
-        "scales = sorted({one.scale for one in self.told[:1] if one.scale is not None})",
+        "scales = sorted({report.scale for report in self.told if report.scale is not None})",
+        "scales = sorted({report.scale for report in self.told[:1] if report.scale is not None})",
         "Ranks that scaled the loss differently go on.",
     ),
     Bug(
         "refused-step-forgotten",
-        "Ledger.settle",
+        "TallyLedger.settle",
         "self._refused is not None and gradients_left():",
         "self._refused is not None and not gradients_left():",
         "An optimizer that tries again after a refusal steps on the same NaN.",
@@ -57,8 +57,8 @@ PIPELINE = (
     Bug(
         "records-of-the-step-before",
         "Tally.known_records.found",
-        "found = [one or other.late for one, other in zip(found, self.following.told, strict=True)]",
-        "found = [other.late or one for one, other in zip(found, self.following.told, strict=True)]",
+        "found = [record or other.late for record, other in zip(found, self.following.told, strict=True)]",
+        "found = [other.late or record for record, other in zip(found, self.following.told, strict=True)]",
         "A record that was told in time is replaced by a late one.",
     ),
     Bug(
@@ -71,8 +71,8 @@ PIPELINE = (
     Bug(
         "skipped-update-is-made-again",
         "Validation._mend",
-        "one.take_back(None if verdict.skips else gradients)",
-        "one.take_back(gradients)",
+        "step.take_back(None if verdict.skips else gradients)",
+        "step.take_back(gradients)",
         "An update with a NaN, made ahead of its verdict, is made once more instead of being left out.",
     ),
     Bug(
@@ -162,8 +162,8 @@ PIPELINE = (
     Bug(
         "nothing-is-looked-at",
         "Intake._take_shares",
-        "one if isinstance(share, Tensor) or share else _NOTHING",
-        "one",
+        "target if isinstance(share, Tensor) or share else _NOTHING",
+        "target",
         "A microbatch without weight gives NaN instead of nothing.",
     ),
     Bug(
@@ -267,8 +267,8 @@ PIPELINE = (
     Bug(
         "left-with-memory",
         "Mover._leave",
-        "            give_up(one)\n",
-        "            one.grad = None\n",
+        "            give_up(tensor)\n",
+        "            tensor.grad = None\n",
         "A rank keeps the memory of layers that have left it.",
     ),
     Bug(
@@ -302,8 +302,8 @@ PIPELINE = (
     Bug(
         "freed-parameters-pass",
         "Frozen.check_still",
-        "                    if one is not None and one.requires_grad:\n",
-        "                    if one is not None and not one.requires_grad and False:\n",
+        "                    if param is not None and param.requires_grad:\n",
+        "                    if param is not None and not param.requires_grad and False:\n",
         "A frozen parameter of another process's stage that is freed later goes unnoticed there.",
     ),
     Bug(
@@ -344,8 +344,8 @@ PIPELINE = (
     Bug(
         "gradients-put-aside-are-lost",
         "_putting_aside.add",
-        "one.grad = earlier.add_(new) if new.layout is torch.strided else earlier + new",
-        "one.grad = new",
+        "tensor.grad = earlier.add_(new) if new.layout is torch.strided else earlier + new",
+        "tensor.grad = new",
         "A checked step keeps only the gradients of its last watched microbatch.",
     ),
     Bug(
@@ -365,7 +365,7 @@ PIPELINE = (
     Bug(
         "sentinels-with-old-values",
         "Relay._values_between.values",
-        "values = {name: value for one in heard for name, value in one.items() if name in elsewhere}",
+        "values = {name: value for item in heard for name, value in item.items() if name in elsewhere}",
         "values = {}",
         "A later check runs with zeros for parameters between blocks that another rank trains.",
     ),
@@ -386,22 +386,22 @@ PIPELINE = (
     Bug(
         "fails-by-itself-alone",
         "verdict",
-        'if raised := next((one.raised for one in told if one.raised), ""):',
+        'if raised := next((outcome.raised for outcome in told if outcome.raised), ""):',
         'if raised := "":',
         "A model that cannot run without a pipeline trains in one, and nobody says so.",
     ),
     Bug(
         "gradients-of-forwards-are-lost",
         "_without_gradients",
-        "one.grad = made if earlier is None else _sum(earlier, made)",
-        "one.grad = made if earlier is None else earlier",
+        "param.grad = made if earlier is None else _sum(earlier, made)",
+        "param.grad = made if earlier is None else earlier",
         "A checked step loses gradients that a block adds in its forward.",
     ),
     Bug(
         "changed-gradients-are-clear",
         "_putting_aside",
-        "if one.grad is not last or last._version != version",
-        "if one.grad is not last and last._version != version",
+        "if param.grad is not last or last._version != version",
+        "if param.grad is not last and last._version != version",
         "A hook that adds to a gradient once autograd has makes a right model be refused.",
     ),
     Bug(
@@ -413,9 +413,9 @@ PIPELINE = (
     ),
     Bug(
         "left-over-gradients",
-        "_Collected.finished",
-        "for one in self._parameters:",
-        "for one in ():",
+        "_GradientCollector.finished",
+        "for param in self._parameters:",
+        "for param in ():",
         "Gradients that a model puts beside autograd's are not seen in the model by itself.",
     ),
     Bug(
@@ -427,7 +427,7 @@ PIPELINE = (
     ),
     Bug(
         "rows-seeded-alike",
-        "Row.run",
+        "BlockRow.run",
         "microbatch=microbatch,",
         "microbatch=microbatch + 1,",
         "A list of blocks on several ranks drops other places when it runs by itself.",
@@ -441,7 +441,7 @@ PIPELINE = (
     ),
     Bug(
         "own-forward-unwatched",
-        "Watched.look",
+        "WatchedModel.look",
         "if _whole_of(root) != self._whole:",
         "if False:",
         "An nn.Sequential that gets a forward of its own trains on without it.",

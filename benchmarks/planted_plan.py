@@ -98,14 +98,14 @@ PLAN = (
     ),
     Bug(
         "whole-backward-hands-on-late",
-        "Relaxed._halves.early",
+        "Relaxation._halves.early",
         "early = min(first, whole)",
         "early = first",
         "A whole backward that is shorter than I alone is bounded by I.",
     ),
     Bug(
         "way-back-without-the-gradient's-latency",
-        "Relaxed.way_back.between",
+        "Relaxation.way_back.between",
         "between = self.latency(stage, F) + self.latency(stage + 1, I)",
         "between = 2 * self.latency(stage, F)",
         "Where links differ by direction, the way back is bounded by the way down's latency.",
@@ -233,8 +233,8 @@ PLAN = (
     Bug(
         "tied-across-ranks",
         "_static.before",
-        "before = (stages[one] for one in range(stage) if ranks[one] & ranks[stage])",
-        "before = (stages[one] for one in range(stage))",
+        "before = (stages[number] for number in range(stage) if ranks[number] & ranks[stage])",
+        "before = (stages[number] for number in range(stage))",
         "A tied weight that another rank holds is taken to be free here.",
     ),
     Bug(
@@ -247,8 +247,8 @@ PLAN = (
     Bug(
         "bytes-before-names",
         "_chosen",
-        "key=lambda one: (one.sent_bytes, one.searched, one.step_seconds)",
-        "key=lambda one: (one.searched, one.sent_bytes, one.step_seconds)",
+        "key=lambda candidate: (candidate.sent_bytes, candidate.searched, candidate.step_seconds)",
+        "key=lambda candidate: (candidate.searched, candidate.sent_bytes, candidate.step_seconds)",
         "Of equal steps a named schedule wins though a searched one sends less.",
     ),
     Bug(
@@ -261,8 +261,8 @@ PLAN = (
     Bug(
         "headroom-of-the-rest",
         "Ranks.limits",
-        "return tuple(one * (1 - self.headroom) for one in self.memory)",
-        "return tuple(one / (1 + self.headroom) for one in self.memory)",
+        "return tuple(value * (1 - self.headroom) for value in self.memory)",
+        "return tuple(value / (1 + self.headroom) for value in self.memory)",
         "A rank keeps a smaller share of its memory free than was asked for.",
     ),
     Bug(
@@ -303,7 +303,7 @@ PLAN = (
     Bug(
         "fp8-casts-are-free",
         "_casts.by_input",
-        "by_input = cast_seconds(cluster, one.rows * one.columns * one.times, CAST_TWICE)",
+        "by_input = cast_seconds(cluster, product.rows * product.columns * product.times, CAST_TWICE)",
         "by_input = 0.0",
         "Gradients of outputs come in 8 bits without a cast.",
     ),
@@ -344,7 +344,7 @@ PLAN = (
     ),
     Bug(
         "latent-heads-score-without-positions",
-        "Latent.scored",
+        "LatentAttention.scored",
         "return self.head + self.rotary_head\n",
         "return self.head\n",
         "Queries and keys of latent attention lack the part that carries positions.",
@@ -415,7 +415,7 @@ PLAN = (
     Bug(
         "sharded-beyond-the-memory",
         "against_fsdp.fitting",
-        "[one for one in sharded if one.bytes <= plan.limit_bytes] or sharded",
+        "[choice for choice in sharded if choice.bytes <= plan.limit_bytes] or sharded",
         "sharded",
         "The choice is compared with an FSDP layout that does not fit, although another does.",
     ),

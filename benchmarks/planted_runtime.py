@@ -85,7 +85,7 @@ RUNTIME = (
     Bug(
         "early-gradient-not-copied",
         "Tape.weight_gradients",
-        "gradient if one in total else gradient.clone()",
+        "gradient if param in total else gradient.clone()",
         "gradient",
         "A gradient that autograd handed to the stage before as well is added to in place.",
     ),
@@ -147,7 +147,7 @@ RUNTIME = (
     ),
     Bug(
         "graphs-hold-themselves",
-        "Kept.__init__",
+        "SavedTensor.__init__",
         "self.tensor = tensor.detach()",
         "self.tensor = tensor",
         "A graph that nobody backpropagates, of a loss that is compared, stays in memory while bytes are counted.",
@@ -190,7 +190,7 @@ RUNTIME = (
     Bug(
         "sent-without-a-copy",
         "CapturedRow._send",
-        "tuple([one.clone() for one in tensors])",
+        "tuple([tensor.clone() for tensor in tensors])",
         "tuple(tensors)",
         "A message of a captured step is the graph's own memory, which the next stretch writes to.",
     ),
@@ -281,7 +281,7 @@ RUNTIME = (
     ),
     Bug(
         "first-buffer-again",
-        "Stored._fill",
+        "StoredTensor._fill",
         "source.seek(self.start + at * self.dtype.itemsize)",
         "source.seek(self.start)",
         "A large tensor of another type is read from its beginning again and again.",

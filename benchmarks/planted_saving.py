@@ -8,21 +8,21 @@ SAVING = (
     Bug(
         "rotation-counts-damaged-ones",
         "Shelf.surplus.whole",
-        "whole = [one for one in others if one.is_on(line) and not one.problem]",
-        "whole = [one for one in others if one.is_on(line)]",
+        "whole = [other for other in others if other.is_on(line) and not other.problem]",
+        "whole = [other for other in others if other.is_on(line)]",
         "A damaged checkpoint counts as one that is kept, and pushes a whole one out.",
     ),
     Bug(
         "rotation-counts-other-lines",
         "Shelf.surplus.whole",
-        "whole = [one for one in others if one.is_on(line) and not one.problem]",
-        "whole = [one for one in others if not one.problem]",
+        "whole = [other for other in others if other.is_on(line) and not other.problem]",
+        "whole = [other for other in others if not other.problem]",
         "Later steps of a line that was left push this line's checkpoints out.",
     ),
     Bug(
         "rotation-removes-other-runs",
         "_is_worthless",
-        "    return line.is_kin(one.line)\n",
+        "    return line.is_kin(shelf_entry.line)\n",
         "    return True\n",
         "A run removes the checkpoints of another in the same folder.",
     ),
@@ -36,8 +36,8 @@ SAVING = (
     Bug(
         "rewind-goes-on-with-the-line",
         "Course.loaded",
-        'self.line, self.name = Line.of(content).left_at(content["step"]), ""',
-        'self.line, self.name = Line.of(content), ""',
+        'self.line, self.name = Lineage.of(content).left_at(content["step"]), ""',
+        'self.line, self.name = Lineage.of(content), ""',
         "Checkpoints after the one that was loaded still count as this line's.",
     ),
     Bug(
@@ -56,7 +56,7 @@ SAVING = (
     ),
     Bug(
         "torn-line-begins-again",
-        "Waiting.write",
+        "PendingLines.write",
         "            del self.data[:count]\n",
         "            self.data.clear()\n",
         "What a disk has taken of a line before it was full has no end.",

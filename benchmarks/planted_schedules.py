@@ -154,7 +154,7 @@ SCHEDULES = (
     ),
     Bug(
         "hanayo-short-backwards",
-        "_Rank.take",
+        "_RankRow.take",
         "self.free, self.forward_next = time + 2, True",
         "self.free, self.forward_next = time + 1, True",
         "The recipe takes a backward to be as long as a forward.",

@@ -8,7 +8,7 @@ STREAM = (
     Bug(
         "version-updated-in-place",
         "Versions.update",
-        "if self._needed[_place(one)]:",
+        "if self._needed[_place(param)]:",
         "if False:",
         "An update changes the weights that a backward in flight still needs.",
     ),
@@ -23,7 +23,7 @@ STREAM = (
         "old-microbatch-draws-anew",
         "StreamExecutor._take_of",
         ".randomness.step = step.draw",
-        ".randomness.step = max(one.draw for one, _ in self._steps.values())",
+        ".randomness.step = max(number.draw for number, _ in self._steps.values())",
         "A microbatch of an earlier step that is recomputed draws another dropout mask.",
     ),
     Bug(

@@ -29,7 +29,7 @@ TRAIN = (
     ),
     Bug(
         "workers-draw-on",
-        "Source.close",
+        "DataSource.close",
         "            self.given._iterator = None",
         "            pass",
         "Workers that live on draw on in the next epoch, and those of a run that continues begin anew.",

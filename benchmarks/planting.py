@@ -139,7 +139,7 @@ OF_FILE = {
     ),
     "engine/together.py": ("tests/pipeline/test_together.py",),
     "engine/choice.py": ("tests/pipeline/test_programs.py", "tests/pipeline/test_adapting.py"),
-    "engine/model/watched.py": ("tests/pipeline/test_chain_check.py", "tests/pipeline/test_zoo.py"),
+    "engine/model/model_watch.py": ("tests/pipeline/test_chain_check.py", "tests/pipeline/test_zoo.py"),
     "engine/updates/optimizer_state.py": ("tests/pipeline/test_optimizer_state.py",),
     "engine/loss/rules/lengths.py": (*LOSSES, "tests/pipeline/test_lengths_empty.py", "tests/pipeline/test_lengths.py"),
     "features/mesh/attach/lines.py": ("tests/mesh/test_running.py", "tests/mesh/test_lines_agree.py"),
@@ -153,7 +153,7 @@ OF_FILE = {
         "tests/pipeline/test_pipeline.py",
         "tests/pipeline/test_moving.py",
     ),
-    "features/mesh/attach/checked.py": ("tests/mesh/test_lines_agree.py", "tests/mesh/test_first_check.py"),
+    "features/mesh/attach/line_check.py": ("tests/mesh/test_lines_agree.py", "tests/mesh/test_first_check.py"),
     "features/check": (
         "tests/pipeline/test_model_check.py",
         "tests/pipeline/test_chain_check.py",

@@ -60,7 +60,7 @@ def measure(folder: str, pairs: int, steps: int, rows: int) -> dict[str, Any]:
     from torch.nn import functional
 
     import drumline as dl
-    from drumline.checkpoint.staged import StagedFile
+    from drumline.checkpoint.staging import StagedFile
 
     def loss(output: Any, wanted: Any) -> Any:
         return functional.cross_entropy(output.flatten(0, 1), wanted.flatten())

@@ -43,7 +43,7 @@ import torch
 from drumline.report.draw.table import table
 from drumline.serve.export.check import TOLERANCE, Subject, plain_outputs
 from drumline.serve.export.export import export
-from drumline.serve.load.run import Demand, Loader, Result
+from drumline.serve.load.generator import Demand, Loader, Result
 from drumline.serve.session import open_session
 from drumline.serve.stage import ALONE
 from drumline.serve.wire.manifest import Manifest

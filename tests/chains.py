@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, combinations, pairwise
 
-from drumline.plan.cut.chain import BlockCosts, BlockTable, Chain
+from drumline.plan.cut.chain import BlockCosts, BlockTable, CutChain
 from drumline.plan.cut.peaks import HeldPairs
 from names import NAMES
 
@@ -24,4 +24,4 @@ def stage_seconds(chain: Sequence[BlockCosts], counts: tuple[int, ...]) -> tuple
 
 def rank_bytes(blocks: Sequence[BlockCosts], counts: Sequence[int], held: Sequence[HeldPairs]) -> tuple[float, ...]:
     """Return every rank's peak under a given cut."""
-    return tuple(Chain(BlockTable(blocks), len(counts), held).rank_bytes([tuple(counts)])[0].tolist())
+    return tuple(CutChain(BlockTable(blocks), len(counts), held).rank_bytes([tuple(counts)])[0].tolist())

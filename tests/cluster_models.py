@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from drumline.plan.cluster.device_memory import Bytes, stage_activations
 from drumline.plan.cluster.estimate import Estimate, Seconds
-from drumline.plan.cluster.hardware import Cluster, Device, Link
+from drumline.plan.cluster.hardware import Cluster, Device, DeviceLink
 from drumline.plan.cluster.layout import Layout, StageLayers, whole_layers
 from drumline.plan.cluster.loads import Volumes
-from drumline.plan.cluster.memory import Bytes, stage_activations
 from drumline.plan.cluster.stages import stage_weights
-from drumline.plan.cluster.transformer import Experts, Latent, Transformer
+from drumline.plan.cluster.transformer import ExpertShape, LatentAttention, Transformer
 from drumline.schedules import find
 
 GIB = 2**30
 
 
 def small_cluster(num_devices: int = 8, *, per_node: int = 4, memory: float = 2 * GIB) -> Cluster:
-    return Cluster(Device("toy", 1e13, memory, 1e11), num_devices, per_node, Link(1e-6, 2e11), Link(5e-6, 2e10))
+    return Cluster(
+        Device("toy", 1e13, memory, 1e11), num_devices, per_node, DeviceLink(1e-6, 2e11), DeviceLink(5e-6, 2e10)
+    )
 
 
 def activation_bytes(transformer: Transformer, layout: Layout, *, experts: bool = False) -> float:
@@ -38,12 +40,12 @@ def small_transformer(**changes: object) -> Transformer:
 
 
 def sparse_transformer() -> Transformer:
-    return small_transformer(experts=Experts(num_experts=8, per_token=2, feedforward=2048))
+    return small_transformer(experts=ExpertShape(num_experts=8, per_token=2, feedforward=2048))
 
 
 def latent_transformer(**changes: object) -> Transformer:
     """Return a small transformer with latent attention; its heads are wide, so that projections are worth a lot."""
-    latent = Latent(queries=256, keys_values=128, head=128, rotary_head=64, value_head=128)
+    latent = LatentAttention(queries=256, keys_values=128, head=128, rotary_head=64, value_head=128)
     return small_transformer(latent=latent, gated=True, biased=False, dropout=False, **changes)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from drumline.features.capture.captured import Recorder
+from drumline.features.capture.captured_row import Recorder
 
 Call = tuple[Any, Any, Any, Any]
 

@@ -197,7 +197,7 @@ def trained(device: str, folder: str, *, how: dict[str, Any] | None = None, **se
 
 def without_labels(device: str, folder: str) -> dict[str, Any]:
     """Train on microbatches of which one has no labels that count; and let a model's own loss count none."""
-    from drumline.model.loss.sheet import Scaled, Sheet
+    from drumline.model.loss.factors import ScaledCall, Sheet
     from drumline.pipeline.pipeline import Pipeline
 
     torch.manual_seed(0)
@@ -211,7 +211,7 @@ def without_labels(device: str, folder: str) -> dict[str, Any]:
         pipe.settle()
         found |= {name: one.grad for name, one in pipe.named_parameters()}
     logits = torch.ones(2, 5).to(device).requires_grad_()
-    loss = Scaled(functional.cross_entropy, 0, Sheet())(logits, y[2:4])
+    loss = ScaledCall(functional.cross_entropy, 0, Sheet())(logits, y[2:4])
     if device != "cpu":  # there the host knows that it counts nothing
         torch.autograd.backward(loss, torch.zeros_like(loss))
     found["own"] = torch.zeros(2, 5) if logits.grad is None else logits.grad

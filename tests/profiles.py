@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drumline.plan.device.blocks import Layer, Profile, Times
+from drumline.plan.device.blocks import OpTimes, Profile, ProfiledBlock
 from drumline.plan.device.model_profile import Identity, ModelProfile
-from drumline.plan.device.overheads import Line, Overheads
+from drumline.plan.device.overheads import MessageTime, Overheads
 
 NONE = Overheads()
-SOME = Overheads(Line(1e-5, 1e-10), Line(2e-5, 1e-10), Line(1e-4, 1e-10), flight=3e-5, action=2e-5, begin=1e-4)
+SOME = Overheads(
+    MessageTime(1e-5, 1e-10), MessageTime(2e-5, 1e-10), MessageTime(1e-4, 1e-10), flight=3e-5, action=2e-5, begin=1e-4
+)
 
 
 def layer(
@@ -21,11 +23,13 @@ def layer(
     output: int = 10,
     trains: bool = True,
     tape: float = 0.0,
-) -> Layer:
+) -> ProfiledBlock:
     times = (
-        Times(seconds, 2 * seconds, seconds, seconds, (1 + tape) * seconds) if trains else Times(seconds, 0.0, 0.0, 0.0)
+        OpTimes(seconds, 2 * seconds, seconds, seconds, (1 + tape) * seconds)
+        if trains
+        else OpTimes(seconds, 0.0, 0.0, 0.0)
     )
-    return Layer(name, times, held, held // 2, 0, weights, weights if trains else 0, output)
+    return ProfiledBlock(name, times, held, held // 2, 0, weights, weights if trains else 0, output)
 
 
 def model_profile(
@@ -58,7 +62,7 @@ def model_profile(
             )
             for at, one in enumerate(seconds)
         ]
-        return Profile(tuple(layers), Times(0.0, 0.0, 0.0, 0.0), "cpu", 1)
+        return Profile(tuple(layers), OpTimes(0.0, 0.0, 0.0, 0.0), "cpu", 1)
 
     sizes = tuple((size, at(size)) for size in rows)
     return ModelProfile(Identity("made up", 100, "abc"), "cpu", 2, 1, sizes, overheads)

@@ -105,4 +105,4 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
         "choose": optimizers,
     }
     for name, one in parts.items():
-        patch.setattr(f"drumline.train.dry.run.{name}", one)
+        patch.setattr(f"drumline.train.dry.dry_run.{name}", one)

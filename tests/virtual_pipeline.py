@@ -7,16 +7,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from drumline.adapt.decide import Decider
+from drumline.adapt.measured_step import MeasuredStep
 from drumline.adapt.proposal import Arrangement, Proposal
 from drumline.adapt.rebalance import Layers
 from drumline.adapt.repair import repaired
-from drumline.adapt.seen import Seen
 from drumline.adapt.settings import Adapt
 from drumline.core.costs import Costs
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
-from drumline.plan.device.blocks import Layer, Profile, Times
+from drumline.plan.device.blocks import OpTimes, Profile, ProfiledBlock
 from drumline.schedules import generate
 from simulated_runs import records_of
 
@@ -28,8 +28,8 @@ def profile(num_blocks: int, factors: dict[int, float] | None = None, *, weight:
     layers = []
     for at in range(num_blocks):
         one = BLOCK * (factors or {}).get(at, 1.0)
-        layers.append(Layer(str(at), Times(one, 2 * one, one, one), 1000, 500, 100, weight, weight, 100))
-    return Profile(tuple(layers), Times(0.0, 0.0, 0.0, 0.0), "cpu", 1)
+        layers.append(ProfiledBlock(str(at), OpTimes(one, 2 * one, one, one), 1000, 500, 100, weight, weight, 100))
+    return Profile(tuple(layers), OpTimes(0.0, 0.0, 0.0, 0.0), "cpu", 1)
 
 
 class AtOnce:
@@ -90,7 +90,7 @@ class Virtual:
             costs = Costs(**each, comm=self.latency(step))
             measured = Measured(now.program, tuple(records_of(simulate(now.program, costs), step)))
             self.steps.append(measured)
-            proposal = decider.see(Seen(step, measured), self.rows)
+            proposal = decider.see(MeasuredStep(step, measured), self.rows)
             if proposal is not None:
                 self.proposals.append(proposal)
                 decider.took(proposal, proposal.after, seconds=0.01, num_bytes=1000)

@@ -78,7 +78,7 @@ def demo(folder: Path) -> str:
     """Return a report of several runs, with what the demo says above it."""
     pytest.importorskip("torch")
     from drumline.train.demo import TRIALS, Outcome
-    from drumline.train.opening import opening
+    from drumline.train.demo_panel import opening
     from drumline.train.two_stages import Build
 
     outcomes = []
@@ -125,8 +125,8 @@ def weighed(folder: Path) -> str:
 def loaded(folder: Path) -> str:
     """Return the page of a load in which some requests failed."""
     needed("grpc", "serve")
+    from drumline.serve.load.generator import Result
     from drumline.serve.load.page import load_page
-    from drumline.serve.load.run import Result
 
     few = Result(1, seconds=2.0, rows=200, latencies=[0.01] * 200, queues=[0.001], pipes=[0.009], computes=[0.008])
     many = Result(rate=800.0, seconds=2.0, rows=1500, latencies=[0.02, 0.4] * 750, queues=[0.3], pipes=[0.1])

@@ -12,7 +12,7 @@ import pytest
 from drumline.cli.main import main
 from drumline.core.costs import Edge
 from drumline.core.errors import PlanError
-from drumline.plan.device.blocks import Times
+from drumline.plan.device.blocks import OpTimes
 from drumline.plan.device.model_profile import ModelProfile
 from drumline.plan.device.plan import Plan
 from drumline.report.plan.profiles import profile_text
@@ -64,7 +64,7 @@ def test_a_profile_of_a_busy_machine_is_told_with_its_plan(
 ) -> None:
     found = ModelProfile.load(profile)
     rows, largest = found.sizes[-1]
-    spreads = [Times(0.1 * one.times.forward, 0.1 * one.times.backward, 0.0, 0.0) for one in largest.layers]
+    spreads = [OpTimes(0.1 * one.times.forward, 0.1 * one.times.backward, 0.0, 0.0) for one in largest.layers]
     layers = tuple(replace(one, spreads=spread) for one, spread in zip(largest.layers, spreads, strict=True))
     noisy = replace(found, sizes=(*found.sizes[:-1], (rows, replace(largest, layers=layers))))
     noisy.save(tmp_path / "noisy.json")

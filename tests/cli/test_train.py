@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from drumline.cli.main import main
-from drumline.train.config.files.read import read_settings, read_with_plan
+from drumline.train.config.files.settings_file import read_settings, read_with_plan
 from drumline.train.config.settings import TrainSettings
 from profiles import SOME, model_profile
 
@@ -144,7 +144,7 @@ def test_a_plan_of_a_profile_becomes_a_config_with_the_plan_beside_it(capsys: py
     assert capsys.readouterr().out.endswith("wrote mine.toml\nwrote mine.json\n\nStart it: drumline train mine.toml\n")
     found, plan = read_with_plan("mine.toml")
     assert (found.model.function, found.model.arguments) == (
-        "drumline.train.profiled:model",
+        "drumline.train.profiled_model:model",
         {"source": "make.py:model"},
     )
     assert plan is not None

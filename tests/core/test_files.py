@@ -14,7 +14,7 @@ import pytest
 from drumline.cli.main import main
 from drumline.core.costs import Costs
 from drumline.core.errors import DrumlineError, TraceError
-from drumline.core.files import MAX_DEPTH, Kind, opened, parse_json, read_object, read_text
+from drumline.core.files import MAX_DEPTH, FileKind, opened, parse_json, read_object, read_text
 from drumline.core.measured.run import read_run
 from drumline.core.parsed import Parsed
 from drumline.core.program import Program
@@ -27,7 +27,7 @@ from drumline.report.kineto.load import load as load_traces
 from records import write_run
 from refused import refused, saying
 
-KIND = Kind("thing", DrumlineError, "a JSON file", 2**20)
+KIND = FileKind("thing", DrumlineError, "a JSON file", 2**20)
 
 READERS: dict[str, Callable[[Path], object]] = {
     "object": lambda path: read_object(path, KIND),
@@ -145,7 +145,7 @@ def test_json_at_its_bounds_is_read() -> None:
 
 def test_a_file_that_grows_while_it_is_read_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "one.json").write_bytes(b" " * 100)
-    small = Kind("thing", DrumlineError, "a JSON file", 10)
+    small = FileKind("thing", DrumlineError, "a JSON file", 10)
     monkeypatch.setattr(os, "fstat", lambda number: os.stat_result((0o100644, *[0] * 9)))
     with refused(DrumlineError, "larger than 0 MiB"):
         read_text(tmp_path / "one.json", small)

@@ -13,7 +13,7 @@ from drumline.core.measured.measured import Measured
 from drumline.core.measured.record import OVERHEADS, Record
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
-from drumline.core.state import with_state
+from drumline.core.state_actions import with_state
 from drumline.schedules import generate
 from handling import with_handling
 from records import PROGRAM, two_ranks

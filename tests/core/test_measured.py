@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from drumline.core.action import Action
-from drumline.core.measured.account import Doing, Piece, _about, account, parts_of, summed_parts
+from drumline.core.measured.account import Doing, Period, _about, account, parts_of, summed_parts
 from drumline.core.measured.measured import Measured
 from drumline.core.measured.metrics import step_metrics
 from drumline.core.measured.record import BETWEEN, OVERHEADS, Record
@@ -218,7 +218,7 @@ def test_messages_and_waits_name_what_they_are_about() -> None:
 
 
 def test_a_wait_for_what_another_rank_made_in_its_step_before_names_nothing() -> None:
-    wait = Piece(0, 1, Doing.WAIT, 1, Action.parse("0RECV_B3"), 1)
+    wait = Period(0, 1, Doing.WAIT, 1, Action.parse("0RECV_B3"), 1)
     nothing: Any = SimpleNamespace(located={})
     made: Any = SimpleNamespace(located={Action.parse("1B3")[:3]: (1, 0)})
     assert _about(nothing, 0, wait) == (None, None)

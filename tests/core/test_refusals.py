@@ -9,7 +9,7 @@ import pytest
 
 from drumline.core.costs import Costs
 from drumline.core.errors import CostsError, DrumlineError, ProgramError
-from drumline.core.files import Kind, parse_json
+from drumline.core.files import FileKind, parse_json
 from drumline.core.lower.lower import lower
 from drumline.core.lower.torch_text import for_torch, titan_by_placement, titan_schedule
 from drumline.core.placement import Placement
@@ -75,7 +75,7 @@ def test_torchtitan_places_stages_in_lines_loops_and_a_short_v() -> None:
 
 def test_bytes_that_are_no_text_are_named_by_their_place() -> None:
     with refused(DrumlineError, "the byte at offset 8 is not UTF-8 text"):
-        parse_json(b'{"comm":\xff1}', Kind("costs", CostsError, "costs"))
+        parse_json(b'{"comm":\xff1}', FileKind("costs", CostsError, "costs"))
 
 
 def test_what_has_no_place_stands_before_what_has_one() -> None:

@@ -30,7 +30,7 @@ from drumline.train.config.settings import (
 )
 from drumline.train.loop.progress import Told, Update
 from drumline.train.loop.run import run_training
-from drumline.train.loop.training import Trained
+from drumline.train.loop.training import TrainResult
 from hosts.namespaces import TwoHosts, two_hosts
 from matrices import ALL, long
 from some import some
@@ -110,7 +110,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-def train_and_cut(hosts: TwoHosts, folder: Path) -> tuple[str, Trained]:
+def train_and_cut(hosts: TwoHosts, folder: Path) -> tuple[str, TrainResult]:
     """Train until the link is cut, restore it, and continue; return the error and how the rest went."""
     host = int(os.environ["RANK"])
     setattr(mesh, "SILENCE", 1.0)  # noqa: B010 - seconds, for a short test

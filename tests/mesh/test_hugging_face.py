@@ -15,7 +15,7 @@ from drumline.channel.lines.slices import put_together, slice_of
 from drumline.core.errors import BatchError, ModelError
 from drumline.features.mesh.tensor.divide import divided_by
 from drumline.model.block import Block
-from drumline.model.layers.styles import _THEIRS, Plan, style_named
+from drumline.model.layers.styles import _THEIRS, StylePlan, style_named
 from matrices import ALL, long
 from refused import refused
 from some import some
@@ -244,9 +244,9 @@ def test_experts_in_parts_that_grouped_products_cannot_take_are_refused() -> Non
     model = transformers.MixtralForCausalLM(config)
     blocks = [Block("", model)]
     with refused(ModelError, "experts are 20 wide and tp is 2.*10 numbers of 4 bytes", expected="multiple of 16"):
-        divided_by(Plan.of(None, model), blocks, 2)
+        divided_by(StylePlan.of(None, model), blocks, 2)
     model.set_experts_implementation("eager")
-    assert divided_by(Plan.of(None, model), blocks, 2)
+    assert divided_by(StylePlan.of(None, model), blocks, 2)
 
 
 @pytest.mark.features("check", "record")
@@ -369,6 +369,6 @@ def test_styles_that_few_plans_name_compute_what_one_process_computes() -> None:
 
 
 def test_experts_with_an_unnamed_parameter_are_refused() -> None:
-    plan = Plan.of({name: style for name, style in ODD.items() if name != "0.stack.down"}, None)
+    plan = StylePlan.of({name: style for name, style in ODD.items() if name != "0.stack.down"}, None)
     with refused(ModelError, r"gives 0.stack.down no style"):
         divided_by(plan, [Block("0", Odd())], 2)

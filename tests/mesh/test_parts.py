@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from drumline.core.errors import ModelError
 from drumline.features.mesh.experts.parallel import is_experts
-from drumline.features.mesh.tensor.divide import Divided
+from drumline.features.mesh.tensor.divide import DividedModule
 from drumline.features.mesh.tensor.exchanges import LayerExchanges
 from drumline.features.mesh.tensor.pairs import refuse_unpaired
 from drumline.model.layers.moe import Experts
-from drumline.model.layers.routing import Sorted
+from drumline.model.layers.routing import SortedPairs
 from drumline.model.layers.styles import Colwise, Rowwise
 from refused import refused
 
@@ -74,15 +74,15 @@ def test_experts_are_stacked_weights_alone(module: nn.Module, expected: bool) ->
 
 @pytest.mark.parametrize(("tokens", "choices", "num_experts"), [(6, 2, 4), (3, 1, 4), (5, 2, 3)])
 def test_traced_pairs_have_counts_that_can_be_split(tokens: int, choices: int, num_experts: int) -> None:
-    found = Sorted.of(torch.zeros((tokens, choices), dtype=torch.long, device="meta"), num_experts)
+    found = SortedPairs.of(torch.zeros((tokens, choices), dtype=torch.long, device="meta"), num_experts)
     assert len(found.counts) == num_experts
     assert sum(found.counts) == tokens * choices == found.order.numel()
     assert min(found.counts) >= 0
     assert max(found.counts) - tokens * choices / num_experts < num_experts, "about as many for each"
 
 
-def divided(name: str, style: Any) -> Divided:
-    return Divided(name, nn.Linear(2, 2), style, nn.Module())
+def divided(name: str, style: Any) -> DividedModule:
+    return DividedModule(name, nn.Linear(2, 2), style, nn.Module())
 
 
 def test_a_pair_is_found_in_the_innermost_module_around_both() -> None:

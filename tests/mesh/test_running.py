@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import drumline as dl
 from drumline.core.errors import ConfigError, MismatchError, RankFailed, UsageError
 from drumline.engine.stages.balance import Balance, balanced
-from drumline.train.config.files.read import read_settings
+from drumline.train.config.files.settings_file import read_settings
 from drumline.train.config.settings import (
     BatchSettings,
     CheckpointSettings,
@@ -41,7 +41,7 @@ from drumline.train.config.settings import (
 )
 from drumline.train.data.items.batch import Batch, Data
 from drumline.train.loop.run import run_training
-from drumline.train.loop.training import Trained
+from drumline.train.loop.training import TrainResult
 from drumline.train.models.built import Built
 from drumline.train.replan import fewest_of, most_within, planned_for
 from drumline.train.start import start
@@ -151,7 +151,7 @@ def settings_for(folder: Path, mesh: MeshSettings, zero: int = 0, **tables: Any)
     return replace(given, **tables)
 
 
-def trained(settings: TrainSettings, bad: str = "", tell: Callable[[Any], None] = lambda told: None) -> Trained:
+def trained(settings: TrainSettings, bad: str = "", tell: Callable[[Any], None] = lambda told: None) -> TrainResult:
     def make_data(settings: TrainSettings, built: Built, *, rank: int, size: int) -> Data:
         return Data(Points(rank, size, bad), (), 0)
 

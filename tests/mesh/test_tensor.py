@@ -288,24 +288,24 @@ def test_a_plan_is_translated_from_torch_and_hugging_face() -> None:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    from drumline.model.layers.styles import Colwise, Plan, Rowwise
+    from drumline.model.layers.styles import Colwise, Rowwise, StylePlan
 
-    given = Plan.of(
+    given = StylePlan.of(
         {"a": ColwiseParallel(), "b": RowwiseParallel(), "c": ColwiseParallel(output_layouts=Replicate())}, None
     )
     assert [style for _, style in given.styles] == [Colwise(), Rowwise(), Colwise(gather=True)]
     with refused(DrumlineError, "RowwiseParallel", fix="sequence_parallel=True"):
-        Plan.of({"a": RowwiseParallel(output_layouts=Shard(1))}, None)
+        StylePlan.of({"a": RowwiseParallel(output_layouts=Shard(1))}, None)
     with refused(ModelError, "tensor_parallel_plan"):
-        Plan.of(None, chain())
-    assert Plan.of(None, gpt()).style_of("blocks.3.attention.out") == Rowwise()
+        StylePlan.of(None, chain())
+    assert StylePlan.of(None, gpt()).style_of("blocks.3.attention.out") == Rowwise()
 
 
 def test_a_hugging_face_model_brings_its_plan() -> None:
     pytest.importorskip("transformers")
-    from drumline.model.layers.styles import Colwise, Plan, Vocabulary
+    from drumline.model.layers.styles import Colwise, StylePlan, Vocabulary
 
-    own = Plan.of(None, llama())
+    own = StylePlan.of(None, llama())
     assert own.style_of("model.layers.0.self_attn.q_proj") == Colwise()
     assert own.style_of("lm_head") == Colwise(gather=True)
     assert own.style_of("model.embed_tokens") == Vocabulary()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from drumline.core.measured.run import read_run
-from drumline.train.config.files.read import read_settings
+from drumline.train.config.files.settings_file import read_settings
 from drumline.train.start import start
 from matrices import ALL, long
 from some import some

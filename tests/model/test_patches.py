@@ -19,7 +19,7 @@ from drumline.engine.updates.guard import Guard
 from drumline.model.blocks.pieces import pieces_of
 from drumline.model.follow.inputs import Inputs
 from drumline.model.follow.skeleton import copied
-from drumline.model.patches import Patch, Replaced
+from drumline.model.patches import Patch, Replacement
 from drumline.model.randomness import Randomness
 from drumline.pipeline.pipeline import Pipeline
 from refused import refused
@@ -203,7 +203,7 @@ def test_watchers_of_two_threads_end_in_any_order() -> None:
         def call(self) -> list[str]:
             return ["torch"]
 
-    def make(now: Replaced) -> Any:
+    def make(now: Replacement) -> Any:
         return lambda self: [*filter(None, [now.watcher]), *now.found(self)]
 
     patch, own = Patch(Torch, "call", make), vars(Torch)["call"]

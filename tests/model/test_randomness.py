@@ -10,7 +10,7 @@ from torch.nn import functional
 from drumline.core.placement import Placement
 from drumline.model.block import Block
 from drumline.model.randomness import Randomness
-from drumline.model.weights.tied import Copies, Ties
+from drumline.model.weights.tied import TiedCopies, Ties
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.recomputing import Buffers
 
@@ -77,7 +77,7 @@ def test_a_copy_is_frozen_and_freed_with_what_it_follows() -> None:
     first, last = nn.Linear(2, 2), nn.Linear(2, 2)
     last.weight = first.weight
     cuts = [[Block("0", first)], [Block("1", last)]]
-    copies = Copies(1, Ties(cuts, Placement.linear(2)), cuts)
+    copies = TiedCopies(1, Ties(cuts, Placement.linear(2)), cuts)
     (made,) = copies.of(1, cuts[1])
     assert isinstance(made.module, nn.Linear)
     for trains in (False, True, False):

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 import drumline as dl
 from attached import adapting_of
-from drumline.adapt.proposal import CUT, NUMBER, PROGRAM, Arrangement, Judged, Proposal
-from drumline.adapt.seen import Seen
+from drumline.adapt.measured_step import MeasuredStep
+from drumline.adapt.proposal import CUT, NUMBER, PROGRAM, Arrangement, ChangeResult, Proposal
 from drumline.core.errors import DrumlineError, MismatchError, ProgramError, UsageError
 from drumline.core.prove.violation import InvalidProgram
 from drumline.pipeline.pipeline import Pipeline
@@ -63,11 +63,11 @@ class Scripted:
 
     def __init__(self, now: Arrangement, script: dict[int, dict[str, Any]]) -> None:
         self.now, self.script = now, script
-        self.judged: list[Judged] = []
+        self.judged: list[ChangeResult] = []
         self.seen: list[int] = []
         self.stays = False
 
-    def see(self, seen: Seen, rows: int | None = None) -> Proposal | None:
+    def see(self, seen: MeasuredStep, rows: int | None = None) -> Proposal | None:
         self.seen.append(seen.step)
         given = self.script.get(seen.step + 1)
         if given is None:
@@ -78,7 +78,7 @@ class Scripted:
 
     def took(self, proposal: Proposal, now: Arrangement, *, seconds: float, num_bytes: int) -> None:
         self.now = now
-        self.judged.append(Judged(proposal.step + 1, proposal, 1.5, 2.0, True))
+        self.judged.append(ChangeResult(proposal.step + 1, proposal, 1.5, 2.0, True))
 
     def changed(self, now: Arrangement) -> None:
         self.now = now

@@ -16,8 +16,8 @@ from drumline.channel.launch.launch import launch
 from drumline.core.errors import DrumlineError, MismatchError, RankFailed, WaitTimeout
 from drumline.engine.ranks import transports
 from drumline.engine.ranks.agreement import (
-    Followed,
-    Given,
+    ArgumentPrint,
+    TracedKinds,
     agree_on_batch,
     agree_on_followed,
     begun,
@@ -102,7 +102,7 @@ def test_kinds_of_input_that_come_late_are_told_once_and_compared() -> None:
     x, _ = data()
     models = [Grown(KINDS), Grown(KINDS[::-1]), Grown([*KINDS, "other"])]
     each = [pieces_of(model, Inputs((x[:2],), {})) for model in models]
-    followed = [Followed(blocks) for blocks in each]
+    followed = [TracedKinds(blocks) for blocks in each]
     assert [one.fresh() for one in followed] == [{}] * 3
     told = []
     for blocks, one in zip(each, followed, strict=True):
@@ -140,13 +140,15 @@ def test_what_a_value_was_when_it_was_used_is_seen_in_what_was_written() -> None
 
 def test_batches_differ_by_shape_or_by_numbers_and_none_is_no_batch() -> None:
     x, y = data()
-    agree_on_batch([Given.of((x,), None), Given.of(None, y), Given.of((x.clone(),), y), None], 0)
+    agree_on_batch(
+        [ArgumentPrint.of((x,), None), ArgumentPrint.of(None, y), ArgumentPrint.of((x.clone(),), y), None], 0
+    )
     with refused(MismatchError, "ranks 0 and 2 got different batches: same shapes, different values"):
-        agree_on_batch([Given.of((x,), None), None, Given.of((x + 1,), None)], 0)
+        agree_on_batch([ArgumentPrint.of((x,), None), None, ArgumentPrint.of((x + 1,), None)], 0)
     with refused(MismatchError, "ranks 0 and 1 got different batches: same shapes, different values"):
-        agree_on_batch([Given.of((x,), None), Given.of((torch.cat([x[:-1], x[-1:] + 1]),), None)], 0)
+        agree_on_batch([ArgumentPrint.of((x,), None), ArgumentPrint.of((torch.cat([x[:-1], x[-1:] + 1]),), None)], 0)
     with refused(MismatchError, r"different targets: float32\(8, 6\) and float32\(7, 6\)"):
-        agree_on_batch([Given.of(None, y), Given.of(None, y[:7])], 0)
+        agree_on_batch([ArgumentPrint.of(None, y), ArgumentPrint.of(None, y[:7])], 0)
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -165,11 +167,11 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_numbers_count_however_memory_is_laid_out(layout: str) -> None:
     x, _ = data()
     one, other = LAYOUTS[layout](x), LAYOUTS[layout](x + 1)
-    agree_on_batch([Given.of((one,), None), Given.of((one.contiguous().clone(),), None)], 0)
+    agree_on_batch([ArgumentPrint.of((one,), None), ArgumentPrint.of((one.contiguous().clone(),), None)], 0)
     with refused(MismatchError, "ranks 0 and 1 got different batches: same shapes, different values"):
-        agree_on_batch([Given.of((one,), None), Given.of((other,), None)], 0)
+        agree_on_batch([ArgumentPrint.of((one,), None), ArgumentPrint.of((other,), None)], 0)
     with refused(MismatchError, "ranks 0 and 1 got different targets: same shapes, different values"):
-        agree_on_batch([Given.of(None, one.contiguous()), Given.of(None, other)], 0)
+        agree_on_batch([ArgumentPrint.of(None, one.contiguous()), ArgumentPrint.of(None, other)], 0)
 
 
 def test_every_part_of_a_tensor_is_looked_at() -> None:
@@ -179,14 +181,14 @@ def test_every_part_of_a_tensor_is_looked_at() -> None:
             for start in range(8):
                 other = one.clone() if one.is_contiguous() else torch.zeros(number, 2)[:, 0]
                 other[number * start // 8 : max(number * start // 8 + 1, number * (start + 1) // 8)] = 1.0
-                looked += Given.of(other, None) != Given.of(one, None)
+                looked += ArgumentPrint.of(other, None) != ArgumentPrint.of(one, None)
             assert looked == 8, (number, one.stride())
 
 
 def test_a_batch_is_what_it_was_before_the_step() -> None:
     x, _ = data()
     later = begun((x.t(),), None)
-    before = Given.of((x.t().clone(),), None)
+    before = ArgumentPrint.of((x.t().clone(),), None)
     x.mul_(2)
     assert later() == before
 
@@ -198,9 +200,9 @@ def test_numbers_on_a_device_are_those_on_the_host(layout: str) -> None:
     x, _ = data()
     one = LAYOUTS[layout](x)
     there = LAYOUTS[layout](x.cuda())
-    agree_on_batch([Given.of((one,), None), Given.of((there,), None)], 0)
+    agree_on_batch([ArgumentPrint.of((one,), None), ArgumentPrint.of((there,), None)], 0)
     with refused(MismatchError, "same shapes, different values"):
-        agree_on_batch([Given.of((one,), None), Given.of((LAYOUTS[layout](x.cuda() + 1),), None)], 0)
+        agree_on_batch([ArgumentPrint.of((one,), None), ArgumentPrint.of((LAYOUTS[layout](x.cuda() + 1),), None)], 0)
 
 
 def test_code_and_settings_of_torchs_layers_tell_models_apart() -> None:

@@ -18,7 +18,7 @@ from drumline.core.program import Program
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.backward import compiled
 from drumline.runtime.backward.compiled import compiler_for
-from drumline.runtime.backward.split_backend import Waiting
+from drumline.runtime.backward.split_backend import DeferredWeights
 from matrices import ALL, long, mainly, matrix
 from refused import refused, saying
 from some import some
@@ -329,7 +329,7 @@ def test_a_weight_gradient_waits_for_w() -> None:
     assert gradient is not None
     assert this.tape is not None
     assert this.tape.early == []
-    assert [type(record) for record in this.tape.records] == [Waiting]
+    assert [type(record) for record in this.tape.records] == [DeferredWeights]
     assert {id(one) for one, _ in stage.weight_gradients(0)} == {id(one) for one in model[1].parameters()}
 
 

@@ -15,7 +15,7 @@ import drumline as dl
 from drumline.channel.launch.launch import launch
 from drumline.core.errors import BatchError, MismatchError, ModelError, RankFailed
 from drumline.engine.model.sources import Material
-from drumline.engine.ranks.agreement import Given, agree_on_batch
+from drumline.engine.ranks.agreement import ArgumentPrint, agree_on_batch
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.batch import Microbatches, counted_in, cut, num_rows
 from drumline.verification.verify import verify
@@ -193,11 +193,11 @@ def test_batch_and_target_are_both_given_apart_or_neither() -> None:
         pipe.step(batch, target=torch.ones(4, 6))
     with refused(BatchError, "the target is given as Microbatches and the batch is not"):
         pipe.step(torch.ones(4, 6), target=target)
-    apart, whole = Given.of(batch, None), Given.of(None, torch.ones(4, 6))
+    apart, whole = ArgumentPrint.of(batch, None), ArgumentPrint.of(None, torch.ones(4, 6))
     with refused(MismatchError, "rank 0 got Microbatches and rank 1 a batch or target to be cut"):
         agree_on_batch([apart, whole], 3)
     with refused(MismatchError, "ranks 0 and 1 got different batches"):
-        agree_on_batch([apart, Given.of(unequal(4, seed=1)[0], None)], 3)
+        agree_on_batch([apart, ArgumentPrint.of(unequal(4, seed=1)[0], None)], 3)
 
 
 def rows_alone(output: Tensor, target: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 
 from drumline.core.measured.record import BETWEEN
 from drumline.core.program import Program
-from drumline.engine.ranks.tally import Tally, Told
+from drumline.engine.ranks.tally import RankReport, Tally
 from drumline.features.record.recording import Between
 from drumline.runtime.draft import Clock, Draft
 from records import two_ranks
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.features("record")]
 
 def test_tokens_per_second_are_those_of_a_device() -> None:
     program = Program.parse("0F0,0B0\n1F0,1B0")
-    told = [Told(record=record) for record in two_ranks()]
+    told = [RankReport(record=record) for record in two_ranks()]
     told[0].num_rows, told[0].num_tokens = 8, 400
     line = Tally(0, lambda: told, program).metrics({})
     seconds = line["time_metrics/end_to_end(s)"]

@@ -18,7 +18,7 @@ from torch.nn import functional
 from drumline.core.errors import ModelError
 from drumline.engine.unsplit.comparing import off
 from drumline.engine.unsplit.plain import Plain
-from drumline.engine.unsplit.unsplit_step import Microbatch
+from drumline.engine.unsplit.unsplit_step import UnsplitMicrobatch
 from drumline.features.check.by_itself.wanted import wanted_of
 from drumline.features.check.gradients.sketch import few, sketch
 from drumline.model.precision import Precision
@@ -353,7 +353,7 @@ def test_a_gradient_in_memory_that_is_used_again_is_copied() -> None:
     model = Biased()
     [seen] = wanted_of(
         Plain([model], ["0"]),
-        [Microbatch(0, torch.ones(2, 3), None, 1.0)],
+        [UnsplitMicrobatch(0, torch.ones(2, 3), None, 1.0)],
         lambda output, _: output.sum(),
         trained=[model.bias],
         in_full=True,

@@ -18,7 +18,7 @@ from drumline.core.errors import BatchError, ModelError, PlanError, UsageError
 from drumline.engine.model.sources import material_from_config
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.profiling import _check_rows, profile_model
-from drumline.plan.device.blocks import Times
+from drumline.plan.device.blocks import OpTimes
 from drumline.plan.device.model_profile import ModelProfile
 from drumline.plan.device.overheads import Overheads
 from drumline.plan.device.plan import Plan
@@ -56,9 +56,9 @@ def steady(profile: ModelProfile) -> ModelProfile:
     sizes = []
     for rows, one in profile.sizes:
         second = rows * 1e-6
-        times = Times(second, 2 * second, second, second, taped=second)
+        times = OpTimes(second, 2 * second, second, second, taped=second)
         layers = tuple(replace(layer, times=times, spreads=None) for layer in one.layers)
-        sizes.append((rows, replace(one, layers=layers, overhead=Times(0.0, 0.0, 0.0, 0.0))))
+        sizes.append((rows, replace(one, layers=layers, overhead=OpTimes(0.0, 0.0, 0.0, 0.0))))
     return replace(profile, sizes=tuple(sizes), overheads=Overheads(), links=(), paces=())
 
 

@@ -18,8 +18,8 @@ from drumline.core.errors import MismatchError, UsageError
 from drumline.engine.model.blocks import guesses
 from drumline.engine.ranks import crew
 from drumline.engine.updates.whole_matrices import WholeMatrices
-from drumline.features.check.by_itself.wanted import _Collected
-from drumline.features.check.verdict import Outcome, verdict
+from drumline.features.check.by_itself.wanted import _GradientCollector
+from drumline.features.check.verdict import RankOutcome, verdict
 from drumline.features.saving.state import agreed_paths
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.profiling import profile_model
@@ -41,7 +41,7 @@ def test_ranks_that_see_other_checkpoints_share_no_folder() -> None:
 def test_a_sum_over_ranks_is_wrong_if_one_number_of_its_sketch_is() -> None:
     """Of what several ranks hold, the sketches are added: here 1 + 1, 2 + 2 in place of 2, 5."""
     wanted = {"shared": [2.0, 5.0, 6.0, 6.0]}  # two numbers, the norm, and that of all gradients
-    told = [Outcome(shared={"shared": [1.0, 2.0]}, wanted=wanted), Outcome(shared={"shared": [1.0, 2.0]})]
+    told = [RankOutcome(shared={"shared": [1.0, 2.0]}, wanted=wanted), RankOutcome(shared={"shared": [1.0, 2.0]})]
     checked, error = verdict(told, 1e-4, ["shared"], {"shared": "a"})
     assert checked.wrong == ("shared",)
     assert "the gradient of shared, in block 'a', is 0.17 of its size off" in str(error)
@@ -51,14 +51,14 @@ def test_a_sum_over_ranks_is_wrong_if_one_number_of_its_sketch_is() -> None:
 
 def test_gradients_that_come_in_parts_are_added_up() -> None:
     parameter = nn.Parameter(torch.zeros(3))
-    collected = _Collected(frozenset([parameter]), in_full=True)
+    collected = _GradientCollector(frozenset([parameter]), in_full=True)
     for part in (1.0, 2.0, 4.0):
         parameter.grad = torch.full((3,), part)
         collected._take(parameter)
         assert parameter.grad is None
     collected._take(parameter)
     assert collected.gradients[parameter].tolist() == [7.0, 7.0, 7.0]
-    once = _Collected(frozenset([parameter]), in_full=False)
+    once = _GradientCollector(frozenset([parameter]), in_full=False)
     parameter.grad = torch.full((3,), 7.0)
     once._take(parameter)
     torch.testing.assert_close(collected.sketches[parameter], once.sketches[parameter])

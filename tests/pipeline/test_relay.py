@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from drumline.channel.launch.launch import launch
 from drumline.channel.rank_names import BY_NUMBER
 from drumline.core.errors import DrumlineError
-from drumline.features.check.by_itself import relay
+from drumline.features.check.by_itself import remote_model
 from drumline.features.check.by_itself.places import Places
-from drumline.features.check.by_itself.relay import GaveUp, Relay
-from drumline.features.check.verdict import Checked
+from drumline.features.check.by_itself.remote_model import GaveUp, Relay
+from drumline.features.check.verdict import CheckReport
 from drumline.model.blocks.pieces import Piece
 from drumline.model.blocks.script import Live
 from drumline.model.randomness import Randomness
@@ -31,7 +31,7 @@ from torch_models import on_meta
 
 pytestmark = [pytest.mark.torch, pytest.mark.features("check")]
 
-Told = tuple[str, Checked | None, str]  # the error, what was checked, and stderr
+Told = tuple[str, CheckReport | None, str]  # the error, what was checked, and stderr
 
 
 class Layers(nn.Module):
@@ -264,7 +264,7 @@ def test_what_the_blocks_make_may_be_too_much(monkeypatch: pytest.MonkeyPatch) -
         def all_told(self, what: str, values: list[Any]) -> list[Any]:
             return values
 
-    monkeypatch.setattr(relay, "MOST_BYTES", 0)
+    monkeypatch.setattr(remote_model, "MOST_BYTES", 0)
     model = Mixes()
     places = Places(tuple(f"blocks.{number}" for number in range(4)), ())
     crew: Any = Alone()

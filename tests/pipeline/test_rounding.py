@@ -7,18 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from drumline.engine.unsplit.unsplit_step import Made
-from drumline.features.check.by_itself.rounding import DRAWS, Nudged, Rounding
-from drumline.features.check.by_itself.wanted import Wanted
+from drumline.features.check.by_itself.rounding import DRAWS, Nudge, Rounding
+from drumline.features.check.by_itself.wanted import PlainResult
 
 pytestmark = [pytest.mark.torch, pytest.mark.features("check")]
 
 WEIGHT = nn.Parameter(torch.ones(2))
 
 
-def made(gradient: float, *, loss: float = 1.0, output: float = 1.0) -> Wanted:
+def made(gradient: float, *, loss: float = 1.0, output: float = 1.0) -> PlainResult:
     """Return what a run of a model made."""
     gradients = {WEIGHT: torch.full((2,), gradient)}
-    return Wanted(Made(torch.tensor([output]), torch.tensor(loss), 1.0), gradients, {})
+    return PlainResult(Made(torch.tensor([output]), torch.tensor(loss), 1.0), gradients, {})
 
 
 def product(seed: int | None) -> Tensor:
@@ -27,7 +27,7 @@ def product(seed: int | None) -> Tensor:
     left, right = (torch.randn(8, 8).bfloat16() for _ in range(2))
     if seed is None:
         return left @ right
-    with Nudged(seed):
+    with Nudge(seed):
         return left @ right
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 import drumline as dl
 from drumline.checkpoint.folder import checkpoints, name_of
 from drumline.checkpoint.saves import Saves, saves
-from drumline.checkpoint.staged import StagedFile
+from drumline.checkpoint.staging import StagedFile
 from drumline.core.errors import ModelError, RecordError, RunError, WaitTimeout
 from drumline.features.saving import saver
 from drumline.pipeline.pipeline import Pipeline

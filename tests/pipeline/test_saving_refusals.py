@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from drumline.checkpoint.beside import checked_files
+from drumline.checkpoint.extra_files import checked_files
 from drumline.checkpoint.manifest import _object, problem_of_files
-from drumline.checkpoint.plain import packed, unpacked
+from drumline.checkpoint.plain_json import packed, unpacked
 from drumline.core.errors import DrumlineError
 from drumline.engine.model import splits
-from drumline.engine.state.names import matching
+from drumline.engine.state.name_patterns import matching
 from drumline.features.saving.snapshot import model_tensors
 from drumline.schedules import generate, schedule
 from refused import refused, saying

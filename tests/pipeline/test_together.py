@@ -24,7 +24,7 @@ from drumline.engine.together import mesh_facts, program_facts
 from drumline.pipeline.together import table
 from drumline.schedules import generate
 from drumline.train.config import together as training
-from drumline.train.config.files.read import read_settings
+from drumline.train.config.files.settings_file import read_settings
 from mesh import cells
 from some import some
 

@@ -8,8 +8,9 @@ import pytest
 
 from cluster_models import activation_bytes
 from drumline.core.errors import PlanError
+from drumline.plan.cluster.device_memory import device_bytes, device_parameters, sharded
 from drumline.plan.cluster.estimate import STEP_BYTES, estimate
-from drumline.plan.cluster.hardware import Cluster, Device, Link, Reach
+from drumline.plan.cluster.hardware import Cluster, Device, DeviceLink, Reach
 from drumline.plan.cluster.kernels import (
     CONTENTION,
     attention_seconds,
@@ -25,9 +26,8 @@ from drumline.plan.cluster.kernels import (
 from drumline.plan.cluster.layers import fp8_weights, keys_of, ring_bytes, routed_bytes, tokens_of
 from drumline.plan.cluster.layout import Layout, Practice
 from drumline.plan.cluster.loads import data_exchange, device_volumes, hop_seconds, message_bytes, tied_exchange
-from drumline.plan.cluster.memory import device_bytes, device_parameters, sharded
 from drumline.plan.cluster.stages import Alike, alike, counts_of, head_weight, slices_of
-from drumline.plan.cluster.transformer import Experts, Latent, Transformer, model_flops
+from drumline.plan.cluster.transformer import ExpertShape, LatentAttention, Transformer, model_flops
 from refused import refused
 
 # A device without overheads: a byte a second from memory, an operation a second. So few processors that no wave is
@@ -47,15 +47,15 @@ GPT = Transformer(
     "by hand", 2, 256, 4, 1024, 128, 2, 512, tied=False, learned_positions=False, biased=False, dropout=False
 )
 # The same, gated, with 8 experts of width 128, of which a token uses 2, and one shared.
-MOE = replace(GPT, gated=True, experts=Experts(8, 2, 128, 1), num_dense_layers=0)
+MOE = replace(GPT, gated=True, experts=ExpertShape(8, 2, 128, 1), num_dense_layers=0)
 # GPT with latent attention: 384 numbers for queries, 128 for keys and values; heads of 128 and 128 more with positions,
 # values of 64. The widths of a head's queries and keys are 256, of queries, keys and values of all heads 2,304.
-LATENT = replace(GPT, latent=Latent(queries=384, keys_values=128, head=128, rotary_head=128, value_head=64))
+LATENT = replace(GPT, latent=LatentAttention(queries=384, keys_values=128, head=128, rotary_head=128, value_head=64))
 DOWN, UP, OUT = 256 * 384 + 256 * (128 + 128), 384 * 4 * 256 + 128 * 4 * (128 + 64), 4 * 64 * 256
 
 
 def machines(num_devices: int, per_node: int = 64, latency: float = 0.0, start: float = 0.0) -> Cluster:
-    return Cluster(IDEAL, num_devices, per_node, Link(latency, 1.0, start), Link(latency, 0.5, start))
+    return Cluster(IDEAL, num_devices, per_node, DeviceLink(latency, 1.0, start), DeviceLink(latency, 0.5, start))
 
 
 def rank_of(transformer: Transformer, layout: Layout, at: int = 0) -> Alike:
@@ -75,7 +75,7 @@ def test_kernels() -> None:
 
 
 def test_collectives() -> None:
-    link = Link(0.25, 2.0, 1.0)
+    link = DeviceLink(0.25, 2.0, 1.0)
     assert gather_seconds(link, 4, 16.0) == 1 + 3 * (0.25 + 4 / 2)
     assert reduce_seconds(link, 4, 16.0) == 1 + 2 * 3 * (0.25 + 4 / 2)  # a tree takes 1 + 2 * (2 * 0.25 + 8)
     assert reduce_seconds(link, 16, 0.8) == 1 + 2 * (4 * 0.25 + 0.4)  # a ring takes 1 + 2 * 15 * (0.25 + 0.025)
@@ -149,7 +149,7 @@ def test_split_backwards_leave_nothing_to_hide_tensor_parallel_exchanges_behind(
 
 def test_context_parallel_ranks_wait_for_gathered_keys_and_values() -> None:
     layout = Layout(batch=1, context=4, practice=replace(BARE, meet_seconds=5.0))
-    link = Link(0.25, 2.0, 1.0)
+    link = DeviceLink(0.25, 2.0, 1.0)
     around = 1 + 3 * (0.25 + 2 * 128 * 256 / 4 / 2)  # three hops, each with a quarter of the keys and values
     ops = layer_ops(GPT, replace(machines(4), intra_node=link), layout)
     assert (ops.forward.context, ops.backward_input.context) == (around + 5, 2 * (around + 5))
@@ -169,7 +169,7 @@ def test_context_parallel_rings_hide_behind_attention() -> None:
     attention = 4 * 4 * 64 * 128 * 64 / 2
     assert (ops.forward.context, ops.backward_input.context) == (CONTENTION * around, CONTENTION * 2 * around)
     assert around < attention
-    slow = replace(machines(2), intra_node=Link(0.0, 1e-6))
+    slow = replace(machines(2), intra_node=DeviceLink(0.0, 1e-6))
     waited = layer_ops(GPT, slow, layout).forward.context
     assert waited == pytest.approx(1e6 * around - (1 - CONTENTION) * attention)
 
@@ -183,7 +183,7 @@ def test_software_may_hide_more_than_plans_assume() -> None:
     routing = 2 * routed_bytes(MOE, spread)  # there and back, at a byte a second
     ops = layer_ops(MOE, machines(4), spread, experts=True)
     assert (ops.forward.expert, ops.backward_input.expert) == pytest.approx((CONTENTION * routing,) * 2)
-    slow = replace(machines(4), intra_node=Link(0.0, 1e-6))
+    slow = replace(machines(4), intra_node=DeviceLink(0.0, 1e-6))
     waited = layer_ops(MOE, slow, spread, experts=True).forward
     assert waited.expert == pytest.approx(1e6 * routing - (1 - CONTENTION) * waited.compute)
 
@@ -229,7 +229,9 @@ def test_a_layer_with_latent_attention() -> None:
 
 
 def test_latent_attention_may_project_queries_directly() -> None:
-    direct = replace(LATENT, latent=Latent(queries=0, keys_values=128, head=128, rotary_head=128, value_head=64))
+    direct = replace(
+        LATENT, latent=LatentAttention(queries=0, keys_values=128, head=128, rotary_head=128, value_head=64)
+    )
     weights = 256 * 256 + 256 * 1024 + 128 * 768 + OUT
     assert direct.attention_weights == weights
     assert direct.attention_parameters == weights + 128 + 256

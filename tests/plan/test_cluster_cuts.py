@@ -7,15 +7,15 @@ from functools import partial
 
 import pytest
 
+from drumline.plan.cluster.device_memory import peak_bytes
 from drumline.plan.cluster.estimate import estimate
 from drumline.plan.cluster.hardware import cluster
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.memory import peak_bytes
 from drumline.plan.cluster.models import model
 from drumline.plan.cluster.stages import layer_counts
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.cut.cuts import every_cut
-from drumline.plan.layouts.moved import MovedLayers, moves
+from drumline.plan.layouts.layer_moves import MovedLayers, moves
 from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.survey import Survey, other_cuts
 from some import some

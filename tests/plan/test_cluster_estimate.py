@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from cluster_models import activation_bytes, num_parameters
 from drumline.core.errors import DrumlineError, PlanError
 from drumline.plan.cluster.estimate import Estimate, estimate, least_seconds
-from drumline.plan.cluster.hardware import MACHINES, Cluster, Device, Link, cluster
+from drumline.plan.cluster.hardware import MACHINES, Cluster, Device, DeviceLink, cluster
 from drumline.plan.cluster.kernels import CONTENTION, product_seconds
 from drumline.plan.cluster.layout import Layout, Practice
 from drumline.plan.cluster.loads import data_exchange
 from drumline.plan.cluster.models import model
 from drumline.plan.cluster.stages import even_counts
-from drumline.plan.cluster.transformer import Experts, Transformer
+from drumline.plan.cluster.transformer import ExpertShape, Transformer
 from drumline.plan.layouts.pins import tried_schedules
 from drumline.schedules import find
 from matrices import examples
@@ -28,7 +28,7 @@ from refused import refused, saying
 from some import some
 
 DENSE = Transformer("dense", 32, 4096, 32, 32000, 2048, 8, 11008, gated=True, tied=False, dropout=False)
-SPARSE = replace(DENSE, name="sparse", experts=Experts(16, 2, 4096, 1), num_dense_layers=2)
+SPARSE = replace(DENSE, name="sparse", experts=ExpertShape(16, 2, 4096, 1), num_dense_layers=2)
 POWERS = st.sampled_from([1, 2, 4, 8])
 
 
@@ -203,7 +203,7 @@ def test_scattering_a_message_pays_between_nodes() -> None:
 
 
 def test_the_exchange_of_gradients_is_a_ring() -> None:
-    link = Link(0.0, 1e9)
+    link = DeviceLink(0.0, 1e9)
     machines = Cluster(Device("any", 1e15, 8e10, 2e12), 4, 1, link, link)
     layout = Layout(batch=4, data=4, practice=Practice(overlap_data=False))
     found = data_exchange(machines, layout, (1e9, 0.0), 0.0, 0.0)
@@ -216,7 +216,7 @@ def test_the_exchange_of_gradients_is_a_ring() -> None:
 
 
 def test_sharded_weights_are_gathered_for_every_microbatch() -> None:
-    link = Link(0.0, 1e9)
+    link = DeviceLink(0.0, 1e9)
     machines = Cluster(Device("any", 1e15, 8e10, 2e12), 4, 1, link, link)
     layout = Layout(batch=8, data=4, zero=3, practice=Practice(overlap_data=False))
     found = data_exchange(machines, layout, (1e9, 0.0), 0.0, 0.0)

@@ -9,7 +9,7 @@ from drumline.core.errors import PlanError
 from drumline.plan.cluster.hugging_face import transformer_of
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.models import MODELS, model
-from drumline.plan.cluster.transformer import Experts, Transformer, model_flops
+from drumline.plan.cluster.transformer import ExpertShape, Transformer, model_flops
 from published_runs import run_flops
 from refused import refused, saying
 
@@ -182,7 +182,7 @@ def test_names_are_found_whatever_their_case() -> None:
         ({"num_layers": 0}, saying("num_layers of x is 0", expected="1 or more")),
         ({"feedforward": -4}, saying("feedforward of x is -4", expected="0 or more")),
         ({"num_key_value_heads": 3}, saying("4 heads of x cannot share 3 keys and values")),
-        ({"experts": Experts(8, 2, 16), "num_dense_layers": 3}, saying("x has 3 dense layers of 2")),
+        ({"experts": ExpertShape(8, 2, 16), "num_dense_layers": 3}, saying("x has 3 dense layers of 2")),
     ],
 )
 def test_a_transformer_that_cannot_be_is_refused(wrong: dict[str, int], message: dict[str, str]) -> None:
@@ -193,4 +193,4 @@ def test_a_transformer_that_cannot_be_is_refused(wrong: dict[str, int], message:
 
 def test_more_experts_per_token_than_there_are_is_refused() -> None:
     with refused(PlanError, "a token uses 9 of 8 experts"):
-        Experts(8, 9, 64)
+        ExpertShape(8, 9, 64)

@@ -8,7 +8,7 @@ import pytest
 
 import one_node
 from drumline.plan.cluster.estimate import estimate
-from drumline.plan.cluster.hardware import Link, cluster
+from drumline.plan.cluster.hardware import DeviceLink, cluster
 from published_compared import all_held_out, best_constant, compared, errors_of, table
 from published_runs import (
     Holding,
@@ -43,7 +43,7 @@ def test_runs_that_the_model_was_made_without_are_within_three_percent_on_averag
 def test_sharded_weights_stop_scaling_where_messages_take_longer_than_computing() -> None:
     steps = [run.estimate().seconds for run in sc21_sharded()]
     assert all(some(one.data_exposed < 0.1 * one.total for one in (steps[0], steps[3])))  # it only contends
-    slow = [replace(run.cluster, inter_node=Link(8e-6, 2e9)) for run in sc21_sharded()[:3]]
+    slow = [replace(run.cluster, inter_node=DeviceLink(8e-6, 2e9)) for run in sc21_sharded()[:3]]
     taken = [
         estimate(run.transformer, machines, run.layout).seconds.total
         for run, machines in zip(sc21_sharded(), slow, strict=False)

@@ -22,7 +22,7 @@ from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.explain import brief, drawing
 from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import BAND, ClusterPlan, band, plan
-from drumline.plan.layouts.searched import MOST_PAIRS, costs_of, estimate_of, searched
+from drumline.plan.layouts.program_search import MOST_PAIRS, costs_of, estimate_of, searched
 from drumline.report.plan.text import plan_text
 from drumline.schedules import find
 from refused import refused

@@ -8,7 +8,7 @@ from cluster_models import small_cluster, small_transformer
 from drumline.plan.cluster.estimate import estimate
 from drumline.plan.cluster.layout import Layout, Practice
 from drumline.plan.cluster.stages import slices_of
-from drumline.plan.cluster.transformer import Experts, model_flops
+from drumline.plan.cluster.transformer import ExpertShape, model_flops
 from some import some
 
 PLAIN = Practice(overlap_data=False)
@@ -38,7 +38,7 @@ def test_sharded_weights_are_gathered_for_the_forward_and_again_for_the_backward
 
 def test_experts_that_every_token_visits_are_counted() -> None:
     def flops(per_token: int, shared: int) -> float:
-        experts = Experts(num_experts=8, per_token=per_token, feedforward=2048, num_shared=shared)
+        experts = ExpertShape(num_experts=8, per_token=per_token, feedforward=2048, num_shared=shared)
         return model_flops(small_transformer(experts=experts), 1)
 
     assert flops(2, 1) == flops(3, 0)
@@ -54,6 +54,6 @@ def test_a_tied_embedding_is_exchanged_between_the_ends_of_a_pipeline() -> None:
 
 
 def test_only_the_first_layers_are_dense() -> None:
-    model = small_transformer(experts=Experts(8, 2, 2048), num_dense_layers=4)
+    model = small_transformer(experts=ExpertShape(8, 2, 2048), num_dense_layers=4)
     found = slices_of(model, (3, 3, 3, 3))
     assert [(one.dense, one.experts) for one in some(found)] == [(3, 0), (1, 2), (0, 3), (0, 3)]

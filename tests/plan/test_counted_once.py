@@ -14,7 +14,7 @@ from drumline.core.placement import Placement
 from drumline.plan.cut.chain import BlockCosts
 from drumline.plan.cut.partition import partition
 from drumline.plan.cut.peaks import HeldPairs
-from drumline.plan.device.blocks import Profile, Times
+from drumline.plan.device.blocks import OpTimes, Profile
 from drumline.plan.device.combinations import reordered
 from drumline.plan.device.planner import _chosen
 from names import build
@@ -65,7 +65,7 @@ def test_of_two_copies_the_one_with_more_microbatches_decides() -> None:
 
 def test_a_tied_weight_is_free_only_on_ranks_that_hold_it_already() -> None:
     first, last = (replace(layer(name, 1.0), tied=(("table", 40, 40),)) for name in "ac")
-    profile = Profile((first, layer("b", 1.0), last), Times(0.0, 0.0, 0.0, 0.0), "cpu", 1)
+    profile = Profile((first, layer("b", 1.0), last), OpTimes(0.0, 0.0, 0.0, 0.0), "cpu", 1)
     weights = [
         profile.costs((1, 1, 1), placement=place).per_stage("weight_bytes", 3) for place in (Placement.linear(3),)
     ]

@@ -21,7 +21,7 @@ from drumline.plan.cluster.hugging_face import transformer_of
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.models import MODELS, model
 from drumline.plan.cluster.stages import layer_counts
-from drumline.plan.cluster.transformer import Experts, Latent, Transformer
+from drumline.plan.cluster.transformer import ExpertShape, LatentAttention, Transformer
 from drumline.plan.launch.launch import Config, launch
 from drumline.plan.launch.own import not_run
 from drumline.plan.layouts.pins import Pins, tried_schedules
@@ -42,12 +42,12 @@ SPARSE = Transformer(
     gated=True,
     tied=False,
     learned_positions=False,
-    experts=Experts(8, 2, 32, num_shared=1),
+    experts=ExpertShape(8, 2, 32, num_shared=1),
     num_dense_layers=2,
     biased=False,
     dropout=False,
 )
-LATENT = replace(SPARSE, latent=Latent(16, 8, 4, 2, 4))
+LATENT = replace(SPARSE, latent=LatentAttention(16, 8, 4, 2, 4))
 LAYOUT = Layout(batch=16, tensor=2, pipeline=2, data=2, counts=(4, 4), zero=1, sequence_parallel=True)
 
 
@@ -211,7 +211,7 @@ DEEPSEEK = {
 
 def test_a_config_with_latent_attention_keeps_it() -> None:
     found = transformer_of(DEEPSEEK, name="mine")
-    assert found.latent == Latent(1536, 512, 128, 64, 128)
+    assert found.latent == LatentAttention(1536, 512, 128, 64, 128)
     assert found.details.rotary_base == 10000
     said = [
         "scoring_func sigmoid",

@@ -13,7 +13,7 @@ import pytest
 from drumline.core.errors import PlanError
 from drumline.core.measured.costs import Handling
 from drumline.plan.device.model_profile import ModelProfile, ProfiledLink, is_profile, merged
-from drumline.plan.device.overheads import Line, Overheads, fitted
+from drumline.plan.device.overheads import MessageTime, Overheads, fitted
 from drumline.report.plan.profiles import profile_page, profile_svg, profile_text
 from profiles import SOME, model_profile
 from refused import refused, saying
@@ -21,7 +21,7 @@ from refused import refused, saying
 
 def test_a_fit_finds_latency_and_bandwidth_through_noise() -> None:
     rng = random.Random(0)
-    real = Line(2e-5, 1 / 4e9)
+    real = MessageTime(2e-5, 1 / 4e9)
     sizes = (4096, 65536, 524288, 4194304)
     points = [(size, real.at(size) * rng.uniform(0.97, 1.03)) for size in sizes for _ in range(20)]
     found = fitted(points)
@@ -34,7 +34,7 @@ def test_a_fit_has_no_negative_part() -> None:
     falling = fitted([(10, 0.5), (20, 2.0)])
     assert falling.seconds == 0
     assert falling.seconds_per_byte > 0
-    assert fitted([(10, 3.0)]) == Line(3.0)
+    assert fitted([(10, 3.0)]) == MessageTime(3.0)
     with refused(PlanError, "no message was measured"):
         fitted([])
 
@@ -70,7 +70,7 @@ def test_ranks_profiles_are_merged_by_their_medians() -> None:
 
 
 def test_a_profile_and_its_file_are_the_same(tmp_path: Path) -> None:
-    link = ProfiledLink(0, 1, ((4096, 1e-5), (8192, 2e-5)), Line(1e-6, 1e-9))
+    link = ProfiledLink(0, 1, ((4096, 1e-5), (8192, 2e-5)), MessageTime(1e-6, 1e-9))
     profile = replace(model_profile([1.0, 2.0], overheads=SOME), links=(link,), transport="shared-memory")
     path = tmp_path / "profile.json"
     profile.save(path)

@@ -13,7 +13,7 @@ import pytest
 from drumline.core.errors import PlanError
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.model_profile import ModelProfile, ProfiledLink
-from drumline.plan.device.overheads import Line
+from drumline.plan.device.overheads import MessageTime
 from drumline.plan.device.plan import Plan
 from drumline.plan.device.planner import plan
 from profiles import SOME, model_profile
@@ -28,7 +28,7 @@ Path = tuple[str | int, ...]
 
 
 def profile_table() -> dict[str, Any]:
-    link = ProfiledLink(0, 1, ((4096, 1e-5), (8192, 2e-5)), Line(1e-6, 1e-9))
+    link = ProfiledLink(0, 1, ((4096, 1e-5), (8192, 2e-5)), MessageTime(1e-6, 1e-9))
     made = replace(model_profile([1.0, 2.0], overheads=SOME), links=(link,))
     table: dict[str, Any] = json.loads(made.to_json())
     return table

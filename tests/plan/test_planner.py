@@ -22,7 +22,7 @@ from drumline.plan.cut.cuts import every_cut
 from drumline.plan.device.candidate import Candidate
 from drumline.plan.device.combinations import reordered
 from drumline.plan.device.model_profile import ModelProfile
-from drumline.plan.device.overheads import Line, Overheads
+from drumline.plan.device.overheads import MessageTime, Overheads
 from drumline.plan.device.plan import Plan
 from drumline.plan.device.planner import plan
 from drumline.plan.device.ranks import Ranks
@@ -67,7 +67,7 @@ def with_handling(stages: Stages, counts: tuple[int, ...]) -> dict[str, list[flo
 @pytest.mark.parametrize("frozen", [0, 3])
 @pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 0.5)])
 def test_cuts_timed_at_once_take_what_the_simulator_says(name: str, frozen: int, speeds: tuple[float, float]) -> None:
-    handled = replace(SOME, send=Line(1e-5, 1e-3), take=Line(2e-5, 2e-3))
+    handled = replace(SOME, send=MessageTime(1e-5, 1e-3), take=MessageTime(2e-5, 2e-3))
     outputs = [400, 70, 900, 30, 550]
     sizes: dict[str, Any] = {"held": 1000, "weights": 300, "output": outputs}
     profile = model_profile([1, 4, 4, 4, 6], overheads=handled, frozen=frozen, tape=0.2, **sizes)
@@ -90,7 +90,7 @@ def test_cuts_timed_at_once_take_what_the_simulator_says(name: str, frozen: int,
 @pytest.mark.parametrize("again", [(False, False, False), (True, True, True)])
 def test_a_message_is_priced_at_the_boundary_that_it_crosses(again: tuple[bool, ...]) -> None:
     # Blocks hand on 1000, 20, 300, 4 and 0 bytes: of a cut into 1, 2 and 2 blocks, 1000 and 300 cross.
-    by_size = Overheads(send=Line(0.0, 1.0), take=Line(0.0, 10.0))
+    by_size = Overheads(send=MessageTime(0.0, 1.0), take=MessageTime(0.0, 10.0))
     profile = model_profile([1, 1, 1, 1, 1], rows=(1,), output=[1000, 20, 300, 4, 0], overheads=by_size)
     stages = stages_for(profile, "1f1b", 4, 1, num_ranks=3, again=again)
     costs = stages.costs((1, 2, 2))

@@ -23,13 +23,13 @@ from cluster_models import (
 )
 from drumline.core.errors import PlanError
 from drumline.core.simulate.simulate import simulate
+from drumline.plan.cluster.device_memory import peak_bytes
 from drumline.plan.cluster.estimate import Estimate, estimate
 from drumline.plan.cluster.hardware import Cluster, cluster
 from drumline.plan.cluster.hugging_face import transformer_of
 from drumline.plan.cluster.kernels import Ops, Spent
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.loads import Volumes
-from drumline.plan.cluster.memory import peak_bytes
 from drumline.plan.cluster.models import model
 from drumline.plan.cluster.stages import layer_counts, pairs_held, simulated, stages_of
 from drumline.plan.cluster.transformer import Transformer

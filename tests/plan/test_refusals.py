@@ -15,11 +15,11 @@ from cluster_models import Rough, small_cluster, small_transformer
 from drumline.core.costs import Costs
 from drumline.core.errors import CostsError, DrumlineError, ModelError, PlanError
 from drumline.core.placement import Placement
-from drumline.plan.cluster.hardware import REACH, Device, Link
+from drumline.plan.cluster.hardware import REACH, Device, DeviceLink
 from drumline.plan.cluster.hugging_face import transformer_of
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.stages import layer_counts
-from drumline.plan.cluster.transformer import Details, Experts, Latent
+from drumline.plan.cluster.transformer import Details, ExpertShape, LatentAttention
 from drumline.plan.device.candidate import Candidate
 from drumline.plan.device.plan import Plan, StepSeconds
 from drumline.plan.device.planner import plan as plan_profile
@@ -46,9 +46,9 @@ def device(**given: Any) -> Device:
     return replace(MACHINES.device, **given)
 
 
-def latent(**given: int) -> Latent:
+def latent(**given: int) -> LatentAttention:
     widths = {"queries": 0, "keys_values": 1, "head": 1, "rotary_head": 1, "value_head": 1}
-    return Latent(**{**widths, **given})
+    return LatentAttention(**{**widths, **given})
 
 
 def planned(**given: Any) -> Any:
@@ -56,9 +56,9 @@ def planned(**given: Any) -> Any:
 
 
 CASES: list[tuple[Callable[[Any], Any], list[Any], list[Any]]] = [
-    (lambda one: Link(one, 1.0), [0.0, 1.0], [-1e-9, math.inf, math.nan]),
-    (lambda one: Link(0.0, 1.0, one), [0.0, 1.0], [-1e-9, math.inf]),
-    (lambda one: Link(0.0, one), [1e-9, math.inf], [0.0, -1.0]),
+    (lambda one: DeviceLink(one, 1.0), [0.0, 1.0], [-1e-9, math.inf, math.nan]),
+    (lambda one: DeviceLink(0.0, 1.0, one), [0.0, 1.0], [-1e-9, math.inf]),
+    (lambda one: DeviceLink(0.0, one), [1e-9, math.inf], [0.0, -1.0]),
     (lambda one: replace(REACH, product=one), [1e-9, 1.0], [0.0, 1.1]),
     (lambda one: replace(REACH, depth=one), [0.0, 1.0], [-1e-9, math.inf]),
     (lambda one: replace(REACH, launch_seconds=one), [0.0, 1.0], [-1e-9, math.inf]),
@@ -68,9 +68,9 @@ CASES: list[tuple[Callable[[Any], Any], list[Any], list[Any]]] = [
     (lambda one: latent(queries=one), [0, 1], [-1]),
     (lambda one: latent(value_head=one), [1], [0]),
     (lambda one: latent(keys_values=one), [1], [0]),
-    (lambda one: Experts(4, one, 8), [1, 4], [0, 5]),
-    (lambda one: Experts(4, 1, one), [1], [0]),
-    (lambda one: Experts(4, 1, 8, one), [0, 1], [-1]),
+    (lambda one: ExpertShape(4, one, 8), [1, 4], [0, 5]),
+    (lambda one: ExpertShape(4, 1, one), [1], [0]),
+    (lambda one: ExpertShape(4, 1, 8, one), [0, 1], [-1]),
     (lambda one: layer_counts(GPT, one), [1, 12, 14], [0, 13, 15]),
     (lambda one: transformer_of(one, name="it"), [CONFIG], [[], None, {**CONFIG, "rope_theta": "x"}]),
     (lambda one: Pins(tensor=one), [1, None], [0, -1]),
@@ -203,9 +203,9 @@ def test_why_a_candidate_loses_is_the_first_thing_that_speaks_against_it(other: 
         ({"learned_positions": False, "details": Details(rotary_base=1e4)}, "rotary positions of base 10000"),
         ({"num_key_value_heads": 2}, "8 heads of 128 on 2 of keys and values"),
         ({"gated": True}, "gated feed-forward 4096"),
-        ({"experts": Experts(8, 2, 512)}, "2 of 8 experts of 512"),
-        ({"experts": Experts(8, 2, 512, 1)}, "2 of 8 experts of 512 and 1 shared"),
-        ({"experts": Experts(8, 2, 512), "num_dense_layers": 3}, "the first 3 layers without experts"),
+        ({"experts": ExpertShape(8, 2, 512)}, "2 of 8 experts of 512"),
+        ({"experts": ExpertShape(8, 2, 512, 1)}, "2 of 8 experts of 512 and 1 shared"),
+        ({"experts": ExpertShape(8, 2, 512), "num_dense_layers": 3}, "the first 3 layers without experts"),
         ({"tied": False}, "not tied"),
         ({"details": Details(others=("a window of 4096",))}, "a window of 4096"),
     ],

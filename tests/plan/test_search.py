@@ -24,9 +24,9 @@ from drumline.plan.search.bounds.instance import B, F, I, Instance, Rows, W
 from drumline.plan.search.local import Annealer
 from drumline.plan.search.objective import Jitter, Objective
 from drumline.plan.search.pareto import pareto
-from drumline.plan.search.search import Found, placement_named, search, search_all
+from drumline.plan.search.row_times import clock
+from drumline.plan.search.search import SearchResult, placement_named, search, search_all
 from drumline.plan.search.starts import split
-from drumline.plan.search.times import clock
 from drumline.report.draw.pareto import pareto_page, pareto_svg
 from drumline.schedules import generate
 from matrices import ALL, examples, long
@@ -45,7 +45,7 @@ PUBLISHED = [
 ]
 
 
-def searched(row: tuple[float, ...], k: int, placement: Placement, seconds: float = 120.0) -> Found:
+def searched(row: tuple[float, ...], k: int, placement: Placement, seconds: float = 120.0) -> SearchResult:
     num_ranks, num_microbatches, f, i, w, c, h, a = row[:8]
     full = 34 * h + 5 * a * 1024
     costs = Costs(f, i, w, comm=c, activation_bytes=full, held_until_weight_bytes=32 * h)
@@ -411,7 +411,7 @@ def test_the_clock_cuts_a_search_short(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = Costs(forward=[1, 1, 1, 1.6], backward_input=[1, 1, 1, 1.6], backward_weight=[1, 1, 1, 1.6])
     limit = Limit(max_activations=3)
     clock = Racing()
-    monkeypatch.setattr("drumline.plan.search.run.time", clock)
+    monkeypatch.setattr("drumline.plan.search.search_run.time", clock)
     found = search(costs, Placement.linear(4), num_microbatches=8, limit=limit, seconds=60)
     assert 1 < clock.looks < 100
     assert validate(found.program, limit=limit) == []

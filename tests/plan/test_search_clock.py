@@ -16,15 +16,15 @@ from drumline.plan.search.bounds import earliest
 from drumline.plan.search.bounds.instance import Instance
 from drumline.plan.search.construct import Builder
 from drumline.plan.search.objective import Objective
-from drumline.plan.search.run import Budget, SearchRun
-from drumline.plan.search.search import Found, search
+from drumline.plan.search.search import SearchResult, search
+from drumline.plan.search.search_run import Budget, SearchRun
 from drumline.schedules import schedules
 from drumline.schedules.registry import Schedule
 
 # What takes long in programs of tens of thousands of actions, by phase.
 WORK: dict[str, tuple[type, str]] = {
-    "swept": (earliest._Rank, "tighten"),
-    "prepared": (earliest._Rank, "__init__"),
+    "swept": (earliest._RankLanes, "tighten"),
+    "prepared": (earliest._RankLanes, "__init__"),
     "recipe": (Schedule, "build"),
     "timed": (Objective, "measure"),
     "built": (Builder, "build"),
@@ -47,7 +47,7 @@ class Clock:
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for kind, (owner, name) in WORK.items():
             monkeypatch.setattr(owner, name, self._counted(kind, getattr(owner, name)))
-        monkeypatch.setattr("drumline.plan.search.run.time", self)
+        monkeypatch.setattr("drumline.plan.search.search_run.time", self)
         monkeypatch.setattr("drumline.plan.search.search.time", self)
 
     def _counted(self, kind: str, work: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,7 +59,7 @@ class Clock:
         return counted
 
 
-def found(seconds: float | None, *, limit: Limit = LIMIT, tries: int | None = None) -> Found:
+def found(seconds: float | None, *, limit: Limit = LIMIT, tries: int | None = None) -> SearchResult:
     return search(COSTS, Placement.v(4), num_microbatches=12, limit=limit, seconds=seconds, tries=tries)
 
 

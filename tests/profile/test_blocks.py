@@ -16,7 +16,7 @@ from drumline.core.errors import BatchError, ModelError
 from drumline.core.simulate.simulate import simulate
 from drumline.pipeline.pipeline import Pipeline
 from drumline.plan.cut.peaks import held_by
-from drumline.plan.device.blocks import Layer, Profile, Times
+from drumline.plan.device.blocks import OpTimes, Profile, ProfiledBlock
 from drumline.profile.blocks import _told_apart, profile
 from drumline.schedules import generate
 from matrices import matrix
@@ -37,10 +37,12 @@ def profiled(model: nn.Sequential, **settings: Any) -> Profile:
 
 def made_up(*seconds: float) -> Profile:
     layers = [
-        Layer(str(at), Times(one, 2 * one, one, one), 10, 8, 3, weight_bytes=40, gradient_bytes=20, output_bytes=5)
+        ProfiledBlock(
+            str(at), OpTimes(one, 2 * one, one, one), 10, 8, 3, weight_bytes=40, gradient_bytes=20, output_bytes=5
+        )
         for at, one in enumerate(seconds)
     ]
-    return Profile(tuple(layers), Times(0.5, 0.25, 0.125, 0.125), "cpu", 1)
+    return Profile(tuple(layers), OpTimes(0.5, 0.25, 0.125, 0.125), "cpu", 1)
 
 
 def test_every_block_has_times_and_bytes() -> None:
@@ -183,8 +185,8 @@ def test_what_one_stage_of_all_blocks_saves_is_what_calls_cost() -> None:
     at_once = [[[10.0], [20.0]], [[10.0], [20.0]]]  # forwards 2 less than apart; backwards, by noise, more
     halves = [[*one, *one] for one in apart], [[*one, *one] for one in at_once]
     layers, overhead = _told_apart(*halves)
-    assert overhead == Times(1.0, 0.0, 1.0, 0.0)
-    assert layers == [Times(2.0, 6.0, 2.0, 6.0), Times(4.0, 6.0, 4.0, 6.0), Times(3.0, 6.0, 3.0, 6.0)]
+    assert overhead == OpTimes(1.0, 0.0, 1.0, 0.0)
+    assert layers == [OpTimes(2.0, 6.0, 2.0, 6.0), OpTimes(4.0, 6.0, 4.0, 6.0), OpTimes(3.0, 6.0, 3.0, 6.0)]
 
 
 def test_a_profile_is_json() -> None:

@@ -20,7 +20,7 @@ from drumline.core.costs import Costs
 from drumline.core.errors import TraceError
 from drumline.core.simulate.simulate import simulate
 from drumline.report.kineto import events as kineto_events
-from drumline.report.kineto.actions import Labelled
+from drumline.report.kineto.actions import LabelledAction
 from drumline.report.kineto.calls import MessageEnd
 from drumline.report.kineto.clocks import Alignment
 from drumline.report.kineto.events import events
@@ -258,7 +258,7 @@ def test_what_is_known_of_the_clocks_is_told_by_the_worst(hosts: list[Any], alig
 
 
 def test_an_action_runs_from_its_input_to_its_output() -> None:
-    ran = Labelled(Action.parse("1F0"), 10, 50)
+    ran = LabelledAction(Action.parse("1F0"), 10, 50)
     receive = Action.parse("1RECV_F0")
 
     def spans(done: int | None, *sends: int) -> tuple[int, int]:
@@ -276,7 +276,7 @@ def test_an_action_runs_from_its_input_to_its_output() -> None:
 
 
 def test_names_of_a_step_are_those_that_begin_in_it_and_hold_no_action() -> None:
-    computed = [Labelled(Action.parse("0F0"), 20, 30)]
+    computed = [LabelledAction(Action.parse("0F0"), 20, 30)]
     named = [("before", 5, 9), ("around", 15, 35), ("in it", 22, 25), ("at its end", 60, 70), ("later", 80, 90)]
     recording: Any = SimpleNamespace(others=[Mark(*one) for one in named], has_device=False)
     assert [one.name for one in _others(recording, (computed, 10, 60), [])] == ["in it"]  # type: ignore[arg-type]

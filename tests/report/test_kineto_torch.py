@@ -20,7 +20,7 @@ from drumline.core.prove.validate import validate
 from drumline.core.timeline.idle import Cause
 from drumline.report.kineto.analysis import Analysis, analyze
 from drumline.report.kineto.load import load
-from drumline.report.kineto.timeline import Traced
+from drumline.report.kineto.timeline import TracedStep
 from matrices import ALL
 from refused import refused
 from some import some
@@ -105,7 +105,7 @@ def test_busy_and_idle_by_cause_are_the_makespan_on_every_rank(name: str, folder
 class Raw:
     """One rank's file as it is, with times in seconds of a timeline made from it."""
 
-    def __init__(self, folder: Path, name: str, rank: int, timeline: Traced) -> None:
+    def __init__(self, folder: Path, name: str, rank: int, timeline: TracedStep) -> None:
         with gzip.open(folder / name / f"rank{rank}.json.gz", "rt") as file:
             self.events = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
         [step] = [one for one in self.events if one["name"] == f"ProfilerStep#{timeline.step}"]
@@ -194,7 +194,7 @@ def test_steps_of_1f1b_are_found_without_the_profilers_marks(name: str, folder: 
     assert [times(one) for one in found.steps.values()] == [times(one) for one in marked.steps.values()]
 
 
-def times(timeline: Traced) -> list[tuple[list[float], list[float]]]:
+def times(timeline: TracedStep) -> list[tuple[list[float], list[float]]]:
     return [(list(track.starts), list(track.ends)) for track in timeline.tracks]
 
 

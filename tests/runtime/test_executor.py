@@ -124,7 +124,7 @@ def test_what_a_row_does_is_noted_action_by_action() -> None:
 @pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_witnesses_see_one_microbatchs_gradients_and_output_each(schedule: str, merge: bool) -> None:
-    from drumline.features.check.gradients.witness import Watched, Witness
+    from drumline.features.check.gradients.witness import WatchedRank, Witness
 
     program = generate(schedule, num_ranks=2, num_microbatches=MICROBATCHES)
     model = layers(2)
@@ -135,7 +135,7 @@ def test_witnesses_see_one_microbatchs_gradients_and_output_each(schedule: str, 
     for layer in model:
         layer.zero_grad()
     hub, made = executors(program, model, merge=merge)
-    ranks = [Watched(executor, {}) for executor in made]
+    ranks = [WatchedRank(executor, {}) for executor in made]
     for rank in ranks:
         rank.watch([Witness(1), Witness(2)])
     run(hub, made, step_on(batch, target))

@@ -13,20 +13,20 @@ import pytest
 import torch
 from torch import nn
 
-from drumline.channel.distributed import DistributedChannel, _Edge, _Sent
+from drumline.channel.distributed import DistributedChannel, _DistributedEdge, _SentMessage
 from drumline.channel.lines.slices import Slice
 from drumline.channel.shared_memory import SharedMemoryChannel
 from drumline.core.action import Action
 from drumline.core.errors import DrumlineError
 from drumline.core.program import Program
-from drumline.features.mesh.tensor.divide import Divided, _check, _fitting, _own_styles
+from drumline.features.mesh.tensor.divide import DividedModule, _check, _fitting, _own_styles
 from drumline.features.mesh.tensor.exchanges import LayerExchanges, rotary_width
 from drumline.features.mesh.tensor.layers import TensorParallel
-from drumline.features.mesh.tensor.sequence import Sequenced, _changed
+from drumline.features.mesh.tensor.sequence import SequenceLayers, _changed
 from drumline.features.stream.rows import StreamRows
 from drumline.model.block import Block
 from drumline.model.layers.moe import MoE
-from drumline.model.layers.styles import Colwise, Plan, Rowwise, Stacked, Vocabulary, Whole, style_named
+from drumline.model.layers.styles import Colwise, Rowwise, Stacked, StylePlan, Vocabulary, Whole, style_named
 from drumline.runtime.backward import compiled
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.batch import num_rows, shares
@@ -47,18 +47,18 @@ class Part(nn.Module):
         self.scale = nn.Parameter(torch.ones(1)) if scaled else None
 
 
-def sequenced(inside: nn.Module, *styles: Any) -> Sequenced:
+def sequenced(inside: nn.Module, *styles: Any) -> SequenceLayers:
     layer = nn.Module()
     layer.part = inside
     found = [
-        Divided(f"part.{at}", one, style, inside)
+        DividedModule(f"part.{at}", one, style, inside)
         for at, (one, style) in enumerate(zip(inside.children(), styles, strict=False))
     ]
-    return Sequenced(SimpleNamespace(), found, [Block("layer", layer)])  # type: ignore[arg-type]
+    return SequenceLayers(SimpleNamespace(), found, [Block("layer", layer)])  # type: ignore[arg-type]
 
 
-def divided(module: nn.Module, style: Any, parent: nn.Module | None = None) -> Divided:
-    return Divided("one", module, style, Part() if parent is None else parent)
+def divided(module: nn.Module, style: Any, parent: nn.Module | None = None) -> DividedModule:
+    return DividedModule("one", module, style, Part() if parent is None else parent)
 
 
 def parametrized() -> nn.Module:
@@ -102,9 +102,9 @@ def parametrized() -> nn.Module:
         ),
         (lambda: style_named("*", Colwise(parts=True)), saying("parts=True")),
         (lambda: style_named("*", 3), saying(r"gives '\*' the style 3")),
-        (lambda: Plan.of({}, None), saying(r"tensor_parallel is \{\}", expected="a dict")),
-        (lambda: Plan.of({3: "colwise"}, None), saying(r"tensor_parallel is \{3: 'colwise'\}")),
-        (lambda: Plan.of("colwise", None), saying("tensor_parallel is 'colwise'")),
+        (lambda: StylePlan.of({}, None), saying(r"tensor_parallel is \{\}", expected="a dict")),
+        (lambda: StylePlan.of({3: "colwise"}, None), saying(r"tensor_parallel is \{3: 'colwise'\}")),
+        (lambda: StylePlan.of("colwise", None), saying("tensor_parallel is 'colwise'")),
         (lambda: _fitting("e", nn.Embedding(4, 4), Colwise()), saying("divides the embedding e by columns")),
         (
             lambda: _fitting("e", nn.Embedding(4, 4, max_norm=1.0), Vocabulary()),
@@ -121,7 +121,7 @@ def parametrized() -> nn.Module:
             saying(r"whose weight is computed from others \(a parametrization\)"),
         ),
         (
-            lambda: _own_styles(Plan(()), "n", nn.Linear(4, 4)),
+            lambda: _own_styles(StylePlan(()), "n", nn.Linear(4, 4)),
             saying("n as stacked experts, and gives n.weight no style"),
         ),
         (
@@ -188,7 +188,7 @@ def test_divided_layers_tell_the_sizes_that_they_have(module: nn.Module, style: 
     one: Any = TensorParallel.__new__(TensorParallel)
     one.axes, one._entries = SimpleNamespace(size=lambda _: 2, place=lambda _: 0), []
     one.exchanges = LayerExchanges(one.axes, ())
-    one._attach(Divided("one", module, style, nn.Module()))
+    one._attach(DividedModule("one", module, style, nn.Module()))
     assert getattr(module, attribute) == here
     assert one._entries[0][1:] == (attribute, 8)
 
@@ -221,11 +221,11 @@ def test_a_message_that_has_arrived_is_forgotten_when_the_next_is_sent() -> None
     """Otherwise the memory of all messages of a step stays until somebody looks."""
     layout = SimpleNamespace(room=8, number=0, packed=lambda tensors, at: torch.zeros(8, dtype=torch.uint8))
     channel: Any = DistributedChannel.__new__(DistributedChannel)
-    channel._edges, channel._layouts = {1: _Edge()}, {1: SimpleNamespace(find=lambda tensors, form: layout)}
+    channel._edges, channel._layouts = {1: _DistributedEdge()}, {1: SimpleNamespace(find=lambda tensors, form: layout)}
     channel._at, channel._small_bytes, channel._by_host = CPU, 64, False  # as with NCCL
     ended, open_ = (SimpleNamespace(is_completed=lambda one=one: one) for one in (True, False))
     flat = torch.zeros(1)
-    channel._edges[1].under_way |= {7: _Sent(b"a", flat, ended), 8: _Sent(b"b", flat, open_)}  # type: ignore[arg-type]
+    channel._edges[1].under_way |= {7: _SentMessage(b"a", flat, ended), 8: _SentMessage(b"b", flat, open_)}  # type: ignore[arg-type]
     names = {"now": lambda: 0, "_key": lambda receive: b"k" * 8, "send_packet": lambda *_: None}
     for name, value in (names | {"_tell_layout": lambda *_: None}).items():
         channel.__dict__[name] = value

@@ -8,7 +8,7 @@ from drumline.channel.in_process import Hub
 from drumline.core.action import RECV_OPS, Action
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
-from drumline.features.capture.captured import Stretch, stretches
+from drumline.features.capture.captured_row import Stretch, stretches
 from drumline.runtime.draft import Clock
 from drumline.runtime.execute.executor import Executor
 from drumline.runtime.execute.jobs import Job

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from drumline.serve.wire.frames import SERVICE as FLOW
-from drumline.serve.wire.frames import Frame, Kind
+from drumline.serve.wire.frames import Frame, FrameKind
 from drumline.serve.wire.protocol import path_of
 from served.services import channel_to, request_of, rows_of
 
@@ -97,7 +97,7 @@ def _send_frames(channel: Any, chance: random.Random, limit: int) -> None:
     body = request_of({"x": rows_of(1)}).SerializeToString()
     frames = []
     for _ in range(chance.randrange(1, 5)):
-        kind, number = chance.choice(list(Kind)), chance.choice((0, 1, 2**64 - 1))
+        kind, number = chance.choice(list(FrameKind)), chance.choice((0, 1, 2**64 - 1))
         seconds = chance.choice((1.0, 0.0, -1.0, 1e300, math.nan))
         made = bytearray(bytes(Frame(kind, number, seconds, "why", chance.choice((body, b"", b"\xff" * 99)))))
         if chance.random() < 0.3:

@@ -16,8 +16,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from drumline.serve.front.run import Settings, Started, serve
-from drumline.serve.wire.manifest import Manifest, Stage, Tensor, digest_of
+from drumline.serve.front.lifecycle import RunningService, ServiceSettings, serve
+from drumline.serve.wire.manifest import Manifest, ManifestStage, Tensor, digest_of
 from drumline.serve.wire.protocol import InferRequest, stub
 from drumline.serve.wire.tensors import Array, Arrays, put_inputs, read_outputs
 
@@ -58,7 +58,7 @@ def write_served(folder: Path, *, num_stages: int = 2, width: int = WIDTH, repea
         onnx.save(model, str(path))
         taken, given = ((Tensor(one, "FP32", ("batch", width)),) for one in (first, last))
         name = f"stage{number}/model.onnx"
-        stages.append(Stage(name, {name: digest_of(path)}, taken, given, (f"block{number}",), 0.001))
+        stages.append(ManifestStage(name, {name: digest_of(path)}, taken, given, (f"block{number}",), 0.001))
     dimensions = {"batch": (1, None)}
     Manifest("tanh", stages[0].inputs, stages[-1].outputs, dimensions, tuple(stages)).save(folder)
     return folder
@@ -67,7 +67,7 @@ def write_served(folder: Path, *, num_stages: int = 2, width: int = WIDTH, repea
 class Running:
     """A service in a thread."""
 
-    def __init__(self, started: Started) -> None:
+    def __init__(self, started: RunningService) -> None:
         self.started = started
         self.address = f"127.0.0.1:{started.port}"
 
@@ -87,16 +87,16 @@ def serving(folder: Path, **settings: Any) -> Iterator[Running]:
     """Serve a folder on free ports, until the block ends."""
     given = {"listen": "127.0.0.1:0", "metrics": "127.0.0.1:0"} | settings
     loop, ready, failed = asyncio.new_event_loop(), threading.Event(), []
-    told: list[Started] = []
+    told: list[RunningService] = []
     stop: list[asyncio.Event] = []
 
-    def heard(started: Started) -> None:
+    def heard(started: RunningService) -> None:
         told.append(started)
         ready.set()
 
     async def run() -> None:
         stop.append(asyncio.Event())
-        await serve(Settings(folder, **given), told=heard, stop=stop[0])
+        await serve(ServiceSettings(folder, **given), told=heard, stop=stop[0])
 
     def thread() -> None:
         try:

@@ -20,7 +20,7 @@ from drumline.serve.export.whole import block_names
 from drumline.serve.session import Session
 from drumline.serve.wire.manifest import Manifest, read_manifest
 from drumline.serve.wire.tensors import Array
-from drumline.train.finished import finished_model
+from drumline.train.export_models import finished_model
 from extras import needed
 from matrices import long
 from refused import refused

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from drumline.serve.front.hang import HangWatch
-from drumline.serve.front.logs import Log
+from drumline.serve.front.logs import EventLog
 from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.pipe import Pipe, Rules
 from drumline.serve.front.queue import Queue
@@ -25,15 +25,15 @@ from drumline.serve.front.tickets import Ticket
 from drumline.serve.front.tuner import Tuner
 from drumline.serve.session import Session
 from drumline.serve.stage import StageService
-from drumline.serve.wire.flow import Flow
+from drumline.serve.wire.flow import CallStream
 from drumline.serve.wire.flows import Answering, Flows, Home
-from drumline.serve.wire.frames import SERVICE, Answer, Failed, Frame, Kind, Lost
+from drumline.serve.wire.frames import SERVICE, Answer, Failed, Frame, FrameKind, Lost
 from drumline.serve.wire.links import PLAIN, connect, options
 from drumline.serve.wire.loops import run_to_end
 from drumline.serve.wire.manifest import read_manifest
 from drumline.serve.wire.protocol import InferRequest, InferResponse
+from drumline.serve.wire.stage_times import times_of
 from drumline.serve.wire.tensors import put_outputs, read_outputs
-from drumline.serve.wire.times import times_of
 from served.services import expected, request_of, rows_of
 from some import some
 
@@ -46,10 +46,10 @@ LIMIT = 2**16
     ("data", "words"),
     [
         (b"short", "a frame of 5 bytes"),
-        (bytes(Frame(Kind.CALL, 1, float("nan"))), "a frame with nan seconds"),
-        (bytes(Frame(Kind.CALL, 1, float("inf"))), "a frame with inf seconds"),
-        (bytes(Frame(Kind.FAIL, 1, 3, "why"))[:-1], "a frame whose text has 3 bytes, of 2 behind its head"),
-        (b"\x09" + bytes(Frame(Kind.CALL, 1))[1:], "9 is not a valid Kind"),
+        (bytes(Frame(FrameKind.CALL, 1, float("nan"))), "a frame with nan seconds"),
+        (bytes(Frame(FrameKind.CALL, 1, float("inf"))), "a frame with inf seconds"),
+        (bytes(Frame(FrameKind.FAIL, 1, 3, "why"))[:-1], "a frame whose text has 3 bytes, of 2 behind its head"),
+        (b"\x09" + bytes(Frame(FrameKind.CALL, 1))[1:], "9 is not a valid Kind"),
     ],
 )
 def test_a_damaged_frame_is_told(data: bytes, words: str) -> None:
@@ -66,11 +66,11 @@ async def _server(answer: Answering, address: str) -> tuple[Any, str]:
 
 
 @asynccontextmanager
-async def joined(answer: Answering) -> AsyncIterator[tuple[Flow, Any, str]]:
+async def joined(answer: Answering) -> AsyncIterator[tuple[CallStream, Any, str]]:
     """A caller and a stage in one loop."""
     server, address = await _server(answer, "127.0.0.1:0")
     async with connect(address, PLAIN, LIMIT) as channel:
-        flow = Flow(channel, stage=1, max_bytes=LIMIT)
+        flow = CallStream(channel, stage=1, max_bytes=LIMIT)
         try:
             yield flow, server, address
         finally:
@@ -137,7 +137,9 @@ def test_a_caller_that_asks_for_nothing_more_gets_its_answers_and_the_end() -> N
 
     async def run() -> None:
         async with joined(answer) as (_, _, address), connect(address, PLAIN, LIMIT) as channel:
-            late, soon = (bytes(Frame(Kind.CALL, at, 9.0, body=body)) for at, body in enumerate((b"late", b"at once")))
+            late, soon = (
+                bytes(Frame(FrameKind.CALL, at, 9.0, body=body)) for at, body in enumerate((b"late", b"at once"))
+            )
             assert await one(channel, late, soon) == ([b"at once", b"late"], Code.OK)
             # Answers are being written when the streams end, or when they turn out to be damaged.
             every = await asyncio.gather(*(one(channel, soon) for _ in range(100)))
@@ -169,7 +171,7 @@ def test_a_cancelled_call_and_a_passed_deadline_end_the_work_of_the_stage() -> N
             await until(lambda: stopped == [b"gone"])
             crossed = flow(b"fine", timeout=60)
             crossed.cancel()
-            flow._take(Frame(Kind.DONE, 1))  # an answer that comes while its call is being given up
+            flow._take(Frame(FrameKind.DONE, 1))  # an answer that comes while its call is being given up
             late = flow(b"late", timeout=0.3)
             assert await failure(late) == (Code.DEADLINE_EXCEEDED, "stage 1: no answer in time")
             await until(lambda: stopped == begun)
@@ -485,7 +487,7 @@ def test_a_service_that_stops_takes_no_more_requests(served_folder: Path) -> Non
     async def run() -> None:
         carried: Any = Carried()
         front = FrontService(
-            read_manifest(served_folder), carried.pipe, carried, carried.metrics, Log(), max_rows=9, timeout=60.0
+            read_manifest(served_folder), carried.pipe, carried, carried.metrics, EventLog(), max_rows=9, timeout=60.0
         )
         front.is_draining = True
         assert await failure(front._infer(request_of({"x": rows_of(1)}), None, "r")) == (

@@ -20,22 +20,22 @@ from drumline.core.measured.run import read_run
 from drumline.core.timeline.idle import Cause
 from drumline.report.run.page import run_page
 from drumline.report.run.report import report_of
-from drumline.serve.export.graph import Crossing, Graph
+from drumline.serve.export.onnx_graph import BoundaryValue, Graph
 from drumline.serve.front.hang import HangWatch
+from drumline.serve.front.lifecycle import ServiceSettings, serve
 from drumline.serve.front.queue import Queue
 from drumline.serve.front.record import LoadRecord, check_record
-from drumline.serve.front.run import Settings, serve
 from drumline.serve.front.tickets import Ticket
 from drumline.serve.front.tuner import Tuner
-from drumline.serve.ledger import State
-from drumline.serve.load.run import Demand, Loader
+from drumline.serve.ledger import LedgerState
+from drumline.serve.load.generator import Demand, Loader
 from drumline.serve.session import open_session
 from drumline.serve.wire.frames import Failed
 from drumline.serve.wire.loops import run_to_end
 from drumline.serve.wire.manifest import Tensor, check_files, read_manifest
 from drumline.serve.wire.protocol import InferRequest, InferResponse
+from drumline.serve.wire.stage_times import StageTimes
 from drumline.serve.wire.tensors import Arrays, Refused, put_outputs, read_inputs, read_outputs
-from drumline.serve.wire.times import Times
 from refused import refused, saying
 from served.services import rows_of, write_served
 from some import some
@@ -174,11 +174,11 @@ def test_a_graph_cut_anywhere_computes_the_same(tmp_path: Path) -> None:
     graph = Graph(tmp_path / "whole.onnx")
     assert graph.crossing(2) == ["x", "a", "b"]
     for at in range(1, 4):
-        middle = [Crossing(one, f"s1.{one}") for one in graph.crossing(at)]
+        middle = [BoundaryValue(one, f"s1.{one}") for one in graph.crossing(at)]
         tensors = {one: Tensor(one, "FP32", ("batch", 8)) for one in ("x", "y", *(one.name for one in middle))}
         first, second = tmp_path / f"{at}" / "first" / "model.onnx", tmp_path / f"{at}" / "second" / "model.onnx"
-        graph.write(0, at, [Crossing("x", "x")], middle, tensors, first)
-        graph.write(at, 4, middle, [Crossing("y", "y")], tensors, second)
+        graph.write(0, at, [BoundaryValue("x", "x")], middle, tensors, first)
+        graph.write(at, 4, middle, [BoundaryValue("y", "y")], tensors, second)
         names = [one.name for one in middle]
         made = open_session(first).run(names, {"x": x})
         (found,) = open_session(second).run(None, dict(zip(names, made, strict=True)))
@@ -189,7 +189,7 @@ def recorded(record: LoadRecord, *, count: int, every: int, later: int) -> Path:
     """Record microbatches of 10 ms a stage, one `every` so many ms; the second stage starts so much `later`."""
     for number in range(count):
         starts = [(every * number + later * stage) * MS for stage in (0, 1)]
-        record.add([Times(at, one, one, one + 10 * MS, one + 10 * MS, 64, 64) for at, one in enumerate(starts)], 2)
+        record.add([StageTimes(at, one, one, one + 10 * MS, one + 10 * MS, 64, 64) for at, one in enumerate(starts)], 2)
     record.close()
     return record.folder
 
@@ -238,7 +238,7 @@ def test_a_record_mixes_with_no_other_files(tmp_path: Path, place: str, said: di
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "todo.txt").write_text("mine")
     with refused(UsageError, **said):
-        run_to_end(serve(Settings(served, record=tmp_path / place), told=lambda started: None))
+        run_to_end(serve(ServiceSettings(served, record=tmp_path / place), told=lambda started: None))
     for fine in ("new", "empty"):
         check_record(tmp_path / fine, served)
         (tmp_path / "empty").mkdir(exist_ok=True)
@@ -271,9 +271,9 @@ def test_bools_are_0_or_1_and_outputs_are_all_typed_or_all_raw() -> None:
 
 
 WORKS, WAITS, UNWANTED = (
-    [State(at, 7 * at, 5) for at in range(90)],
-    [State(at, 0, 5) for at in range(90)],
-    [State(at, 7 * at, 5, 5) for at in range(90)],
+    [LedgerState(at, 7 * at, 5) for at in range(90)],
+    [LedgerState(at, 0, 5) for at in range(90)],
+    [LedgerState(at, 7 * at, 5, 5) for at in range(90)],
 )
 
 
@@ -281,18 +281,20 @@ WORKS, WAITS, UNWANTED = (
     ("states", "said"),
     [
         (WORKS, ""),  # one computation that takes longer than the bound, and works
-        ([State(at) for at in range(90)], ""),  # idle
-        ([State(at, 0, at + 1) for at in range(90)], ""),  # short computations
-        ([State(7)] * 90, "its event loop has not turned for 30 s"),
+        ([LedgerState(at) for at in range(90)], ""),  # idle
+        ([LedgerState(at, 0, at + 1) for at in range(90)], ""),  # short computations
+        ([LedgerState(7)] * 90, "its event loop has not turned for 30 s"),
         (WAITS, "it computes, and uses no processor time for 30 s"),
         (UNWANTED, "nobody has waited for what it computes for 30 s"),
-        ([State(at, 7 * at, 6, 5) for at in range(90)], ""),  # the computation before was given up
+        ([LedgerState(at, 7 * at, 6, 5) for at in range(90)], ""),  # the computation before was given up
         (WAITS[:30] + WORKS[30:], ""),
         (UNWANTED[:30] + WORKS[30:], ""),
-        ([State(7)] * 30 + WORKS[30:], ""),
+        ([LedgerState(7)] * 30 + WORKS[30:], ""),
     ],
 )
-def test_only_a_stage_that_neither_lives_nor_works_nor_is_waited_for_hangs(states: list[State], said: str) -> None:
+def test_only_a_stage_that_neither_lives_nor_works_nor_is_waited_for_hangs(
+    states: list[LedgerState], said: str
+) -> None:
     seconds = count()
     watch = HangWatch(30.0, lambda: float(next(seconds)))
     assert watch.every == 1.0
@@ -301,8 +303,8 @@ def test_only_a_stage_that_neither_lives_nor_works_nor_is_waited_for_hangs(state
     assert not any(found[:31])
 
 
-@pytest.mark.parametrize("state", [State(7), WAITS[0], UNWANTED[0]])
-def test_a_stage_does_not_hang_because_the_machine_stood_still(state: State) -> None:
+@pytest.mark.parametrize("state", [LedgerState(7), WAITS[0], UNWANTED[0]])
+def test_a_stage_does_not_hang_because_the_machine_stood_still(state: LedgerState) -> None:
     """All processes are frozen again and again, for longer than the bound; a stage moves later than the front."""
     now = 0.0
     watch = HangWatch(1.0, lambda: now)
@@ -311,7 +313,7 @@ def test_a_stage_does_not_hang_because_the_machine_stood_still(state: State) -> 
         assert watch.look(state) == ""
         now += watch.every
         assert watch.look(state) == ""
-        state = State(at, at, at + 1, at)
+        state = LedgerState(at, at, at + 1, at)
 
 
 @pytest.mark.parametrize(
@@ -325,8 +327,8 @@ def test_a_stage_does_not_hang_because_the_machine_stood_still(state: State) -> 
 )
 def test_settings_that_mean_nothing_are_refused(given: dict[str, Any], said: dict[str, str]) -> None:
     with refused(UsageError, **said):
-        Settings(Path("served"), **given)
-    assert Settings(Path("served"), hang=0.0).window is None
+        ServiceSettings(Path("served"), **given)
+    assert ServiceSettings(Path("served"), hang=0.0).window is None
 
 
 class _Endless(Loader):
@@ -337,6 +339,6 @@ class _Endless(Loader):
 
 
 def test_an_open_loop_that_cannot_send_as_fast_as_asked_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drumline.serve.load.run._MOST_LATE", 0.0)
+    monkeypatch.setattr("drumline.serve.load.generator._MOST_LATE", 0.0)
     result = run_to_end(_Endless("nowhere").opened(1e9, 0.05, Demand()))
     assert result.codes["NOT_SENT"] > 0

@@ -16,18 +16,18 @@ from onnx import helper, numpy_helper
 from drumline.cli.main import main
 from drumline.core.errors import DrumlineError, RecordError, UsageError
 from drumline.serve.export.export import _named_cut, export
-from drumline.serve.export.graph import _initializer
+from drumline.serve.export.onnx_graph import _initializer
+from drumline.serve.front.lifecycle import ServiceSettings
 from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.pipe import Pipe, Rules
-from drumline.serve.front.run import Settings
-from drumline.serve.load.run import Demand, load
+from drumline.serve.load.generator import Demand, load
 from drumline.serve.stage import _check_place
 from drumline.serve.wire.links import Tls, listen, parts_of
 from drumline.serve.wire.loops import run_to_end
 from drumline.serve.wire.manifest import Tensor, read_manifest
 from drumline.serve.wire.protocol import InferRequest
+from drumline.serve.wire.stage_times import StageTimes
 from drumline.serve.wire.tensors import Refused, read_inputs
-from drumline.serve.wire.times import Times
 from refused import refused, saying
 from served.services import write_served
 
@@ -48,16 +48,16 @@ HERE = Path("served")
         ),
         (lambda: run_to_end(load("a:1", rates=[0.0])), saying("--rate is 0", expected="more than 0")),
         (lambda: run_to_end(load("a:1", seconds=0.0)), saying("--seconds is 0", expected="more than 0")),
-        (lambda: Settings(HERE, threads=0), saying("--threads is 0", expected="1 or more")),
-        (lambda: Settings(HERE, max_requests=0), saying("--max-requests is 0", expected="1 or more")),
-        (lambda: Settings(HERE, rules=Rules(max_batch=0)), saying("--max-batch is 0", expected="1 or more")),
-        (lambda: Settings(HERE, budget=0.0), saying("--budget is 0", expected="more than 0 seconds")),
-        (lambda: Settings(HERE, timeout=-1.0), saying("--timeout is -1", expected="more than 0 seconds")),
-        (lambda: Settings(HERE, rules=Rules(max_wait=-1.0)), saying("--max-wait is -1", expected="0 or more")),
-        (lambda: Settings(HERE, rules=Rules(retries=-1)), saying("--retries is -1", expected="0 or more")),
-        (lambda: Settings(HERE, drain=-0.5), saying("--drain is -0.5", expected="0 or more")),
-        (lambda: Settings(HERE, hosts=("a:1",), pin=True), saying("--pin with --hosts")),
-        (lambda: Settings(HERE, hosts=("a:1",), record=HERE), saying("--record with --hosts")),
+        (lambda: ServiceSettings(HERE, threads=0), saying("--threads is 0", expected="1 or more")),
+        (lambda: ServiceSettings(HERE, max_requests=0), saying("--max-requests is 0", expected="1 or more")),
+        (lambda: ServiceSettings(HERE, rules=Rules(max_batch=0)), saying("--max-batch is 0", expected="1 or more")),
+        (lambda: ServiceSettings(HERE, budget=0.0), saying("--budget is 0", expected="more than 0 seconds")),
+        (lambda: ServiceSettings(HERE, timeout=-1.0), saying("--timeout is -1", expected="more than 0 seconds")),
+        (lambda: ServiceSettings(HERE, rules=Rules(max_wait=-1.0)), saying("--max-wait is -1", expected="0 or more")),
+        (lambda: ServiceSettings(HERE, rules=Rules(retries=-1)), saying("--retries is -1", expected="0 or more")),
+        (lambda: ServiceSettings(HERE, drain=-0.5), saying("--drain is -0.5", expected="0 or more")),
+        (lambda: ServiceSettings(HERE, hosts=("a:1",), pin=True), saying("--pin with --hosts")),
+        (lambda: ServiceSettings(HERE, hosts=("a:1",), record=HERE), saying("--record with --hosts")),
         (lambda: export(None, HERE, num_stages=0), saying("--stages is 0", expected="1 or more")),  # type: ignore[arg-type]
         (lambda: export(None, HERE, num_stages=1, rows=0), saying("0 rows of length 32", expected="1 or more of each")),  # type: ignore[arg-type]
         (lambda: export(None, HERE, num_stages=1, length=0), saying("4 rows of length 0")),  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ def test_settings_that_mean_nothing_are_refused(make: Callable[[], Any], said: d
 
 
 def test_least_settings_are_taken() -> None:
-    assert Settings(HERE, threads=1, max_requests=1, rules=Rules(1, 0.0, 0), drain=0.0).rules.max_batch == 1
+    assert ServiceSettings(HERE, threads=1, max_requests=1, rules=Rules(1, 0.0, 0), drain=0.0).rules.max_batch == 1
     assert parts_of("a:65535", flag="--listen") == ("a", 65535)
     assert Demand(least=2, most=2, length=1, below=1).most == 2
     assert Rules() == Rules(max_batch=64, max_wait=0.005, retries=1)
@@ -202,7 +202,11 @@ def test_a_constant_becomes_a_weight_of_its_name_and_value(given: dict[str, Any]
 def test_stages_are_measured_in_seconds() -> None:
     metrics = Metrics(2)
     metrics.took(
-        [Times(0, 10 * MS, 13 * MS, 20 * MS, 21 * MS, 1, 1), Times(1, 22 * MS, 27 * MS, 40 * MS, 41 * MS, 1, 1)], rows=5
+        [
+            StageTimes(0, 10 * MS, 13 * MS, 20 * MS, 21 * MS, 1, 1),
+            StageTimes(1, 22 * MS, 27 * MS, 40 * MS, 41 * MS, 1, 1),
+        ],
+        rows=5,
     )
 
     def value(name: str, **labels: str) -> float | None:

@@ -173,6 +173,6 @@ def test_a_cancelled_request_and_a_passed_deadline_leave_the_service_whole(runni
 
 
 def test_serving_imports_no_torch() -> None:
-    modules = "drumline.serve.front.run, drumline.serve.stage, drumline.serve.load.run, drumline.cli.serve"
+    modules = "drumline.serve.front.lifecycle, drumline.serve.stage, drumline.serve.load.generator, drumline.cli.serve"
     code = f"import sys, {modules}; assert not {{'torch', 'onnx'}} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0

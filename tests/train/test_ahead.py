@@ -15,7 +15,7 @@ from attached import validation_of
 from drumline.core.errors import ConfigError
 from drumline.features.validated.validated import Validation
 from drumline.pipeline.pipeline import Pipeline
-from drumline.train.config.files.read import read_settings
+from drumline.train.config.files.settings_file import read_settings
 from drumline.train.config.settings import (
     BatchSettings,
     CheckpointSettings,
@@ -24,11 +24,11 @@ from drumline.train.config.settings import (
     PrecisionSettings,
     RunSettings,
 )
-from drumline.train.dry.run import dry_run
+from drumline.train.dry.dry_run import dry_run
 from drumline.train.loop.evaluate import Evaluation
 from drumline.train.loop.optimizers import Optimizers
 from drumline.train.loop.progress import Update
-from drumline.train.loop.stopping import Skipped
+from drumline.train.loop.stopping import SkippedUpdate
 from refused import refused
 from some import some
 from stand_in_run import arguments, batch, gpt, stand_in
@@ -88,7 +88,7 @@ def test_an_update_with_a_nan_is_left_out_and_told_of(tmp_path: Path, precision:
     with ahead():
         found = trained(given, {BAD: "target"}, told.append)
     assert found.num_skipped == 1
-    assert [one.step for one in told if isinstance(one, Skipped)] == [BAD + 1]
+    assert [one.step for one in told if isinstance(one, SkippedUpdate)] == [BAD + 1]
     waits = replace(given, optimizer=replace(given.optimizer, validated="before"))
     wanted = left_out(replace(waits, run=RunSettings(steps=5, out=str(tmp_path / "plain"))), BAD)
     state = saved(tmp_path / "nan")

@@ -15,7 +15,7 @@ from drumline.core.errors import UsageError
 from drumline.train.config.settings import BatchSettings, DataSettings, LengthSettings, ModelSettings, TrainSettings
 from drumline.train.data import build
 from drumline.train.data.items import fingerprint
-from drumline.train.data.read import encoded
+from drumline.train.data.read import encoding
 from drumline.train.data.stream import PlannedStream
 from drumline.train.models.build import build_model
 from drumline.train.models.tokenizers import ByteTokenizer
@@ -108,5 +108,5 @@ def test_cached_tokens_are_those_of_the_contents(tmp_path: Path) -> None:
         path = tmp_path / "a.txt"
         path.write_text(text)
         os.utime(path, ns=(1, 1))
-        keys.append(encoded._key([path], "", ByteTokenizer()))
+        keys.append(encoding._key([path], "", ByteTokenizer()))
     assert keys[0] != keys[1]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.checkpoint.staged import StagedFile
+from drumline.checkpoint.staging import StagedFile
 from drumline.core.errors import RunError, UsageError
 from drumline.core.measured.run import read_run
 from drumline.model.weights.files import Weights
@@ -35,8 +35,8 @@ from drumline.train.loop import run
 from drumline.train.loop.evaluate import Evaluation
 from drumline.train.loop.progress import Progress, Told, Update
 from drumline.train.loop.run import run_training
-from drumline.train.loop.training import Trained
-from drumline.train.models.beside import files_beside
+from drumline.train.loop.training import TrainResult
+from drumline.train.models.companion_files import files_beside
 from drumline.train.start import start
 from extras import needed
 from matrices import left
@@ -64,7 +64,7 @@ def settings_for(folder: Path, **tables: Any) -> TrainSettings:
     return replace(given, **tables)
 
 
-def trained(settings: TrainSettings) -> Trained:
+def trained(settings: TrainSettings) -> TrainResult:
     return run_training(settings, tell=lambda told: None)
 
 

@@ -20,7 +20,7 @@ from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.models import MODELS
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.launch import train_config
-from drumline.train.config.files.read import from_toml, read_settings
+from drumline.train.config.files.settings_file import from_toml, read_settings
 from drumline.train.config.flags import assigned
 from drumline.train.config.keys import GROUPS, TABLES, keys
 from drumline.train.config.settings import (

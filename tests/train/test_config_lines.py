@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drumline.train.config.lines import Path, lines_of
+from drumline.train.config.toml_lines import Path, lines_of
 from drumline.train.config.write import written
 from some import some
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.checkpoint.read import Checkpoint
+from drumline.checkpoint.reader import Checkpoint
 from drumline.cli.train import add_arguments, resume_line, torchrun_line
 from drumline.core.errors import RecordError, UsageError
 from drumline.train import start as starting
-from drumline.train.claim import Held, claim
-from drumline.train.config.files.read import read_settings
+from drumline.train.claim import FolderInUse, claim
+from drumline.train.config.files.settings_file import read_settings
 from drumline.train.config.settings import (
     BatchSettings,
     CheckpointSettings,
@@ -32,11 +32,11 @@ from drumline.train.config.settings import (
     TrainSettings,
 )
 from drumline.train.config.write import keep_settings
-from drumline.train.finished import finished_model
+from drumline.train.export_models import finished_model
 from drumline.train.folder import begin
 from drumline.train.loop.progress import Told, Update
 from drumline.train.loop.run import run_training
-from drumline.train.loop.training import Trained
+from drumline.train.loop.training import TrainResult
 from drumline.train.start import start
 from refused import refused
 from rotation import flip
@@ -78,8 +78,8 @@ def dying_at(step: int) -> Any:
     return partial(run_training, tell=tell)
 
 
-def ended(settings: TrainSettings) -> Trained:
-    found: Trained = start(settings, train=partial(run_training, tell=lambda told: None))
+def ended(settings: TrainSettings) -> TrainResult:
+    found: TrainResult = start(settings, train=partial(run_training, tell=lambda told: None))
     return found
 
 
@@ -129,7 +129,7 @@ def test_a_folder_in_use_is_refused_and_a_launcher_tells_its_ranks(tmp_path: Pat
     settings = settings_for(tmp_path / "run")
     with claim(tmp_path / "run") as other:
         other.keep()
-        with refused(Held, "is under way"):
+        with refused(FolderInUse, "is under way"):
             start(settings)
     folder = str(tmp_path / "run")
     for expected in some([(folder, False, False), (folder, True, False)]):

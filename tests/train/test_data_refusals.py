@@ -29,9 +29,9 @@ from drumline.train.data.items.documents import Documents
 from drumline.train.data.items.fingerprint import Part, changed, fingerprint
 from drumline.train.data.items.order import Shuffle
 from drumline.train.data.layouts import StepShape
-from drumline.train.data.own.function import data_by_function
-from drumline.train.data.own.repeated import RepeatedStream, Source, batch_of
-from drumline.train.data.own.trial import check_resumable
+from drumline.train.data.own.repeated import DataSource, RepeatedStream, batch_of
+from drumline.train.data.own.resume_trial import check_resumable
+from drumline.train.data.own.user_data import data_by_function
 from drumline.train.data.points import Points
 from drumline.train.data.read.instructions import instruction_documents
 from drumline.train.data.read.text import text_documents
@@ -138,7 +138,7 @@ def test_data_that_were_tried_are_closed_before_the_run_begins_with_them() -> No
             lambda: batch_of((1, 2, 3), built(), "mine"),
             saying("mine gave a tuple", expected=r"Batch or \(inputs, target\)"),
         ),
-        (lambda: next(iter(RepeatedStream(Source([]), built(), "mine"))), saying("mine gives no batch")),
+        (lambda: next(iter(RepeatedStream(DataSource([]), built(), "mine"))), saying("mine gives no batch")),
     ],
 )
 def test_data_that_cannot_be_used_are_refused(make: Callable[[], Any], said: dict[str, str]) -> None:
@@ -155,7 +155,7 @@ def test_other_batches_than_before_are_refused_or_told(exact: bool, caplog: pyte
     def pairs(*values: float) -> list[Any]:
         return [(torch.full((1, 2), one), torch.zeros(1, 2)) for one in values]
 
-    before = RepeatedStream(Source(pairs(1, 2, 3)), built(), "mine")
+    before = RepeatedStream(DataSource(pairs(1, 2, 3)), built(), "mine")
     batches = iter(before)
     next(batches), next(batches)
     state = before.state_dict()
@@ -163,7 +163,7 @@ def test_other_batches_than_before_are_refused_or_told(exact: bool, caplog: pyte
         (pairs(1, 9, 3), "gives other batches than"),
         (pairs(1), "gives 1 batches in an epoch of which 2"),
     ):
-        after = RepeatedStream(Source(data), built(), "mine", exact=exact)
+        after = RepeatedStream(DataSource(data), built(), "mine", exact=exact)
         after.load_state_dict(state)
         assert after.state_dict() is state
         if exact:

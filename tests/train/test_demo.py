@@ -30,7 +30,7 @@ def test_every_run_of_the_demo_is_told_of_once_when_it_has_all_its_steps(monkeyp
     monkeypatch.setattr(demo, "read_run", read_run)
     said: list[tuple[int, str]] = []
     told: list[tuple[int, str]] = []
-    watch = demo._Watch(
+    watch = demo._Progress(
         [Path(name) for name in ("a", "b", "c")],
         10,
         lambda steps, what: told.append((steps, what)),
@@ -48,6 +48,6 @@ def test_runs_that_end_between_two_looks_are_told_of_at_the_end(monkeypatch: pyt
     monkeypatch.setattr(demo, "read_run", lambda folder: Stand(10))
     monkeypatch.setattr(demo, "_SECONDS_BETWEEN_LOOKS", 600.0)
     said: list[int] = []
-    with demo._Watch([Path("a"), Path("b")], 10, lambda *_: None, lambda at, what: said.append(at)).looking():
+    with demo._Progress([Path("a"), Path("b")], 10, lambda *_: None, lambda at, what: said.append(at)).looking():
         assert said == []
     assert said == [1, 2]

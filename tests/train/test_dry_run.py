@@ -12,13 +12,13 @@ from torch import nn
 
 from drumline.channel.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
-from drumline.train.config.files.read import read_settings
+from drumline.train.config.files.settings_file import read_settings
 from drumline.train.config.settings import TrainSettings
-from drumline.train.dry.run import dry_run
+from drumline.train.dry.dry_run import dry_run
 from drumline.train.loop.making import build
-from drumline.train.memory.forecast import Held
-from drumline.train.memory.held import held
-from drumline.train.memory.state import state_bytes
+from drumline.train.memory.forecast import RankMemory
+from drumline.train.memory.measured_peak import held
+from drumline.train.memory.optimizer_bytes import state_bytes
 from matrices import long
 from some import some
 from stand_in_run import arguments, batch, gpt, optimizers, stand_in
@@ -44,9 +44,9 @@ def settings_of(case: str) -> TrainSettings:
     return read_settings(None, SMALL | CASES[case])
 
 
-def run(cases: list[TrainSettings]) -> list[Held]:
+def run(cases: list[TrainSettings]) -> list[RankMemory]:
     """Run one update of every case on this rank, and return what the rank held."""
-    found: list[Held] = []
+    found: list[RankMemory] = []
     for settings in cases:
         built = gpt(settings)
         given = batch(settings, built)
@@ -122,7 +122,9 @@ def test_a_model_without_memory_is_forecast_like_one_with(monkeypatch: pytest.Mo
         settings = read_settings(None, {**SMALL, "model.num_layers": 3, "batch.sequences": 4, **case})
         found = dry_run(settings)
         with monkeypatch.context() as patch:
-            patch.setattr("drumline.train.dry.run.build", lambda settings, make, **_: build(settings, make, whole=True))
+            patch.setattr(
+                "drumline.train.dry.dry_run.build", lambda settings, make, **_: build(settings, make, whole=True)
+            )
             other = dry_run(settings)
         assert found.forecast.ranks == other.forecast.ranks, name
         assert found.summary()["parameters"] == other.summary()["parameters"], name

@@ -33,7 +33,7 @@ from drumline.train.data.build import build_data
 from drumline.train.data.items.batch import Batch, Data
 from drumline.train.data.layouts import HOWS
 from drumline.train.data.stream import PlannedStream
-from drumline.train.dry.run import dry_run
+from drumline.train.dry.dry_run import dry_run
 from drumline.train.loop.run import run_training
 from drumline.train.models.build import build_model
 from drumline.train.models.built import IGNORED, Built

@@ -36,7 +36,7 @@ from drumline.train.config.settings import (
 from drumline.train.config.write import KEPT
 from drumline.train.loop.curve import Curve
 from drumline.train.loop.run import run_training
-from drumline.train.loop.training import Trained
+from drumline.train.loop.training import TrainResult
 from refused import refused, saying
 from some import some
 from train.training import Ending, OwnLoss, Uneven, Writer, chain, cosine, made, plain_run, uneven
@@ -62,7 +62,7 @@ def settings(folder: Path, **tables: Any) -> TrainSettings:
     return replace(base, **tables)
 
 
-def trained(given: TrainSettings, make: Callable[[], nn.Module] = Writer, tell: Any = lambda told: None) -> Trained:
+def trained(given: TrainSettings, make: Callable[[], nn.Module] = Writer, tell: Any = lambda told: None) -> TrainResult:
     return run_training(given, tell=tell, make_model=made(make), make_data=uneven)
 
 
@@ -156,7 +156,7 @@ def test_low_precision_keeps_to_the_same_curve(tmp_path: Path) -> None:
 def test_evaluating_and_sampling_change_no_bit_of_training(tmp_path: Path) -> None:
     """With dropout, whose masks are drawn by the number of the training step."""
 
-    def run(name: str, asked: EvaluationSettings) -> Trained:
+    def run(name: str, asked: EvaluationSettings) -> TrainResult:
         given = settings(tmp_path, run=RunSettings(steps=3, seed=3, out=str(tmp_path / name)), evaluation=asked)
         return trained(given, lambda: chain(0.3))
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
-from drumline.checkpoint.plain import packed, unpacked
+from drumline.checkpoint.plain_json import packed, unpacked
 from drumline.core.errors import RecordError, UsageError
 from drumline.train.config.settings import (
     BatchSettings,
@@ -33,7 +33,7 @@ from drumline.train.config.settings import (
     TrainSettings,
 )
 from drumline.train.data.items.batch import Batch, Data
-from drumline.train.data.own.function import data_by_function
+from drumline.train.data.own.user_data import data_by_function
 from drumline.train.data.position import own_position, position_of
 from drumline.train.loop.run import run_training
 from drumline.train.models.built import Built

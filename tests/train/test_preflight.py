@@ -17,10 +17,10 @@ import pytest
 from drumline.cli.main import main
 from drumline.core.errors import ConfigError, DrumlineError, UsageError
 from drumline.train import start as starting
-from drumline.train.config.files.read import read_judged, read_settings
+from drumline.train.config.files.settings_file import read_judged, read_settings
 from drumline.train.config.files.signatures import OFFERED
 from drumline.train.config.placed import placed
-from drumline.train.data.own.function import data_by_function
+from drumline.train.data.own.user_data import data_by_function
 from drumline.train.models import build
 from drumline.train.preflight import preflight
 from refused import refused

@@ -14,7 +14,7 @@ from drumline.train.config.settings import BatchSettings, DataSettings, Evaluati
 from drumline.train.data.build import build_data
 from drumline.train.data.items.batch import Batch, Data
 from drumline.train.data.items.documents import Documents
-from drumline.train.data.read import encoded, text
+from drumline.train.data.read import encoding, text
 from drumline.train.data.read.instructions import instruction_documents
 from drumline.train.data.read.text import text_documents
 from drumline.train.data.read.tokens import token_documents
@@ -57,7 +57,7 @@ def test_text_is_divided_alike_whoever_encodes_it(tmp_path: Path, monkeypatch: p
     assert found.read(1, 0, 4).tolist() == [*b"two", 256]
     monkeypatch.setenv("DRUMLINE_CACHE", str(tmp_path / "cache"))
     for in_memory in (0, 0, 1 << 20):  # into the cache, from the cache, into memory
-        monkeypatch.setattr(encoded, "IN_MEMORY", in_memory)
+        monkeypatch.setattr(encoding, "IN_MEMORY", in_memory)
         other = text_documents(files, "\n\n", Reversed())
         assert len(other) == 4
         for at, length in some(enumerate(found.lengths.tolist())):

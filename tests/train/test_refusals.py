@@ -27,21 +27,21 @@ from drumline.pipeline.options import Options
 from drumline.schedules import generate
 from drumline.train.config import settings as tables
 from drumline.train.config.files.model_folder import problems_of
-from drumline.train.config.files.read import read_settings
+from drumline.train.config.files.settings_file import read_settings
 from drumline.train.config.functions import function_named
 from drumline.train.config.settings import TrainSettings
 from drumline.train.demo import _clear
 from drumline.train.loop.making import layer_cuts
 from drumline.train.loop.optimizers import choose
 from drumline.train.loop.rates import check, rate
-from drumline.train.loop.training import Trained
+from drumline.train.loop.training import TrainResult
 from drumline.train.memory.forecast import _num_ranks, _versions
-from drumline.train.models.beside import _with_dtype
 from drumline.train.models.build import build_model
 from drumline.train.models.built import Built
-from drumline.train.models.function import built_by_user, named_function
+from drumline.train.models.companion_files import _with_dtype
 from drumline.train.models.gpt import GPTSizes
 from drumline.train.models.mlp import mlp
+from drumline.train.models.user_function import built_by_user, named_function
 from drumline.train.restarts import is_worth_another
 from refused import refused, saying
 
@@ -285,6 +285,6 @@ def test_weight_versions_are_those_of_a_long_stream() -> None:
 
 
 def test_a_run_that_has_done_nothing_counts_nothing(tmp_path: Path) -> None:
-    trained = Trained(tmp_path)
+    trained = TrainResult(tmp_path)
     counts = (trained.first_step, trained.num_tokens, trained.num_padded, trained.num_skipped, trained.seconds)
     assert counts == (0, 0, 0, 0, 0.0)

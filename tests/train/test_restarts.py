@@ -19,12 +19,13 @@ from typing import Any
 
 import pytest
 
-from drumline.checkpoint.read import Checkpoint
+from drumline.checkpoint.reader import Checkpoint
 from drumline.core.errors import ConfigError, LaunchError, NonFiniteError, RankFailed, UsageError, WaitTimeout
 from drumline.core.measured.run import read_run
+from drumline.train import capacity
 from drumline.train import claim as claims
-from drumline.train import room
-from drumline.train.config.files.read import read_settings
+from drumline.train.capacity import check_room
+from drumline.train.config.files.settings_file import read_settings
 from drumline.train.config.settings import (
     BatchSettings,
     CheckpointSettings,
@@ -41,7 +42,6 @@ from drumline.train.config.write import config_text
 from drumline.train.folder import begin
 from drumline.train.replan import planned_for
 from drumline.train.restarts import Restarts
-from drumline.train.room import check_room
 from drumline.train.start import start
 from matrices import long
 from refused import refused
@@ -275,10 +275,10 @@ def test_which_failures_are_worth_another_attempt_and_on_how_many_ranks() -> Non
 def test_ranks_that_cannot_hold_the_model_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = settings_for(tmp_path / "run", ranks=1)
     check_room(settings)
-    monkeypatch.setattr(room, "host_bytes", lambda: 1024)
+    monkeypatch.setattr(capacity, "host_bytes", lambda: 1024)
     with refused(UsageError, "1 rank cannot hold the model: 1 rank of them need .* KiB", expected="at most 1 KiB"):
         check_room(settings)
-    monkeypatch.setattr(room, "_LARGEST", 0)  # too large to be run: only its state is counted
+    monkeypatch.setattr(capacity, "_LARGEST", 0)  # too large to be run: only its state is counted
     gpt = TrainSettings(mesh=MeshSettings(pipeline=4), pipeline=PipelineSettings(device="cpu"))
     with refused(UsageError, r"4 ranks cannot hold the model: 4 ranks of them need 1\d\d MiB together"):
         check_room(gpt)
@@ -355,14 +355,14 @@ def test_file_systems_without_locks_ask_whether_the_owner_lives(
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with claims.claim(tmp_path) as mine:
         mine.keep()
-        with refused(claims.Held, rf"process {os.getpid()} "):
+        with refused(claims.FolderInUse, rf"process {os.getpid()} "):
             claims.claim(tmp_path)
         lock = tmp_path / claims.LOCK
         owner = json.loads(lock.read_text())
         lock.write_text(json.dumps({**owner, "started": owner["started"] - 1}))  # its number was given to another
         claims.claim(tmp_path).close()
         lock.write_text(json.dumps({**owner, "boot": "elsewhere", "host": "far"}))
-        with refused(claims.Held, "on far since", fix=r"remove .*run\.lock"):
+        with refused(claims.FolderInUse, "on far since", fix=r"remove .*run\.lock"):
             claims.claim(tmp_path)
     assert mine.before == {}
     claims.claim(tmp_path).close()

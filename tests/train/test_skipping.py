@@ -33,8 +33,8 @@ from drumline.train.loop.optimizers import Optimizers
 from drumline.train.loop.progress import Update
 from drumline.train.loop.rates import rate
 from drumline.train.loop.run import run_training
-from drumline.train.loop.stopping import Skipped
-from drumline.train.loop.training import Trained
+from drumline.train.loop.stopping import SkippedUpdate
+from drumline.train.loop.training import TrainResult
 from drumline.train.models.built import Built
 from refused import refused
 from some import some
@@ -95,7 +95,7 @@ class Points:
         self.position = state["position"]
 
 
-def trained(settings: TrainSettings, bad: dict[int, str], tell: Any = lambda told: None) -> Trained:
+def trained(settings: TrainSettings, bad: dict[int, str], tell: Any = lambda told: None) -> TrainResult:
     def make_data(settings: TrainSettings, built: Built, *, rank: int, size: int) -> Data:
         return Data(Points(settings, bad), (), 0)
 
@@ -154,7 +154,7 @@ def test_a_run_with_a_nan_equals_one_that_leaves_that_update_out(
     told: list[Any] = []
     found = trained(settings_for(tmp_path / "nan", **tables), bad, told.append)
     assert (found.num_skipped, [math.isnan(one) for one in found.losses].index(True)) == (1, BAD)
-    assert [one.step for one in told if isinstance(one, Skipped)] == [BAD + 1]
+    assert [one.step for one in told if isinstance(one, SkippedUpdate)] == [BAD + 1]
     assert [one.num_skipped for one in told if isinstance(one, Update)] == [0, 0, 1, 1, 1]
     expected, actual = left_out(settings_for(tmp_path / "ours", **tables), BAD), saved(tmp_path / "nan")
     assert actual.keys() == expected.keys()
@@ -206,7 +206,7 @@ def test_without_a_flush_a_run_goes_on_after_a_nan_and_counts_it_once(schedule: 
     told: list[Any] = []
     whole = trained(given("whole"), {BAD: "input"}, told.append)
     assert (whole.num_skipped, [math.isnan(one) for one in whole.losses].index(True)) == (1, BAD)
-    assert [(one.step, one.in_a_row) for one in told if isinstance(one, Skipped)] == [(BAD + 1, 1)]
+    assert [(one.step, one.in_a_row) for one in told if isinstance(one, SkippedUpdate)] == [(BAD + 1, 1)]
     parts = given("parts", run=RunSettings(steps=BAD + 1, out=str(tmp_path / "parts")))
     first = trained(parts, {BAD: "input"})
     assert first.num_skipped == 1, "the update is due and will be left out"

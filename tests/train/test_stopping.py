@@ -28,7 +28,7 @@ from drumline.train.config.settings import (
     TrainSettings,
 )
 from drumline.train.loop.run import run_training
-from drumline.train.loop.training import Trained
+from drumline.train.loop.training import TrainResult
 from drumline.train.start import start
 from matrices import long
 from some import some
@@ -50,7 +50,7 @@ def settings_for(folder: Path, *, steps: int = 100_000, **tables: Any) -> TrainS
     return replace(given, **tables)
 
 
-def quietly(settings: TrainSettings) -> Trained:
+def quietly(settings: TrainSettings) -> TrainResult:
     return run_training(settings, tell=lambda told: None)
 
 
@@ -89,7 +89,7 @@ def signals(number: int) -> Callable[[], None]:
 def test_sigterm_to_one_rank_ends_all_after_the_same_step_and_the_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     folder = tmp_path / "first"
 
-    def on_a_rank(settings: TrainSettings) -> Trained:
+    def on_a_rank(settings: TrainSettings) -> TrainResult:
         if os.environ["RANK"] == "1":
             watch = once((tmp_path / "step-2").exists, signals(signal.SIGTERM))
             threading.Thread(target=watch, daemon=True).start()

@@ -17,11 +17,11 @@ from statistics import median
 from typing import Any
 
 from drumline.adapt.drift import Change, Drift, Uneven
+from drumline.adapt.measured_step import NAMED_QUEUE, MeasuredStep
 from drumline.adapt.microbatches import Build, Groups, Sizing
-from drumline.adapt.proposal import CUT, NUMBER, PROGRAM, Arrangement, Judged, Proposal
+from drumline.adapt.proposal import CUT, NUMBER, PROGRAM, Arrangement, ChangeResult, Proposal
 from drumline.adapt.rebalance import Layers
 from drumline.adapt.repair import Aside, Repair, is_split, least_seconds
-from drumline.adapt.seen import NAMED_QUEUE, Seen
 from drumline.adapt.settings import HALF, KEEP, SIZE, Adapt
 from drumline.core.costs import Costs
 from drumline.core.errors import DrumlineError
@@ -58,14 +58,14 @@ class Decider:
         search: SearchAside = Aside,
     ) -> None:
         self.settings, self.now = settings, now
-        self.judged: list[Judged] = []
+        self.judged: list[ChangeResult] = []
         self._layers = layers if settings.rebalance != KEEP and now.counts else None
         self._build, self._search = build, search
         self._sizing: Sizing | None = None
         self._groups: Groups | None = None
         self._drift = Drift(threshold=settings.threshold)
         self._uneven = Uneven(threshold=settings.threshold, patience=settings.patience)
-        self._recent: deque[Seen] = deque(maxlen=_RECENT)
+        self._recent: deque[MeasuredStep] = deque(maxlen=_RECENT)
         self._skip = _WARM_UPS
         self._rest = 0  # steps until another change may come
         self._why: list[str] = []  # what has changed since the last decision
@@ -81,7 +81,7 @@ class Decider:
 
     # ---- what is seen ------------------------------------------------------------------------------------------------
 
-    def see(self, seen: Seen, rows: int | None = None) -> Proposal | None:
+    def see(self, seen: MeasuredStep, rows: int | None = None) -> Proposal | None:
         """Look at a step, with so many rows in its batch; return what to change before the next one."""
         if seen.measured.program.num_microbatches != self.now.program.num_microbatches or self._skip > 0:
             self._skip -= 1
@@ -118,7 +118,7 @@ class Decider:
             self._bytes_per_second = num_bytes / seconds
         # Another program changes queues, but not what actions and messages take.
         levels = self._drift.levels if proposal.kind == PROGRAM else {}
-        self._begin_again({name: one for name, one in levels.items() if not name.startswith(NAMED_QUEUE)})
+        self._begin_again({name: level for name, level in levels.items() if not name.startswith(NAMED_QUEUE)})
         self._skip, self._rest = _SETTLING, self.settings.cooldown
         self._trial = None if proposal.is_back else proposal
         if proposal.is_trial:
@@ -146,11 +146,11 @@ class Decider:
         self._uneven.begin()
         self._why, self._slow = [], None
 
-    def _notice(self, seen: Seen) -> None:
+    def _notice(self, seen: MeasuredStep) -> None:
         changes: Sequence[Change] = self._drift.see(seen.step, seen.series)
         if changes:
             self._has_drifted = True
-            self._why += [str(max(changes, key=lambda one: max(one.ratio, 1 / one.ratio)))]
+            self._why += [str(max(changes, key=lambda change: max(change.ratio, 1 / change.ratio)))]
             self._refused.clear()
             if self._sizing is not None:
                 self._sizing.forget(0)
@@ -163,17 +163,17 @@ class Decider:
 
     @property
     def _costs(self) -> Costs:
-        return costs_of([one.measured for one in self._recent], quickest=True)
+        return costs_of([step.measured for step in self._recent], quickest=True)
 
     @property
     def _seconds(self) -> float:
-        return median(one.seconds for one in self._recent)
+        return median(step.seconds for step in self._recent)
 
     def _propose(self, step: int) -> Proposal | None:
         """Return the best change that pays at once, or begin to search a program."""
         # A move of layers needs a sign; it leaves the trial of another number to later.
         moved, number = self._cut(step) if self._why else None, self._number(step)
-        best = min((one for one in (moved, number) if one is not None), key=lambda one: one.predicted, default=None)
+        best = min((p for p in (moved, number) if p is not None), key=lambda proposal: proposal.predicted, default=None)
         if self.settings.program and self._search_pays(best):
             self._instead, self._has_drifted = best, False
             self._aside = self._search(self._costs, self.now.program, self._limit, seconds=self.settings.seconds)
@@ -242,7 +242,7 @@ class Decider:
 
     def _measured(self) -> Layers:
         assert self._layers is not None
-        each = zip(*(one.stage_seconds for one in self._recent), strict=True)
+        each = zip(*(step.stage_seconds for step in self._recent), strict=True)
         latency = max((edge.latency for edge in self._costs.edges.values()), default=0.0)
         layers = replace(self._layers, program=self.now.program)
         return layers.measured(self.now.counts, [median(stage) for stage in each], latency=latency)
@@ -268,7 +268,7 @@ class Decider:
         self._sizing.see(now, self._costs)
         is_trial = len(self._sizing.known) == 1
         number = self._sizing.next(now, least_gain=self.settings.least_gain)
-        program, times = self._sizing.program(number), [self._sizing.seconds(one) for one in (now, number)]
+        program, times = self._sizing.program(number), [self._sizing.seconds(index) for index in (now, number)]
         if number == now or program is None or None in times:
             return None
         scale = self._seconds / (times[0] or 1.0)
@@ -287,11 +287,11 @@ class Decider:
         after, predicted = replace(self.now, program=program), scale * simulate(program, costs).makespan
         return self._paying(Proposal(step, NUMBER, "", self.now, after, self._seconds, predicted, scale=scale))
 
-    def _paying(self, one: Proposal, *, cost: float = _SECONDS_TO_CHANGE) -> Proposal | None:
+    def _paying(self, proposal: Proposal, *, cost: float = _SECONDS_TO_CHANGE) -> Proposal | None:
         """Return a proposal if it gains enough, soon enough, and was not taken back since things changed."""
-        saved = (one.seconds - one.predicted) * self.settings.within
-        pays = one.gain >= self.settings.least_gain and saved > cost
-        return one if pays and _target(one) not in self._refused else None
+        saved = (proposal.seconds - proposal.predicted) * self.settings.within
+        pays = proposal.gain >= self.settings.least_gain and saved > cost
+        return proposal if pays and _target(proposal) not in self._refused else None
 
     # ---- what came of it ---------------------------------------------------------------------------------------------
 
@@ -307,7 +307,7 @@ class Decider:
             return None if found is None else replace(found, why=f"{self.now.words} was tried")
         without = self._without(trial)
         kept = 1.0 - self._seconds / without >= self.settings.least_gain / 2
-        self.judged.append(Judged(step, trial, self._seconds, without, kept))
+        self.judged.append(ChangeResult(step, trial, self._seconds, without, kept))
         if kept:
             return None
         self._refused.add(_target(trial))
@@ -328,5 +328,5 @@ class Decider:
         return trial.seconds
 
 
-def _target(one: Proposal) -> tuple[str, Any]:
-    return one.kind, one.after.counts if one.kind == CUT else one.after.program
+def _target(proposal: Proposal) -> tuple[str, Any]:
+    return proposal.kind, proposal.after.counts if proposal.kind == CUT else proposal.after.program

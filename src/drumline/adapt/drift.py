@@ -85,7 +85,7 @@ class _Series:
         if len(self.first) < _FIRST:
             return False
         self.reference = median(self.first)
-        spread = median(abs(math.log(one / self.reference)) for one in self.first)
+        spread = median(abs(math.log(number / self.reference)) for number in self.first)
         self.noise = max(_LEAST_NOISE, 1.5 * spread)
         return False
 

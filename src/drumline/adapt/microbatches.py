@@ -17,7 +17,7 @@ from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.core.simulate.steps import in_groups
-from drumline.plan.device.overheads import Line, fitted
+from drumline.plan.device.overheads import MessageTime, fitted
 
 _FIXED = 0.15  # share of an action that a smaller microbatch does not save, until it is measured
 _MOST = 128  # microbatches: more gain little, and take long to simulate
@@ -32,7 +32,7 @@ def numbers(rows: int) -> list[int]:
     >>> numbers(12), numbers(512)[-1]
     ([1, 2, 3, 4, 6, 12], 128)
     """
-    return [one for one in range(1, min(rows, _MOST) + 1) if rows % one == 0]
+    return [number for number in range(1, min(rows, _MOST) + 1) if rows % number == 0]
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Sizing:
     def _costs(self, number: int) -> Costs:
         if number in self.known:
             return self.known[number]
-        nearest = self.known[min(self.known, key=lambda one: abs(one - number))]
+        nearest = self.known[min(self.known, key=lambda index: abs(index - number))]
         program = self.program(number)
         assert program is not None, "only numbers with a program are timed"
         return replace(nearest, **self._fitted(self.rows / number, program.num_stages))
@@ -91,32 +91,32 @@ class Sizing:
         for name in _OPS:
             points = {self.rows / number: costs.per_stage(name, num_stages) for number, costs in self.known.items()}
             each = ({size: seconds[stage] for size, seconds in points.items()} for stage in range(num_stages))
-            found[name] = [_line(one).at(rows) for one in each]
+            found[name] = [_line(entry).at(rows) for entry in each]
         return found
 
     def next(self, now: int, *, least_gain: float) -> int:
         """Return the number to take next: a neighbour while only one is known, else the best; `now` to stay."""
-        timed = {one: seconds for one in numbers(self.rows) if (seconds := self.seconds(one)) is not None}
+        timed = {number: seconds for number in numbers(self.rows) if (seconds := self.seconds(number)) is not None}
         if now not in timed:
             return now
-        others = [one for one in timed if one != now]
+        others = [number for number in timed if number != now]
         if len(self.known) == 1:
             beside = [
-                *(one for one in others if one < now and not any(one < other < now for other in others)),
-                *(one for one in others if one > now and not any(now < other < one for other in others)),
+                *(number for number in others if number < now and not any(number < other < now for other in others)),
+                *(number for number in others if number > now and not any(now < other < number for other in others)),
             ]
             return min(beside, key=timed.__getitem__, default=now)
-        best = min(timed, key=lambda one: (timed[one], one))
+        best = min(timed, key=lambda number: (timed[number], number))
         return best if timed[best] < timed[now] * (1 - least_gain) else now
 
 
-def _line(points: Mapping[float, float]) -> Line:
+def _line(points: Mapping[float, float]) -> MessageTime:
     """Return the seconds of an action by its rows; with one size known, part of them is taken as fixed."""
     if len(points) > 1:
         seen = [(size, seconds) for size, seconds in points.items() if seconds > 0]
-        return fitted(seen) if len(seen) > 1 else Line()
+        return fitted(seen) if len(seen) > 1 else MessageTime()
     ((size, seconds),) = points.items()
-    return Line(_FIXED * seconds, (1 - _FIXED) * seconds / size)
+    return MessageTime(_FIXED * seconds, (1 - _FIXED) * seconds / size)
 
 
 @dataclass
@@ -141,8 +141,8 @@ class Groups:
         """Return the program that takes least, the one with fewest groups among equals; None if none fits."""
         if self._fitting is None:
             each = [self._program(number) for number in reversed(numbers(self.total))]
-            self._fitting = [one for one in each if one is not None]
-        return min(self._fitting, key=lambda one: simulate(one, costs).makespan, default=None)
+            self._fitting = [program for program in each if program is not None]
+        return min(self._fitting, key=lambda program: simulate(program, costs).makespan, default=None)
 
     def _program(self, number: int) -> Program | None:
         made = self.build(number)

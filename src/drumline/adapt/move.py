@@ -39,7 +39,7 @@ class Move:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data; of programs that stay the same only the name."""
-        table = {name: list(one) if isinstance(one, tuple) else one for name, one in asdict(self).items()}
+        table = {name: list(entry) if isinstance(entry, tuple) else entry for name, entry in asdict(self).items()}
         if self.text_before == self.text_after:
             del table["text_before"], table["text_after"]
         return table

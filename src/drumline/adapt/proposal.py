@@ -69,7 +69,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class ChangeResult:
     """What came of a change: the step as measured, and what it would take by now without the change."""
 
     step: int

@@ -19,8 +19,8 @@ from itertools import pairwise
 from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.plan.cut.cuts import Counts, ends_of
-from drumline.plan.cut.timed import Cut
-from drumline.plan.device.blocks import Layer, Profile, Times
+from drumline.plan.cut.timed import TimedCut
+from drumline.plan.device.blocks import OpTimes, Profile, ProfiledBlock
 from drumline.plan.device.overheads import Overheads
 from drumline.plan.device.ranks import Ranks
 from drumline.plan.device.stages import Stages, split_share
@@ -34,8 +34,8 @@ class Layers:
 
     `speeds` are relative to those at the time of the profile; `max_bytes` is what each rank may hold.
 
-    >>> each = [Layer(str(at), Times(1.0, 2.0, 1.0, 1.0), 0, 0, 0, 8, 8, 0) for at in range(6)]
-    >>> profile = Profile(tuple(each), Times(0, 0, 0, 0), "cpu", 1)
+    >>> each = [ProfiledBlock(str(at), OpTimes(1.0, 2.0, 1.0, 1.0), 0, 0, 0, 8, 8, 0) for at in range(6)]
+    >>> profile = Profile(tuple(each), OpTimes(0, 0, 0, 0), "cpu", 1)
     >>> from drumline.schedules import generate
     >>> layers = Layers(profile, generate("1f1b", num_ranks=2, num_microbatches=8))
     >>> slow = layers.measured((3, 3), [9.0, 18.0])
@@ -59,7 +59,7 @@ class Layers:
             [sum(each[stage] for stage, home in enumerate(homes) if home == rank) for each in (planned, seconds)]
             for rank in ranks
         ]
-        speeds = tuple(one / now if now > 0 and one > 0 else 1.0 for one, now in sums)
+        speeds = tuple(value / now if now > 0 and value > 0 else 1.0 for value, now in sums)
         return replace(self, speeds=speeds, latency=latency)
 
     def stage_seconds(self, counts: Counts) -> list[float]:
@@ -67,7 +67,7 @@ class Layers:
         share = split_share(self.program)
         own = self.profile.overhead.total(split=share)
         stages = [self.profile.layers[i:j] for i, j in pairwise(ends_of(counts))]
-        return [own + sum(one.times.total(split=share) for one in stage) for stage in stages]
+        return [own + sum(block.times.total(split=share) for block in stage) for stage in stages]
 
     @cached_property
     def _stages(self) -> Stages:
@@ -82,7 +82,7 @@ class Layers:
         """Return the simulated step of a cut on the ranks as they are."""
         return self._stages.cuts.timed([counts])[0].seconds
 
-    def best(self) -> Cut:
+    def best(self) -> TimedCut:
         """Return the cut with the shortest simulated step in which every rank stays within its memory."""
         return self._stages.best()[0]
 
@@ -122,7 +122,7 @@ class Layers:
         )
 
 
-def _size(layer: Layer) -> int:
+def _size(layer: ProfiledBlock) -> int:
     return layer.weight_bytes + _STATES * layer.gradient_bytes
 
 
@@ -141,13 +141,13 @@ def guessed(names: Sequence[str], costs: Sequence[float], sizes: Sequence[tuple[
     `sizes` are each layer's bytes of weights and of gradients. Activations are not known, so that a limit of bytes
     counts weights, gradients and the optimizer's state alone.
 
-    >>> [one.times.forward for one in guessed(["0", "1"], [1.0, 3.0], [(8, 8), (8, 8)], 12.0).layers]
+    >>> [layer.times.forward for layer in guessed(["0", "1"], [1.0, 3.0], [(8, 8), (8, 8)], 12.0).layers]
     [1.0, 3.0]
     """
     unit = seconds / math.fsum(costs)
-    nothing = Times(0.0, 0.0, 0.0, 0.0)
+    nothing = OpTimes(0.0, 0.0, 0.0, 0.0)
     layers = [
-        Layer(name, Times(third, 2 * third, third, third), 0, 0, 0, weight, gradient, 0)
+        ProfiledBlock(name, OpTimes(third, 2 * third, third, third), 0, 0, 0, weight, gradient, 0)
         for name, (weight, gradient), third in zip(names, sizes, (cost * unit / 3 for cost in costs), strict=True)
     ]
     return Profile(tuple(layers), nothing, "not timed", 0)

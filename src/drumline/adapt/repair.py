@@ -59,9 +59,9 @@ def joined(program: Program) -> Program:
     """
     rows = [
         [
-            B(one.stage, one.microbatch) if one.op is Op.BACKWARD_INPUT and one.microbatch is not None else one
-            for one in row
-            if one.op is not Op.BACKWARD_WEIGHT
+            B(act.stage, act.microbatch) if act.op is Op.BACKWARD_INPUT and act.microbatch is not None else act
+            for act in row
+            if act.op is not Op.BACKWARD_WEIGHT
         ]
         for row in program.rows
     ]
@@ -118,7 +118,7 @@ class Aside:
 
     @staticmethod
     def _started(told: bytes) -> subprocess.Popen[bytes]:
-        path = os.pathsep.join(one for one in sys.path if one)
+        path = os.pathsep.join(name for name in sys.path if name)
         process = subprocess.Popen(
             [sys.executable, "-c", f"from {__name__} import main; main()"],
             stdin=subprocess.PIPE,

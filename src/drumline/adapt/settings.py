@@ -55,12 +55,12 @@ class Adapt:
     seconds: float = setting(3.0, "seconds of a search, which runs beside training", SECONDS)
 
     def __post_init__(self) -> None:
-        for name, one in settings_of(Adapt).items():
+        for name, option in settings_of(Adapt).items():
             value = getattr(self, name)
             try:
-                one.taken(value)
+                option.taken(value)
             except Wrong as wrong:
-                expected = "True or False" if one.kind is bool else str(wrong)
+                expected = "True or False" if option.kind is bool else str(wrong)
                 raise UsageError(f"adapt: {name} is {value!r:.60}", expected=expected) from None
 
     @staticmethod
@@ -81,7 +81,7 @@ class Adapt:
             return given
         if not isinstance(given, Mapping):
             raise UsageError(f"adapt is {given!r:.60}", expected='True, False, or a dict like {"rebalance": "half"}')
-        known = [one.name for one in fields(Adapt)]
+        known = [field.name for field in fields(Adapt)]
         for name in given:
             if name not in known:
                 raise UsageError(f"adapt has no {name!r:.60}", fix=nearest(str(name), known))

@@ -74,7 +74,7 @@ class Wait:
 
     def told(self, called: RankNames) -> str:
         """Return it in words."""
-        own, other = called.one(self.rank), called.one(self.source)
+        own, other = called.rank(self.rank), called.rank(self.source)
         if self.receive.op in RECV_OPS:
             made = " or ".join(map(str, rules.producers(self.receive)))
             return f"{own} at {self.action} waits for {made} of {other}"

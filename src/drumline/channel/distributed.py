@@ -50,7 +50,7 @@ _SMALL_BYTES = 30 * 1024
 _MOST_AHEAD = 16
 
 
-class _Sent(NamedTuple):
+class _SentMessage(NamedTuple):
     """A message in flight: its memory and `work` must be kept until it has arrived."""
 
     key: bytes
@@ -73,11 +73,11 @@ class _Coming:
 
 
 @dataclass(slots=True, eq=False)
-class _Edge:
+class _DistributedEdge:
     """This rank's side of the two directed edges between it and a peer."""
 
     num_sent: int = 0
-    under_way: dict[int, _Sent] = field(default_factory=dict)
+    under_way: dict[int, _SentMessage] = field(default_factory=dict)
     not_issued: deque[_Coming] = field(default_factory=deque)
     num_issued: int = 0
 
@@ -106,7 +106,7 @@ class DistributedChannel(MeshChannel[_Coming]):
     ) -> None:
         # The ranks of the default group, by place in the line.
         self._members = list(range(num_ranks) if line is None else line)
-        self._lines = [self._members] if lines is None else [list(one) for one in lines]
+        self._lines = [self._members] if lines is None else [list(row) for row in lines]
         if not dist.is_initialized() or dist.get_rank() != self._members[rank]:
             raise RunError(
                 f"torch.distributed has no group of {num_ranks} ranks in which this process is rank {rank}",
@@ -120,7 +120,7 @@ class DistributedChannel(MeshChannel[_Coming]):
         self._device = torch.device(device)
         self._small_bytes = small_bytes if self._by_host else 0
         self._at = torch.device("cpu") if self._by_host else self._device
-        self._edges = {peer: _Edge() for peer in self.links}
+        self._edges = {peer: _DistributedEdge() for peer in self.links}
         self._waiter = Waiter()
         self.listen(self._waiter.fd, self._waiter.finished)
         self.on(_MESSAGE, self._on_message)
@@ -134,10 +134,10 @@ class DistributedChannel(MeshChannel[_Coming]):
 
     def connect(self, edges: Sequence[tuple[int, int]]) -> None:
         """Create a group for every new edge; every rank creates every group in the same order, as torch requires."""
-        for edge in (one for one in edges if one not in self._known):
+        for edge in (pair for pair in edges if pair not in self._known):
             self._known.add(edge)
             for line in self._lines:
-                ranks = [line[one] for one in edge]
+                ranks = [line[number] for number in edge]
                 group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout), backend=self.name)
                 if self._members == line and self.rank in edge:
                     assert isinstance(group, ProcessGroup)
@@ -181,7 +181,7 @@ class DistributedChannel(MeshChannel[_Coming]):
                 work = dist.isend(flat, self._members[target], group=self._group(self.rank, target))
             except RuntimeError as error:
                 raise self.explain(target, error) from error
-            edge.under_way[number] = _Sent(key, flat, work)
+            edge.under_way[number] = _SentMessage(key, flat, work)
         self.send_packet(target, _HEADER.pack(_MESSAGE, layout.number, number, key, made_ns))
 
     def take(self, receive: Action, source: int) -> Delivery | None:
@@ -221,7 +221,7 @@ class DistributedChannel(MeshChannel[_Coming]):
             if coming.error is not None:
                 raise self.explain(wait.source, coming.error) from coming.error
 
-    def _issue(self, source: int, edge: _Edge, most: int) -> None:
+    def _issue(self, source: int, edge: _DistributedEdge, most: int) -> None:
         """Issue receives in the order of the headers, until `most` are open."""
         while edge.not_issued and edge.num_issued < most:
             coming = edge.not_issued.popleft()
@@ -245,18 +245,18 @@ class DistributedChannel(MeshChannel[_Coming]):
         else:
             coming.error = error
 
-    def _issue_through(self, source: int, edge: _Edge, coming: _Coming) -> None:
+    def _issue_through(self, source: int, edge: _DistributedEdge, coming: _Coming) -> None:
         while coming.flat is None:
             self._issue(source, edge, edge.num_issued + 1)
 
     def _group(self, source: int, target: int) -> ProcessGroup:
         group = self._groups.get((source, target))
         if group is None:
-            source_name, target_name = self.called.one(source), self.called.one(target)
+            source_name, target_name = self.called.rank(source), self.called.rank(target)
             raise RunError(f"{source_name} has no announced edge to {target_name}", fix="add it to `edges`")
         return group
 
-    def _forget_ended(self, edge: _Edge) -> None:
+    def _forget_ended(self, edge: _DistributedEdge) -> None:
         if not self._by_host:
             ended = [number for number, sent in edge.under_way.items() if sent.work is None or sent.work.is_completed()]
             for number in ended:

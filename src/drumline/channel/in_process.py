@@ -78,7 +78,7 @@ class InProcessChannel(Channel):
 
     def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
         """Offer a message; it moves after its receive is posted."""
-        num_bytes = sum(one.numel() * one.element_size() for one in tensors)
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         now = self.hub.now()
         exchange = receive.op is Op.REDUCE_GRAD
         delivery = Delivery(tuple(tensors), form, now, now, now, num_bytes)

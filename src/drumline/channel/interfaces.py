@@ -18,7 +18,7 @@ from typing import NamedTuple
 from drumline.core.errors import RunError
 
 
-class Place(NamedTuple):
+class ListenAddress(NamedTuple):
     """Where a rank listens: an interface's name ("" if unknown) and one of its addresses."""
 
     interface: str
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 def interfaces() -> dict[str, list[str]]:
     """Return the addresses of every interface of this host, by name; those that only one link knows are left out.
 
-    >>> "127.0.0.1" in [one for found in interfaces().values() for one in found]
+    >>> "127.0.0.1" in [value for found in interfaces().values() for value in found]
     True
     """
     library = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
@@ -84,20 +84,20 @@ def _address(at: int | None) -> str:
     return ""
 
 
-def loopback(found: Mapping[str, Sequence[str]] | None = None) -> Place:
+def loopback(found: Mapping[str, Sequence[str]] | None = None) -> ListenAddress:
     """Return where ranks of this host alone listen.
 
     >>> loopback({"eth0": ["10.0.0.5"], "lo": ["127.0.0.1", "::1"]})
-    Place(interface='lo', address='127.0.0.1')
+    ListenAddress(interface='lo', address='127.0.0.1')
     """
     for name, addresses in (interfaces() if found is None else found).items():
         for address in addresses:
             if ipaddress.ip_address(address).is_loopback:
-                return Place(name, address)
-    return Place("", "127.0.0.1")
+                return ListenAddress(name, address)
+    return ListenAddress("", "127.0.0.1")
 
 
-def place_named(named: str, found: Mapping[str, Sequence[str]] | None = None, *, like: str = "") -> Place:
+def place_named(named: str, found: Mapping[str, Sequence[str]] | None = None, *, like: str = "") -> ListenAddress:
     """Return the interface with a name or an address; of several addresses, the first of the kind that `like` has.
 
     >>> place_named("eth0", {"lo": ["127.0.0.1"], "eth0": ["10.0.0.5", "fd00::5"]}, like="fd00::1").address
@@ -109,14 +109,14 @@ def place_named(named: str, found: Mapping[str, Sequence[str]] | None = None, *,
     found = interfaces() if found is None else found
     for name, addresses in found.items():
         if named == name:
-            same = [one for one in addresses if (":" in one) == (":" in like)] if like else []
-            return Place(name, (same or list(addresses))[0])
+            same = [address for address in addresses if (":" in address) == (":" in like)] if like else []
+            return ListenAddress(name, (same or list(addresses))[0])
         if named.strip("[]") in addresses:
-            return Place(name, named.strip("[]"))
+            return ListenAddress(name, named.strip("[]"))
     raise RunError(f"interface is {named!r}", expected=f"an interface of this host, or its address: {_known(found)}")
 
 
-def place_towards(host: str) -> Place:
+def place_towards(host: str) -> ListenAddress:
     """Return the interface by which this host reaches another, or itself under that name.
 
     >>> place_towards("127.0.0.1").address
@@ -127,10 +127,10 @@ def place_towards(host: str) -> Place:
         probe.connect(target)  # sends nothing: it only picks the interface
         address = str(probe.getsockname()[0])
     name = next((name for name, addresses in interfaces().items() if address in addresses), "")
-    return Place(name, address)
+    return ListenAddress(name, address)
 
 
-def place_between_hosts(named: str, store_host: str) -> Place:
+def place_between_hosts(named: str, store_host: str) -> ListenAddress:
     """Return where to listen for ranks of other hosts: as asked for, else towards the store.
 
     A name of this host that leads to loopback is refused: other hosts would connect to themselves. If the store itself

@@ -109,8 +109,8 @@ class MessageLayouts:
     """The layouts that one edge has used, by their contents.
 
     >>> layouts = MessageLayouts()
-    >>> one = layouts.find([torch.zeros(3)], "x")
-    >>> layouts.find([torch.ones(3)], "x") is one, layouts.find([torch.ones(3)], "y") is one
+    >>> value = layouts.find([torch.zeros(3)], "x")
+    >>> layouts.find([torch.ones(3)], "x") is value, layouts.find([torch.ones(3)], "y") is value
     (True, False)
     """
 

@@ -145,11 +145,11 @@ class ControlMesh(Pump):
             if answer is None:
                 silence, known = self.links[at].silence(), self._witnesses().get(at)
                 state = (known and known.state) or "it is computing or hangs"
-                hangs = f"{self.called.one(at)} does not answer: {state}"
+                hangs = f"{self.called.rank(at)} does not answer: {state}"
                 said.append(self._unreachable(self.links[at], _unheard(silence)) if silence >= GRACE else hangs)
                 break
             text, behind = answer
-            said.append(text or f"{self.called.one(at)} is not waiting for any rank")
+            said.append(text or f"{self.called.rank(at)} is not waiting for any rank")
             at = min(behind, default=self.rank)
         return said
 
@@ -160,15 +160,15 @@ class ControlMesh(Pump):
         self._serve_while(lambda: rank not in self._answers and bool(self._by_fd), GRACE)
         return self._answers.get(rank)
 
-    def _witnesses(self) -> dict[int, stacks.Witness]:
+    def _witnesses(self) -> dict[int, stacks.StackSource]:
         """Return how to ask other ranks that are still connected for their stacks."""
         connected = {link.peer for link in self._by_fd.values()}
-        return {rank: one for rank, one in self.told(_WITNESS).items() if rank in connected}
+        return {rank: source for rank, source in self.told(_WITNESS).items() if rank in connected}
 
     @property
     def is_spread(self) -> bool:
         """Whether some rank runs on another host."""
-        return not all(one.is_near for one in self.told(_WITNESS).values())
+        return not all(source.is_near for source in self.told(_WITNESS).values())
 
     def _notice_cut_links(self) -> None:
         """Give up ranks whose hosts have acknowledged nothing for long; TCP itself would try for many minutes."""
@@ -194,10 +194,10 @@ class ControlMesh(Pump):
         """Return all ranks' words under the topic, by rank."""
         words = self._words.setdefault(topic, {})
         if len(words) < self.num_ranks:
-            everybody, own = set(range(self.num_ranks)), self.called.one(self.rank)
+            everybody, own = set(range(self.num_ranks)), self.called.rank(self.rank)
             self.wait(
                 lambda: len(words) == self.num_ranks,
-                lambda: f"{own} waits for {self.called.one(min(everybody - set(words)))} to send {topic!r}",
+                lambda: f"{own} waits for {self.called.rank(min(everybody - set(words)))} to send {topic!r}",
                 deadline_ns,
                 needs=lambda: set(self.links) - set(words),
             )
@@ -217,7 +217,7 @@ class ControlMesh(Pump):
     def _ping(self, peer: int, deadline_ns: int) -> None:
         due = self._num_pongs + 1
         self.send_packet(peer, _STAMPED.pack(PING, self.now()))
-        what = f"{self.called.one(self.rank)} waits for {self.called.one(peer)} to answer a ping"
+        what = f"{self.called.rank(self.rank)} waits for {self.called.rank(peer)} to answer a ping"
         self.wait(lambda: self._num_pongs == due, what, deadline_ns, needs=lambda: (peer,))
 
     def comparisons(self) -> list[tuple[int, int, int]]:
@@ -243,7 +243,7 @@ class ControlMesh(Pump):
         else:
             at = f" at {during}" if during else ""
             rank = self.called.number(self.rank)
-            text = f"{self.called.one(self.rank)} failed{at}: {type(error).__name__}: {error}"
+            text = f"{self.called.rank(self.rank)} failed{at}: {type(error).__name__}: {error}"
         packet = bytes((ABORT,)) + pickle.dumps((rank, text))
         if not self._closed:
             for peer in self.links:
@@ -251,7 +251,7 @@ class ControlMesh(Pump):
 
     def explain(self, rank: int, error: BaseException) -> RankFailed:
         """Return why talking to `rank` failed with `error`: from an abort within the grace period, else the error."""
-        why = f"{self.called.one(rank)} can no longer be reached ({type(error).__name__}: {error})"
+        why = f"{self.called.rank(rank)} can no longer be reached ({type(error).__name__}: {error})"
         self._seek_reason(lambda: why, rank)
         assert self._failure is not None
         return RankFailed(*self._failure)
@@ -277,7 +277,7 @@ class ControlMesh(Pump):
             raise RankFailed(*self._failure)
         for rank in self._departed and self._departed.intersection(needs()):
             at = "" if self._waiting is None else f": {self._said(self._waiting[0])}"
-            own, other = self.called.one(self.rank), self.called.one(rank)
+            own, other = self.called.rank(self.rank), self.called.rank(rank)
             raise RankFailed(
                 self.called.number(rank),
                 f"{other} closed its channel while {own} was still waiting for it{at}",
@@ -320,12 +320,12 @@ class ControlMesh(Pump):
     def _reason(self, link: Link) -> str:
         """Return why a connection ended without a goodbye."""
         if link.error is None:
-            return f"{self.called.one(link.peer)} died without reporting an error: it crashed or was killed"
+            return f"{self.called.rank(link.peer)} died without reporting an error: it crashed or was killed"
         return self._unreachable(link, link.error.strerror or str(link.error))
 
     def _unreachable(self, link: Link, why: str) -> str:
         cause = "the link between the hosts is cut, or that host is down"
-        return f"{self.called.one(link.peer)} can no longer be reached at {link.address} ({why}): {cause}"
+        return f"{self.called.rank(link.peer)} can no longer be reached at {link.address} ({why}): {cause}"
 
     def _said(self, what: What) -> str:
         """Return what is waited for, in words."""

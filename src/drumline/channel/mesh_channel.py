@@ -128,7 +128,7 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
             for key in inbox:
                 if mode_of(key)[0] < oldest:
                     raise MismatchError(
-                        f"{self.called.one(self.rank)} never received {key_text(key)} from {self.called.one(source)}",
+                        f"{self.called.rank(self.rank)} never received {key_text(key)} from {self.called.rank(source)}",
                         expected=_EXPECTED,
                     )
 
@@ -150,7 +150,7 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
                     f"call {self._step}: {self.called.several(self.rank, rank)} run different programs",
                     expected="the same program= on every rank",
                 )
-        ended, other = self.told(step_topic(self._step)), self.called.one(rank)
+        ended, other = self.told(step_topic(self._step)), self.called.rank(rank)
         if rank in ended:
             called = "step" if getattr(ended[rank], "train", True) else "eval_step"
             raise MismatchError(
@@ -161,7 +161,7 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
             if mode_of(key) == (self._step, not self._trains):
                 mine, theirs = ("step", "eval_step") if self._trains else ("eval_step", "step")
                 raise MismatchError(
-                    f"call {self._step}: {self.called.one(self.rank)} ran {mine} and {other} ran {theirs}",
+                    f"call {self._step}: {self.called.rank(self.rank)} ran {mine} and {other} ran {theirs}",
                     expected=_EXPECTED,
                 )
 
@@ -171,10 +171,10 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
         unsent = self._unsent()
         if unsent is None and self.all_sent:
             return
-        what = f"{self.called.one(self.rank)} waits to send its last packets"
+        what = f"{self.called.rank(self.rank)} waits to send its last packets"
         if unsent is not None:
-            other = self.called.one(unsent[0])
-            what = f"{self.called.one(self.rank)} waits for {other} to make room for {key_text(unsent[1])}"
+            other = self.called.rank(unsent[0])
+            what = f"{self.called.rank(self.rank)} waits for {other} to make room for {key_text(unsent[1])}"
         self.wait(
             lambda: self._unsent() is None and self.all_sent,
             what,

@@ -13,9 +13,9 @@ class RankNames:
     A pipeline counts its own ranks. On a mesh, its rank 1 may be process 3 of 4:
 
     >>> line = RankNames((1, 3), ("pp 0, dp 1", "pp 1, dp 1"))
-    >>> line.one(1), line.number(1), line.several(0, 1)
+    >>> line.rank(1), line.number(1), line.several(0, 1)
     ('rank 3 (pp 1, dp 1)', 3, 'rank 1 (pp 0, dp 1) and rank 3 (pp 1, dp 1)')
-    >>> RankNames().one(1), RankNames().several(0, 1), RankNames().several(2)
+    >>> RankNames().rank(1), RankNames().several(0, 1), RankNames().several(2)
     ('rank 1', 'ranks 0 and 1', 'rank 2')
     """
 
@@ -26,15 +26,15 @@ class RankNames:
         """Return the number, among all processes, of the rank at this place of the pipeline."""
         return self.ranks[at] if self.ranks else at
 
-    def one(self, at: int) -> str:
+    def rank(self, at: int) -> str:
         """Return what a rank of the pipeline is called."""
         return f"rank {self.ranks[at]} ({self.places[at]})" if self.ranks else f"rank {at}"
 
     def several(self, *ats: int) -> str:
         """Return what ranks of the pipeline are called together."""
         if len(ats) == 1:
-            return self.one(ats[0])
-        words = [self.one(at) for at in ats] if self.ranks else [str(at) for at in ats]
+            return self.rank(ats[0])
+        words = [self.rank(at) for at in ats] if self.ranks else [str(at) for at in ats]
         listed = f"{', '.join(words[:-1])} and {words[-1]}"
         return listed if self.ranks else f"ranks {listed}"
 
@@ -44,7 +44,7 @@ class RankNames:
         >>> RankNames().listed([0, 2])
         'rank 0, 2'
         """
-        return ", ".join(self.one(at) for at in ats) if self.ranks else f"rank {', '.join(map(str, ats))}"
+        return ", ".join(self.rank(at) for at in ats) if self.ranks else f"rank {', '.join(map(str, ats))}"
 
 
 BY_NUMBER = RankNames()

@@ -28,7 +28,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from drumline.channel.channel import LINGER, too_late
-from drumline.channel.interfaces import Place, endpoint, place_between_hosts, place_named
+from drumline.channel.interfaces import ListenAddress, endpoint, place_between_hosts, place_named
 from drumline.channel.link import Link
 from drumline.channel.rank_names import BY_NUMBER, RankNames
 from drumline.core.errors import RunError
@@ -78,11 +78,11 @@ def exchange(
             _await(here, str(other), deadline, look)
             values.append(pickle.loads(bytes.fromhex(here.get(str(other)).decode())))
         except DistStoreError:
-            what = f"{called.one(rank)} waits for {called.one(other)} to report its {topic}"
+            what = f"{called.rank(rank)} waits for {called.rank(other)} to report its {topic}"
             raise too_late(what, timeout) from None
         except DistNetworkError as error:
             raise RunError(
-                f"{called.one(rank)} lost the ranks' store while it waited for {called.one(other)} to report its"
+                f"{called.rank(rank)} lost the ranks' store while it waited for {called.rank(other)} to report its"
                 f" {topic}",
                 fix="look at the first rank's error: its host keeps the store",
             ) from error
@@ -137,23 +137,23 @@ def connect(
 
 def agreed_place(
     store: Store, rank: int, num_ranks: int, interface: str, *, timeout: float, called: RankNames = BY_NUMBER
-) -> Place:
+) -> ListenAddress:
     """Return where this rank listens for other hosts; if any rank has no such place, all ranks raise and name it."""
-    found: Place | RunError
+    found: ListenAddress | RunError
     try:
         found = place_between_hosts(interface, store_host(store))
     except RunError as error:
         found = error
-    told = None if isinstance(found, Place) else str(found)
+    told = None if isinstance(found, ListenAddress) else str(found)
     problems = exchange(store, rank, num_ranks, "drumline/interface", told, timeout=timeout, called=called)
-    if isinstance(found, Place) and not any(problems):
+    if isinstance(found, ListenAddress) and not any(problems):
         return found
     with suppress(RunError):  # the rank that keeps the store leaves after all others have read this
         exchange(store, rank, num_ranks, "drumline/refused", None, timeout=10 * LINGER)
     if isinstance(found, RunError):
         raise found
     other = next(rank for rank, problem in enumerate(problems) if problem)
-    raise RunError(f"{called.one(other)}: {problems[other]}")
+    raise RunError(f"{called.rank(other)}: {problems[other]}")
 
 
 def hosted_store(host: str, port: int, *, interface: str = "", timeout: float, **settings: Any) -> TCPStore:
@@ -175,10 +175,10 @@ def hosted_store(host: str, port: int, *, interface: str = "", timeout: float, *
     return TCPStore(place.address, port, timeout=timedelta(seconds=timeout), **listening, **settings)
 
 
-def _own_place(host: str) -> Place:
+def _own_place(host: str) -> ListenAddress:
     """Return where a name of this host, or an address, leads to."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return Place("", str(found[0][4][0]))
+    return ListenAddress("", str(found[0][4][0]))
 
 
 def store_host(store: Store) -> str:
@@ -252,7 +252,7 @@ class _Rendezvous:
     def _left(self, what: str) -> float:
         left = self.deadline - time.perf_counter()
         if left <= 0:
-            raise too_late(f"{self.called.one(self.rank)} waits for {what}", self.timeout)
+            raise too_late(f"{self.called.rank(self.rank)} waits for {what}", self.timeout)
         return left
 
     def _call(self, other: int, cards: list[Card]) -> Link:
@@ -263,9 +263,9 @@ class _Rendezvous:
         family = socket.AF_UNIX if way is card.unix else socket.AF_INET6 if ":" in way[0] else socket.AF_INET
         connection = socket.socket(family)
         try:
-            connection.settimeout(self._left(f"{self.called.one(other)} to answer"))
+            connection.settimeout(self._left(f"{self.called.rank(other)} to answer"))
             connection.connect(way)
-            connection.settimeout(self._left(f"{self.called.one(other)} to answer"))
+            connection.settimeout(self._left(f"{self.called.rank(other)} to answer"))
             connection.sendall(_HELLO.pack(card.token, self.rank))
             if _receive(connection, len(mine)) != mine:
                 raise ConnectionError("another program answers at that address")
@@ -274,7 +274,7 @@ class _Rendezvous:
             connection.close()
             where = "its socket" if way is card.unix else endpoint(*way)
             raise RunError(
-                f"{self.called.one(self.rank)} cannot connect to {self.called.one(other)} at {where}:"
+                f"{self.called.rank(self.rank)} cannot connect to {self.called.rank(other)} at {where}:"
                 f" {error or type(error).__name__}",
                 fix="check that the rank is still running and that the hosts can reach each other's ports",
             ) from error

@@ -161,7 +161,7 @@ class _Parked(NamedTuple):
     made_ns: int
 
 
-class _Edge:
+class _MemoryEdge:
     """This rank's side of the two directed edges between it and a peer."""
 
     def __init__(self, num_slots: int) -> None:
@@ -192,12 +192,12 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         if not 1 <= num_slots <= 256:
             raise RunError(f"num_slots is {num_slots}", expected="1 to 256")
         super().__init__(rank, num_ranks, **connecting)
-        self._edges = {peer: _Edge(num_slots) for peer in self.links}
+        self._edges = {peer: _MemoryEdge(num_slots) for peer in self.links}
         elsewhere = sorted(peer for peer, link in self.links.items() if not link.carries_fds)
         if elsewhere:
             self.close()
             raise RunError(
-                f"{self.called.one(rank)} does not share a host with {self.called.listed(elsewhere)}",
+                f"{self.called.rank(rank)} does not share a host with {self.called.listed(elsewhere)}",
                 fix='use transport="gloo" or "nccl" between hosts',
             )
         self._device = torch.device(device)
@@ -220,7 +220,7 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
             self._num_parked += 1
 
     def _dispatch(
-        self, target: int, edge: _Edge, layout: MessageLayout, key: bytes, tensors: Sequence[Tensor], made_ns: int
+        self, target: int, edge: _MemoryEdge, layout: MessageLayout, key: bytes, tensors: Sequence[Tensor], made_ns: int
     ) -> bool:
         """Fill a slot and announce it; return False if none is free."""
         free = edge.slots.take(layout.room)
@@ -263,7 +263,7 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
             self._send_credits(source, edge)
         return Delivery(tensors, layout.form, made_ns, sent_ns, arrived_ns, layout.num_bytes)
 
-    def _send_credits(self, source: int, edge: _Edge) -> None:
+    def _send_credits(self, source: int, edge: _MemoryEdge) -> None:
         self.send_packet(source, bytes((_CREDITS,)) + edge.credits)
         edge.credits.clear()
 
@@ -300,7 +300,7 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
     def _on_credits(self, target: int, packet: bytes, fds: list[int]) -> None:
         self._credit(target, self._edges[target], packet[1:])
 
-    def _credit(self, target: int, edge: _Edge, slots: bytes) -> None:
+    def _credit(self, target: int, edge: _MemoryEdge, slots: bytes) -> None:
         for slot in slots:
             edge.slots.give_back(slot)
         while edge.parked and self._dispatch(target, edge, *edge.parked[0]):
@@ -310,5 +310,5 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
     def _on_slot(self, source: int, packet: bytes, fds: list[int]) -> None:
         _, number, room = _NEW_SLOT.unpack(packet)
         if not fds:
-            raise RunError(f"{self.called.one(self.rank)} cannot open more files", fix="raise `ulimit -n`")
+            raise RunError(f"{self.called.rank(self.rank)} cannot open more files", fix="raise `ulimit -n`")
         self._edges[source].peer_slots[number] = Slot(number, fds[0], room)

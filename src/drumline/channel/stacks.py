@@ -31,7 +31,7 @@ _target: int | None = None  # where this process writes its stacks: signals belo
 
 
 @dataclass(frozen=True, slots=True)
-class Witness:
+class StackSource:
     """A process that may be asked for its stacks by processes of the same place: its number and that of its file."""
 
     place: str
@@ -56,7 +56,7 @@ class Witness:
         return f"its process {self.process} {_STATES[letter]}" if letter in _STATES else ""
 
 
-def witness() -> Witness:
+def witness() -> StackSource:
     """Return how others ask this process for its stacks; from the first call on, SIGUSR1 writes them.
 
     >>> witness().is_near
@@ -65,7 +65,7 @@ def witness() -> Witness:
     if _target is None:
         _register()
     assert _target is not None
-    return Witness(_place(), os.getpid(), _target)
+    return StackSource(_place(), os.getpid(), _target)
 
 
 def write_to_stderr() -> None:
@@ -99,35 +99,35 @@ def _place() -> str:
     return f"{os.uname().nodename}"
 
 
-def show(others: Mapping[int, Witness], called: RankNames = BY_NUMBER) -> str:
+def show(others: Mapping[int, StackSource], called: RankNames = BY_NUMBER) -> str:
     """Return the stacks of other ranks, or why there are none, as text for stderr.
 
-    >>> print(show({1: Witness("elsewhere", 7, 3)}))
+    >>> print(show({1: StackSource("elsewhere", 7, 3)}))
     drumline: no stacks of rank 1: it runs on another host
     """
-    readable = {rank: one for rank, one in others.items() if one.is_near and one.file >= 0}
-    found = _written([one for one in readable.values() if one.process != os.getpid()])
+    readable = {rank: other for rank, other in others.items() if other.is_near and other.file >= 0}
+    found = _written([source for source in readable.values() if source.process != os.getpid()])
     lines = []
-    for rank, one in sorted(others.items()):
-        if one.process == os.getpid() or (one.is_near and one.file == _STDERR):
+    for rank, other in sorted(others.items()):
+        if other.process == os.getpid() or (other.is_near and other.file == _STDERR):
             continue  # `launch` lets it write them
-        if text := found.get(one.process, ""):
-            lines.append(f"drumline: stacks of {called.one(rank)}, process {one.process}:\n{text.rstrip()}")
+        if text := found.get(other.process, ""):
+            lines.append(f"drumline: stacks of {called.rank(rank)}, process {other.process}:\n{text.rstrip()}")
             continue
-        why = "it runs on another host" if not one.is_near else one.state or "its process wrote none"
-        lines.append(f"drumline: no stacks of {called.one(rank)}: {why}")
+        why = "it runs on another host" if not other.is_near else other.state or "its process wrote none"
+        lines.append(f"drumline: no stacks of {called.rank(rank)}: {why}")
     return "\n".join(lines)
 
 
-def _written(asked: list[Witness]) -> dict[int, str]:
+def _written(asked: list[StackSource]) -> dict[int, str]:
     """Ask processes for their stacks, and return what each wrote within a moment."""
     files = {}
-    for one in asked:
+    for source in asked:
         with suppress(OSError):
-            file = open(f"/proc/{one.process}/fd/{one.file}", "rb")  # noqa: SIM115 - closed below
+            file = open(f"/proc/{source.process}/fd/{source.file}", "rb")  # noqa: SIM115 - closed below
             file.seek(0, os.SEEK_END)
-            files[one.process] = file
-            os.kill(one.process, signal.SIGUSR1)
+            files[source.process] = file
+            os.kill(source.process, signal.SIGUSR1)
     texts, sizes, limit = dict.fromkeys(files, b""), [-1], time.monotonic() + _SECONDS
     # All have written, and nobody writes any more.
     while time.monotonic() < limit and not (all(texts.values()) and sizes[-1] == sum(map(len, texts.values()))):

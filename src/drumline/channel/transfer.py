@@ -21,7 +21,7 @@ _MOST, _LEAST = 4 * 2**20, 64 * 2**10
 _BETWEEN_STEPS = -1
 
 
-class Shape(NamedTuple):
+class TensorShape(NamedTuple):
     """What a receiver must know of a tensor."""
 
     dtype: torch.dtype
@@ -29,9 +29,9 @@ class Shape(NamedTuple):
     on_host: bool  # whether it is on the host even if the stages are not
 
     @staticmethod
-    def of(tensor: Tensor) -> Shape:
+    def of(tensor: Tensor) -> TensorShape:
         """Return it for a tensor."""
-        return Shape(tensor.dtype, tuple(tensor.shape), tensor.is_cpu)
+        return TensorShape(tensor.dtype, tuple(tensor.shape), tensor.is_cpu)
 
     @property
     def num_bytes(self) -> int:
@@ -39,7 +39,7 @@ class Shape(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class Waiting(Wait):
+class LayerWait(Wait):
     """A rank waits for layers of another."""
 
     def __str__(self) -> str:
@@ -59,24 +59,24 @@ def sizes_of(num_bytes: int) -> list[int]:
 def transferred(
     channel: Channel,
     sent: Mapping[int, Sequence[Tensor]],
-    coming: Mapping[int, Sequence[Shape]],
+    coming: Mapping[int, Sequence[TensorShape]],
     device: torch.device,
     arrived: dict[int, list[Tensor]],
 ) -> Generator[Wait, None, None]:
     """Send tensors to other ranks, and put what comes from them into `arrived`; yield to wait for a message."""
     channel.begin(_BETWEEN_STEPS)
     for source, shapes in coming.items():
-        for number in range(len(sizes_of(sum(one.num_bytes for one in shapes)))):
+        for number in range(len(sizes_of(sum(shape.num_bytes for shape in shapes)))):
             channel.post(_key(number), source)
     for target, tensors in sent.items():
         for number, message in enumerate(_messages(tensors, device)):
             channel.send(_key(number), target, (message,), None)
     for source, shapes in coming.items():
-        made = arrived[source] = [torch.empty(one.shape, dtype=one.dtype, device=_place(one, device)) for one in shapes]
+        made = arrived[source] = [torch.empty(s.shape, dtype=s.dtype, device=_place(s, device)) for s in shapes]
         places = _places(made)
-        for number in range(len(sizes_of(sum(one.num_bytes for one in shapes)))):
+        for number in range(len(sizes_of(sum(shape.num_bytes for shape in shapes)))):
             while (delivery := channel.take(_key(number), source)) is None:
-                yield Waiting(channel.rank, _key(number), _key(number), source)
+                yield LayerWait(channel.rank, _key(number), _key(number), source)
             _spread(delivery.tensors[0], places)
 
 
@@ -84,7 +84,7 @@ def _key(number: int) -> Action:
     return Action(number, Op.REDUCE_GRAD)
 
 
-def _place(shape: Shape, device: torch.device) -> torch.device:
+def _place(shape: TensorShape, device: torch.device) -> torch.device:
     return torch.device("cpu") if shape.on_host else device
 
 
@@ -98,18 +98,18 @@ def _messages(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tenso
 
     >>> given = [torch.arange(2**20), torch.ones(3), torch.zeros(0), torch.arange(2**19)]
     >>> messages = list(_messages(given, torch.device("cpu")))
-    >>> [one.numel() // 1024 for one in messages]
+    >>> [message.numel() // 1024 for message in messages]
     [4096, 4096, 4096, 64]
-    >>> made = [torch.empty_like(one) for one in given]
+    >>> made = [torch.empty_like(value) for value in given]
     >>> places = _places(made)
-    >>> for one in messages:
-    ...     _spread(one, places)
+    >>> for message in messages:
+    ...     _spread(message, places)
     >>> all(torch.equal(*pair) for pair in zip(given, made))
     True
     """
-    parts = [_bytes(one) for one in tensors]
-    sizes = sizes_of(sum(one.numel() for one in parts))
-    left = [one for one in reversed(parts) if one.numel()]
+    parts = [_bytes(tensor) for tensor in tensors]
+    sizes = sizes_of(sum(part.numel() for part in parts))
+    left = [part for part in reversed(parts) if part.numel()]
     for size in sizes:
         if left[-1].numel() >= size and left[-1].device == device:
             yield left[-1][:size]
@@ -134,7 +134,7 @@ def _shorten(left: list[Tensor], size: int) -> None:
 
 def _places(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors' memory as bytes, the last first."""
-    return [one.as_strided((one.numel(),), (1,)).view(torch.uint8) for one in reversed(tensors)]
+    return [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in reversed(tensors)]
 
 
 def _spread(flat: Tensor, places: list[Tensor]) -> None:

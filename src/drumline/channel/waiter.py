@@ -66,15 +66,15 @@ class Waiter:
                 os.close(self._bell)
 
     def _wait(self, queue: SimpleQueue[tuple[Work, Note] | None]) -> None:
-        while (one := queue.get()) is not None:
-            work, note = one
+        while (pair := queue.get()) is not None:
+            work, note = pair
             error = None
             try:
                 work.wait(_FOR_EVER)
             except RuntimeError as raised:
                 error = raised
             self._finished.append((note, error))
-            del one, work, note
+            del pair, work, note
             with self._lock, suppress(BlockingIOError):
                 if not self._is_closed:
                     os.write(self._bell, b"\0")

@@ -78,9 +78,9 @@ def checkpoints(folder: str | Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         return []
-    there = [one for one in path.iterdir() if step_of(one) >= 0 and one.is_dir()]
+    there = [file for file in path.iterdir() if step_of(file) >= 0 and file.is_dir()]
     # One that is being replaced counts until the other has appeared.
-    by_step = {step_of(one): one for one in sorted(there, key=lambda one: not one.name.startswith("."))}
+    by_step = {step_of(file): file for file in sorted(there, key=lambda file: not file.name.startswith("."))}
     return [by_step[step] for step in sorted(by_step, reverse=True)]
 
 
@@ -93,7 +93,7 @@ def publish(part: Path, folder: Path, step: int, token: str) -> Path:
     >>> folder = Path(tempfile.mkdtemp())
     >>> for token in ("aa", "bb"):
     ...     part = part_of(folder, 1, token); part.mkdir(); (part / token).touch(); _ = publish(part, folder, 1, token)
-    >>> [one.name for one in folder.iterdir()], [one.name for one in (folder / "step-00000001").iterdir()]
+    >>> [path.name for path in folder.iterdir()], [path.name for path in (folder / "step-00000001").iterdir()]
     (['step-00000001'], ['bb'])
     """
     final, aside = folder / name_of(step), folder / f".{name_of(step)}.{token}.replaced"
@@ -114,14 +114,14 @@ def publish(part: Path, folder: Path, step: int, token: str) -> Path:
 
 def clear_parts(folder: Path) -> None:
     """Remove what runs that died left behind; a checkpoint that was to be replaced, and was not, comes back."""
-    for one in list(folder.iterdir()):
-        if _PART.fullmatch(one.name) and one.is_dir():
-            final = folder / name_of(max(step_of(one), 0))
+    for path in list(folder.iterdir()):
+        if _PART.fullmatch(path.name) and path.is_dir():
+            final = folder / name_of(max(step_of(path), 0))
             with suppress(OSError):
-                if _REPLACED.fullmatch(one.name) and not final.exists():
-                    os.rename(one, final)
+                if _REPLACED.fullmatch(path.name) and not final.exists():
+                    os.rename(path, final)
                 else:
-                    remove(one)
+                    remove(path)
 
 
 def remove(checkpoint: Path) -> None:

@@ -25,21 +25,21 @@ _MOST = 64  # lines before; what is older than so many resumptions counts as ano
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Lineage:
     """The parts of a line, oldest first.
 
-    >>> first = Line().going_on("5f3a")
+    >>> first = Lineage().going_on("5f3a")
     >>> then = first.left_at(4).going_on("77ab")
     >>> then.holds(first, 4), then.holds(first, 6), then.holds(then, 6), first.holds(then, 5)
     (True, False, True, False)
-    >>> then.is_kin(first), then.is_kin(Line().going_on("0000"))
+    >>> then.is_kin(first), then.is_kin(Lineage().going_on("0000"))
     (True, False)
     """
 
     parts: tuple[Part, ...] = ()
 
     @classmethod
-    def of(cls, content: Mapping[str, Any]) -> Line:
+    def of(cls, content: Mapping[str, Any]) -> Lineage:
         """Return the line of a checkpoint, from what its manifest says."""
         return cls(tuple((name, until) for name, until in content.get("line") or [("", None)]))
 
@@ -48,21 +48,21 @@ class Line:
         """Whether checkpoints may be added to it."""
         return bool(self.parts) and self.parts[-1][1] is None
 
-    def holds(self, line: Line, step: int) -> bool:
+    def holds(self, line: Lineage, step: int) -> bool:
         """Whether a checkpoint of a line and step led here."""
         return any(name == line.parts[-1][0] and (until is None or step <= until) for name, until in self.parts)
 
-    def is_kin(self, line: Line) -> bool:
+    def is_kin(self, line: Lineage) -> bool:
         """Whether another line is of the same run: both have a part in common."""
         return not {name for name, _ in self.parts}.isdisjoint(name for name, _ in line.parts)
 
-    def left_at(self, step: int) -> Line:
+    def left_at(self, step: int) -> Lineage:
         """Return the line up to a step."""
-        return Line(tuple((name, step if until is None else min(until, step)) for name, until in self.parts))
+        return Lineage(tuple((name, step if until is None else min(until, step)) for name, until in self.parts))
 
-    def going_on(self, name: str) -> Line:
+    def going_on(self, name: str) -> Lineage:
         """Return a line that goes on after this one."""
-        return Line((*self.parts[-_MOST:], (name, None)))
+        return Lineage((*self.parts[-_MOST:], (name, None)))
 
 
 @dataclass(slots=True)
@@ -72,21 +72,21 @@ class Course:
     Folders may count steps each in its own way, such as one for every hour and one for the best so far.
     """
 
-    line: Line = field(default_factory=Line)  # up to what was loaded
+    line: Lineage = field(default_factory=Lineage)  # up to what was loaded
     name: str = ""  # of the line that goes on after that
-    folders: dict[str, tuple[Line, int]] = field(default_factory=dict)  # the line and the last step in each
+    folders: dict[str, tuple[Lineage, int]] = field(default_factory=dict)  # the line and the last step in each
 
     def loaded(self, checkpoint: Path, content: Mapping[str, Any]) -> None:
         """Go on from a checkpoint."""
-        self.line, self.name = Line.of(content).left_at(content["step"]), ""
+        self.line, self.name = Lineage.of(content).left_at(content["step"]), ""
         self.folders = {os.path.abspath(checkpoint.parent): (self.line, content["step"])}
 
-    def saving(self, folder: str | Path, step: int) -> Line:
+    def saving(self, folder: str | Path, step: int) -> Lineage:
         """Return the line of a checkpoint that is about to be saved.
 
         >>> course = Course()
-        >>> one, two, best, three = (course.saving(*at) for at in (("a", 2), ("a", 4), ("best", 1), ("a", 3)))
-        >>> one == two == best, three.holds(one, 2), three.holds(two, 4)
+        >>> value, two, best, three = (course.saving(*at) for at in (("a", 2), ("a", 4), ("best", 1), ("a", 3)))
+        >>> value == two == best, three.holds(value, 2), three.holds(two, 4)
         (True, True, False)
         """
         place = os.path.abspath(folder)

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import RecordError
-from drumline.core.files import MIB, Kind, is_there, read_text
+from drumline.core.files import MIB, FileKind, is_there, read_text
 from drumline.core.parsed import Parsed
 
 MANIFEST = "manifest.json"
 VERSION = 1
 _FORMAT = "drumline-checkpoint"
-_KIND = Kind("checkpoint's manifest", RecordError, "a manifest.json that Drumline wrote", 512 * MIB)
+_KIND = FileKind("checkpoint's manifest", RecordError, "a manifest.json that Drumline wrote", 512 * MIB)
 _FILE = re.compile(r"[\w+=@-][\w.+=@-]*")  # no way out of the checkpoint's folder
 _MOST_CRC = 2**32 - 1
 
@@ -131,14 +131,14 @@ def _check(content: Parsed) -> None:
     tensors = _each(content["tensors"], _check_checksums)
     if absent := [name for name in tensors if name not in files]:
         raise content.kind.refuse(f"a damaged {content.kind.name}: tensors has {absent[0][:60]!r}, and files has not")
-    for one in content["optimizers"].each():
-        _check_optimizer(one)
+    for entry in content["optimizers"].each():
+        _check_optimizer(entry)
     generators = content["generators"].each()
     if len(generators) != num_processes:
         raise content["generators"].refuse(f"a list of {num_processes}, one of each process")
-    for one in generators:
-        _sized(one["python"], 2)
-        _sized(one["numpy"], 4)
+    for generator in generators:
+        _sized(generator["python"], 2)
+        _sized(generator["numpy"], 4)
     content["extra"]
     if (scaler := content.get("scaler")) is not None and scaler.value is not None:
         _each(scaler, lambda number: number.number())
@@ -148,10 +148,10 @@ def _check(content: Parsed) -> None:
         _check_line(line)
 
 
-def _check_optimizer(one: Parsed) -> None:
-    one["kind"].text()
-    _each(one["numbers"], lambda numbers: _each(numbers, lambda _: None))
-    for group in one["groups"].each():
+def _check_optimizer(entry: Parsed) -> None:
+    entry["kind"].text()
+    _each(entry["numbers"], lambda numbers: _each(numbers, lambda _: None))
+    for group in entry["groups"].each():
         for name in group["params"].each():
             name.text()
 
@@ -170,10 +170,10 @@ def _check_stream(stream: Parsed, due: Parsed) -> None:
     for name in ("num_ranks", "num_microbatches"):
         stream[name].whole(1)
     stream["position"].whole()
-    for one in due.each():
-        one["rank"].whole()
-        one["versions"].each()
-        for group in one["groups"].each():
+    for entry in due.each():
+        entry["rank"].whole()
+        entry["versions"].each()
+        for group in entry["groups"].each():
             _sized(group["at"], 2)
             group["settings"].each()
 

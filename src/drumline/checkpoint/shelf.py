@@ -17,32 +17,32 @@ from pathlib import Path
 from typing import Any
 
 from drumline.checkpoint.folder import checkpoints, step_of
-from drumline.checkpoint.line import Line
+from drumline.checkpoint.line import Lineage
 from drumline.checkpoint.manifest import MANIFEST, OtherVersion, problem_of_files, read_content, write_json
 from drumline.core.errors import RecordError
-from drumline.core.files import Kind, read_object
+from drumline.core.files import FileKind, read_object
 
 LAST = "line.json"
-_LINE = Kind("line of checkpoints", RecordError, "a line.json that Drumline wrote")
+_LINE = FileKind("line of checkpoints", RecordError, "a line.json that Drumline wrote")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ShelfEntry:
     """A checkpoint; `line` is None where its manifest cannot be read, `problem` says why it is not whole."""
 
     path: Path
     step: int
-    line: Line | None
+    line: Lineage | None
     problem: str = ""
     is_foreign: bool = False  # of another version of Drumline
 
-    def is_on(self, line: Line) -> bool:
+    def is_on(self, line: Lineage) -> bool:
         """Whether it led to a line."""
         return self.line is not None and line.holds(self.line, self.step)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ResumeOrder:
     """The checkpoints to go on from, in the order to try them, and whole ones that were left."""
 
     paths: tuple[Path, ...] = ()
@@ -55,21 +55,21 @@ class Shelf:
 
     _known: dict[Path, tuple[tuple[int, ...], Mapping[str, Any]]] = field(default_factory=dict)
 
-    def survey(self, folder: Path) -> list[Found]:
+    def survey(self, folder: Path) -> list[ShelfEntry]:
         """Return the checkpoints of a folder, the largest step first."""
         paths = checkpoints(folder)
-        self._known = {path: one for path, one in self._known.items() if path in paths}
-        return sorted((self._found(path) for path in paths), key=lambda one: -one.step)
+        self._known = {path: entry for path, entry in self._known.items() if path in paths}
+        return sorted((self._found(path) for path in paths), key=lambda shelf_entry: -shelf_entry.step)
 
-    def _found(self, path: Path) -> Found:
+    def _found(self, path: Path) -> ShelfEntry:
         try:
             content = self._content(path)
             problem = problem_of_files(path, content["files"])
         except OtherVersion as error:
-            return Found(path, step_of(path), None, str(error), is_foreign=True)
+            return ShelfEntry(path, step_of(path), None, str(error), is_foreign=True)
         except (RecordError, OSError) as error:
-            return Found(path, step_of(path), None, str(error))
-        return Found(path, content["step"], Line.of(content), problem)
+            return ShelfEntry(path, step_of(path), None, str(error))
+        return ShelfEntry(path, content["step"], Lineage.of(content), problem)
 
     def _content(self, path: Path) -> Mapping[str, Any]:
         """Return step, line and files of a checkpoint."""
@@ -84,75 +84,77 @@ class Shelf:
             return brief
         raise RecordError(f"{path / MANIFEST} is missing")
 
-    def choose(self, folder: Path) -> Choice:
+    def choose(self, folder: Path) -> ResumeOrder:
         """Return which checkpoints of a folder to go on from: of the line that was saved last, the newest first.
 
         Those whose manifests cannot be read are among them, for whoever loads to say so.
         """
         found = self.survey(folder)
         line = _line_of(folder, found)
-        mine = [one for one in found if one.line is None or one.is_on(line)]
-        left = [one for one in found if one not in mine and not one.problem]
-        return Choice(tuple(one.path for one in mine), tuple(one.path for one in left))
+        mine = [shelf_entry for shelf_entry in found if shelf_entry.line is None or shelf_entry.is_on(line)]
+        left = [shelf_entry for shelf_entry in found if shelf_entry not in mine and not shelf_entry.problem]
+        return ResumeOrder(
+            tuple(shelf_entry.path for shelf_entry in mine), tuple(shelf_entry.path for shelf_entry in left)
+        )
 
-    def newest(self, folder: Path) -> Found | None:
+    def newest(self, folder: Path) -> ShelfEntry | None:
         """Return the checkpoint to go on from, as far as its size tells."""
         found = map(self._found, self.choose(folder).paths)
-        return next((one for one in found if not one.problem), None)
+        return next((shelf_entry for shelf_entry in found if not shelf_entry.problem), None)
 
-    def announce(self, folder: Path, line: Line) -> None:
+    def announce(self, folder: Path, line: Lineage) -> None:
         """Write down which line goes on, before a checkpoint of it appears, if there are others to mistake for it."""
         is_there = (folder / LAST).exists()
         if is_there and last_line(folder) == line:
             return
-        if is_there or any(not one.is_on(line) for one in self.survey(folder)):
+        if is_there or any(not shelf_entry.is_on(line) for shelf_entry in self.survey(folder)):
             beside = folder / f".{LAST}.part"
             write_json(beside, {"line": [list(part) for part in line.parts]})
             os.replace(beside, folder / LAST)
 
-    def surplus(self, folder: Path, written: Path, line: Line, keep: int) -> list[Path]:
+    def surplus(self, folder: Path, written: Path, line: Lineage, keep: int) -> list[Path]:
         """Return which checkpoints to remove once another is written, so that `keep` whole ones of its line stay.
 
         Once these are there, damaged ones go too, and what the run has left. Until then these stay, and checkpoints of
         other runs always do.
         """
-        others = [one for one in self.survey(folder) if one.path != written]
-        whole = [one for one in others if one.is_on(line) and not one.problem]
+        others = [shelf_entry for shelf_entry in self.survey(folder) if shelf_entry.path != written]
+        whole = [other for other in others if other.is_on(line) and not other.problem]
         gone = whole[keep - 1 :]
         if len(whole) >= keep - 1:
-            gone += [one for one in others if one not in whole and _is_worthless(one, line)]
-        return [one.path for one in gone]
+            gone += [other for other in others if other not in whole and _is_worthless(other, line)]
+        return [shelf_entry.path for shelf_entry in gone]
 
 
-def last_line(folder: Path) -> Line | None:
+def last_line(folder: Path) -> Lineage | None:
     """Return the line that a folder names, if it names one."""
     with suppress(RecordError, TypeError, ValueError, KeyError):
         parts = read_object(folder / LAST, _LINE)["line"]
-        found = Line(tuple((str(name), None if until is None else int(until)) for name, until in parts))
+        found = Lineage(tuple((str(name), None if until is None else int(until)) for name, until in parts))
         return found if found.is_open else None
     return None
 
 
-def _line_of(folder: Path, found: Sequence[Found]) -> Line:
+def _line_of(folder: Path, found: Sequence[ShelfEntry]) -> Lineage:
     """Return the line to go on from: the one that the folder names, else the one that no other checkpoint has left."""
     named = last_line(folder)
-    if named is not None and any(one.is_on(named) or one.line is None for one in found):
+    if named is not None and any(shelf_entry.is_on(named) or shelf_entry.line is None for shelf_entry in found):
         return named
-    lines = [one.line for one in found if one.line is not None]
-    for one in found:  # the largest step first
-        if one.line is not None and not any(_leaves(line, one) for line in lines):
-            return one.line
-    return Line()
+    lines = [shelf_entry.line for shelf_entry in found if shelf_entry.line is not None]
+    for shelf_entry in found:  # the largest step first
+        if shelf_entry.line is not None and not any(_leaves(line, shelf_entry) for line in lines):
+            return shelf_entry.line
+    return Lineage()
 
 
-def _leaves(line: Line, one: Found) -> bool:
+def _leaves(line: Lineage, shelf_entry: ShelfEntry) -> bool:
     """Whether a line has left another before a checkpoint of that."""
-    assert one.line is not None
-    return any(name == one.line.parts[-1][0] for name, _ in line.parts) and not one.is_on(line)
+    assert shelf_entry.line is not None
+    return any(name == shelf_entry.line.parts[-1][0] for name, _ in line.parts) and not shelf_entry.is_on(line)
 
 
-def _is_worthless(one: Found, line: Line) -> bool:
+def _is_worthless(shelf_entry: ShelfEntry, line: Lineage) -> bool:
     """Whether nothing is lost with a checkpoint: no one can read it, or the run has left it or found it damaged."""
-    if one.line is None:
-        return not one.is_foreign
-    return line.is_kin(one.line)
+    if shelf_entry.line is None:
+        return not shelf_entry.is_foreign
+    return line.is_kin(shelf_entry.line)

@@ -128,7 +128,7 @@ def _beside(analysis: Analysis) -> list[str]:
             f"at best {_ms(analysis.ideal.makespan)} ms, bubble {analysis.ideal.bubble:.2%}: "
             "the same order and action times, simulated without transfer and overhead"
         )
-    slow, mean = analysis.slowest, sum(one.total for one in analysis.stages) / len(analysis.stages)
+    slow, mean = analysis.slowest, sum(stage.total for stage in analysis.stages) / len(analysis.stages)
     if len(analysis.stages) > 1 and mean > 0:
         home = analysis.timeline.program.placement.homes[slow.stage]
         lines.append(
@@ -152,8 +152,8 @@ def _ranks(analysis: Analysis) -> tuple[list[str], list[list[str]]]:
 def _all_steps(analysis: Analysis) -> tuple[list[str], list[list[str]]]:
     steps = list(analysis.traces.steps.items())
     rows = [
-        [str(number), _ms(one.step_seconds), _ms(one.makespan), f"{one.bubble:.2%}"]
-        for number, one in steps[-_MOST_SHOWN:]
+        [str(number), _ms(step.step_seconds), _ms(step.makespan), f"{step.bubble:.2%}"]
+        for number, step in steps[-_MOST_SHOWN:]
     ]
     return ["step", "step time", "pipeline", "bubble"], rows
 

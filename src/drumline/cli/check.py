@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         lines = [str(violation) for violation in violations[:MAX_PRINTED]]
         if len(violations) > MAX_PRINTED:
             lines.append(f"... and {len(violations) - MAX_PRINTED} more (--json lists all)")
-        freer = next((one for one in _freer(args.channel) if where and not proof(channel=one)), None)
+        freer = next((queues for queues in _freer(args.channel) if where and not proof(channel=queues)), None)
         lines.append(f"{counted(len(violations), 'violation')}: {program.name} cannot run{where if freer else ''}")
         if freer:
             lines.append(f"it can run with one queue per {freer.words} (--channel {freer})")

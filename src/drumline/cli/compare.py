@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Compare and print; costs are those of a stage when every rank holds one."""
     flags.check_counts(args, "ranks", "microbatches", "stages_per_rank")
     ran: dict[str, tuple[str, ...]] = {}
-    chosen = [flags.named(one, ran) for one in args.schedules]
+    chosen = [flags.named(schedule, ran) for schedule in args.schedules]
     ranks, microbatches = _counts(args, chosen)
     if args.frozen and max(args.frozen) >= ranks:
         raise UsageError(f"--frozen names stage {max(args.frozen)}", expected=f"stages 0 to {ranks - 1}, one per rank")
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         return "\n\n".join(parts)
 
     def summary() -> dict[str, object]:
-        left_out = [one.summary() for one in rows.left_out]
+        left_out = [schedule.summary() for schedule in rows.left_out]
         return {"rows": [row.summary() for row in rows], "left_out": left_out, "advice": advice}
 
     deliver(args, make, summary)
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _counts(args: argparse.Namespace, chosen: Sequence[str | Program]) -> tuple[int, int]:
     """Return how many ranks and microbatches to compare with: as given, else those of the first file."""
-    file = next((one for one in chosen if isinstance(one, Program)), None)
+    file = next((program for program in chosen if isinstance(program, Program)), None)
     ranks = file.num_ranks if file else flags.RANKS
     microbatches = file.num_microbatches if file else flags.MICROBATCHES
     return args.ranks or ranks, args.microbatches or microbatches

@@ -35,11 +35,11 @@ class _Verb:
     def __init__(self, name: str, summary: str, parser: argparse.ArgumentParser, known: dict[str, list[str]]) -> None:
         self.name, self.summary, self._known = name, summary, known
         self.flags = [action for action in parser._actions if action.option_strings]
-        self.words = [word for one in parser._actions if one not in self.flags for word in self.words_of(one)]
+        self.words = [word for action in parser._actions if action not in self.flags for word in self.words_of(action)]
 
     def words_of(self, action: argparse.Action) -> list[str]:
         """Return the words that an argument may be."""
-        return self._known.get(action.dest, [str(one) for one in action.choices or ()])
+        return self._known.get(action.dest, [str(choice) for choice in action.choices or ()])
 
 
 def _verbs() -> Iterator[_Verb]:

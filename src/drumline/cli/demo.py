@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """Train with every schedule, compare, and say where the report is."""
     with pytorch("demo trains a model"):
         from drumline.train.demo import run_demo
-        from drumline.train.opening import opening
+        from drumline.train.demo_panel import opening
         from drumline.train.two_stages import Build
     from drumline.report.run.page import run_page
     from drumline.report.run.report import reports_of
@@ -59,18 +59,18 @@ def run(args: argparse.Namespace) -> int:
         )
     tell = {} if args.json else {"finished": _tell}
     outcomes = run_demo(args.out, build, progress=_show, **tell)
-    page, reports = args.out / "report.html", reports_of([one.run for one in outcomes])
+    page, reports = args.out / "report.html", reports_of([outcome.run for outcome in outcomes])
     save(page, run_page(reports, opening=opening(outcomes)))
-    busy = next((one.steadiness.sentence for one in reports if one.steadiness.busy), "")
+    busy = next((report.steadiness.sentence for report in reports if report.steadiness.busy), "")
     if args.json:
-        print_json({"rows": [one.summary() for one in outcomes], "busy_machine": busy, "report": str(page)})
+        print_json({"rows": [outcome.summary() for outcome in outcomes], "busy_machine": busy, "report": str(page)})
     else:
         print()
         _print(outcomes)
         if busy:
             print("\n" + wrapped(f"{busy} Compare these times again on a quiet machine.", terminal_width()))
         print(f"\nThe report explains the idle time of every run and says what to change: {page}")
-    return 0 if all(one.difference == 0 for one in outcomes) else 1
+    return 0 if all(outcome.difference == 0 for outcome in outcomes) else 1
 
 
 def _show(done: int, of: int, what: str) -> None:
@@ -90,27 +90,27 @@ def _print(outcomes: Sequence[Outcome]) -> None:
     from drumline.report.draw.table import table
 
     width = terminal_width()
-    for one in outcomes:
-        if one.trial.name in _DRAWN:
-            print(f"{one.trial.schedule}, one measured step:")
-            print(grid(one.timeline, width=width, colour=colour_wanted()) + "\n")
+    for outcome in outcomes:
+        if outcome.trial.name in _DRAWN:
+            print(f"{outcome.trial.schedule}, one measured step:")
+            print(grid(outcome.timeline, width=width, colour=colour_wanted()) + "\n")
     header = ["schedule", "M", "recompute", "loss", "step ms", "utilisation", "bound", "queue"]
     header += ["stash KiB", "one process"]
     rows = []
-    for one in outcomes:
-        found = one.summary()
+    for outcome in outcomes:
+        found = outcome.summary()
         rows.append(
             [
-                one.trial.schedule,
-                str(one.trial.num_microbatches),
-                one.trial.checkpoint,
-                f"{one.losses[0]:.3f} > {one.losses[-1]:.3f}",
+                outcome.trial.schedule,
+                str(outcome.trial.num_microbatches),
+                outcome.trial.checkpoint,
+                f"{outcome.losses[0]:.3f} > {outcome.losses[-1]:.3f}",
                 f"{found['step_seconds'] * 1e3:.1f}",
-                f"{one.utilisation:.1%}",
-                f"{one.bound:.1%}",
+                f"{outcome.utilisation:.1%}",
+                f"{outcome.bound:.1%}",
                 number(found["peak_queue"]),
-                " + ".join(f"{size / 1024:.0f}" for size in one.peak_stash),
-                "same bits" if one.difference == 0 else f"off by {one.difference:.2g}",
+                " + ".join(f"{size / 1024:.0f}" for size in outcome.peak_stash),
+                "same bits" if outcome.difference == 0 else f"off by {outcome.difference:.2g}",
             ]
         )
     print(table(header, rows, width=width, keep=("M", "utilisation")))

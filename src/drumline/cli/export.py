@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Export, and print the stages and how far they are from PyTorch."""
     with pytorch("export traces a model"):
-        from drumline.train.finished import finished_model
+        from drumline.train.export_models import finished_model
     try:
         from drumline.serve.export.check import Subject
         from drumline.serve.export.export import check_new, export

@@ -18,7 +18,7 @@ from drumline.cli.output import FROM_STDIN
 from drumline.core.channel import STRICTEST, Queues
 from drumline.core.costs import Costs
 from drumline.core.errors import UsageError
-from drumline.core.files import Kind, is_regular, opened
+from drumline.core.files import FileKind, is_regular, opened
 from drumline.core.placement import Placement
 from drumline.core.program import Program
 from drumline.core.timeline.idle import Limit
@@ -219,7 +219,7 @@ def ranges(text: str) -> frozenset[int]:
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
-        numbers = [int(one) for one in (first, last or first) if one.isascii() and one.isdigit() and len(one) <= 6]
+        numbers = [int(name) for name in (first, last or first) if name.isascii() and name.isdigit() and len(name) <= 6]
         if len(numbers) < 2 or numbers[0] > numbers[1]:
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a list of stages like 0-2,5")
         found.update(range(numbers[0], numbers[1] + 1))
@@ -324,7 +324,7 @@ def _added_by(path: str) -> tuple[str, ...]:
     from drumline.schedules import schedules
 
     before = schedules()
-    with opened(path, Kind("schedule", UsageError, "a Python file that registers a schedule")):
+    with opened(path, FileKind("schedule", UsageError, "a Python file that registers a schedule")):
         pass
     try:
         runpy.run_path(path)

@@ -35,15 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load, and print a table."""
     try:
+        from drumline.serve.load.generator import Demand, load
         from drumline.serve.load.page import load_page
         from drumline.serve.load.picture import load_svg, load_text
-        from drumline.serve.load.run import Demand, load
         from drumline.serve.wire.links import Tls, parts_of
         from drumline.serve.wire.loops import run_to_end
     except ModuleNotFoundError as error:
         raise UsageError(f"load needs {error.name}", fix=installing("serve")) from None
     tls = Tls(args.tls_cert or "", args.tls_key or "", args.tls_ca or "")
-    scheme = next((one for one in _SCHEMES if args.url.startswith(one)), "")
+    scheme = next((name for name in _SCHEMES if args.url.startswith(name)), "")
     if scheme.endswith("s://") and not tls:
         raise UsageError(f"URL is {args.url[:80]}", fix="name the authority of its certificate: --tls-ca FILE")
     address = args.url.removeprefix(scheme).rstrip("/")
@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
             return load_text(found, width=paper.width)
         return load_svg(found) if form == "svg" else load_page(found, service=address)
 
-    deliver(args, make, lambda: {"loads": [one.to_json() for one in found]})
-    return 0 if any(one.latencies for one in found) else 1
+    deliver(args, make, lambda: {"loads": [result.to_json() for result in found]})
+    return 0 if any(result.latencies for result in found) else 1
 
 
 def _range(text: str) -> tuple[int, int]:

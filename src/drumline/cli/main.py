@@ -161,10 +161,10 @@ def meant(flag: str, known: Iterable[str]) -> str:
     >>> meant("--rnaks", ["--ranks", "--out"]), meant("--micro", ["--microbatches"]), meant("--devices", ["--gpus"])
     ('did you mean --ranks?', 'did you mean --microbatches?', '')
     """
-    words = [one[2:] for one in known if one.startswith("--")]
+    words = [name[2:] for name in known if name.startswith("--")]
     said = flag.strip("-").lower()[:40]
-    close = [one for one in words if said and one.startswith(said)] or difflib.get_close_matches(said, words, 1, 0.7)
-    return f"did you mean {' or '.join(f'--{one}' for one in close[:4])}?" if close else ""
+    close = [word for word in words if said and word.startswith(said)] or difflib.get_close_matches(said, words, 1, 0.7)
+    return f"did you mean {' or '.join(f'--{name}' for name in close[:4])}?" if close else ""
 
 
 def parser_of(verb: str) -> argparse.ArgumentParser:

@@ -84,7 +84,7 @@ def _traceback_of(error: DrumlineError) -> str:
     if " failed with " not in error.error or isinstance(error.__cause__, DrumlineError):
         return ""
     notes = getattr(error, "__notes__", ())
-    return next((f"{one.partition(_TRACEBACK)[2]}\n" for one in notes if _TRACEBACK in one), "")
+    return next((f"{note.partition(_TRACEBACK)[2]}\n" for note in notes if _TRACEBACK in note), "")
 
 
 def _as_given(text: str) -> str:
@@ -154,7 +154,7 @@ def check_out_folder(folder: Path) -> None:
     Traceback (most recent call last):
     drumline.core.errors.UsageError: cannot write to /dev/null/demo: Not a directory; choose another --out
     """
-    found = next((one for one in (folder, *folder.absolute().parents) if one.exists()), folder)
+    found = next((parent for parent in (folder, *folder.absolute().parents) if parent.exists()), folder)
     if not found.is_dir():
         raise UsageError(f"cannot write to {folder}: {os.strerror(errno.ENOTDIR)}", fix=_OTHER)
     if not os.access(found, os.W_OK | os.X_OK):

@@ -64,22 +64,20 @@ def _list(args: argparse.Namespace) -> int:
     from drumline.plan.cluster.models import MODELS
     from drumline.report.draw.table import table
 
-    models = {
-        name: {"layers": one.num_layers, "hidden": one.hidden, "sequence": one.sequence} for name, one in MODELS.items()
-    }
-    devices = {name: one.device for name, one in MACHINES.items()}
+    models = {name: {"layers": t.num_layers, "hidden": t.hidden, "sequence": t.sequence} for name, t in MODELS.items()}
+    devices = {name: machine.device for name, machine in MACHINES.items()}
 
     def make(form: str, paper: Paper) -> str:
-        rows = [[name, *map(str, one.values())] for name, one in models.items()]
+        rows = [[name, *map(str, model.values())] for name, model in models.items()]
         kinds = [
-            [name, one.name, size_text(one.memory_bytes), f"{one.flops_per_second / 1e12:.0f}"]
-            for name, one in devices.items()
+            [name, device.name, size_text(device.memory_bytes), f"{device.flops_per_second / 1e12:.0f}"]
+            for name, device in devices.items()
         ]
         known = table(["model", "layers", "hidden size", "sequence"], rows, width=paper.width)
         header = ["hardware", "device", "memory", "TFLOP/s"]
         return f"{known}\n\n{table(header, kinds, width=paper.width, left=2, keep=('memory',))}"
 
-    hardware = {name: {"device": one.name, "memory_bytes": one.memory_bytes} for name, one in devices.items()}
+    hardware = {name: {"device": device.name, "memory_bytes": device.memory_bytes} for name, device in devices.items()}
     args.formats = TEXTS
     deliver(args, make, lambda: {"models": models, "hardware": hardware}, instead=True)
     return 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from drumline.cli import flags
 from drumline.cli.output import PICTURES, TEXTS, Paper, deliver, files_of, progress, seldom_collected
 from drumline.core.errors import PlanError, UsageError
-from drumline.core.files import Kind, is_regular, read_object
+from drumline.core.files import FileKind, is_regular, read_object
 
 if TYPE_CHECKING:
     from drumline.plan.cluster.hardware import Cluster
@@ -162,7 +162,7 @@ def model_of(args: argparse.Namespace) -> Transformer:
         return model(subject)
     if os.path.isdir(source):
         return read_config(Path(source, "config.json"))
-    found = read_object(source, Kind("plan", PlanError, _SUBJECT))  # a damaged profile does not say that it is one
+    found = read_object(source, FileKind("plan", PlanError, _SUBJECT))  # a damaged profile does not say that it is one
     try:
         return read_config(source)
     except PlanError as error:

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from drumline.plan.device.combinations import CHECKPOINTING
     from drumline.plan.device.model_profile import ModelProfile
     from drumline.plan.device.planner import plan
-    from drumline.plan.launch.profiled import profile_config
+    from drumline.plan.launch.profile_config import profile_config
 
     flags.require(args, "ranks", "batch", example=f"plan {args.subject} --ranks 2 --batch 16")
     flags.check_counts(args, "ranks", "batch")
@@ -96,12 +96,12 @@ def _page(planned: Planned) -> str:
     from drumline.report.draw.html import page
 
     best: dict[str, Candidate] = {}
-    for one in planned.candidates:
-        best.setdefault(one.program.name, one)
+    for candidate in planned.candidates:
+        best.setdefault(candidate.program.name, candidate)
     plan = planned.best
-    fullest = max(one.total for one in plan.rank_bytes)
+    fullest = max(rank_bytes.total for rank_bytes in plan.rank_bytes)
     return page(
-        [one.timeline() for one in list(best.values())[:_DRAWN]],
+        [candidate.timeline() for candidate in list(best.values())[:_DRAWN]],
         title=f"{plan.model.name} on {counted(plan.num_ranks, 'rank')}, a batch of {plan.batch} rows",
         advice=f"{plan.schedule}, {_pieces(plan)}:"
         f" a step takes {plan.step_seconds * 1e3:.1f} ms, the fullest rank {fullest / _MIB:.1f} MiB",
@@ -118,8 +118,8 @@ def _picture(planned: Planned) -> str:
 def _summary(planned: Planned) -> dict[str, Any]:
     return {
         "best": {**planned.best.summary(), "program": planned.best.program.format().split("\n")},
-        "candidates": [one.summary(planned.chosen) for one in planned.candidates],
-        "rejected": [one.summary(planned.chosen) for one in planned.rejected],
+        "candidates": [candidate.summary(planned.chosen) for candidate in planned.candidates],
+        "rejected": [candidate.summary(planned.chosen) for candidate in planned.rejected],
     }
 
 
@@ -128,8 +128,8 @@ def _text(planned: Planned, disturbed: str, width: int) -> str:
 
     best = planned.best
     header = ["schedule", "M", "rows", "blocks", "recomputed", "step ms", "peak MiB", "why not"]
-    rows = [_row(one, planned) for one in planned.candidates[:_SHOWN]]
-    rows += [_row(one, planned) for one in planned.rejected[: max(_SHOWN - len(rows), 2)]]
+    rows = [_row(candidate, planned) for candidate in planned.candidates[:_SHOWN]]
+    rows += [_row(candidate, planned) for candidate in planned.rejected[: max(_SHOWN - len(rows), 2)]]
     items = ", ".join(
         f"{name} {seconds * 1e3:.1f}" for name, seconds in _items(planned.best.seconds) if abs(seconds) >= 5e-5
     )
@@ -144,10 +144,10 @@ def _text(planned: Planned, disturbed: str, width: int) -> str:
     ]
     if disturbed:
         lines.append(f"{disturbed} Predicted times are no more accurate than that: profile again on a quiet machine.")
-    for rank, one in enumerate(best.rank_bytes):
-        parts = ", ".join(f"{name} {size / _MIB:.1f}" for name, size in _items(one) if size)
+    for rank, rank_bytes in enumerate(best.rank_bytes):
+        parts = ", ".join(f"{name} {size / _MIB:.1f}" for name, size in _items(rank_bytes) if size)
         limit = "" if best.limits is None else f" of {best.limits[rank] / _MIB:.1f}"
-        lines.append(f"rank {rank} holds {one.total / _MIB:.1f} MiB{limit}: {parts}")
+        lines.append(f"rank {rank} holds {rank_bytes.total / _MIB:.1f} MiB{limit}: {parts}")
     return "\n".join(line if "\n" in line else wrapped(line, width) for line in lines)
 
 
@@ -187,7 +187,7 @@ def _checkpointing(again: tuple[bool, ...], *, short: bool = False) -> str:
         return "none" if short else "nothing recomputed"
     if all(again):
         return "all" if short else "everything recomputed"
-    named = " ".join(str(stage) for stage, one in enumerate(again) if one)
+    named = " ".join(str(stage) for stage, flag in enumerate(again) if flag)
     return named if short else f"stages {named} recomputed"
 
 
@@ -198,8 +198,8 @@ def _bytes(text: str) -> tuple[float, ...]:
 def _link(text: str) -> tuple[tuple[int, int], Edge]:
     """Parse a link; the error names the value."""
     ends, *numbers = text.split(":")
-    one, _, other = ends.partition("-")
+    name, _, other = ends.partition("-")
     if len(numbers) != 2:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a link like 0-1:1e-5:1e9")
-    pair = flags.whole_number(one), flags.whole_number(other)
+    pair = flags.whole_number(name), flags.whole_number(other)
     return pair, Edge(flags.number(numbers[0]), flags.size(numbers[1]))

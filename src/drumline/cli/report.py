@@ -38,11 +38,11 @@ def run(args: argparse.Namespace) -> int:
     """Report runs: write a file, and print a summary."""
     from drumline.report.run.report import reports_of
 
-    folders = [one for path in args.run for one in _runs_in(path)]
+    folders = [folder for path in args.run for folder in _runs_in(path)]
     reports = reports_of([read_run(path) for path in folders], step=args.step)
     if not args.out and args.format is None and not args.json:
         args.out = [args.run[0] / PAGE]
-    deliver(args, partial(_written, reports), lambda: {"runs": [one.to_json() for one in reports]}, gap="\n")
+    deliver(args, partial(_written, reports), lambda: {"runs": [report.to_json() for report in reports]}, gap="\n")
     return 0
 
 
@@ -75,8 +75,8 @@ def _perfetto(reports: Sequence[RunReport]) -> bytes:
     from drumline.report.draw.trace import traces
 
     timelines: dict[str, Timeline] = {}
-    for one in reports:
-        prefix = f"{one.name}, " if len(reports) > 1 else ""
-        timelines[f"{prefix}measured"] = one.seen.measured
-        timelines[f"{prefix}simulated"] = one.seen.simulated
+    for report in reports:
+        prefix = f"{report.name}, " if len(reports) > 1 else ""
+        timelines[f"{prefix}measured"] = report.seen.measured
+        timelines[f"{prefix}simulated"] = report.seen.simulated
     return traces(timelines)

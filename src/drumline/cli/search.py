@@ -12,7 +12,7 @@ from drumline.core.costs import Costs
 from drumline.core.errors import PlanError, UsageError
 from drumline.core.units import number, size_text
 from drumline.plan.search.objective import OBJECTIVES, Jitter
-from drumline.plan.search.search import PLACEMENTS, Everywhere, Found, placement_named, search, search_all
+from drumline.plan.search.search import PLACEMENTS, Everywhere, SearchResult, placement_named, search, search_all
 from drumline.report.summary import counts, refused, summarize
 
 EXAMPLE = "drumline search --ranks 4 --microbatches 8 --max-activations 4 --out found.csv"
@@ -93,7 +93,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _summary(best: Found, others: Sequence[Found], left_out: Mapping[str, PlanError]) -> dict[str, Any]:
+def _summary(best: SearchResult, others: Sequence[SearchResult], left_out: Mapping[str, PlanError]) -> dict[str, Any]:
     summary = {
         **summarize(best.timeline),
         "objective": best.objective,
@@ -108,15 +108,15 @@ def _summary(best: Found, others: Sequence[Found], left_out: Mapping[str, PlanEr
     }
     if others:
         summary["others"] = [
-            {"placement": one.placement, "value": one.value, "lower_bound": one.bound.value, "gap": one.gap}
-            for one in others
+            {"placement": other.placement, "value": other.value, "lower_bound": other.bound.value, "gap": other.gap}
+            for other in others
         ]
     if left_out:
         summary["left_out"] = [{"placement": name, **refused(error)} for name, error in left_out.items()]
     return summary
 
 
-def _text(result: Found, others: Sequence[Found]) -> str:
+def _text(result: SearchResult, others: Sequence[SearchResult]) -> str:
     timeline, best = result.timeline, result.starts[0]
     what = {"makespan": "makespan", "span": "longest span", "steady": "step in steady state"}[result.objective]
     what += " at the quantile" if result.jitter else ""
@@ -131,11 +131,11 @@ def _text(result: Found, others: Sequence[Found]) -> str:
     ]
     if timeline.peak_bytes is not None:
         lines.append(f"peak bytes {', '.join(map(size_text, timeline.peak_bytes))}")
-    lines += [f"{one.placement}: {number(one.value)}, {one.verdict}" for one in others]
+    lines += [f"{other.placement}: {number(other.value)}, {other.verdict}" for other in others]
     return "\n".join(lines)
 
 
-def _written(form: str, result: Found) -> str | bytes:
+def _written(form: str, result: SearchResult) -> str | bytes:
     from drumline.core.lower.torch_text import for_torch
     from drumline.report.draw.html import picture
 

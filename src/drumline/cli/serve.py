@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
     try:
+        from drumline.serve.front.lifecycle import RunningService, ServiceSettings, serve
         from drumline.serve.front.pipe import Rules
-        from drumline.serve.front.run import Settings, Started, serve
         from drumline.serve.wire.links import Tls, check_exposed, parts_of
         from drumline.serve.wire.loops import run_to_end
     except ModuleNotFoundError as error:
@@ -73,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
     if metrics:
         check_exposed(metrics, Tls(), plain=args.plain, flag="--metrics")
     hosts = tuple(args.hosts.split(",")) if args.hosts else ()
-    for one in hosts:
-        parts_of(one, flag="--hosts")
-    settings = Settings(
+    for host in hosts:
+        parts_of(host, flag="--hosts")
+    settings = ServiceSettings(
         args.dir,
         listen=args.listen,
         metrics=metrics,
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         record=args.record,
     )
 
-    def told(started: Started) -> None:
+    def told(started: RunningService) -> None:
         address = f"{parts_of(args.listen, flag='--listen')[0]}:{started.port}"
         text = f"serving {args.dir} at {address}   (press Ctrl-C to stop)"
         print_result(args, {"address": address, "metrics_port": started.metrics_port}, text)

@@ -33,13 +33,13 @@ def run(args: argparse.Namespace) -> int:
     over = validate(program, limit=limit, costs=costs) if limit else []
     more = {"over_limit": [str(violation) for violation in over]} if limit else {}
     intervals = [
-        {"rank": one.rank, "start": one.start, "end": one.end, "cause": one.cause.value, "why": str(one)}
-        for one in (timeline.causes if args.intervals else ())
+        {"rank": cause.rank, "start": cause.start, "end": cause.end, "cause": cause.cause.value, "why": str(cause)}
+        for cause in (timeline.causes if args.intervals else ())
     ]
 
     def make(form: str, paper: Paper) -> str | bytes:
         if form == "text":
-            below = [*more.get("over_limit", []), *(str(one["why"]) for one in intervals)]
+            below = [*more.get("over_limit", []), *(str(interval["why"]) for interval in intervals)]
             return "\n".join([_text(timeline, paper.width), *below])
         from drumline.report.draw.html import picture
 

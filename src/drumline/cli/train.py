@@ -16,9 +16,9 @@ from drumline.cli.output import print_json, print_result, progress, pytorch, ter
 from drumline.core.errors import ConfigError, DrumlineError, RankFailed, UsageError, counted
 
 if TYPE_CHECKING:
-    from drumline.train.config.relations import Judged
+    from drumline.train.config.relations import PlacedSettings
     from drumline.train.config.settings import TrainSettings
-    from drumline.train.dry.run import DryRun
+    from drumline.train.dry.dry_run import DryRun
 
 EXAMPLE = "drumline train --steps 300 --schedule zb-h1 --print-config"
 # Flags for what is changed most, as the help shows them, with the key that each sets; every other key has --set.
@@ -84,11 +84,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read the settings, and print them, forecast the run, or train."""
     from drumline.channel.launch.stop import stop_on_signals
-    from drumline.train.config.files.read import read_judged
+    from drumline.train.config.files.settings_file import read_judged
     from drumline.train.config.placed import placed
 
     is_first = os.environ.get("RANK", "0") == "0"
-    judged: Judged | None = None
+    judged: PlacedSettings | None = None
     try:
         overrides, named = _overrides(args)
         judged = read_judged(args.config, overrides, flags=named)
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _trained(judged: Judged) -> Any:
+def _trained(judged: PlacedSettings) -> Any:
     """Train; what the user's own code raises in this process is told as `launch` tells it of its ranks."""
     with pytorch("train runs a model"):
         from drumline.train.start import start
@@ -128,7 +128,7 @@ def _trained(judged: Judged) -> Any:
 
 def _overrides(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
     """Return what flags set, by key, and by which flag."""
-    from drumline.train.config.files.read import MICROBATCHES
+    from drumline.train.config.files.settings_file import MICROBATCHES
     from drumline.train.config.flags import assigned, data_named, model_named
 
     found: dict[str, tuple[Any, str]] = {}
@@ -193,7 +193,7 @@ def _torchrun(settings: TrainSettings) -> str:
 
 def _words(args: argparse.Namespace, *, without: Sequence[str] = ()) -> list[str]:
     """Return the config and what flags set, as words of a command."""
-    from drumline.train.config.files.read import MICROBATCHES
+    from drumline.train.config.files.settings_file import MICROBATCHES
     from drumline.train.config.write import written
 
     overrides, _ = _overrides(args)
@@ -208,7 +208,7 @@ def _words(args: argparse.Namespace, *, without: Sequence[str] = ()) -> list[str
 
 
 def _dry_run(args: argparse.Namespace, settings: TrainSettings) -> int:
-    from drumline.train.dry.run import dry_run
+    from drumline.train.dry.dry_run import dry_run
     from drumline.train.start import is_started, with_device
 
     if is_started():
@@ -227,19 +227,19 @@ def _text(found: DryRun, line: str) -> str:
     told, width = found.summary(), terminal_width()
     stages = [
         [
-            str(one["stage"]),
-            ", ".join(map(str, one["ranks"])),
-            str(len(one["blocks"])),
-            f"{one['blocks'][0]} to {one['blocks'][-1]}" if len(one["blocks"]) > 1 else one["blocks"][0],
-            f"{one['parameters']:,}",
+            str(stage["stage"]),
+            ", ".join(map(str, stage["ranks"])),
+            str(len(stage["blocks"])),
+            f"{stage['blocks'][0]} to {stage['blocks'][-1]}" if len(stage["blocks"]) > 1 else stage["blocks"][0],
+            f"{stage['parameters']:,}",
         ]
-        for one in told["stages"]
+        for stage in told["stages"]
     ]
     names = ("weights", "gradients", "optimizer", "activations", "received", "total")
-    ranks = [[str(rank), *(size_text(one[name]) for name in names)] for rank, one in enumerate(told["rank_bytes"])]
+    ranks = [[str(rank), *(size_text(size[name]) for name in names)] for rank, size in enumerate(told["rank_bytes"])]
     sizes = f"{counted(told['microbatches'], 'microbatch')} of {told['microbatch']} x {told['sequence']}"
     if told["buckets"]:
-        most = max(one["rows"] * one["length"] for one in told["buckets"])
+        most = max(bucket["rows"] * bucket["length"] for bucket in told["buckets"])
         sizes = f"{counted(len(told['buckets']), 'bucket')}, microbatches of at most {most:,} tokens"
     proof = (
         "It is proven to run: every message has its receiver, nothing waits in a circle."
@@ -270,7 +270,7 @@ def _text(found: DryRun, line: str) -> str:
         f"The run goes to {told['folder']}. The same by torchrun:",
         f"  {line}",
     ]
-    return "\n".join(one if "\n" in one or one.startswith("  ") else wrapped(one, width) for one in lines)
+    return "\n".join(name if "\n" in name or name.startswith("  ") else wrapped(name, width) for name in lines)
 
 
 def _buckets(told: dict[str, Any], width: int) -> Iterator[str]:
@@ -280,13 +280,13 @@ def _buckets(told: dict[str, Any], width: int) -> Iterator[str]:
 
     rows = [
         [
-            str(one["microbatches"]),
-            str(len(one["lengths"])),
-            ", ".join(map(str, one["lengths"])),
-            percent(one["bubble"]),
+            str(program["microbatches"]),
+            str(len(program["lengths"])),
+            ", ".join(map(str, program["lengths"])),
+            percent(program["bubble"]),
         ]
-        for one in told["programs"]
-        if one["lengths"]
+        for program in told["programs"]
+        if program["lengths"]
     ]
     if rows:
         yield "A program for each number of microbatches, with its simulated bubble:"
@@ -304,7 +304,7 @@ def _tell(args: argparse.Namespace, settings: TrainSettings, trained: Any) -> No
     if args.json:
         found = asdict(trained) | {"folder": str(trained.folder), "steps": settings.run.steps, "resume": resume}
         for name in ("losses", "grad_norms"):
-            found[name] = [one if math.isfinite(one) else None for one in found[name]]
+            found[name] = [line if math.isfinite(line) else None for line in found[name]]
         print_json(found)
         return
     losses = trained.losses

@@ -19,7 +19,7 @@ from drumline.core.parsed import LARGEST
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class FieldShape:
     """What a field accepts; `each` is "stage" or "microbatch" if the field also accepts a list with one value per item.
 
     `parted` marks fields that are divided when a stage is cut into equal parts: each part gets its share.
@@ -34,13 +34,13 @@ class Shape:
     @property
     def expected(self) -> str:
         """What the field accepts, in words."""
-        one = "true or false" if self.flag else "a number"
-        return f"{one}, or one per {self.each}" if self.each else one
+        name = "true or false" if self.flag else "a number"
+        return f"{name}, or one per {self.each}" if self.each else name
 
 
 # Metadata shared by fields of `Costs` that accept the same values.
 STAGE, OPTIONAL, WHOLE = (
-    {"shape": Shape("stage", parted=parted, optional=optional)}
+    {"shape": FieldShape("stage", parted=parted, optional=optional)}
     for parted, optional in ((True, False), (True, True), (False, False))
 )
 
@@ -50,10 +50,10 @@ def is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 
-def check_field(name: str, value: Any, shape: Shape) -> None:
+def check_field(name: str, value: Any, shape: FieldShape) -> None:
     """Raise an error if the value does not have the shape that the field accepts.
 
-    >>> check_field("comm", [0, 0.5], Shape())
+    >>> check_field("comm", [0, 0.5], FieldShape())
     Traceback (most recent call last):
     drumline.core.errors.CostsError: comm is a list; expected a number; use edges to set individual links
     """
@@ -69,11 +69,11 @@ def check_field(name: str, value: Any, shape: Shape) -> None:
         )
     if not value:
         raise CostsError(f"{name} is an empty list", expected=shape.expected)
-    for one in value:
-        _check_value(name, one, shape)
+    for item in value:
+        _check_value(name, item, shape)
 
 
-def _check_value(name: str, value: Any, shape: Shape) -> None:
+def _check_value(name: str, value: Any, shape: FieldShape) -> None:
     if shape.flag:
         if not isinstance(value, bool):
             raise CostsError(f"{name} is {_shown(value)}", expected=shape.expected)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from drumline.core.cost_fields import OPTIONAL, STAGE, WHOLE, Shape, check_edges, check_field, check_number
+from drumline.core.cost_fields import OPTIONAL, STAGE, WHOLE, FieldShape, check_edges, check_field, check_number
 from drumline.core.errors import CostsError, nearest
-from drumline.core.files import MIB, Kind, named, parse_object, read_text
+from drumline.core.files import MIB, FileKind, named, parse_object, read_text
 from drumline.core.parsed import LARGEST, shown
 
 PerStage = float | Sequence[float]
@@ -59,15 +59,15 @@ class Costs:
     update: PerStage = field(default=0.0, metadata=STAGE)
     reduce: PerStage = field(default=0.0, metadata=STAGE)
     pack: PerStage = field(default=0.0, metadata=STAGE)
-    microbatch_factor: PerStage = field(default=1.0, metadata={"shape": Shape("microbatch")})
-    comm: float = field(default=0.0, metadata={"shape": Shape()})
-    bytes_per_second: float = field(default=math.inf, metadata={"shape": Shape(infinite=True)})
+    microbatch_factor: PerStage = field(default=1.0, metadata={"shape": FieldShape("microbatch")})
+    comm: float = field(default=0.0, metadata={"shape": FieldShape()})
+    bytes_per_second: float = field(default=math.inf, metadata={"shape": FieldShape(infinite=True)})
     message_bytes: PerStage = field(default=0.0, metadata=WHOLE)
     edges: Mapping[tuple[int, int], Edge] = field(default_factory=dict)
-    overlap: bool = field(default=True, metadata={"shape": Shape(flag=True)})
+    overlap: bool = field(default=True, metadata={"shape": FieldShape(flag=True)})
     activation_bytes: PerStage | None = field(default=None, metadata=OPTIONAL)
     held_until_weight_bytes: PerStage | None = field(default=None, metadata=OPTIONAL)
-    recompute: bool | Sequence[bool] = field(default=False, metadata={"shape": Shape("stage", flag=True)})
+    recompute: bool | Sequence[bool] = field(default=False, metadata={"shape": FieldShape("stage", flag=True)})
     checkpoint_bytes: PerStage = field(default=0.0, metadata=WHOLE)
     weight_bytes: PerStage = field(default=0.0, metadata=STAGE)
     gradient_bytes: PerStage = field(default=0.0, metadata=STAGE)
@@ -147,7 +147,7 @@ class Costs:
         >>> Costs.from_json(json.dumps(costs.to_json())) == costs
         True
         """
-        table = {one.name: getattr(self, one.name) for one in fields(self)}
+        table = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         if self.edges:
             table["edges"] = [_edge_to_json(*ends, edge) for ends, edge in self.edges.items()]
         plain = Costs()
@@ -166,7 +166,7 @@ class Costs:
         drumline.core.errors.CostsError: unknown cost 'foward'; did you mean forward?
         """
         table = parse_object(text, _KIND)
-        known = [one.name for one in fields(Costs)]
+        known = [entry.name for entry in fields(Costs)]
         for key in table:
             if key not in known:
                 raise CostsError(f"unknown cost {key[:60]!r}", fix=nearest(key[:60], known))
@@ -182,7 +182,7 @@ class Costs:
             return Costs.from_json(text)
 
 
-SHAPES: dict[str, Shape] = {one.name: one.metadata["shape"] for one in fields(Costs) if one.metadata}
+SHAPES: dict[str, FieldShape] = {entry.name: entry.metadata["shape"] for entry in fields(Costs) if entry.metadata}
 
 
 def cut_finer(costs: Costs, stages_per_rank: int) -> Costs:
@@ -200,15 +200,15 @@ def cut_finer(costs: Costs, stages_per_rank: int) -> Costs:
     for name, shape in SHAPES.items():
         value = getattr(costs, name)
         if shape.each == "stage" and isinstance(value, Sequence):
-            parts = [one / stages_per_rank if shape.parted else one for one in value]
-            changed[name] = tuple(one for one in parts for _ in range(stages_per_rank))
+            parts = [item / stages_per_rank if shape.parted else item for item in value]
+            changed[name] = tuple(part for part in parts for _ in range(stages_per_rank))
         elif shape.parted and value is not None:
             changed[name] = value / stages_per_rank
     return replace(costs, **changed)
 
 
 # Enough for one number per stage and microbatch, a million of each; a larger file cannot be costs.
-_KIND = Kind("file of costs", CostsError, 'a JSON file of costs, an object like {"forward": 1}', 16 * MIB)
+_KIND = FileKind("file of costs", CostsError, 'a JSON file of costs, an object like {"forward": 1}', 16 * MIB)
 
 
 def _expand(name: str, value: PerStage, count: int, what: str) -> tuple[float, ...]:

@@ -153,11 +153,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     >>> nearest("xyz", ["gpipe", "1f1b"])
     'choose one of gpipe, 1f1b'
     """
-    words = {one.lower(): one for one in known}
-    longer = [one for one in words if word and one.startswith(word.lower())]
+    words = {name.lower(): name for name in known}
+    longer = [name for name in words if word and name.startswith(word.lower())]
     close = longer[:4] or difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.5)
     if close:
-        return f"did you mean {' or '.join(words[one] for one in close)}?"
+        return f"did you mean {' or '.join(words[name] for name in close)}?"
     return f"choose one of {', '.join(words.values())}"
 
 

@@ -28,7 +28,7 @@ _NEVER_WAITING = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLO
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FileKind:
     """A kind of file: its name, its error class, what was expected, and its size limit in bytes."""
 
     name: str
@@ -42,10 +42,10 @@ class Kind:
 
 
 @contextmanager
-def opened(path: str | Path, kind: Kind) -> Iterator[BinaryIO]:
+def opened(path: str | Path, kind: FileKind) -> Iterator[BinaryIO]:
     """Open a regular file for reading. Never blocks on a pipe or device.
 
-    >>> with opened("no-such-file.json", Kind("costs", DrumlineError, "a JSON file of costs")):
+    >>> with opened("no-such-file.json", FileKind("costs", DrumlineError, "a JSON file of costs")):
     ...     pass
     Traceback (most recent call last):
     drumline.core.errors.DrumlineError: cannot read no-such-file.json: No such file or directory; expected ...
@@ -68,10 +68,10 @@ def opened(path: str | Path, kind: Kind) -> Iterator[BinaryIO]:
         raise kind.refuse(f"cannot read {str(path)!r}: file names cannot contain a null byte") from None
 
 
-def is_there(path: str | Path, kind: Kind) -> bool:
+def is_there(path: str | Path, kind: FileKind) -> bool:
     """Whether anything exists at a path; raise an error if that cannot be determined.
 
-    >>> is_there("no-such-file.json", Kind("costs", DrumlineError, "a JSON file of costs"))
+    >>> is_there("no-such-file.json", FileKind("costs", DrumlineError, "a JSON file of costs"))
     False
     """
     try:
@@ -115,7 +115,7 @@ def unreadable(path: str | Path) -> str:
     return "" if os.access(path, os.R_OK) else "cannot be read: Permission denied"
 
 
-def read_bytes(path: str | Path, kind: Kind) -> bytes:
+def read_bytes(path: str | Path, kind: FileKind) -> bytes:
     """Return the contents of a file, up to the size limit of its kind."""
     with opened(path, kind) as file:
         if os.fstat(file.fileno()).st_size <= kind.max_bytes:
@@ -125,7 +125,7 @@ def read_bytes(path: str | Path, kind: Kind) -> bytes:
     raise kind.refuse(f"{path} is larger than {kind.max_bytes // MIB} MiB")
 
 
-def read_text(path: str | Path, kind: Kind) -> str:
+def read_text(path: str | Path, kind: FileKind) -> str:
     """Return the contents of a file as text, without a byte-order mark."""
     data = read_bytes(path, kind)
     try:
@@ -137,7 +137,7 @@ def read_text(path: str | Path, kind: Kind) -> str:
         ) from None
 
 
-def read_object(path: str | Path, kind: Kind) -> dict[str, Any]:
+def read_object(path: str | Path, kind: FileKind) -> dict[str, Any]:
     """Return the object in a JSON file."""
     text = read_text(path, kind)
     with named(path, kind):
@@ -145,7 +145,7 @@ def read_object(path: str | Path, kind: Kind) -> dict[str, Any]:
 
 
 @contextmanager
-def named(path: str | Path, kind: Kind) -> Iterator[None]:
+def named(path: str | Path, kind: FileKind) -> Iterator[None]:
     """Prefix a parser's errors with the path."""
     try:
         yield
@@ -153,7 +153,7 @@ def named(path: str | Path, kind: Kind) -> Iterator[None]:
         raise kind.error(f"{path}: {error.error}", expected=error.expected, fix=error.fix) from None
 
 
-def parse_object(text: str | bytes, kind: Kind) -> dict[str, Any]:
+def parse_object(text: str | bytes, kind: FileKind) -> dict[str, Any]:
     """Parse a JSON text that must be an object."""
     found = parse_json(text, kind)
     if not isinstance(found, dict):
@@ -161,10 +161,10 @@ def parse_object(text: str | bytes, kind: Kind) -> dict[str, Any]:
     return found
 
 
-def parse_json(text: str | bytes, kind: Kind) -> Any:
+def parse_json(text: str | bytes, kind: FileKind) -> Any:
     """Parse a JSON text.
 
-    >>> kind = Kind("costs", DrumlineError, "JSON")
+    >>> kind = FileKind("costs", DrumlineError, "JSON")
     >>> parse_json('{"comm": 1e999}', kind)
     Traceback (most recent call last):
     drumline.core.errors.DrumlineError: comm is inf; expected a finite number
@@ -213,13 +213,13 @@ def _check_inside(value: Any) -> None:
     level = _inner([value], "a number")
     for _ in range(MAX_DEPTH):
         deeper: list[tuple[Any, str]] = []
-        for one, name in level:
-            if isinstance(one, dict):
-                _inner(list(one), name)
-                for key, inside in one.items():
+        for entry, name in level:
+            if isinstance(entry, dict):
+                _inner(list(entry), name)
+                for key, inside in entry.items():
                     deeper += _inner([inside], key)
             else:
-                deeper += _inner(one, name)
+                deeper += _inner(entry, name)
         level = deeper
     if level:
         raise RecursionError
@@ -229,18 +229,18 @@ def _inner(values: list[Any], name: str) -> list[tuple[Any, str]]:
     """Return the lists and objects among values; reject bad numbers and texts, using their names."""
     kinds = set(map(type, values))
     if int in kinds:
-        whole = [one for one in values if type(one) is int] if len(kinds) > 1 else values
+        whole = [value for value in values if type(value) is int] if len(kinds) > 1 else values
         if min(whole) not in _WHOLE or max(whole) not in _WHOLE:
             raise _Refused(f"{name[:60]} is an integer with more than 64 bits", expected="64 bits or fewer")
     if float in kinds:
-        for one in values:
-            if type(one) is float and not math.isfinite(one):
-                raise _Refused(f"{name[:60]} is {one}", expected="a finite number")
+        for value in values:
+            if type(value) is float and not math.isfinite(value):
+                raise _Refused(f"{name[:60]} is {value}", expected="a finite number")
     if str in kinds:
-        for one in values:
-            if type(one) is str and not one.isascii():
-                _check_text(one)
-    return [(one, name) for one in values if isinstance(one, dict | list)] if kinds & {dict, list} else []
+        for value in values:
+            if type(value) is str and not value.isascii():
+                _check_text(value)
+    return [(value, name) for value in values if isinstance(value, dict | list)] if kinds & {dict, list} else []
 
 
 def _check_text(text: str) -> None:

@@ -211,14 +211,14 @@ _RELEASES = np.array([op in rules.RELEASES for op in OPS])
 
 
 @dataclass(frozen=True, slots=True)
-class Versions:
+class VersionMemory:
     """What versions and second gradient buffers add, during and after each timed action; and the most versions."""
 
     bytes: Sequence[tuple[float, float]]
     peak: int
 
 
-def versions(program: Program, costs: Costs) -> list[Versions] | None:
+def versions(program: Program, costs: Costs) -> list[VersionMemory] | None:
     """Return what every rank's weight versions cost beyond the first; None if the program contains no updates.
 
     >>> program = Program.parse("0F0,0F1,0B0,0UPDATE0,0F2,0B1,0UPDATE1,0B2,0UPDATE2")
@@ -236,7 +236,9 @@ def versions(program: Program, costs: Costs) -> list[Versions] | None:
         old, buffers = _old_versions(*row), _gradient_buffers(*row)
         extra[rank] += weight[stage] * old + gradient[stage] * np.maximum(buffers - 1, 0)
         peaks[rank] = max(peaks[rank], 1 + int(old[:, 0].max(initial=0)))
-    return [Versions(list(zip(*each.T.tolist(), strict=True)), peak) for each, peak in zip(extra, peaks, strict=True)]
+    return [
+        VersionMemory(list(zip(*each.T.tolist(), strict=True)), peak) for each, peak in zip(extra, peaks, strict=True)
+    ]
 
 
 def _old_versions(code: Ints, microbatch: Ints, position: Ints, length: int) -> Floats:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drumline.core.errors import DrumlineError, nearest
-from drumline.core.files import Kind
+from drumline.core.files import FileKind
 
 # Sums and products of a million numbers up to this limit are still finite.
 LARGEST = 1e100
@@ -38,11 +38,11 @@ def shown(value: object) -> str:
 class Parsed:
     """A value, its position, and the kind of file it comes from.
 
-    >>> kind = Kind("plan", DrumlineError, "a JSON file")
+    >>> kind = FileKind("plan", DrumlineError, "a JSON file")
     >>> plan = Parsed({"batch": 8, "cuts": ["a", 4]}, kind)
     >>> plan["batch"].whole()
     8
-    >>> [one.text() for one in plan["cuts"].each()]
+    >>> [value.text() for value in plan["cuts"].each()]
     Traceback (most recent call last):
     drumline.core.errors.DrumlineError: a damaged plan: cuts[1] is 4; expected text; ...
     >>> plan["seconds"]
@@ -51,7 +51,7 @@ class Parsed:
     """
 
     value: Any
-    kind: Kind
+    kind: FileKind
     where: str = ""
 
     def refuse(self, expected: str) -> DrumlineError:
@@ -92,7 +92,7 @@ class Parsed:
         """Return the items of a list."""
         if not isinstance(self.value, list) or len(self.value) > most:
             raise self.refuse(f"a list of at most {most} items" if isinstance(self.value, list) else "a list")
-        return [Parsed(one, self.kind, f"{self.where}[{at}]") for at, one in enumerate(self.value)]
+        return [Parsed(value, self.kind, f"{self.where}[{at}]") for at, value in enumerate(self.value)]
 
     def text(self) -> str:
         """Return the value, which must be text."""

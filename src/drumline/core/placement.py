@@ -164,7 +164,7 @@ def _homes(stage: Ints, rank: Ints) -> tuple[int, ...] | None:
 
 def _commonest(counts: Counter[Any], default: Any) -> Any:
     """Return the most common item; the smallest one in a tie."""
-    return min(counts, key=lambda one: (-counts[one], one), default=default)
+    return min(counts, key=lambda value: (-counts[value], value), default=default)
 
 
 def _mirror_images(paths: dict[int, dict[int, int]], down: dict[int, int], num_ranks: int) -> set[int]:

@@ -18,7 +18,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from drumline.core import placement
 from drumline.core.action import COMPUTE_OPS, TIMED_OPS, TRANSFER_OPS, WAIT_OPS, Action, Op
 from drumline.core.errors import ProgramError
-from drumline.core.files import MIB, Kind, named, read_text
+from drumline.core.files import MIB, FileKind, named, read_text
 from drumline.core.graph import CODE, Columns
 from drumline.core.placement import Placement
 from drumline.core.rules import Backward
@@ -28,7 +28,7 @@ Row = tuple[Action, ...]
 # A million actions is 64 ranks x 4 stages x 1000 microbatches; nobody runs a larger program.
 MAX_ACTIONS = 1_000_000
 MAX_FILE_BYTES = 64 * MIB
-_KIND = Kind("program", ProgramError, "a CSV file, one row of actions per rank", MAX_FILE_BYTES)
+_KIND = FileKind("program", ProgramError, "a CSV file, one row of actions per rank", MAX_FILE_BYTES)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def duration(seconds: float, digits: int = 3, *, micro: str = "us") -> str:
     if abs(seconds) < 5e-10:
         return "0 s"
     units = (("s", 1.0), ("ms", 1e-3), (micro, 1e-6), ("ns", 1e-9))
-    unit, size = next((one for one in units if abs(seconds) >= one[1]), units[-1])
+    unit, size = next((pair for pair in units if abs(seconds) >= pair[1]), units[-1])
     return f"{number(seconds / size, digits)} {unit}"
 
 

@@ -57,8 +57,8 @@ class ProgramChoice:
         self._programs.own = self._programs.number_of(program)
         self._frozen.pruned(program)
         self._switch(self._programs.own)
-        for one in self.observers.each:
-            one.took(program, self._programs.own)
+        for observer in self.observers.each:
+            observer.took(program, self._programs.own)
 
     def take_program(self, given: Any, num_microbatches: int | None) -> Program:
         """Run by another program from the next step on, once all ranks have proven the same one."""
@@ -70,9 +70,9 @@ class ProgramChoice:
             mine = error
         with self._crew.together("taking up a program"):
             told = self._crew.everywhere("program", mine)
-        for one in told:
-            if isinstance(one, DrumlineError):
-                raise one
+        for drumline_error in told:
+            if isinstance(drumline_error, DrumlineError):
+                raise drumline_error
         if len(set(told)) > 1:
             raise MismatchError("ranks were given different programs to take up", expected="the same on every rank")
         with self._crew.together("taking up a program"):
@@ -100,7 +100,7 @@ class ProgramChoice:
         self._refuse(call="take_program", **program_facts(now if now.num_updates else program))
         if violations := validate(program):
             raise InvalidProgram(program.name, violations)
-        for one in self.observers.each:
-            one.refuse_program(program)
+        for observer in self.observers.each:
+            observer.refuse_program(program)
         self._engine.refuse(self._programs[self._programs.number_of(program)])
         return program

@@ -23,16 +23,16 @@ from drumline.runtime.batch import Split
 
 # The accepted values of options, and how errors describe them.
 _YEAR = 31_536_000  # clocks of operating systems overflow far above
-_MAYBE_COUNT = Rule(COUNT.expected, lambda one: one is None or COUNT.holds(one))
+_MAYBE_COUNT = Rule(COUNT.expected, lambda value: value is None or COUNT.holds(value))
 _INTEGER = Rule("an integer", is_whole)
 _SECONDS = Rule(
     f"a positive number of seconds, at most {_YEAR} (a year)",
-    lambda one: (is_whole(one) or isinstance(one, float)) and 0 < one <= _YEAR,
+    lambda value: (is_whole(value) or isinstance(value, float)) and 0 < value <= _YEAR,
 )
 _SCHEDULE = Rule(
-    "a schedule name, a Program, or a CSV file", lambda one: one is None or isinstance(one, str | Path | Program)
+    "a schedule name, a Program, or a CSV file", lambda value: value is None or isinstance(value, str | Path | Program)
 )
-_INTERFACE = Rule("the name of a network interface, or an address", lambda one: isinstance(one, str))
+_INTERFACE = Rule("the name of a network interface, or an address", lambda value: isinstance(value, str))
 _UNUSED = one_of("warn", "raise", "ignore")
 
 
@@ -73,4 +73,4 @@ class CoreOptions(FeatureOptions):
 
     def settings(self) -> dict[str, Any]:
         """Return all options by name, with the decisions of a plan in place of the plan."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "plan"}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "plan"}

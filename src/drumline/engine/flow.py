@@ -8,8 +8,8 @@ from torch import Tensor
 
 from drumline.engine.ground import Ground
 from drumline.engine.ranks.observer import Observer
-from drumline.engine.ranks.tally import Told
-from drumline.engine.updates.validated import check as validated_after
+from drumline.engine.ranks.tally import RankReport
+from drumline.engine.updates.validation_time import check as validated_after
 from drumline.runtime.gradients.clip import all_finite
 from drumline.runtime.step import Step
 
@@ -45,12 +45,12 @@ class Flow(Observer):
         """Follow how an optimizer that is being made clips, and when its updates are validated."""
         self.ground.updates.validate(validated_after(validated, max_norm), max_norm)
 
-    def judge(self, step: Step, told: Told, losses: list[Tensor]) -> None:
+    def judge(self, step: Step, told: RankReport, losses: list[Tensor]) -> None:
         """Note whether all of a training step's losses and gradients here are finite, and what no loss has reached."""
         ground = self.ground
         if self.check_finite:
             holdings = ground.holdings
-            gradients = [one.grad for one in holdings.parameters() if one.grad is not None]
+            gradients = [param.grad for param in holdings.parameters() if param.grad is not None]
             finite = all_finite([*gradients, *losses])
             if ground.crew.alone:
                 told.finite = finite
@@ -58,4 +58,4 @@ class Flow(Observer):
                 told.finite = ground.lines.all_finite(bool(finite))
         if ground.ledger.unused.looks:
             named = ground.holdings.named_parameters()
-            told.unreached = [name for name, one in named if one.requires_grad and one.grad is None]
+            told.unreached = [name for name, param in named if param.requires_grad and param.grad is None]

@@ -11,7 +11,7 @@ from drumline.engine.program.frozen import Frozen
 from drumline.engine.program.programs import Programs
 from drumline.engine.ranks.crew import Crew
 from drumline.engine.ranks.journal import Journal
-from drumline.engine.ranks.tally import Ledger
+from drumline.engine.ranks.tally import TallyLedger
 from drumline.engine.stages.engine import Engine
 from drumline.engine.stages.intake import Intake
 from drumline.engine.state.tensors import Holdings
@@ -23,7 +23,7 @@ class Ground:
     """The ranks of this process, what they run, and what they hold."""
 
     crew: Crew
-    ledger: Ledger
+    ledger: TallyLedger
     intake: Intake
     frozen: Frozen
     programs: Programs

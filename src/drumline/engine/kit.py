@@ -5,27 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from drumline.engine.built import Built
 from drumline.engine.flow import Flow
 from drumline.engine.ground import Ground
 from drumline.engine.lines import Lines
+from drumline.engine.local_pipeline import LocalPipeline
+from drumline.engine.no_check import NoCheck
 from drumline.engine.ranks.journal import Journal
-from drumline.engine.ranks.tally import Ledger
-from drumline.engine.setting import Cut, Setting
+from drumline.engine.ranks.tally import TallyLedger
+from drumline.engine.setup import ModelCut, PipelineSetup
 from drumline.engine.stages.engine import Engine
 from drumline.engine.stages.intake import Intake
 from drumline.engine.state.tensors import Holdings
-from drumline.engine.unchecked import Unchecked
 from drumline.engine.unsplit.parts import Parts
 from drumline.model.weights.tied import Ties
 from drumline.runtime.execute.executor import Executor
 
 
-def _flushed(setting: Setting, ground: Ground) -> Flow:
+def _flushed(setting: PipelineSetup, ground: Ground) -> Flow:
     return Flow(ground, check_finite=setting.options.check_finite or ground.updates.precision.scales)
 
 
-def _unwritten(setting: Setting, cut: Cut, built: Built, ledger: Ledger, holdings: Holdings) -> Journal:
+def _unwritten(
+    setting: PipelineSetup, cut: ModelCut, built: LocalPipeline, ledger: TallyLedger, holdings: Holdings
+) -> Journal:
     return Journal(ledger, holdings.has_gradients)
 
 
@@ -40,11 +42,12 @@ class Kit:
     intake: type[Intake] = Intake  # splits batches
     engine: type[Engine] = Engine  # runs the programs of this process's ranks
     executor: type[Executor] = Executor  # runs a rank's row
-    lines: Callable[[Setting], Lines] = Lines
-    check: Callable[[Setting, Cut, Parts, tuple[int, int, str] | None], Unchecked] = Unchecked
-    journal: Callable[[Setting, Cut, Built, Ledger, Holdings], Journal] = _unwritten
-    flow: Callable[[Setting, Ground], Flow] = _flushed
-    admit: Callable[[Setting, Ties], None] = lambda setting, ties: None  # refuses tied tensors, before ranks have them
+    lines: Callable[[PipelineSetup], Lines] = Lines
+    check: Callable[[PipelineSetup, ModelCut, Parts, tuple[int, int, str] | None], NoCheck] = NoCheck
+    journal: Callable[[PipelineSetup, ModelCut, LocalPipeline, TallyLedger, Holdings], Journal] = _unwritten
+    flow: Callable[[PipelineSetup, Ground], Flow] = _flushed
+    # Refuses tied tensors, before ranks have them.
+    admit: Callable[[PipelineSetup, Ties], None] = lambda setting, ties: None
     measures: bool = False  # whether steps are measured
     weighs_first: bool = False  # whether the bytes of the first step are counted
     times_blocks: bool = False  # whether blocks are timed although the cut is given

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.program import Program
-from drumline.engine.setting import Cut, Setting
+from drumline.engine.setup import ModelCut, PipelineSetup
 from drumline.engine.stages.engine import Around, Engine
 from drumline.engine.stages.intake import Intake
 from drumline.engine.state.tensors import Holdings
@@ -30,7 +30,7 @@ class Lines:
     the pipeline does not keep the setting, which holds the whole model.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: PipelineSetup) -> None:
         self.axes = setting.axes
 
     def whole(self) -> AbstractContextManager[None]:
@@ -48,7 +48,7 @@ class Lines:
         """Return how to compare what this line has with the unsplit model."""
         return Parts(self.axes)
 
-    def divide(self, cut: Cut) -> None:
+    def divide(self, cut: ModelCut) -> None:
         """Replace the parameters of this process's stages by its parts of them."""
 
     def sums_of(self, parameters: Sequence[nn.Parameter]) -> Sums | None:

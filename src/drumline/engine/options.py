@@ -22,9 +22,9 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-SWITCH = Rule("True or False", lambda one: isinstance(one, bool))
+SWITCH = Rule("True or False", lambda value: isinstance(value, bool))
 _SOMETHING = object()
-COUNT = Rule("an integer of at least 1", lambda one: is_whole(one) and one >= 1)
+COUNT = Rule("an integer of at least 1", lambda value: is_whole(value) and value >= 1)
 
 
 def option(default: Any, rule: Rule) -> Any:
@@ -67,10 +67,10 @@ class FeatureOptions:
 
     def check_values(self) -> None:
         """Refuse values of the wrong type or range, by name."""
-        for one in fields(self):
-            rule: Rule | None = one.metadata.get("rule")
-            if rule is not None and not rule.holds(value := getattr(self, one.name)):
-                raise UsageError(f"{one.name} is {value!r:.80}", expected=rule.expected)
+        for entry in fields(self):
+            rule: Rule | None = entry.metadata.get("rule")
+            if rule is not None and not rule.holds(value := getattr(self, entry.name)):
+                raise UsageError(f"{entry.name} is {value!r:.80}", expected=rule.expected)
 
     def refuse_model(self, model: Any) -> None:
         """Refuse a model with which these values cannot run; each feature says its own."""
@@ -80,7 +80,7 @@ class FeatureOptions:
 
         Whoever keeps them keeps no model alive. A plan is not among them, but what it decides.
         """
-        return {one.name: _known(getattr(self, one.name)) for one in fields(self) if one.name != "plan"}
+        return {entry.name: _known(getattr(self, entry.name)) for entry in fields(self) if entry.name != "plan"}
 
     # ---- what is asked before ranks connect --------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ AFTER = given("validated", "after")
 def axis(*names: str) -> Given:
     """Return a mesh with several lines along one of these axes."""
     shown = " or ".join(f"`{name}`" for name in names)
-    return Given("mesh", f"a `mesh` with {shown}", lambda facts: any(_size(facts, one) > 1 for one in names), _MESH)
+    return Given("mesh", f"a `mesh` with {shown}", lambda facts: any(_size(facts, name) > 1 for name in names), _MESH)
 
 
 def without(name: str) -> Given:

@@ -35,7 +35,7 @@ class Block:
     @property
     def trains(self) -> bool:
         """Whether any parameter trains."""
-        return any(one.requires_grad for one in self.module.parameters())
+        return any(param.requires_grad for param in self.module.parameters())
 
 
 def blocks_of(model: Model | Sequence[Block]) -> list[Block]:
@@ -49,7 +49,7 @@ def blocks_of(model: Model | Sequence[Block]) -> list[Block]:
         named = [(name, block) for name, block in model._modules.items() if block is not None]
     elif isinstance(model, Mapping):
         named = list(model.items())
-    elif isinstance(model, Sequence) and model and all(isinstance(one, Block) for one in model):
+    elif isinstance(model, Sequence) and model and all(isinstance(module, Block) for module in model):
         return list(cast(Sequence[Block], model))
     elif isinstance(model, Sequence) and not isinstance(model, str):
         named = [(str(index), block) for index, block in enumerate(model)]

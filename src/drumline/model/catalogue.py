@@ -143,5 +143,5 @@ def with_memory(tensor: Tensor, device: torch.device) -> Tensor:
     made = torch.empty_like(tensor, device=device, requires_grad=False)
     if isinstance(tensor, nn.Parameter):
         made = torch.Tensor._make_subclass(type(tensor), made, tensor.requires_grad)
-    made.__dict__.update({name: one for name, one in tensor.__dict__.items() if name != "_is_hf_initialized"})
+    made.__dict__.update({name: value for name, value in tensor.__dict__.items() if name != "_is_hf_initialized"})
     return made

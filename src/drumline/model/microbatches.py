@@ -31,12 +31,12 @@ class Microbatches(tuple[Any, ...]):
     ...     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=-1)
     >>> pipe = dl.Pipeline(model, loss_fn=loss_fn, num_microbatches=3, num_ranks=2)
     >>> texts = [torch.randint(50, (2, length)) for length in (5, 3, 17)]
-    >>> x = dl.Microbatches(one[:, :-1] for one in texts)
-    >>> y = dl.Microbatches(one[:, 1:].clone() for one in texts)
+    >>> x = dl.Microbatches(text[:, :-1] for text in texts)
+    >>> y = dl.Microbatches(text[:, 1:].clone() for text in texts)
     >>> y[0][1, 2:] = -1  # padding
     >>> loss = pipe.step(x, target=y).loss
-    >>> logits = torch.cat([model(one).flatten(0, 1) for one in x])
-    >>> torch.isclose(loss, loss_fn(logits[None], torch.cat([one.flatten() for one in y])))
+    >>> logits = torch.cat([model(value).flatten(0, 1) for value in x])
+    >>> torch.isclose(loss, loss_fn(logits[None], torch.cat([value.flatten() for value in y])))
     tensor(True)
     """
 
@@ -68,13 +68,13 @@ def has_microbatches(value: Any) -> bool:
     """
     todo = [value]
     while todo:
-        one = todo.pop()
-        if isinstance(one, Microbatches):
+        entry = todo.pop()
+        if isinstance(entry, Microbatches):
             return True
-        if isinstance(one, tuple | list):
-            todo += one
-        elif isinstance(one, dict):
-            todo += one.values()
-        elif is_dataclass(one) and not isinstance(one, type):
-            todo += [getattr(one, field.name) for field in fields(one)]
+        if isinstance(entry, tuple | list):
+            todo += entry
+        elif isinstance(entry, dict):
+            todo += entry.values()
+        elif is_dataclass(entry) and not isinstance(entry, type):
+            todo += [getattr(entry, field.name) for field in fields(entry)]
     return False

@@ -21,7 +21,7 @@ _lock = threading.Lock()
 _INHERITED: Any = object()
 
 
-class Replaced:
+class Replacement:
     """A temporary replacement, and what it replaced: raw, as the owner has it, or what it inherits."""
 
     __slots__ = ("count", "found", "of_thread", "raw", "stand_in")
@@ -54,14 +54,14 @@ class Patch:
     (11, 1)
     """
 
-    def __init__(self, owner: Any, name: Any, make: Callable[[Replaced], Any]) -> None:
+    def __init__(self, owner: Any, name: Any, make: Callable[[Replacement], Any]) -> None:
         self.owner = owner
         self.name = name
         self._make = make
         self._space: Any = owner if isinstance(owner, dict) else vars(owner)
         self._put = partial(setitem if isinstance(owner, dict) else setattr, owner, name)
-        self._now: Replaced | None = None
-        self._last: Replaced | None = None  # reused while the original is the same
+        self._now: Replacement | None = None
+        self._last: Replacement | None = None  # reused while the original is the same
 
     @property
     def watcher(self) -> Any:
@@ -75,7 +75,7 @@ class Patch:
             if now is None:
                 raw, now = self._space.get(self.name, _INHERITED), self._last
                 if now is None or now.raw is not raw:
-                    now = self._last = Replaced(self.owner, self.name, raw)
+                    now = self._last = Replacement(self.owner, self.name, raw)
                     now.stand_in = self._make(now)
                 self._put(now.stand_in)
                 self._now = now

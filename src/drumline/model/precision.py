@@ -66,7 +66,7 @@ def cast_apart(value: Any) -> Any:
     It takes a leaf for a weight: it would keep the cast until the step ends, and uses would add their gradients in low
     precision. Without autocast, nobody needs this.
     """
-    return mapped(value, lambda one: one.view_as(one) if one.is_leaf and one.requires_grad else one)
+    return mapped(value, lambda tensor: tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor)
 
 
 @contextmanager

@@ -135,8 +135,8 @@ class Randomness:
     def seed_for(self, microbatch: int, block: str) -> int:
         """Return the seed of a block for a microbatch of this step.
 
-        >>> one = Randomness(0, torch.device("cpu"))
-        >>> one.seed_for(0, "layers.3") == one.seed_for(0, "layers.3"), one.seed_for(0, "a") == one.seed_for(1, "a")
+        >>> draws = Randomness(0, torch.device("cpu"))
+        >>> draws.seed_for(0, "layers") == draws.seed_for(0, "layers"), draws.seed_for(0, "a") == draws.seed_for(1, "a")
         (True, False)
         """
         # The 0 keeps the numbers of earlier versions, so that runs can go on from their checkpoints bit for bit.
@@ -229,7 +229,7 @@ def _generators(device: torch.device) -> list[torch.Generator]:
 
 def generator_states(device: torch.device) -> list[Tensor]:
     """Return the states of the generators that a block on a device draws from."""
-    return [one.get_state() for one in _generators(device)]
+    return [generator.get_state() for generator in _generators(device)]
 
 
 def set_generator_states(device: torch.device, states: Sequence[Tensor]) -> None:
@@ -275,4 +275,4 @@ def _bits(generator: Any) -> Any:
 
 
 def _differ(before: list[Tensor], after: list[Tensor]) -> bool:
-    return any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    return any(not torch.equal(tensor, other) for tensor, other in zip(before, after, strict=True))

@@ -78,7 +78,7 @@ def _form(value: Any, tensors: list[Tensor], places: dict[int, int]) -> Any:
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         head, inside = ("named", kind), value
     elif is_dataclass(value) and not isinstance(value, type):
-        names = tuple(one.name for one in fields(value))
+        names = tuple(field.name for field in fields(value))
         head, inside = ("fields", kind, names), [getattr(value, name) for name in names]
     elif kind is slice:
         head, inside = ("slice",), (value.start, value.stop, value.step)
@@ -88,16 +88,16 @@ def _form(value: Any, tensors: list[Tensor], places: dict[int, int]) -> Any:
         _refuse_hidden(value)
         return ("plain", value)
     parts: list[Any] = []
-    for one in inside:
-        if isinstance(one, Tensor):
-            place = places.setdefault(id(one), len(tensors))  # a tensor in two places stays one
+    for tensor in inside:
+        if isinstance(tensor, Tensor):
+            place = places.setdefault(id(tensor), len(tensors))  # a tensor in two places stays one
             if place == len(tensors):
-                tensors.append(one)
+                tensors.append(tensor)
             parts.append(place)
-        elif type(one) in _LEAVES:
-            parts.append(("plain", one))
+        elif type(tensor) in _LEAVES:
+            parts.append(("plain", tensor))
         else:
-            parts.append(_form(one, tensors, places))
+            parts.append(_form(tensor, tensors, places))
     return (*head, *parts)
 
 
@@ -105,7 +105,7 @@ def _refuse_hidden(value: Any) -> None:
     """Refuse an object with hidden tensors: their gradients would be lost."""
     sequence = isinstance(value, tuple | list | set | frozenset)
     inside = value if sequence else getattr(value, "__dict__", {}).values()
-    if any(isinstance(one, Tensor) and one.requires_grad for one in inside):
+    if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in inside):
         raise ModelError(
             f"a block returns a {type(value).__name__} with tensors inside",
             expected="tensors in tuples, lists, dicts, named tuples or dataclasses",
@@ -126,7 +126,7 @@ def _value(tensors: Sequence[Tensor], form: Any) -> Any:
         return dict(zip(parts[0], inner, strict=True))
     if kind == "named":
         return parts[0](*inner)
-    return _values([[one] for one in inner], (kind, *parts[:first], *range(len(inner))), 1)[0]
+    return _values([[tensor] for tensor in inner], (kind, *parts[:first], *range(len(inner))), 1)[0]
 
 
 def _values(columns: Sequence[Sequence[Tensor]], form: Any, count: int) -> Sequence[Any]:
@@ -142,21 +142,21 @@ def _values(columns: Sequence[Sequence[Tensor]], form: Any, count: int) -> Seque
     if kind == "tuple":
         return rows
     if kind == "dict":
-        return [dict(zip(parts[0], one, strict=True)) for one in rows]
+        return [dict(zip(parts[0], row, strict=True)) for row in rows]
     if kind == "named":
-        return [parts[0](*one) for one in rows]
+        return [parts[0](*row) for row in rows]
     if kind == "fields":
-        return [rebuilt(parts[0], dict(zip(parts[1], one, strict=True))) for one in rows]
+        return [rebuilt(parts[0], dict(zip(parts[1], row, strict=True))) for row in rows]
     if kind == "mapping":
-        return [parts[0](dict(zip(parts[1], one, strict=True))) for one in rows]
+        return [parts[0](dict(zip(parts[1], row, strict=True))) for row in rows]
     if kind == "slice":
-        return [slice(*one) for one in rows]
-    return [_CONTAINERS[kind](one) for one in rows]
+        return [slice(*row) for row in rows]
+    return [_CONTAINERS[kind](row) for row in rows]
 
 
 def rebuilt(kind: type, values: dict[str, Any]) -> Any:
     """Return a dataclass with these values, including those that its constructor does not take."""
-    late = [one.name for one in fields(kind) if not one.init]
+    late = [field.name for field in fields(kind) if not field.init]
     made = kind(**{name: value for name, value in values.items() if name not in late})
     for name in late:
         object.__setattr__(made, name, values[name])  # works for frozen dataclasses too
@@ -171,12 +171,12 @@ def plain_in(form: Any) -> list[Any]:
     """
     found, todo = [], [form]
     while todo:
-        one = todo.pop()
-        if isinstance(one, tuple):
-            if one[0] == "plain":
-                found.append(one[1])
+        entry = todo.pop()
+        if isinstance(entry, tuple):
+            if entry[0] == "plain":
+                found.append(entry[1])
             else:
-                todo += reversed(one[1 + HEADERS.get(one[0], 0) :])
+                todo += reversed(entry[1 + HEADERS.get(entry[0], 0) :])
     return found
 
 
@@ -187,7 +187,7 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     {'a': tensor([-1., -1.]), 'b': 3}
     """
     tensors, form = pack(value)
-    return unpack([function(one) for one in tensors], form)
+    return unpack([function(tensor) for tensor in tensors], form)
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -195,7 +195,7 @@ def moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     tensors, form = pack(value)
-    there = [one.to(device, non_blocking=True) for one in tensors]
+    there = [tensor.to(device, non_blocking=True) for tensor in tensors]
     return value if all(map(is_, tensors, there)) else unpack(there, form)
 
 
@@ -226,7 +226,7 @@ _PLAIN = (
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return every tensor inside."""
-    return [one for _, one in found_in(value)]
+    return [tensor for _, tensor in found_in(value)]
 
 
 def found_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
@@ -234,25 +234,25 @@ def found_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, dict):
-        for key, one in value.items():
-            yield from found_in(one, (*path, ("item", key)))
+        for key, item in value.items():
+            yield from found_in(item, (*path, ("item", key)))
     elif isinstance(value, tuple | list):
-        for at, one in enumerate(value):
-            yield from found_in(one, (*path, ("item", at)))
+        for at, item in enumerate(value):
+            yield from found_in(item, (*path, ("item", at)))
     elif isinstance(value, slice):
         for name in ("start", "stop", "step"):
             yield from found_in(getattr(value, name), (*path, ("field", name)))
     elif is_dataclass(value) and not isinstance(value, type):
-        for one in fields(value):
-            yield from found_in(getattr(value, one.name, None), (*path, ("field", one.name)))
+        for field in fields(value):
+            yield from found_in(getattr(value, field.name, None), (*path, ("field", field.name)))
 
 
 def refuse_objects(form: Any, what: str) -> None:
     """Refuse plain objects that can change: all microbatches would share them, and they would stay on this rank."""
-    for one in plain_in(form):
-        if not isinstance(one, _PLAIN) and not callable(one):
+    for value in plain_in(form):
+        if not isinstance(value, _PLAIN) and not callable(value):
             raise ModelError(
-                f"{what} gets or returns a {type(one).__name__}",
+                f"{what} gets or returns a {type(value).__name__}",
                 expected="tensors, plain values, or tuples, lists, dicts and dataclasses of these",
                 fix="pass its contents instead",
             )
@@ -263,11 +263,11 @@ def refuse_fake(value: Any) -> None:
     inside = [value]
     if isinstance(value, functools.partial):
         inside += [value.func, *value.args, *value.keywords.values()]
-    for one in list(inside):
-        inside += [content_of(cell) for cell in getattr(one, "__closure__", None) or ()]
-        inside += [*(getattr(one, "__defaults__", None) or ()), getattr(one, "__self__", None)]
-    for one in inside:
-        held = [*one.parameters(), *one.buffers()] if isinstance(one, nn.Module) else tensors_in(one)
+    for item in list(inside):
+        inside += [content_of(cell) for cell in getattr(item, "__closure__", None) or ()]
+        inside += [*(getattr(item, "__defaults__", None) or ()), getattr(item, "__self__", None)]
+    for module in inside:
+        held = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else tensors_in(module)
         if any(isinstance(tensor, FakeTensor) for tensor in held):
             raise ModelError(
                 f"the model's forward passes a {type(value).__name__} that contains tensors of the model to a function "

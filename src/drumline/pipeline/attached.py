@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from drumline.engine.kit import Kit
 from drumline.engine.ranks.observer import Observer
-from drumline.engine.setting import Cut, Setting
+from drumline.engine.setup import ModelCut, PipelineSetup
 from drumline.engine.site import Site
 from drumline.features.adapt import attach as adapt
 from drumline.features.adapt.methods import AdaptMethods
@@ -61,7 +61,7 @@ class AttachedMethods(
     """The methods that features add to `Pipeline`."""
 
 
-def kit_for(setting: Setting, options: AttachedOptions) -> Kit:
+def kit_for(setting: PipelineSetup, options: AttachedOptions) -> Kit:
     """Return the parts of a pipeline, some of them made by features."""
     kit = Kit()
     for fit in (
@@ -77,7 +77,7 @@ def kit_for(setting: Setting, options: AttachedOptions) -> Kit:
     return kit
 
 
-def attached(site: Site, setting: Setting, cut: Cut, options: AttachedOptions) -> list[Observer]:
+def attached(site: Site, setting: PipelineSetup, cut: ModelCut, options: AttachedOptions) -> list[Observer]:
     """Return what observes the steps of a pipeline, beside what runs them; each has its order."""
     capture.attach(site)
     made: list[Observer | None] = [
@@ -89,4 +89,4 @@ def attached(site: Site, setting: Setting, cut: Cut, options: AttachedOptions) -
         stream.attach(site),
         validated.attach(site),
     ]
-    return [one for one in made if one is not None]
+    return [observer for observer in made if observer is not None]

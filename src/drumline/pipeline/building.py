@@ -8,21 +8,21 @@ from torch import nn
 
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
-from drumline.engine.built import Built
 from drumline.engine.kit import Kit
 from drumline.engine.lines import Lines
+from drumline.engine.local_pipeline import LocalPipeline
 from drumline.engine.program.frozen import Frozen
 from drumline.engine.program.programs import Programs, named_programs
 from drumline.engine.ranks.agreement import agree_on_lines, code_of, first_difference, plan_of
-from drumline.engine.setting import Cut, Setting
+from drumline.engine.setup import ModelCut, PipelineSetup
 from drumline.engine.stages.assembly import Assembly, checkpointed
-from drumline.engine.stages.engine import Attached, Engine
+from drumline.engine.stages.engine import Attachments, Engine
 from drumline.model.randomness import Randomness
 from drumline.model.weights.tied import Ties
 from drumline.runtime.backward.compiled import compiler_for
 
 
-def build(setting: Setting, kit: Kit, lines: Lines, cut: Cut) -> Built:
+def build(setting: PipelineSetup, kit: Kit, lines: Lines, cut: ModelCut) -> LocalPipeline:
     """Return the engine with its programs, after the check has seen whole what lines divide."""
     frozen = Frozen(setting.program, cut.stages, lines.completing(cut.stages))
     assembled = _assembled(setting, frozen.program, cut).named()
@@ -30,10 +30,10 @@ def build(setting: Setting, kit: Kit, lines: Lines, cut: Cut) -> Built:
     lines.divide(cut)
     kit.admit(setting, assembled.ties)
     engine = _engine(setting, kit, lines, assembled)
-    return Built(lines, frozen, assembled, check, engine, _programs(setting, frozen))
+    return LocalPipeline(lines, frozen, assembled, check, engine, _programs(setting, frozen))
 
 
-def _assembled(setting: Setting, program: Program, cut: Cut) -> Assembly:
+def _assembled(setting: PipelineSetup, program: Program, cut: ModelCut) -> Assembly:
     """Return the parts of all stages, after all ranks agree on them."""
     given, stages, intake = setting.options, cut.stages, cut.intake
     assembled = Assembly(
@@ -53,40 +53,40 @@ def _assembled(setting: Setting, program: Program, cut: Cut) -> Assembly:
     return assembled
 
 
-def _lends(setting: Setting, cut: Cut) -> Callable[[], list[nn.Parameter]] | None:
+def _lends(setting: PipelineSetup, cut: ModelCut) -> Callable[[], list[nn.Parameter]] | None:
     """Return what tells the weights that loss_fn penalises, if all stages are here and none updates in a step."""
     if not setting.crew.alone or setting.program.num_updates:
         return None
-    intake, held = cut.intake, {one for block in cut.blocks for one in block.module.parameters()}
-    return lambda: [one for one in intake.lent() if one in held]
+    intake, held = cut.intake, {param for block in cut.blocks for param in block.module.parameters()}
+    return lambda: [param for param in intake.lent() if param in held]
 
 
-def _different(setting: Setting, cut: Cut, assembled: Assembly) -> tuple[int, int, str] | None:
+def _different(setting: PipelineSetup, cut: ModelCut, assembled: Assembly) -> tuple[int, int, str] | None:
     """Return two ranks and a parameter for which they were given different values, once all agree on code and graph."""
     given, crew = setting.options, setting.crew
     if crew.alone:
         return None
     agree_on_lines(crew, "code", code_of(given.model, given.loss_fn, given.loss_weight))
     plan = plan_of(cut.blocks)
-    agree_on_lines(crew, "graph", [] if plan is None else [one for each in plan.written.values() for one in each])
-    copied = {name for one in assembled.ties.tensors if one.is_copied for name in one.names}
+    agree_on_lines(crew, "graph", [] if plan is None else [name for each in plan.written.values() for name in each])
+    copied = {name for tensor in assembled.ties.tensors if tensor.is_copied for name in tensor.names}
     # Tensors that several ranks hold get the values of the rank that owns them.
-    values = {name: one for name, one in cut.values.items() if name not in copied}
+    values = {name: value for name, value in cut.values.items() if name not in copied}
     return first_difference(crew.collect("values", values))
 
 
-def _programs(setting: Setting, frozen: Frozen) -> Programs:
+def _programs(setting: PipelineSetup, frozen: Frozen) -> Programs:
     """Return the programs that steps may name, once all ranks agree on them."""
     given = setting.options
     named = named_programs(given.programs, setting.program, given.schedule, given.stages_per_rank)
     if given.programs:
-        setting.agree({"set of programs": {name: one.format() for name, one in named.items()}})
+        setting.agree({"set of programs": {name: program.format() for name, program in named.items()}})
     programs = Programs(setting.program, named, frozen.pruned_too)
     setting.crew.connect(programs.edges)
     return programs
 
 
-def _engine(setting: Setting, kit: Kit, lines: Lines, assembled: Assembly) -> Engine:
+def _engine(setting: PipelineSetup, kit: Kit, lines: Lines, assembled: Assembly) -> Engine:
     """Return the engine that runs the program on this process's ranks."""
     given = setting.options
     return kit.engine(
@@ -96,5 +96,5 @@ def _engine(setting: Setting, kit: Kit, lines: Lines, assembled: Assembly) -> En
         merge=given.merge_weight_gradients,
         measure=kit.measures,
         weigh="always" if given.weigh else "first" if kit.weighs_first and not given.compile else "never",
-        attached=Attached(kit.executor, lines.sums_of, lines.around()),
+        attached=Attachments(kit.executor, lines.sums_of, lines.around()),
     )

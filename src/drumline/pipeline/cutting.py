@@ -17,7 +17,7 @@ from drumline.engine.lines import Lines
 from drumline.engine.model.blocks import blocks_for, example_inputs
 from drumline.engine.ranks.agreement import weights_of
 from drumline.engine.ranks.crew import Crew
-from drumline.engine.setting import Cut, Setting
+from drumline.engine.setup import ModelCut, PipelineSetup
 from drumline.engine.stages import assembly
 from drumline.engine.stages.balance import Balance, balanced, of_rank_0
 from drumline.engine.stages.intake import Intake
@@ -36,7 +36,7 @@ from drumline.profile.identity import identity_of
 _SECONDS_TO_MEASURE = 10.0  # after the first run of each block
 
 
-def cut_model(setting: Setting, kit: Kit, lines: Lines) -> Cut:
+def cut_model(setting: PipelineSetup, kit: Kit, lines: Lines) -> ModelCut:
     """Return a pipeline's model in stages; this process's blocks have their parameters."""
     given = setting.options
     intake = kit.intake(
@@ -65,7 +65,7 @@ def cut_model(setting: Setting, kit: Kit, lines: Lines) -> Cut:
     )
     refuse_hidden(stages)
     lines.cut(intake, stages)
-    return Cut(intake, numbers, values, stages, balance, profile)
+    return ModelCut(intake, numbers, values, stages, balance, profile)
 
 
 def is_asked(balance: Sequence[int] | str | None, cuts: Sequence[str] | None, example: Any) -> bool:
@@ -85,7 +85,7 @@ def is_asked(balance: Sequence[int] | str | None, cuts: Sequence[str] | None, ex
 
 
 def _chosen_stages(
-    setting: Setting, intake: Intake, precision: Precision, *, times_blocks: bool
+    setting: PipelineSetup, intake: Intake, precision: Precision, *, times_blocks: bool
 ) -> tuple[list[tuple[Block, ...]], Balance | None, Profile | None]:
     """Return the blocks of every stage, the cut and its measurements if it was chosen by them, and what blocks take.
 
@@ -129,7 +129,7 @@ def _measured(
 
 def _timed(given: CoreOptions, crew: Crew, program: Program, intake: Intake, blocks: Sequence[Block]) -> Balance | None:
     """Time the blocks on all ranks at once, and return rank 0's best cut; None for a model on meta."""
-    if any(one.is_meta for block in blocks for one in block.module.parameters()):
+    if any(param.is_meta for block in blocks for param in block.module.parameters()):
         return None
     for block in blocks:
         block.module.to(intake.device)

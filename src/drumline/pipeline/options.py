@@ -99,7 +99,7 @@ def taken(**wanted: Any) -> dict[str, Any]:
     >>> taken(seed=3, sed=4)
     {'seed': 3}
     """
-    names = {one.name for one in fields(Options)}
+    names = {field.name for field in fields(Options)}
     return {name: value for name, value in wanted.items() if name in names}
 
 
@@ -124,7 +124,7 @@ def made_with(
         own = next(iter(inspect.signature(init).parameters.values()))
         signature = inspect.signature(options)
         first = list(CoreOptions.__annotations__)  # then those of features
-        shown = sorted(signature.parameters.values(), key=lambda one: one.name not in first)
+        shown = sorted(signature.parameters.values(), key=lambda param: param.name not in first)
         signature = signature.replace(parameters=[own, *shown], return_annotation=None)
 
         @functools.wraps(init)

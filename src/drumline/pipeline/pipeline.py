@@ -16,7 +16,7 @@ from drumline.core.errors import DrumlineError, UsageError, counted
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.engine.state.keeper import Keeper
-from drumline.engine.state.names import matching
+from drumline.engine.state.name_patterns import matching
 from drumline.engine.updates.kinds import by_element
 from drumline.pipeline.attached import AttachedMethods
 from drumline.pipeline.options import Options, made_with
@@ -303,7 +303,7 @@ class Pipeline(AttachedMethods):
         >>> pipe = Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1)
         >>> for x in pipe.data([torch.ones(1, 1)]):
         ...     _ = pipe.step(x, target=x)
-        >>> [one.kind for one in pipe.timeline().between]
+        >>> [value.kind for value in pipe.timeline().between]
         ['data', 'check']
         """
         return self._recording.data(loader)
@@ -332,11 +332,11 @@ class Pipeline(AttachedMethods):
         whole = kind.__name__ if isinstance(kind, type) and not by_element(kind) else ""
         self._run.refuse(optimizer=whole, validated=validated, max_norm=max_norm)
         self._run.flow.clips(validated, max_norm)
-        trained = [(name, one) for name, one in self.named_parameters() if one.requires_grad]
+        trained = [(name, param) for name, param in self.named_parameters() if param.requires_grad]
         if names is not None:
             chosen = matching(names, self.parameter_shapes(), others=self.parameter_aliases())
-            trained = [(name, one) for name, one in trained if name in chosen]
-        return self._updates.optimizer(kind, [one for _, one in trained], settings, self.named_master_weights)
+            trained = [(name, param) for name, param in trained if name in chosen]
+        return self._updates.optimizer(kind, [param for _, param in trained], settings, self.named_master_weights)
 
     def parameter_shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the whole model's trainable parameters by name, those of other ranks too.
@@ -349,7 +349,7 @@ class Pipeline(AttachedMethods):
 
     def parameter_aliases(self) -> dict[str, tuple[str, ...]]:
         """Return all names of each tied tensor of the whole model, by the first of them."""
-        return {one.name: one.names for one in self._engine.assembly.ties.tensors if len(one.names) > 1}
+        return {tensor.name: tensor.names for tensor in self._engine.assembly.ties.tensors if len(tensor.names) > 1}
 
     def named_master_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that optimizers update: float32 copies with `master_weights`, else the parameters."""
@@ -365,8 +365,8 @@ class Pipeline(AttachedMethods):
 
     def zero_grad(self) -> None:
         """Clear this process's gradients."""
-        for one in self.parameters():
-            one.grad = None
+        for param in self.parameters():
+            param.grad = None
         self._updates.forget()
 
     def state_dict(self) -> dict[str, Any]:
@@ -388,9 +388,9 @@ class Pipeline(AttachedMethods):
         self._run.flow.need_drained("load_state_dict")
         self._settle_update()
         self._holdings.load_state_dict(mapping)
-        for one in self._run.observers.each:
-            if isinstance(one, Keeper):
-                one.loaded(mapping, {})
+        for observer in self._run.observers.each:
+            if isinstance(observer, Keeper):
+                observer.loaded(mapping, {})
 
     def _settle_update(self) -> None:
         """Wait for the verdict on an update that was made ahead of it."""
@@ -403,14 +403,14 @@ class Pipeline(AttachedMethods):
 
     def _close(self, most_seconds: float | None = None) -> None:
         self._finish(most_seconds)
-        for one in self._run.observers.each:
-            one.close()
+        for observer in self._run.observers.each:
+            observer.close()
         self._crew.close()
 
     def __repr__(self) -> str:
         program = self.program
         alone = "in this process" if self.num_ranks == 1 else "all in this process, taking turns"
-        here = alone if self._crew.alone else f"this is {self._crew.called.one(self.rank)}"
+        here = alone if self._crew.alone else f"this is {self._crew.called.rank(self.rank)}"
         sizes = f"{counted(program.num_stages, 'stage')}, {counted(program.num_microbatches, 'microbatch')}"
         ranks = f"{counted(self.num_ranks, 'rank')} ({here})"
         return f"Pipeline({program.name}: {ranks}, {sizes}, {self.transport} on {self.device})"

@@ -79,7 +79,7 @@ class ProfileSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RankMeasurements:
     """The measurements of one rank."""
 
     identity: Identity
@@ -128,9 +128,9 @@ def profile_model(
     settings = ProfileSettings(source, sizes, device, num_runs, max_seconds, length, seed, shows)
     told = launch(_measured, settings, num_ranks=num_ranks, threads=num_threads, prefix=False)
     first = told[0]
-    by_size = zip(sizes, zip(*(one.profiles for one in told), strict=True), strict=True)
-    handling = [point for one in told for point in one.handling]
-    ends = [point for one in told for point in one.ends]
+    by_size = zip(sizes, zip(*(measurements.profiles for measurements in told), strict=True), strict=True)
+    handling = [point for measurements in told for point in measurements.handling]
+    ends = [point for measurements in told for point in measurements.ends]
     return ModelProfile(
         first.identity,
         first.device,
@@ -138,15 +138,15 @@ def profile_model(
         num_threads,
         tuple((rows, merged(each)) for rows, each in by_size),
         Overheads.fitted(handling, ends) if handling else Overheads(),
-        tuple(sorted((one for seen in told for one in seen.links), key=lambda one: (one.source, one.target))),
+        tuple(sorted((p for seen in told for p in seen.links), key=lambda p: (p.source, p.target))),
         first.transport,
-        tuple(median(each) for each in zip(*(one.paces for one in told), strict=True)),
+        tuple(median(each) for each in zip(*(measurements.paces for measurements in told), strict=True)),
         source if isinstance(source, str) else "",
         first.sequence,
     )
 
 
-def _measured(settings: ProfileSettings) -> Seen:
+def _measured(settings: ProfileSettings) -> RankMeasurements:
     """Measure everything on this rank."""
     material = settings.material()
     device = device_named(settings.device) or torch.device("cpu")
@@ -164,11 +164,11 @@ def _measured(settings: ProfileSettings) -> Seen:
     say("messages between ranks")
     links = _links(device)
     say("executor overhead")
-    sizes = {one.output_bytes for each in profiles for one in each.layers[:-1]} or {4}
+    sizes = {layer.output_bytes for each in profiles for layer in each.layers[:-1]} or {4}
     handling = [_handled(size, device) for size in sorted({min(sizes), max(sizes)})]
     say("the whole model")
     ends, paces, transport = _whole(material, inputs, device, dict(zip(settings.sizes, profiles, strict=True)))
-    return Seen(
+    return RankMeasurements(
         identity,
         profiles,
         links,
@@ -207,7 +207,7 @@ def _blocks(
                     max_seconds=settings.max_seconds / _TURNS,
                 )
             )
-    return [replace(merged(each), num_runs=sum(one.num_runs for one in each)) for each in seen]
+    return [replace(merged(each), num_runs=sum(sizes.num_runs for sizes in each)) for each in seen]
 
 
 def _links(device: torch.device) -> list[ProfiledLink]:
@@ -258,7 +258,7 @@ def _whole(
     Return this rank's bytes of gradients with the seconds at the end of a step, its paces, and the transport.
     """
     num_ranks = dist.get_world_size()
-    if any(len(one.layers) < num_ranks for one in profiles.values()):
+    if any(len(sizes.layers) < num_ranks for sizes in profiles.values()):
         return [], [], ""
     with Pipeline(
         material.model,
@@ -269,12 +269,12 @@ def _whole(
         balance="even",
         device=device,
     ) as pipe:
-        held = float(sum(one.nbytes for one in pipe.parameters() if one.requires_grad))
+        held = float(sum(param.nbytes for param in pipe.parameters() if param.requires_grad))
         ends, paces = [], []
         for rows, profile in profiles.items():
-            seen = _timelines(pipe, *(rows_of(one, 2 * num_ranks * rows) for one in (inputs, material.target)))
-            ends.append((held, median(ends_of(one)[pipe.rank] for one in seen)))
-            each = [_pace(profile, one, pipe.rank) for one in seen]
+            seen = _timelines(pipe, *(rows_of(value, 2 * num_ranks * rows) for value in (inputs, material.target)))
+            ends.append((held, median(ends_of(step)[pipe.rank] for step in seen)))
+            each = [_pace(profile, step, pipe.rank) for step in seen]
             paces.append(min(max(median(each), _LEAST_PACE), 1 / _LEAST_PACE))
         return ends, paces, pipe.transport
 
@@ -324,7 +324,7 @@ def rows_of(value: Any, count: int) -> Any:
     if value is None:
         return None
     tensors, form = pack(value)
-    taken = [one[torch.arange(count, device=one.device) % len(one)] for one in tensors]
+    taken = [tensor[torch.arange(count, device=tensor.device) % len(tensor)] for tensor in tensors]
     return taken[0] if form is None else unpack(taken, form)
 
 

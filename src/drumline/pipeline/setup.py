@@ -17,21 +17,21 @@ import torch
 from drumline.core.errors import DrumlineError
 from drumline.core.program import Program
 from drumline.core.settings.clash import Together
-from drumline.engine.built import Built
 from drumline.engine.choice import ProgramChoice
 from drumline.engine.ground import Ground
 from drumline.engine.kit import Kit
-from drumline.engine.model.watched import Watched
+from drumline.engine.local_pipeline import LocalPipeline
+from drumline.engine.model.model_watch import WatchedModel
 from drumline.engine.program.find import program_for
 from drumline.engine.ranks import transports
-from drumline.engine.ranks.agreement import Followed
+from drumline.engine.ranks.agreement import TracedKinds
 from drumline.engine.ranks.crew import Crew
 from drumline.engine.ranks.observer import Observers
-from drumline.engine.ranks.tally import Ledger
+from drumline.engine.ranks.tally import TallyLedger
 from drumline.engine.ranks.unused import unused_in
-from drumline.engine.setting import Cut, Setting
+from drumline.engine.setup import ModelCut, PipelineSetup
 from drumline.engine.stages import assembly
-from drumline.engine.state.shared_state import Shared
+from drumline.engine.state.shared_state import SharedBuffers
 from drumline.engine.state.tensors import Holdings
 from drumline.engine.together import program_facts
 from drumline.engine.updates.updates import Updates
@@ -81,10 +81,10 @@ def set_up(options: Options) -> StepRun:
     with crew.together("the set-up"):
         if isinstance(program, DrumlineError):
             raise program
-        return _made(Setting(options, device, crew, program, together), options)
+        return _made(PipelineSetup(options, device, crew, program, together), options)
 
 
-def _made(setting: Setting, options: Options) -> StepRun:
+def _made(setting: PipelineSetup, options: Options) -> StepRun:
     """Return what runs the steps: each part is made from those above it."""
     kit = kit_for(setting, options)
     lines = kit.lines(setting)
@@ -99,29 +99,29 @@ def _made(setting: Setting, options: Options) -> StepRun:
         observers=Observers(()),
         cut=ground.intake.cut,
         run_rows=ground.engine.run,
-        followed=Followed(built.engine.blocks()),
+        followed=TracedKinds(built.engine.blocks()),
         balance=cut.balance,
     )
     observers = attached(run, setting, cut, options)
-    run.watched = Watched(options.model, cut.stages, alone=setting.crew.alone)
+    run.watched = WatchedModel(options.model, cut.stages, alone=setting.crew.alone)
     run.updates.follow(run.engine.parameters())
     run.holdings.share()
     lines.share(run.engine, run.holdings, run.updates)
     run.watched.begin()
     built.check.attach(ground)
-    own = [flow, run.engine, run.holdings, Shared(run.engine), run.recording, built.check]
+    own = [flow, run.engine, run.holdings, SharedBuffers(run.engine), run.recording, built.check]
     run.observe([*own, *observers])
     return run
 
 
-def _ground(setting: Setting, kit: Kit, cut: Cut, built: Built) -> Ground:
+def _ground(setting: PipelineSetup, kit: Kit, cut: ModelCut, built: LocalPipeline) -> Ground:
     """Return who holds tensors, notes steps and updates parameters."""
     given, crew, engine = setting.options, setting.crew, built.engine
     holdings = Holdings(built.assembled.ties, crew, engine.executors, list(engine.copies.values()), engine.chain)
-    ledger = Ledger(given.unused, unused_in(cut.stages) if crew.rank == 0 and setting.axes.number == 0 else None)
+    ledger = TallyLedger(given.unused, unused_in(cut.stages) if crew.rank == 0 and setting.axes.number == 0 else None)
     recording = kit.journal(setting, cut, built, ledger, holdings)
     updates = Updates(cut.numbers, holdings, recording, built.check)
-    cut.intake.precise = any(one.dtype is torch.float64 for one in holdings.parameters())
+    cut.intake.precise = any(param.dtype is torch.float64 for param in holdings.parameters())
     built.frozen.forget_all_but(engine.assembly.cuts)
     return Ground(
         crew,

@@ -29,5 +29,5 @@ def table() -> tuple[Clash, ...]:
 @cache
 def _declaring() -> list[ModuleType]:
     """Return the module of each feature that declares what it does not go with."""
-    names = [f"{features.__name__}.{one.name}.together" for one in pkgutil.iter_modules(features.__path__)]
+    names = [f"{features.__name__}.{module.name}.together" for module in pkgutil.iter_modules(features.__path__)]
     return [import_module(name) for name in names if find_spec(name) is not None]

@@ -28,7 +28,7 @@ from drumline.model.block import Block, Model, blocks_of
 from drumline.model.catalogue import places_in
 from drumline.model.randomness import Randomness
 from drumline.model.values import pack
-from drumline.plan.device.blocks import Layer, Profile, Times
+from drumline.plan.device.blocks import OpTimes, Profile, ProfiledBlock
 from drumline.runtime.clocks import clock_for
 from drumline.runtime.draft import Clock, Draft
 from drumline.runtime.recomputing import Buffers
@@ -59,7 +59,7 @@ def profile(
     one microbatch must fit on the device. After `max_seconds`, no further run begins.
 
     >>> found = profile(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), torch.randn(2, 4), num_runs=1)
-    >>> [(one.name, one.weight_bytes, one.output_bytes) for one in found.layers]
+    >>> [(layer.name, layer.weight_bytes, layer.output_bytes) for layer in found.layers]
     [('0', 160, 64), ('1', 0, 64)]
     """
     if num_runs < 1:
@@ -68,8 +68,8 @@ def profile(
     if loss_fn is not None and target is None:
         raise BatchError("there is a loss_fn but no target", fix="pass target=, as to Pipeline.step")
     modules = [block.module for block in blocks]
-    tensors = (one for module in modules for one in (*module.parameters(), *module.buffers()))
-    device = next((one.device for one in tensors), torch.device("cpu"))
+    tensors = (param for module in modules for param in (*module.parameters(), *module.buffers()))
+    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
     if device.type == "meta":
         raise ModelError(
             "the model is on the meta device",
@@ -80,19 +80,19 @@ def profile(
     with (
         randomness.kept_aside(),
         buffers.as_they_were(buffers.save()),
-        _gradients_put_aside([one for module in modules for one in module.parameters()]),
+        _gradients_put_aside([param for module in modules for param in module.parameters()]),
     ):
         apart = [[block] for block in blocks]
         chains = [
             _Chain(stages, randomness, loss_fn, split=split) for split in (False, True) for stages in (apart, [blocks])
         ]
-        runs = _repeated(lambda: [one.run(microbatch, target, clock) for one in chains], num_runs, max_seconds)
+        runs = _repeated(lambda: [link.run(microbatch, target, clock) for link in chains], num_runs, max_seconds)
         sizes = chains[2].weigh(microbatch, target)
         again = _Chain(apart, randomness, loss_fn, split=False, checkpointed=[block.name for block in blocks])
         leaves, more = again.leaves(microbatch, target, sizes)
     whole, whole_at_once, halves, halves_at_once = zip(*runs, strict=True)
     apart_ops, at_once_ops = (
-        [[*one, *other[1:], other[0]] for one, other in zip(*both, strict=True)]
+        [[*pair, *other[1:], other[0]] for pair, other in zip(*both, strict=True)]
         for both in ((whole, halves), (whole_at_once, halves_at_once))
     )
     seconds, overhead = _told_apart(apart_ops, at_once_ops)
@@ -100,7 +100,7 @@ def profile(
     each = zip(blocks, seconds, sizes, tied(blocks), leaves, more, spreads, strict=True)
     return Profile(
         tuple(
-            Layer(
+            ProfiledBlock(
                 block.name, times, kept, later, received, *_static(block.module), handed_on, tied, leaf, twice, spread
             )
             for block, times, (kept, later, received, handed_on), tied, leaf, twice, spread in each
@@ -124,14 +124,14 @@ def _repeated(run: Callable[[], list[Ops]], num_runs: int, max_seconds: float | 
 
 @contextmanager
 def _gradients_put_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    before = [one.grad for one in parameters]
-    for one in parameters:
-        one.grad = None
+    before = [param.grad for param in parameters]
+    for param in parameters:
+        param.grad = None
     try:
         yield
     finally:
-        for one, gradient in zip(parameters, before, strict=True):
-            one.grad = gradient
+        for param, gradient in zip(parameters, before, strict=True):
+            param.grad = gradient
 
 
 class _Chain:
@@ -209,7 +209,7 @@ class _Chain:
             with scale.watching():
                 values.append(stage.forward(_MICROBATCH, values[-1], target))
         full = _newly([scale.kept() for scale in scales])
-        inputs = [_storages(one) for one in values[:-1]]
+        inputs = [_storages(item) for item in values[:-1]]
         received = [
             sum(size for place, size in taken.items() if place not in new and place not in inputs[0])
             for taken, new in zip(inputs, full, strict=True)
@@ -220,8 +220,8 @@ class _Chain:
         until = _newly([scale.kept() for scale in scales])
         for stage in self.trained():
             stage.backward_weight(_MICROBATCH)
-        handed_on = [sum(one.nbytes for one in pack(value)[0]) for value in values[1:]]
-        kept, later = ([sum(one.values()) for one in each] for each in (full, until))
+        handed_on = [sum(tensor.nbytes for tensor in pack(value)[0]) for value in values[1:]]
+        kept, later = ([sum(entry.values()) for entry in each] for each in (full, until))
         return list(zip(kept, later, received, handed_on, strict=True))
 
     def leaves(
@@ -254,36 +254,36 @@ def _newly(kept: Sequence[dict[int, int]]) -> list[dict[int, int]]:
     """Return, for each block, the storages that no earlier block keeps."""
     seen: set[int] = set()
     found = []
-    for one in kept:
-        found.append({place: size for place, size in one.items() if place not in seen})
-        seen.update(one)
+    for entry in kept:
+        found.append({place: size for place, size in entry.items() if place not in seen})
+        seen.update(entry)
     return found
 
 
 def _storages(value: Any) -> dict[int, int]:
     """Return the bytes of each storage inside a value, by address."""
     storages = (tensor.untyped_storage() for tensor in pack(value)[0])
-    return {one.data_ptr(): one.nbytes() for one in storages}
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def _seed(output: Any) -> Gradients:
     """Return a gradient for everything that the last block returns."""
-    return tuple(torch.ones_like(one) if one.is_floating_point() else None for one in pack(output)[0])
+    return tuple(torch.ones_like(tensor) if tensor.is_floating_point() else None for tensor in pack(output)[0])
 
 
-def _told_apart(apart: Sequence[Ops], at_once: Sequence[Ops]) -> tuple[list[Times], Times]:
+def _told_apart(apart: Sequence[Ops], at_once: Sequence[Ops]) -> tuple[list[OpTimes], OpTimes]:
     """Return each block's own times, and what a call adds to any stage's; medians over runs."""
     blocks = [[median(each) for each in zip(*op, strict=True)] for op in zip(*apart, strict=True)]
     calls = [max(sum(seconds > 0 for seconds in op) - 1, 1) for op in blocks]  # a frozen block has none for I or W
     added = [
-        max(0.0, median((sum(many) - one) / more for many, (one,) in zip(*both, strict=True)))
+        max(0.0, median((sum(many) - pair) / more for many, (pair,) in zip(*both, strict=True)))
         for more, *both in zip(calls, zip(*apart, strict=True), zip(*at_once, strict=True), strict=True)
     ]
     own = ([max(0.0, seconds - more) for seconds in op] for op, more in zip(blocks, added, strict=True))
-    return [Times(*each) for each in zip(*own, strict=True)], Times(*added)
+    return [OpTimes(*each) for each in zip(*own, strict=True)], OpTimes(*added)
 
 
-def _spreads(apart: Sequence[Ops]) -> list[Times]:
+def _spreads(apart: Sequence[Ops]) -> list[OpTimes]:
     """Return half the interquartile range of each block's times."""
 
     def spread(values: Sequence[float]) -> float:
@@ -291,13 +291,13 @@ def _spreads(apart: Sequence[Ops]) -> list[Times]:
         return (high - low) / 2
 
     each = [[spread(values) for values in zip(*op, strict=True)] for op in zip(*apart, strict=True)]
-    return [Times(*one) for one in zip(*each, strict=True)]
+    return [OpTimes(*entry) for entry in zip(*each, strict=True)]
 
 
 def _static(module: nn.Module) -> tuple[int, int]:
     """Return the bytes of a block's weights and buffers, and of its gradients."""
-    trained = sum(one.nbytes for one in module.parameters() if one.requires_grad)
-    return sum(one.nbytes for one in chain(module.parameters(), module.buffers())), trained
+    trained = sum(param.nbytes for param in module.parameters() if param.requires_grad)
+    return sum(param.nbytes for param in chain(module.parameters(), module.buffers())), trained
 
 
 def tied(blocks: Sequence[Block]) -> list[tuple[tuple[str, int, int], ...]]:
@@ -308,8 +308,8 @@ def tied(blocks: Sequence[Block]) -> list[tuple[tuple[str, int, int], ...]]:
             uses.setdefault(id(place.tensor), {}).setdefault(number, place.name)
     found: list[list[tuple[str, int, int]]] = [[] for _ in blocks]
     for number, block in enumerate(blocks):
-        for one in chain(block.module.parameters(), block.module.buffers()):
-            if len(uses[id(one)]) > 1:
-                name = next(iter(uses[id(one)].values()))
-                found[number].append((name, one.nbytes, one.nbytes if one.requires_grad else 0))
+        for param in chain(block.module.parameters(), block.module.buffers()):
+            if len(uses[id(param)]) > 1:
+                name = next(iter(uses[id(param)].values()))
+                found[number].append((name, param.nbytes, param.nbytes if param.requires_grad else 0))
     return [tuple(each) for each in found]

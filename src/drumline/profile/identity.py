@@ -15,17 +15,17 @@ def identity_of(blocks: Sequence[Block], name: str) -> Identity:
 
     >>> from torch import nn
     >>> from drumline.model.block import blocks_of
-    >>> one, same, other = (identity_of(blocks_of([nn.Linear(2, width)]), "mine") for width in (3, 3, 4))
-    >>> one == same, one == other, one.num_parameters
+    >>> value, same, other = (identity_of(blocks_of([nn.Linear(2, width)]), "mine") for width in (3, 3, 4))
+    >>> value == same, value == other, value.num_parameters
     (True, False, 9)
     """
-    tensors = {id(one): one.numel() for block in blocks for one in block.module.parameters()}
+    tensors = {id(param): param.numel() for block in blocks for param in block.module.parameters()}
     described = [
         [
             block.name,
             [
-                [key, list(one.shape), str(one.dtype).removeprefix("torch."), one.requires_grad]
-                for key, one in block.named_parameters()
+                [key, list(param.shape), str(param.dtype).removeprefix("torch."), param.requires_grad]
+                for key, param in block.named_parameters()
             ],
         ]
         for block in blocks

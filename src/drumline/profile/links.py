@@ -64,4 +64,4 @@ def pairs(num_ranks: int) -> list[tuple[int, int]]:
     >>> pairs(2), pairs(3)
     ([(0, 1)], [(0, 1), (1, 2), (0, 2)])
     """
-    return [(one, one + 1) for one in range(num_ranks - 1)] + ([(0, num_ranks - 1)] if num_ranks > 2 else [])
+    return [(rank, rank + 1) for rank in range(num_ranks - 1)] + ([(0, num_ranks - 1)] if num_ranks > 2 else [])

@@ -92,7 +92,7 @@ def compare(
 
     >>> [row.name for row in compare(4, num_microbatches=8)[:3]]
     ['zb-v', 'interleaved-zb', 'dualpipe']
-    >>> [one.name for one in compare(3, num_microbatches=4).left_out]
+    >>> [value.name for value in compare(3, num_microbatches=4).left_out]
     ['dualpipe', 'chimera']
     >>> [row.name for row in compare(4, num_microbatches=8, only=["1f1b", "zb-h1"])]
     ['zb-h1', '1f1b']
@@ -102,13 +102,13 @@ def compare(
     if limit is not None:
         limit.check(costs)
     rows, left_out = [], []
-    for one in schedules() if only is None else only:
-        name = one.name if isinstance(one, Program) else one
-        v = _stages_per_rank(one, stages_per_rank)
+    for schedule in schedules() if only is None else only:
+        name = schedule.name if isinstance(schedule, Program) else schedule
+        v = _stages_per_rank(schedule, stages_per_rank)
         if progress is not None:
             progress(f"simulating {name}")
         try:
-            program = _with_counts(one, num_ranks, num_microbatches, v)
+            program = _with_counts(schedule, num_ranks, num_microbatches, v)
         except ScheduleError as error:
             left_out.append(LeftOut(name, v, error))
             continue
@@ -121,25 +121,25 @@ def compare(
     return Comparison(rows, left_out)
 
 
-def _stages_per_rank(one: str | Program, wanted: int | None) -> int:
+def _stages_per_rank(name: str | Program, wanted: int | None) -> int:
     """Return how many stages a rank gets: as many as wanted, where the schedule has a choice."""
-    if isinstance(one, Program):
-        return max(1, one.num_stages // one.num_ranks)
-    schedule = find(one)
+    if isinstance(name, Program):
+        return max(1, name.num_stages // name.num_ranks)
+    schedule = find(name)
     has_choice = schedule.stage_counts != "fixed" and schedule.stages_per_rank > 1
     return wanted if has_choice and wanted is not None else schedule.stages_per_rank
 
 
-def _with_counts(one: str | Program, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Program:
+def _with_counts(name: str | Program, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Program:
     """Return the schedule's program; refuse a given one that has other counts."""
-    if not isinstance(one, Program):
-        return find(one).build(num_ranks, num_microbatches, stages_per_rank)
-    if (one.num_ranks, one.num_microbatches) != (num_ranks, num_microbatches):
+    if not isinstance(name, Program):
+        return find(name).build(num_ranks, num_microbatches, stages_per_rank)
+    if (name.num_ranks, name.num_microbatches) != (num_ranks, num_microbatches):
         raise ScheduleError(
-            f"{one.name} has {counted(one.num_ranks, 'rank')} and {counted(one.num_microbatches, 'microbatch')}",
+            f"{name.name} has {counted(name.num_ranks, 'rank')} and {counted(name.num_microbatches, 'microbatch')}",
             expected=f"{counted(num_ranks, 'rank')} and {counted(num_microbatches, 'microbatch')}, like the others",
         )
-    return one
+    return name
 
 
 def _fits(timeline: Simulation, stages_per_rank: int, limit: Limit | None) -> bool:
@@ -176,9 +176,9 @@ def left_out_text(left_out: Sequence[LeftOut]) -> str:
     left out: chimera cannot use 3 ranks: its two directions meet in the middle; expected an even number of ranks
     """
     reasons: dict[str, list[str]] = {}
-    for one in left_out:
-        expected = f"; expected {one.reason.expected}" if one.reason.expected else ""
-        reasons.setdefault(one.reason.error + expected, []).append(one.name)
+    for schedule in left_out:
+        expected = f"; expected {schedule.reason.expected}" if schedule.reason.expected else ""
+        reasons.setdefault(schedule.reason.error + expected, []).append(schedule.name)
     return "\n".join(
         f"left out: {reason}" if reason.startswith(names[0]) else f"left out: {', '.join(names)}: {reason}"
         for reason, names in reasons.items()
@@ -221,7 +221,7 @@ def recommend(rows: Sequence[Row]) -> Advice:
     Run zb-v: 5.9% bubble, at most 4 microbatches held on a rank; 1f1b takes 29% longer. If memory is short, ...
     """
     left_out = rows.left_out if isinstance(rows, Comparison) else ()
-    named = ", ".join(one.name for one in left_out)
+    named = ", ".join(schedule.name for schedule in left_out)
     unknown = (Remedy("left out", f"Not compared: {named}"),) if named else ()
     exact = [row for row in rows if row.timeline.program.num_updates == 0 and row.fits]
     if exact:

@@ -31,7 +31,7 @@ MAX_RANKS, MAX_ACTIONS = 1024, 200_000
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class Sliders:
     """The slider values. A `max_activations` of 0 means no limit; `against` is a second schedule to compare with."""
 
     schedule: str = "zb-h1"
@@ -46,19 +46,19 @@ class Settings:
     against: str = ""
 
     @staticmethod
-    def of(query: Mapping[str, str]) -> Settings:
+    def of(query: Mapping[str, str]) -> Sliders:
         """Return the settings in an address; missing ones have their defaults.
 
-        >>> Settings.of({"schedule": "1f1b", "ranks": "8"}).ranks
+        >>> Sliders.of({"schedule": "1f1b", "ranks": "8"}).ranks
         8
         """
-        known = {field.name: field.type for field in fields(Settings)}
+        known = {field.name: field.type for field in fields(Sliders)}
         values: dict[str, Any] = {}
         for name, text in query.items():
             if name not in known:
                 raise UsageError(f"unknown setting {name[:40]!r}", fix=nearest(name[:40], known))
             values[name] = text if known[name] == "str" else _number(name, text, whole=known[name] == "int")
-        return Settings(**values)
+        return Sliders(**values)
 
     @property
     def costs(self) -> Costs:
@@ -77,7 +77,7 @@ class Settings:
         return _shown(_generated(self.schedule, self.ranks, self.microbatches, self.stages_per_rank))
 
     @property
-    def other(self) -> Settings | None:
+    def other(self) -> Sliders | None:
         """The same settings with the schedule to compare with."""
         return replace(self, schedule=self.against, against="") if self.against else None
 
@@ -114,16 +114,16 @@ def _number(name: str, text: str, *, whole: bool) -> float:
         raise UsageError(f"{name} is {text[:40]!r}", expected="a whole number" if whole else "a number") from None
 
 
-def answer(settings: Settings, csv: str | None = None) -> dict[str, Any]:
+def answer(settings: Sliders, csv: str | None = None) -> dict[str, Any]:
     """Return what the page shows for these settings: the picture and figures, or what is wrong.
 
     A large picture comes without its explanations, to arrive sooner: the page requests them next.
 
-    >>> answer(Settings(schedule="1f1b"))["summary"]["makespan"]
+    >>> answer(Sliders(schedule="1f1b"))["summary"]["makespan"]
     33.0
-    >>> answer(Settings(), csv="0B0,0F0")["violations"][0]["reason"]
+    >>> answer(Sliders(), csv="0B0,0F0")["violations"][0]["reason"]
     'runs before 0F0'
-    >>> answer(Settings(schedule="1f1b", against="zb-h1"))["against"]["makespan"]
+    >>> answer(Sliders(schedule="1f1b", against="zb-h1"))["against"]["makespan"]
     27.0
     """
     try:
@@ -136,7 +136,7 @@ def answer(settings: Settings, csv: str | None = None) -> dict[str, Any]:
         return {"error": refused(error)}
     explained = program.num_actions <= EXPLAINED_AT_ONCE
     shown = [timeline] if other is None else [timeline, other]
-    title = f"Schedule explorer: {' against '.join(one.program.name for one in shown)}"
+    title = f"Schedule explorer: {' against '.join(simulation.program.name for simulation in shown)}"
     return {
         "document": {**document(shown, title=title, explained=explained), **({"ends": True} if other else {})},
         "summary": figures(timeline),
@@ -145,10 +145,10 @@ def answer(settings: Settings, csv: str | None = None) -> dict[str, Any]:
     }
 
 
-def explain(settings: Settings, csv: str | None = None) -> dict[str, Any]:
+def explain(settings: Sliders, csv: str | None = None) -> dict[str, Any]:
     """Return the explanations of the picture that `answer` returned for these settings.
 
-    >>> explain(Settings(schedule="1f1b"))["why"]["rows"][3]["idle"]["words"][-1]
+    >>> explain(Sliders(schedule="1f1b"))["why"]["rows"][3]["idle"]["words"][-1]
     'the pipeline drains; 0B7 of rank 0 ends last'
     """
     other = _compared(settings)
@@ -159,12 +159,12 @@ def explain(settings: Settings, csv: str | None = None) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4)
-def _simulated(settings: Settings, csv: str | None) -> Simulation:
+def _simulated(settings: Sliders, csv: str | None) -> Simulation:
     """Simulate once: the page requests the picture and its explanations one after the other."""
     return simulate(settings.program(csv), settings.costs, limit=settings.limit)
 
 
-def _compared(settings: Settings) -> Simulation | None:
+def _compared(settings: Sliders) -> Simulation | None:
     """Simulate the schedule to compare with, if there is one."""
     return None if settings.other is None else _simulated(settings.other, None)
 
@@ -183,10 +183,10 @@ EXPORTS = {
 }
 
 
-def export(settings: Settings, kind: str, csv: str | None = None) -> tuple[str, str, bytes]:
+def export(settings: Sliders, kind: str, csv: str | None = None) -> tuple[str, str, bytes]:
     r"""Return a file to download, as (name, media type, contents).
 
-    >>> export(Settings(schedule="1f1b", ranks=2, microbatches=1), "csv")[2]
+    >>> export(Sliders(schedule="1f1b", ranks=2, microbatches=1), "csv")[2]
     b'0F0,0B0\n1F0,1B0\n'
     """
     if kind not in EXPORTS:
@@ -203,18 +203,18 @@ def export(settings: Settings, kind: str, csv: str | None = None) -> tuple[str, 
     return f"{program.name.replace(' ', '-')}.{ending}", media_type, contents
 
 
-def explore_page(settings: Settings) -> str:
+def explore_page(settings: Sliders) -> str:
     """Return the page itself, with its sliders at these settings.
 
-    >>> "Schedule explorer" in explore_page(Settings())
+    >>> "Schedule explorer" in explore_page(Sliders())
     True
     """
     choices, others = (
-        "".join(_option(name, one.summary, name == chosen) for name, one in schedules().items())
+        "".join(_option(name, schedule.summary, name == chosen) for name, schedule in schedules().items())
         for chosen in (settings.schedule, settings.against)
     )
     start = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    about = {name: {"summary": one.summary, "stages": one.stage_counts} for name, one in schedules().items()}
+    about = {name: {"summary": recipe.summary, "stages": recipe.stage_counts} for name, recipe in schedules().items()}
     return html.page_with(
         document([], title="Schedule explorer"),
         panel=html.asset("explore.html").replace("{{choices}}", choices).replace("{{others}}", others),

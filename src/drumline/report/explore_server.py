@@ -17,7 +17,7 @@ from typing import cast
 from urllib.parse import parse_qsl, urlsplit
 
 from drumline.core.errors import DrumlineError, UsageError
-from drumline.report.explore import Settings, answer, explain, explore_page, export
+from drumline.report.explore import Sliders, answer, explain, explore_page, export
 from drumline.report.summary import refused
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -130,14 +130,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def answer(self, page: str, query: dict[str, str], csv: str | None) -> None:
         if page == "/" and csv is None:
-            self.send(HTTPStatus.OK, "text/html; charset=utf-8", explore_page(Settings.of(query)).encode())
+            self.send(HTTPStatus.OK, "text/html; charset=utf-8", explore_page(Sliders.of(query)).encode())
         elif page == "/answer":
-            self.send_json(answer(Settings.of(query), csv))
+            self.send_json(answer(Sliders.of(query), csv))
         elif page == "/explanations":
-            self.send_json(explain(Settings.of(query), csv))
+            self.send_json(explain(Sliders.of(query), csv))
         elif page == "/export":
             kind = query.pop("kind", "")
-            name, media_type, contents = export(Settings.of(query), kind, csv)
+            name, media_type, contents = export(Sliders.of(query), kind, csv)
             self.send(HTTPStatus.OK, media_type, contents, download=name)
         else:
             self.send(HTTPStatus.NOT_FOUND, "text/plain", b"no such page")
@@ -153,7 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Cross-Origin-Resource-Policy", "same-origin")
         if download:
-            safe = "".join(one if one.isalnum() or one in "-." else "-" for one in download)
+            safe = "".join(name if name.isalnum() or name in "-." else "-" for name in download)
             self.send_header("Content-Disposition", f'attachment; filename="{safe}"')
         self.end_headers()
         self.wfile.write(contents)

@@ -79,7 +79,7 @@ def rank_rows(timeline: Timeline, written: Callable[[float], str]) -> tuple[list
     rows = []
     for rank in range(timeline.num_ranks):
         found = (timeline.busy[rank], timeline.idle[rank], *(seconds[rank] for seconds in by_cause.values()))
-        times = (0.0 if abs(one) < _NOISE * timeline.makespan else one for one in found)
+        times = (0.0 if abs(value) < _NOISE * timeline.makespan else value for value in found)
         rows.append([str(rank), " ".join(map(str, placement.stages_of(rank))), *map(written, times)])
     return ["rank", "stages", "busy", "idle", *by_cause], rows
 
@@ -93,8 +93,8 @@ def peak_queues(timeline: Timeline) -> dict[str, int]:
 def listed(violations: Iterable[Violation]) -> list[dict[str, Any]]:
     """Return violations as objects."""
     return [
-        {"rank": one.rank, "index": one.index, "action": str(one.action) if one.action else None, "reason": one.reason}
-        for one in violations
+        {"rank": v.rank, "index": v.index, "action": str(v.action) if v.action else None, "reason": v.reason}
+        for v in violations
     ]
 
 

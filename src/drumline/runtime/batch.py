@@ -21,7 +21,7 @@ from torch import Tensor
 from drumline.core.errors import BatchError, counted
 from drumline.model.microbatches import Microbatches as Microbatches
 from drumline.model.values import pack, unpack, unpack_each
-from drumline.runtime import apart
+from drumline.runtime import user_batch
 
 # For an argument: the dimension of its rows, None to give it whole to all microbatches, or a function of all arguments
 # that returns how many of its rows belong to each row of the batch.
@@ -33,7 +33,7 @@ def cut(batch: Any, num_microbatches: int, *, what: str = "the batch", split: Sp
     """Return the microbatches of `batch`: every tensor is split along its rows, the rest is repeated.
 
     >>> import torch
-    >>> [one.tolist() for one in cut(torch.arange(7), 4)]
+    >>> [value.tolist() for value in cut(torch.arange(7), 4)]
     [[0, 1], [2, 3], [4, 5], [6]]
     >>> [x.tolist() for x, _ in cut((torch.arange(4), torch.ones(1, 3)), 2)]
     [[0, 1], [2, 3]]
@@ -50,7 +50,7 @@ def cut_and_counted(
     7
     """
     tensors, form = pack(batch)
-    if form is not None and apart.is_apart(form):
+    if form is not None and user_batch.is_apart(form):
         return _cut_apart(batch, num_microbatches, what, split), sum(rows_apart(batch, split))
     rows = _rows_in(batch, tensors, what, split)
     if rows < num_microbatches:
@@ -70,10 +70,10 @@ def cut_and_counted(
 def _cut_apart(batch: Any, num_microbatches: int, what: str, split: Split | None) -> list[Any]:
     """Return the microbatches of what the user cut; tensors beside it get as many rows in each."""
     tensors, form = pack(batch)
-    forms = apart.forms(tensors, form, num_microbatches, what)
-    given_apart = apart.inside(form)
+    forms = user_batch.forms(tensors, form, num_microbatches, what)
+    given_apart = user_batch.inside(form)
     if len(given_apart) == len(tensors):
-        return [unpack(tensors, one) for one in forms]
+        return [unpack(tensors, shape) for shape in forms]
     hows, given = _hows(batch, split), _items(batch)
     each = rows_apart(batch, split)
     pieces = []
@@ -89,7 +89,7 @@ def _cut_apart(batch: Any, num_microbatches: int, what: str, split: Split | None
                 fix="pass Microbatches for it too, or split={'name': None} to give it whole to each",
             )
         pieces.append(list(_parts(tensor, how, each, given, what)))
-    return [unpack(part, one) for part, one in zip(zip(*pieces, strict=True), forms, strict=True)]
+    return [unpack(part, shape) for part, shape in zip(zip(*pieces, strict=True), forms, strict=True)]
 
 
 def rows_apart(batch: Any, split: Split | None = None) -> list[int]:
@@ -101,7 +101,7 @@ def rows_apart(batch: Any, split: Split | None = None) -> list[int]:
     tensors, form = pack(batch)
     hows = _hows(batch, split) if split else {}
     found = []
-    for lead in apart.lead_of(tensors, form):
+    for lead in user_batch.lead_of(tensors, form):
         how = hows.get(id(lead), 0)
         found.append(1 if lead is None else int(lead.shape[how if isinstance(how, int) else 0]))
     return found
@@ -115,7 +115,7 @@ def num_rows(batch: Any, *, what: str = "the batch", split: Split | None = None)
     3
     """
     tensors, form = pack(batch)
-    if form is not None and apart.is_apart(form):
+    if form is not None and user_batch.is_apart(form):
         return sum(rows_apart(batch, split))
     return _rows_in(batch, tensors, what, split)
 
@@ -139,7 +139,7 @@ def _rows_in(batch: Any, tensors: Sequence[Tensor], what: str, split: Split | No
         found[int(tensor.shape[at])] = None
     sizes = [size for size in found if size != 1] or list(found)
     if len(sizes) != 1:
-        shapes = ", ".join(str(tuple(one.shape)) for one in tensors)
+        shapes = ", ".join(str(tuple(value.shape)) for value in tensors)
         raise BatchError(
             f"{what} contains tensors of shapes {shapes}",
             expected="the same first dimension in all tensors",
@@ -216,11 +216,11 @@ def counted_in(batch: Any) -> tuple[int, int]:
     if batch is None:
         return 0, 0
     tensors, form = pack(batch)
-    if form is not None and apart.is_apart(form):
-        firsts = [one for one in apart.lead_of(tensors, form) if one is not None]
+    if form is not None and user_batch.is_apart(form):
+        firsts = [tensor for tensor in user_batch.lead_of(tensors, form) if tensor is not None]
     else:
-        firsts = [one for one in tensors if one.dim()][:1]
-    return sum([int(one.shape[0]) for one in firsts]), sum([one.numel() for one in firsts if _is_text(one)])
+        firsts = [tensor for tensor in tensors if tensor.dim()][:1]
+    return sum([int(tensor.shape[0]) for tensor in firsts]), sum([value.numel() for value in firsts if _is_text(value)])
 
 
 def _is_text(tensor: Tensor) -> bool:

@@ -21,7 +21,7 @@ from drumline.core.measured.record import COLUMNS, OVERHEADS, Record, coded
 
 BEGIN, POST, NOTE, LEAVE, END = range(OVERHEADS.index("end") + 1)
 _MESSAGE_WIDTH = len(COLUMNS["messages"])
-_FIELDS = [one.name for one in fields(Record)]
+_FIELDS = [field.name for field in fields(Record)]
 
 
 class Draft:

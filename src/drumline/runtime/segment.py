@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from drumline.core.errors import ModelError
 from drumline.model.block import Block
-from drumline.model.loss.sheet import Sheet
+from drumline.model.loss.factors import Sheet
 from drumline.model.precision import cast_apart
 from drumline.model.randomness import HostChance, Randomness, draws, may_draw
 from drumline.model.values import mapped, pack, unpack
@@ -38,7 +38,7 @@ class Pass:
         tensors: Sequence[Tensor]
         self.form: Any
         tensors, self.form = ((value,), None) if isinstance(value, Tensor) else pack(value)
-        self.leaves: Sequence[Tensor] = [one.detach() for one in tensors]
+        self.leaves: Sequence[Tensor] = [tensor.detach() for tensor in tensors]
         if wants_gradient:
             for at, leaf in enumerate(self.leaves):
                 if at not in plain and _has_gradient(leaf):
@@ -103,10 +103,10 @@ class Segment:
 
     def renew(self) -> None:
         """Follow parameters that were frozen, unfrozen or replaced; its stage calls it at first too."""
-        owned = [one for module in self.modules for one in module._parameters.values() if one is not None]
+        owned = [param for module in self.modules for param in module._parameters.values() if param is not None]
         self.looked_at = False  # whether it was checked that its graph has only its own parameters
         self.lent: list[nn.Parameter] = []  # parameters of other stages that its loss uses, a penalty on all weights
-        self.parameters = [one for one in dict.fromkeys(owned) if one.requires_grad]
+        self.parameters = [param for param in dict.fromkeys(owned) if param.requires_grad]
         # Compiled code splits its backward by itself.
         self.splitter = Splitter([module for _, module in self.blocks] if self.compiled is None else [])
 
@@ -194,21 +194,21 @@ class Segment:
             this.wanted, this.roots = [0], [get_gradient_edge(made)]
             return made.detach()
         outputs, form = pack(made)
-        if any(isinstance(one, FakeTensor) for one in outputs):
+        if any(isinstance(output, FakeTensor) for output in outputs):
             self._refuse_stand_in()
-        this.wanted = [index for index, one in enumerate(outputs) if one.requires_grad]
+        this.wanted = [index for index, output in enumerate(outputs) if output.requires_grad]
         this.roots = [get_gradient_edge(outputs[index]) for index in this.wanted]
         if len(this.wanted) < len(outputs):
             apart = set(this.wanted)
-            this.plain = tuple(at for at, one in enumerate(outputs) if _has_gradient(one) and at not in apart)
+            this.plain = tuple(at for at, output in enumerate(outputs) if _has_gradient(output) and at not in apart)
         if not self.looked_at:
             self.looked_at = True
             begins = [*this.leaves, *self.splitter.begins]
-            self.lent = [] if self.lends is None else [one for one in self.lends() if one not in set(self.parameters)]
+            self.lent = [] if self.lends is None else [p for p in self.lends() if p not in set(self.parameters)]
             own = [*self.parameters, *self.lent]
             names = [name for name, _ in self.blocks]
             refuse_foreign(this.roots, own, names, begins, has_loss=self.has_loss and self.lends is None)
-        return unpack([one.detach() for one in outputs], form)
+        return unpack([output.detach() for output in outputs], form)
 
     def unchanged(self, value: Any, versions: list[int]) -> None:
         """Refuse to run again on an input that the first run has changed."""
@@ -232,7 +232,7 @@ class Segment:
 
 def versions_of(value: Any) -> list[int]:
     """Return how often each tensor inside was changed in place."""
-    return [one._version for one in pack(value)[0]]
+    return [tensor._version for tensor in pack(value)[0]]
 
 
 def _has_gradient(tensor: Tensor) -> bool:

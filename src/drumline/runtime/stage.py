@@ -91,23 +91,23 @@ class Stage:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters, each once."""
-        return list(dict.fromkeys(one for segment in self.segments for one in segment.parameters))
+        return list(dict.fromkeys(param for segment in self.segments for param in segment.parameters))
 
     @property
     def all_parameters(self) -> list[nn.Parameter]:
         """Its parameters, each once, frozen ones too."""
-        return list(dict.fromkeys(one for block in self.blocks for one in block.module.parameters()))
+        return list(dict.fromkeys(param for block in self.blocks for param in block.module.parameters()))
 
     @property
     def lent(self) -> list[nn.Parameter]:
         """The parameters of other stages of this process to whose gradients its loss adds."""
-        return [one for segment in self.segments for one in segment.lent]
+        return [param for segment in self.segments for param in segment.lent]
 
     def renew(self) -> bool:
         """Follow parameters that were frozen, unfrozen or replaced since the last step; return whether any was."""
         modules = (module for segment in self.segments for module in segment.modules)
-        owned = [one for module in modules for one in module._parameters.values() if one is not None]
-        signature = [(id(one), one.requires_grad) for one in owned]
+        owned = [param for module in modules for param in module._parameters.values() if param is not None]
+        signature = [(id(param), param.requires_grad) for param in owned]
         if signature == self._signature:
             return False
         self._signature = signature

@@ -18,7 +18,7 @@ from drumline.model.values import pack
 from drumline.runtime.stage import Stage
 
 
-class Kept:
+class SavedTensor:
     """A tensor kept by autograd; it tells the scale when it is freed."""
 
     __slots__ = ("scale", "tensor", "version")
@@ -76,9 +76,9 @@ class Scale:
     def watching(self) -> Iterator[None]:
         """Watch what autograd keeps of the forwards inside."""
         modules = [block.module for stage in self._stages for block in stage.blocks]
-        states = (one for module in modules for one in (*module.parameters(), *module.buffers()))
-        self._own = {one.untyped_storage().data_ptr() for one in states}
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: Kept(self, tensor), Kept.taken):
+        states = (param for module in modules for param in (*module.parameters(), *module.buffers()))
+        self._own = {state.untyped_storage().data_ptr() for state in states}
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: SavedTensor(self, tensor), SavedTensor.taken):
             yield
 
     def weigh(self) -> int:
@@ -107,7 +107,7 @@ class Scale:
         """Return the bytes of each storage that autograd or a tape keeps, without parameters and the batch."""
         held = {place for place, count in self._kept.items() if count > 0}
         for stage in self._stages:
-            for this in (one for passes in stage.held.values() for one in passes):
+            for this in (turn for passes in stage.held.values() for turn in passes):
                 if this.tape is not None:
                     for record in this.tape.records:
                         held |= self._places(pack((record.inputs, list(record.gradients)))[0])

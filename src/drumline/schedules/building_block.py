@@ -93,12 +93,12 @@ def _fill_with_weights(order: list[list[Action]], num_stages: int, peak: int) ->
 def _inputs(num_stages: int) -> dict[Key, Key]:
     """Return what F and I need from a neighbouring stage, by `rules`; F of their own stage comes before them."""
     return {
-        (op, stage): (one, stage + need.stage_offset)
+        (op, stage): (kind, stage + need.stage_offset)
         for op in _ORDERED
         for need in rules.NEEDS[op]
-        for one in need.ops
+        for kind in need.ops
         for stage in range(num_stages)
-        if need.stage_offset and one in _ORDERED and 0 <= stage + need.stage_offset < num_stages
+        if need.stage_offset and kind in _ORDERED and 0 <= stage + need.stage_offset < num_stages
     }
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from drumline.core.action import Action, Op, overlap
 from drumline.schedules.formulas import Pace, idling
-from drumline.schedules.orders import Flow, trim
+from drumline.schedules.orders import StageFlow, trim
 from drumline.schedules.registry import schedule
 
 
@@ -56,7 +56,7 @@ def dualpipe(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]
     going_up = [*range(num_down, num_microbatches), *spare][:num_each]
     for rank in range(num_ranks):
         mirror = num_ranks - 1 - rank
-        down, up = Flow(rank, going_down), Flow(mirror, going_up)
+        down, up = StageFlow(rank, going_down), StageFlow(mirror, going_up)
         flows = (down, up) if rank < mirror else (up, down)
         row = list(trim(EightSteps(num_ranks // 2, min(rank, mirror), flows).row(), num_microbatches))
         held = {rank, mirror} if num_microbatches > 1 else {rank}
@@ -69,10 +69,10 @@ class EightSteps:
 
     half: int
     distance: int
-    flows: tuple[Flow, Flow]
+    flows: tuple[StageFlow, StageFlow]
     owed: deque[Action] = field(default_factory=deque)
 
-    def input_half(self, flow: Flow) -> Action:
+    def input_half(self, flow: StageFlow) -> Action:
         """Return the flow's next input half, and queue its weight half."""
         first, second = flow.split()
         self.owed.append(second)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from drumline.core.action import Action
 from drumline.schedules.dualpipe import EightSteps, idle
 from drumline.schedules.formulas import idling
-from drumline.schedules.orders import Flow, trim
+from drumline.schedules.orders import StageFlow, trim
 from drumline.schedules.registry import schedule
 
 
@@ -36,5 +36,5 @@ def dualpipe_v(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action
     """Run the eight steps on every rank, flow 0 down the V and flow 1 up."""
     full = max(num_microbatches, 2 * num_ranks)
     for rank in range(num_ranks):
-        flows = Flow(rank, range(full)), Flow(2 * num_ranks - 1 - rank, range(full))
+        flows = StageFlow(rank, range(full)), StageFlow(2 * num_ranks - 1 - rank, range(full))
         yield list(trim(EightSteps(num_ranks, rank, flows).row(), num_microbatches))

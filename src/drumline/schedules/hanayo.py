@@ -35,7 +35,7 @@ def hanayo(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -
     homes = Placement.v(num_ranks, stages_per_rank=stages_per_rank).homes
     # The path of a microbatch: forward through all stages, then backward through all of them.
     turn, way = len(homes), homes + homes[::-1]
-    ranks = [_Rank() for _ in range(num_ranks)]
+    ranks = [_RankRow() for _ in range(num_ranks)]
     fresh = iter(range(num_microbatches))
     for m in islice(fresh, 2 * num_ranks):
         ranks[0].add_forward(0, m)
@@ -59,7 +59,7 @@ def hanayo(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -
                 ranks[0].add_forward(0, entering)
 
 
-class _Rank:
+class _RankRow:
     """One rank's row so far, and the steps that are ready for it, the next one first."""
 
     def __init__(self) -> None:

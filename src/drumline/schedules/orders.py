@@ -73,7 +73,7 @@ def visits(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Itera
         first += size
 
 
-class Flow:
+class StageFlow:
     """The microbatches that pass through one stage of a rank; returns their forwards and backwards in order."""
 
     def __init__(self, stage: int, microbatches: Sequence[int]) -> None:

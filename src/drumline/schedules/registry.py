@@ -262,13 +262,13 @@ def own_schedules() -> dict[str, Schedule]:
     {}
     """
     ours = __name__.rpartition(".")[0] + "."
-    return {name: replace(one) for name, one in _REGISTRY.items() if not one.recipe.__module__.startswith(ours)}
+    return {name: replace(r) for name, r in _REGISTRY.items() if not r.recipe.__module__.startswith(ours)}
 
 
 def adopt(found: Mapping[str, Schedule]) -> None:
     """Register schedules from another process, unless importing their recipes already did."""
-    for name, one in found.items():
-        _REGISTRY.setdefault(name, one)
+    for name, recipe in found.items():
+        _REGISTRY.setdefault(name, recipe)
 
 
 def find(name: str) -> Schedule:

@@ -26,7 +26,7 @@ def _makespan(paces: Paces) -> float:
     """
     if paces.num_ranks == 1:
         return paces.steady
-    lost = sum(count * (one.forward + 3 * one.backward_input - one.backward_weight) for one, count in paces.others)
+    lost = sum(count * (pace.forward + 3 * pace.backward_input - pace.backward_weight) for pace, count in paces.others)
     busiest = paces.busiest
     wait = max(2 * (busiest.backward_input - busiest.forward) - busiest.backward_weight, 0.0)
     late = max(paces.num_microbatches - paces.num_ranks / 2 - 1, 0.0) * wait

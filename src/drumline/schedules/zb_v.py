@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from drumline.core.action import Action
 from drumline.schedules.formulas import Pace, idling
-from drumline.schedules.orders import Flow, trim
+from drumline.schedules.orders import StageFlow, trim
 from drumline.schedules.registry import schedule
 
 
@@ -46,7 +46,7 @@ def zb_v(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
 
 def _row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
     every = range(num_microbatches)
-    down, up = Flow(rank, every), Flow(2 * num_ranks - 1 - rank, every)
+    down, up = StageFlow(rank, every), StageFlow(2 * num_ranks - 1 - rank, every)
     # Fill: forwards on the way down until the first one comes back up, then F I W on the way up.
     for _ in range(2 * (num_ranks - rank) - 1):
         yield down.forward()
@@ -64,7 +64,7 @@ def _row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
         yield up.forward()
         yield from up.split()
     # Drain: input gradients as they arrive, weight gradients when there is nothing else to do.
-    owed: dict[Flow, list[Action]] = {up: [], down: []}
+    owed: dict[StageFlow, list[Action]] = {up: [], down: []}
     for flow in (down, up) * rank:
         first, second = flow.split()
         owed[flow].append(second)

@@ -26,7 +26,7 @@ _COMPUTING, _PACKING = 64, 192  # since, bytes of the name, the name
 _SIZE = 320
 
 
-class State(NamedTuple):
+class LedgerState(NamedTuple):
     """What a ledger said when it was read."""
 
     beat: int = 0  # counts the turns of the stage's event loop
@@ -61,11 +61,11 @@ class Ledger:
         path.write_bytes(bytes(_SIZE))
         return Ledger(path)
 
-    def read(self) -> State:
+    def read(self) -> LedgerState:
         """Return what it says now."""
         computing, packing = self._get(_COMPUTING), self._get(_PACKING)
         names = tuple(self._name(at) for at, since in ((_COMPUTING, computing), (_PACKING, packing)) if since)
-        return State(self._get(_BEAT), self._get(_WORKED), computing, self._get(_UNWANTED), names)
+        return LedgerState(self._get(_BEAT), self._get(_WORKED), computing, self._get(_UNWANTED), names)
 
     def beat(self, worked: int) -> None:
         """Say that the event loop runs, and how many nanoseconds computations have used of the processor."""

@@ -33,7 +33,7 @@ class Session:
     def __init__(self, folder: Path, manifest: Manifest, number: int, *, threads: int = 1) -> None:
         self._mine, self._dimensions, self.threads = manifest.stages[number], manifest.dimensions, threads
         self._session = open_session(check_files(folder, manifest, number), threads=threads)
-        self._outputs = [one.name for one in self._mine.outputs]
+        self._outputs = [output.name for output in self._mine.outputs]
 
     def begin(self, arrays: Mapping[str, Array]) -> Running:
         """Return one run of the graph, which a thread may call."""
@@ -49,11 +49,11 @@ class Session:
         Zeros of a made-up size need not fit each other: then the first request pays.
         """
         with suppress(ValueError):
-            self.run({one.name: self._zeros(one) for one in self._mine.inputs})
+            self.run({tensor.name: self._zeros(tensor) for tensor in self._mine.inputs})
 
-    def _zeros(self, one: Tensor) -> Array:
-        shape = [size if isinstance(size, int) else self._size(size) for size in one.shape]
-        return np.zeros(shape, DATATYPES[one.datatype])
+    def _zeros(self, tensor: Tensor) -> Array:
+        shape = [size if isinstance(size, int) else self._size(size) for size in tensor.shape]
+        return np.zeros(shape, DATATYPES[tensor.datatype])
 
     def _size(self, dimension: str) -> int:
         least, most = self._dimensions.get(dimension, (1, None))

@@ -34,14 +34,14 @@ from drumline.core.errors import DrumlineError, UsageError
 from drumline.serve.cores import stay_on
 from drumline.serve.ledger import Ledger
 from drumline.serve.session import Running, Session
-from drumline.serve.wire.flow import Flow
+from drumline.serve.wire.flow import CallStream
 from drumline.serve.wire.flows import Flows, Home
 from drumline.serve.wire.frames import Answer, Failed
 from drumline.serve.wire.links import PLAIN, Tls, connect, listen, options
 from drumline.serve.wire.manifest import Manifest, read_manifest
 from drumline.serve.wire.protocol import SERVICE, InferRequest, InferResponse, message
+from drumline.serve.wire.stage_times import StageTimes
 from drumline.serve.wire.tensors import Refused, put_inputs, put_outputs, read_inputs
-from drumline.serve.wire.times import Times
 
 ALONE = "drumline-alone"  # metadata of a call that the stage answers itself, without the stages behind it
 MAX_BYTES = 64 * 2**20
@@ -60,7 +60,7 @@ class StageService:
         number: int,
         session: Session,
         *,
-        following: Flow | None = None,
+        following: CallStream | None = None,
         limit: int,
         ledger: Ledger | None = None,
     ) -> None:
@@ -178,9 +178,9 @@ class StageService:
             end = time.monotonic_ns()
         if left is not None:
             left()
-        sizes = size, sum(one.nbytes for one in made.values())
+        sizes = size, sum(value.nbytes for value in made.values())
         if self._next is None or alone:
-            times = str(Times(self.number, arrived, start, end, end, *sizes))
+            times = str(StageTimes(self.number, arrived, start, end, end, *sizes))
             with self.ledger.packing(request.id):
                 response = InferResponse(model_name=self._manifest.model, id=request.id)
                 put_outputs(response, made)
@@ -191,7 +191,7 @@ class StageService:
             packed = further.SerializeToString()
         del arrays, made, request, further
         sent = time.monotonic_ns()
-        times = str(Times(self.number, arrived, start, end, sent, *sizes))
+        times = str(StageTimes(self.number, arrived, start, end, sent, *sizes))
 
         def whole(behind: Answer) -> Answer:
             return Answer(behind.body, f"{times};{behind.times}")
@@ -254,7 +254,7 @@ async def run_stage(
     session.warm_up()
     server = grpc.aio.server(options=options(max_bytes), maximum_concurrent_rpcs=4 * limit)
     channel = connect(following, tls, max_bytes) if following else None
-    behind = None if channel is None else Flow(channel, stage=number + 1, max_bytes=max_bytes)
+    behind = None if channel is None else CallStream(channel, stage=number + 1, max_bytes=max_bytes)
     service = StageService(manifest, number, session, following=behind, limit=limit, ledger=ledger)
     flows = Flows(service.answer, max_bytes=max_bytes)
     server.add_generic_rpc_handlers((service.handlers(), flows.handlers()))
@@ -327,7 +327,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-bytes", type=int, default=MAX_BYTES)
     args = parser.parse_args(words)
     if args.cores:
-        stay_on([int(one) for one in args.cores.split(",")])
+        stay_on([int(core) for core in args.cores.split(",")])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     np.seterr(all="ignore")
     try:

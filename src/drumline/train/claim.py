@@ -31,7 +31,7 @@ _SECONDS_A_LOOK = 0.1
 _SECONDS_TO_END = 20.0  # for ranks whose starter is gone
 
 
-class Held(UsageError):
+class FolderInUse(UsageError):
     """Another run has the folder."""
 
 
@@ -88,7 +88,7 @@ def claim(folder: str | Path, *, job: str = "") -> Claim:
     ...     mine.keep()
     ...     claim(folder)
     Traceback (most recent call last):
-    drumline.train.claim.Held: run.out: a run in ... is under way: process ... since ...
+    drumline.train.claim.FolderInUse: run.out: a run in ... is under way: process ... since ...
     >>> claim(folder).close()
     """
     path = Path(folder)
@@ -249,11 +249,11 @@ def _who(owner: Mapping[str, Any]) -> str:
     return f"process {owner.get('pid')} on {owner.get('host')} since {owner.get('since')}"
 
 
-def _held(path: Path) -> Held:
+def _held(path: Path) -> FolderInUse:
     owner = _read(path)
     text, fix = f"run.out: a run in {path} is under way: {_who(owner)}", "name another folder, --out FOLDER"
     if not _seems_alive(owner):
         text += " has ended, and some of its ranks have not"
     elif owner.get("boot") != _boot():
         fix += f"; if that process has ended, remove {path / LOCK}"
-    return Held(text, expected="a folder without a run, or none yet", fix=fix)
+    return FolderInUse(text, expected="a folder without a run, or none yet", fix=fix)

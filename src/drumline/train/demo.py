@@ -22,18 +22,18 @@ from drumline.core.measured.run import CONFIG, ENVIRONMENT, METRICS, PLAN, PROGR
 from drumline.core.simulate.simulate import simulate
 from drumline.model.precision import one_thread
 from drumline.schedules import schedules
-from drumline.train.two_stages import NUM_RANKS, Build, Trained, Trial, train, train_unsplit
+from drumline.train.two_stages import NUM_RANKS, Build, DemoResult, DemoTrial, train, train_unsplit
 
-STALE = next(name for name, one in schedules().items() if not one.flushed and "num_steps" in one.options)
+STALE = next(name for name, schedule in schedules().items() if not schedule.flushed and "num_steps" in schedule.options)
 TRIALS = (
-    Trial("gpipe", 4),
-    Trial("1f1b", 4),
-    Trial("zb-h1", 4),
-    Trial(STALE, 4),
-    Trial("gpipe", 8),
-    Trial("gpipe", 8, "full"),
-    Trial("1f1b", 8),
-    Trial("1f1b", 8, "full"),
+    DemoTrial("gpipe", 4),
+    DemoTrial("1f1b", 4),
+    DemoTrial("zb-h1", 4),
+    DemoTrial(STALE, 4),
+    DemoTrial("gpipe", 8),
+    DemoTrial("gpipe", 8, "full"),
+    DemoTrial("1f1b", 8),
+    DemoTrial("1f1b", 8, "full"),
 )
 COMPARED = {"gpipe": "GPipe", "1f1b": "1F1B"}  # the schedules at the top of the report, by their common names
 Tell = Callable[[int, int, str], None]  # how many are done, of how many, and which it is
@@ -46,7 +46,7 @@ class Outcome:
     """The result of one trial; figures are medians over the steps after the first epoch."""
 
     build: Build
-    trial: Trial
+    trial: DemoTrial
     run: Run
     losses: tuple[float, ...]
     difference: float  # largest difference of any weight or epoch's loss from one process
@@ -59,7 +59,7 @@ class Outcome:
 
     def metric(self, name: str) -> float:
         """Return the median of a metric."""
-        return float(median(one[name] for one in self.metrics))
+        return float(median(metric[name] for metric in self.metrics))
 
     @property
     def utilisation(self) -> float:
@@ -84,7 +84,7 @@ class Outcome:
     @cached_property
     def timeline(self) -> Measured:
         """A step of median length."""
-        middle = sorted(self.metrics, key=lambda one: float(one["pp/makespan_seconds"]))[len(self.metrics) // 2]
+        middle = sorted(self.metrics, key=lambda entry: float(entry["pp/makespan_seconds"]))[len(self.metrics) // 2]
         return self.run.timeline(middle["step"])
 
     @cached_property
@@ -133,8 +133,8 @@ def run_demo(
     """
     build = build or Build()
     folders = [folder / trial.name for trial in TRIALS]
-    for one in folders:
-        _clear(one)
+    for place in folders:
+        _clear(place)
     counts = sorted({(trial.num_microbatches, trial.schedule == STALE) for trial in TRIALS})
     unsplit, total = {}, build.num_steps * (len(counts) + len(TRIALS))
     with one_thread():
@@ -144,34 +144,34 @@ def run_demo(
             unsplit[count, is_stale] = train_unsplit(build, count, is_stale=is_stale)
             finished(at + 1, len(counts) + len(TRIALS), what)
     done = build.num_steps * len(counts)
-    watch = _Watch(
+    watch = _Progress(
         folders,
         build.num_steps,
         lambda steps, what: progress(done + steps, total, what),
         lambda at, what: finished(len(counts) + at, len(counts) + len(TRIALS), what),
     )
     with watch.looking():
-        ranks = launch(_train_all, build, [str(one) for one in folders], num_ranks=NUM_RANKS)
+        ranks = launch(_train_all, build, [str(place) for place in folders], num_ranks=NUM_RANKS)
     progress(total, total, "done")
     outcomes = []
     for at, (trial, path) in enumerate(zip(TRIALS, folders, strict=True)):
-        parts = [one[at] for one in ranks]
+        parts = [rank[at] for rank in ranks]
         difference = _difference(parts, unsplit[trial.num_microbatches, trial.schedule == STALE])
         outcomes.append(Outcome(build, trial, read_run(path), parts[0].losses, difference))
     return outcomes
 
 
-def _train_all(build: Build, folders: Sequence[str]) -> list[Trained]:
+def _train_all(build: Build, folders: Sequence[str]) -> list[DemoResult]:
     """Train every trial on this rank."""
     return [train(build, trial, record=folder) for trial, folder in zip(TRIALS, folders, strict=True)]
 
 
-def _difference(parts: Sequence[Trained], unsplit: Trained) -> float:
+def _difference(parts: Sequence[DemoResult], unsplit: DemoResult) -> float:
     """Return the largest difference of all ranks' weights and losses from one process; infinite if any is missing."""
-    weights = {name: one for part in parts for name, one in part.weights.items()}
+    weights = {name: weight for part in parts for name, weight in part.weights.items()}
     if weights.keys() != unsplit.weights.keys():
         return float("inf")
-    apart = [float((one - unsplit.weights[name]).abs().max()) for name, one in weights.items()]
+    apart = [float((weight - unsplit.weights[name]).abs().max()) for name, weight in weights.items()]
     losses = [abs(a - b) for part in parts for a, b in zip(part.losses, unsplit.losses, strict=True)]
     return max(*apart, *losses)
 
@@ -183,7 +183,7 @@ def _clear(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-class _Watch:
+class _Progress:
     """Reports how far the runs are: how many steps all have together, and each run once, when it has all of its own."""
 
     def __init__(

@@ -8,12 +8,12 @@ from itertools import count
 from pathlib import Path
 
 from drumline.checkpoint.folder import checkpoints
-from drumline.checkpoint.read import is_intact
+from drumline.checkpoint.reader import is_intact
 from drumline.checkpoint.shelf import Shelf
 from drumline.core.errors import UsageError
 from drumline.core.measured.run import CONFIG, METRICS
 from drumline.train.changed import check_changes
-from drumline.train.claim import Claim, Held, claim, job_of, last_of, same_job
+from drumline.train.claim import Claim, FolderInUse, claim, job_of, last_of, same_job
 from drumline.train.config.settings import TrainSettings
 from drumline.train.loop.checkpoints import FOLDER, found_in
 from drumline.train.loop.log import reached
@@ -51,7 +51,7 @@ def begin(settings: TrainSettings, *, job: str = "") -> Begun:
         if not _holds(Path(named.folder)):
             try:
                 return _begun(named, job)
-            except Held:
+            except FolderInUse:
                 pass  # taken a moment ago
         if number == _MOST:
             raise UsageError(f"run.out: {base} and {_MOST - 1} more hold runs", fix="name another: --out FOLDER")
@@ -65,8 +65,8 @@ def _in(settings: TrainSettings, folder: str) -> TrainSettings:
 def _of_job(base: Path, job: str) -> str:
     """Return the default folder in which a job has trained before."""
     beside = base.parent.iterdir() if base.parent.is_dir() else ()
-    mine = [one for one in beside if one.name.startswith(base.name) and _holds(one) and job_of(one) == job]
-    return str(max(mine, key=lambda one: (one / CONFIG).stat().st_mtime)) if mine else ""
+    mine = [path for path in beside if path.name.startswith(base.name) and _holds(path) and job_of(path) == job]
+    return str(max(mine, key=lambda path: (path / CONFIG).stat().st_mtime)) if mine else ""
 
 
 def _holds(folder: Path) -> bool:

@@ -27,7 +27,7 @@ from drumline.train.config.files.data_files import check_utf8, matched, records_
 from drumline.train.config.placed import problem_of
 from drumline.train.config.problems import Problem, refused
 from drumline.train.config.settings import DataSettings, TrainSettings
-from drumline.train.config.tables import Source
+from drumline.train.config.tables import TableSource
 from drumline.train.data.build import build_data
 from drumline.train.models.build import build_model, outlined
 from drumline.train.models.built import Built
@@ -38,7 +38,7 @@ _FEW = 1 << 20  # bytes of lines that are parsed one by one, and of the beginnin
 _MOST_FILES = 64  # of which the beginning is looked at
 
 
-def preflight(settings: TrainSettings, source: Source | None = None) -> None:
+def preflight(settings: TrainSettings, source: TableSource | None = None) -> None:
     """Raise ConfigError with all that is wrong, each with file, line and key; `source` says where keys were given.
 
     >>> from drumline.train.config.settings import BatchSettings
@@ -47,7 +47,7 @@ def preflight(settings: TrainSettings, source: Source | None = None) -> None:
     Traceback (most recent call last):
     drumline.core.errors.ConfigError: batch.sequences: the data have ... rows, and a step takes 4096; expected ...
     """
-    found = _Looking(settings, source or Source())
+    found = _Looking(settings, source or TableSource())
     built = found.model()
     if built is not None:
         found.cut(built.model)
@@ -60,7 +60,7 @@ def preflight(settings: TrainSettings, source: Source | None = None) -> None:
 class _Looking:
     """Looks at the parts of a run, and notes what is wrong."""
 
-    def __init__(self, settings: TrainSettings, source: Source) -> None:
+    def __init__(self, settings: TrainSettings, source: TableSource) -> None:
         self.settings, self.source = settings, source
         self.problems: list[Problem] = []
 
@@ -90,7 +90,7 @@ class _Looking:
         known = [name for name, _ in model.named_modules() if name]
         for at, name in enumerate(self.settings.pipeline.cuts):
             if name not in known:
-                near = [one for one in known if one.count(".") <= 1] or known
+                near = [block for block in known if block.count(".") <= 1] or known
                 error = ModelError(f"{name!r:.80} is no block of the model", fix=nearest(name, near))
                 where = self.source.where(("pipeline", "cuts", at))
                 self.problems.append(Problem(where, "pipeline.cuts", error.error, "names of blocks", error.fix))
@@ -101,11 +101,11 @@ class _Looking:
             return
         from drumline.train.loop.optimizers import shared_out
 
-        shapes = {name: one.shape for name, one in model.named_parameters() if one.requires_grad}
+        shapes = {name: param.shape for name, param in model.named_parameters() if param.requires_grad}
         others: dict[int, list[str]] = {}
-        for name, one in model.named_parameters(remove_duplicate=False):
-            others.setdefault(id(one), []).append(name)
-        aliases = {name: others[id(one)] for name, one in model.named_parameters()}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            others.setdefault(id(param), []).append(name)
+        aliases = {name: others[id(param)] for name, param in model.named_parameters()}
         self.tried("optimizer.groups", lambda: shared_out(shapes, self.settings.optimizer, others=aliases))
 
     def data(self, built: Built | None) -> None:

@@ -72,13 +72,13 @@ def most_within(settings: TrainSettings, num_ranks: int) -> int:
     >>> most_within(TrainSettings(mesh=MeshSettings(pipeline=2, data=2)), 3)
     2
     """
-    return next((one for one in range(num_ranks, 0, -1) if _can_use(settings, one)), 0)
+    return next((rank for rank in range(num_ranks, 0, -1) if _can_use(settings, rank)), 0)
 
 
 def fewest_of(settings: TrainSettings) -> int:
     """Return the fewest ranks that the same run can use and failures.min_ranks allows."""
     every = range(settings.failures.min_ranks, settings.num_ranks)
-    return next((one for one in every if _can_use(settings, one)), settings.num_ranks)
+    return next((number for number in every if _can_use(settings, number)), settings.num_ranks)
 
 
 def _can_use(settings: TrainSettings, num_ranks: int) -> bool:

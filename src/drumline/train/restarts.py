@@ -31,7 +31,7 @@ def is_worth_another(error: RunError) -> bool:
     cause = error.__cause__
     if isinstance(cause, DrumlineError) and not isinstance(cause, RunError):
         return False
-    return not any(isinstance(one, NonFiniteError | LaunchError) for one in (error, cause))
+    return not any(isinstance(failure, NonFiniteError | LaunchError) for failure in (error, cause))
 
 
 @dataclass(slots=True)

@@ -18,19 +18,19 @@ from drumline.channel.launch.worker import die_with
 from drumline.core.errors import DrumlineError, UsageError, counted
 from drumline.engine.ranks import transports
 from drumline.pipeline.options import device_named
+from drumline.train.capacity import check_room
 from drumline.train.claim import Claim, job_here, take_part
 from drumline.train.config.settings import TrainSettings
-from drumline.train.config.tables import Source
+from drumline.train.config.tables import TableSource
 from drumline.train.folder import begin
 from drumline.train.preflight import preflight
 from drumline.train.replan import fewest_of, planned_for
 from drumline.train.restarts import Restarts
-from drumline.train.room import check_room
 
 Train = Callable[..., Any]
 
 
-def start(settings: TrainSettings, *, train: Train | None = None, source: Source | None = None) -> Any:
+def start(settings: TrainSettings, *, train: Train | None = None, source: TableSource | None = None) -> Any:
     """Run `train(settings)` on every rank and return what rank 0 returned; `train` is `run_training` unless given.
 
     Under torchrun this process is one rank, and gets its own result. Otherwise local ranks are started, or none where
@@ -114,9 +114,9 @@ def _train_as_rank(settings: TrainSettings, *, is_replanned: bool) -> Any:
 
 def _nothing_left(settings: TrainSettings) -> Any:
     """Return the outcome of a run that had made all its steps before."""
-    from drumline.train.loop.training import Trained
+    from drumline.train.loop.training import TrainResult
 
-    return Trained(Path(settings.folder), first_step=settings.run.steps)
+    return TrainResult(Path(settings.folder), first_step=settings.run.steps)
 
 
 def _outcome(settings: TrainSettings, *, is_replanned: bool) -> tuple[str, bool, bool] | DrumlineError:

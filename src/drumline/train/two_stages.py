@@ -45,7 +45,7 @@ class Build:
     def data(self) -> tuple[Tensor, Tensor]:
         """Return the points, and their images under a linear map with noise.
 
-        >>> [tuple(one.shape) for one in Build(width=8).data()]
+        >>> [tuple(value.shape) for value in Build(width=8).data()]
         [(1024, 8), (1024, 8)]
         """
         random = torch.Generator().manual_seed(self.seed)
@@ -64,7 +64,7 @@ class Build:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             linear = [nn.Linear(self.width, self.width) for _ in range(num_layers)]
-        return nn.Sequential(*(nn.Sequential(one, nn.ReLU()) for one in linear[:-1]), linear[-1])
+        return nn.Sequential(*(nn.Sequential(layer, nn.ReLU()) for layer in linear[:-1]), linear[-1])
 
     def batches(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield the epoch and the rows of every step, reshuffled in each epoch."""
@@ -77,7 +77,7 @@ class Build:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class DemoTrial:
     """One way to train the build."""
 
     schedule: str
@@ -88,21 +88,21 @@ class Trial:
     def name(self) -> str:
         """Its name, also used for its folder.
 
-        >>> Trial("gpipe", 8, "full").name
+        >>> DemoTrial("gpipe", 8, "full").name
         'gpipe-8-checkpointed'
         """
         return f"{self.schedule}-{self.num_microbatches}" + ("-checkpointed" if self.checkpoint == "full" else "")
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class DemoResult:
     """The result of training: the mean loss of every epoch, and the weights of this process."""
 
     losses: tuple[float, ...]
     weights: Weights
 
 
-def train(build: Build, trial: Trial, *, record: str) -> Trained:
+def train(build: Build, trial: DemoTrial, *, record: str) -> DemoResult:
     """Train with a schedule on this rank, as a run in the folder `record`."""
     losses: list[list[Tensor]] = [[] for _ in range(build.num_epochs)]
     with Pipeline(
@@ -125,11 +125,11 @@ def train(build: Build, trial: Trial, *, record: str) -> Trained:
         for epoch, result in results:
             assert result.loss is not None, "a step has a loss"
             losses[epoch].append(result.loss)
-        weights = {name: one.detach().clone() for name, one in pipe.state_dict().items()}
-    return Trained(_means(losses), weights)
+        weights = {name: tensor.detach().clone() for name, tensor in pipe.state_dict().items()}
+    return DemoResult(_means(losses), weights)
 
 
-def train_unsplit(build: Build, num_microbatches: int, *, is_stale: bool = False) -> Trained:
+def train_unsplit(build: Build, num_microbatches: int, *, is_stale: bool = False) -> DemoResult:
     """Train with a plain loop: one process that accumulates gradients over microbatches.
 
     With `is_stale`, gradients are those of the weights one update ago, as in PipeDream-2BW.
@@ -145,14 +145,14 @@ def train_unsplit(build: Build, num_microbatches: int, *, is_stale: bool = False
             torch.autograd.backward(loss)
             parts.append(loss.detach())
         if is_stale:
-            for newest, one in zip(model.parameters(), seen.parameters(), strict=True):
-                newest.grad, one.grad = one.grad, None
+            for newest, param in zip(model.parameters(), seen.parameters(), strict=True):
+                newest.grad, param.grad = param.grad, None
             seen.load_state_dict(model.state_dict())
         optimizer.step()
         optimizer.zero_grad()
         losses[epoch].append(sum(parts[1:], parts[0]))
-    return Trained(_means(losses), dict(model.state_dict()))
+    return DemoResult(_means(losses), dict(model.state_dict()))
 
 
 def _means(losses: list[list[Tensor]]) -> tuple[float, ...]:
-    return tuple(float(torch.stack(one).double().mean()) for one in losses)
+    return tuple(float(torch.stack(loss).double().mean()) for loss in losses)

@@ -24,10 +24,10 @@ def can_turn(*values: Any) -> bool:
     >>> can_turn(torch.ones(4, 2), {"labels": torch.ones(4)}), can_turn(torch.ones(4, 2), torch.ones(3))
     (True, False)
     """
-    apart = {has_microbatches(one) for one in values if one is not None}
+    apart = {has_microbatches(value) for value in values if value is not None}
     if True in apart:
         return len(apart) == 1
-    sizes = {one.shape[0] if one.dim() else 0 for value in values for one in pack(value)[0]}
+    sizes = {tensor.shape[0] if tensor.dim() else 0 for value in values for tensor in pack(value)[0]}
     return len(sizes) == 1 and sizes.pop() > 1
 
 
@@ -39,7 +39,7 @@ def turned(value: Any, step: int) -> Any:
     """
     if not step or value is None:
         return value
-    return _traded(value, step) if has_microbatches(value) else mapped(value, lambda one: _rolled(one, step))
+    return _traded(value, step) if has_microbatches(value) else mapped(value, lambda tensor: _rolled(tensor, step))
 
 
 def _rolled(tensor: Tensor, step: int) -> Tensor:
@@ -52,10 +52,10 @@ def _traded(value: Any, step: int) -> Any:
         at = -step % len(value)
         return Microbatches([*value[at:], *value[:at]])
     if isinstance(value, dict):
-        return {key: _traded(one, step) for key, one in value.items()}
+        return {key: _traded(item, step) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        made = [_traded(one, step) for one in value]
+        made = [_traded(item, step) for item in value]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{one.name: _traded(getattr(value, one.name), step) for one in fields(value)})
+        return replace(value, **{field.name: _traded(getattr(value, field.name), step) for field in fields(value)})
     return value

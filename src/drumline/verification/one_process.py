@@ -24,7 +24,7 @@ from drumline.engine.model.sources import Material
 from drumline.engine.stages.assembly import device_of
 from drumline.engine.unsplit.comparing import outputs_off
 from drumline.engine.unsplit.plain import Plain
-from drumline.engine.unsplit.unsplit_step import Microbatch, unsplit_step
+from drumline.engine.unsplit.unsplit_step import UnsplitMicrobatch, unsplit_step
 from drumline.model.block import blocks_of
 from drumline.model.blocks.cut import cut
 from drumline.model.microbatches import has_microbatches
@@ -75,15 +75,15 @@ class CutOnce:
         owned = []
         for stage in stages:
             here: dict[nn.Parameter, str] = {}
-            for name, one in (pair for block in stage for pair in block.named_parameters()):
-                here.setdefault(one, name)
-            owned.append(tuple(name for one, name in here.items() if one not in seen))
+            for name, param in (pair for block in stage for pair in block.named_parameters()):
+                here.setdefault(param, name)
+            owned.append(tuple(name for param, name in here.items() if param not in seen))
             seen.update(here)
         return CutOnce(
             tuple(len(stage) for stage in stages),
             tuple(block.name for block in blocks),
             tuple(owned),
-            any(one.is_tied for one in Ties(stages, program.placement).tensors),
+            any(tensor.is_tied for tensor in Ties(stages, program.placement).tensors),
         )
 
 
@@ -97,12 +97,12 @@ class OneProcess:
         device = device_of(material.model)
         named = self._plain.named_parameters()
         first: dict[nn.Parameter, str] = {}
-        for name, one in named.items():
-            first.setdefault(one, name)
+        for name, param in named.items():
+            first.setdefault(param, name)
         cut_up = dict.fromkeys(named[name] for stage in known.parameters for name in stage)
-        self._named = [(first[one], one) for one in (cut_up | dict.fromkeys(first))]  # including those that a cut lost
+        self._named = [(first[p], p) for p in (cut_up | dict.fromkeys(first))]  # including those that a cut lost
         self._owned = [[named[name] for name in stage if named[name].requires_grad] for stage in known.parameters]
-        trainable = [one for _, one in self._named if one.requires_grad]
+        trainable = [param for _, param in self._named if param.requires_grad]
         self._optimizer = torch.optim.SGD([{"params": trainable}], lr=LEARNING_RATE)
         self._batch = moved(example_inputs(material.model, material.batch), device)
         self._own = material.loss_fn is None
@@ -118,9 +118,9 @@ class OneProcess:
         """Continue from other weights."""
         found = dict(weights)
         with torch.no_grad():
-            for name, one in self._named:
+            for name, param in self._named:
                 if (value := found.get(name)) is not None:
-                    one.copy_(value)
+                    param.copy_(value)
 
     def step(self) -> StepSeen:
         """Run one step and update the weights."""
@@ -143,10 +143,13 @@ class OneProcess:
         program = self._program
         batch, target = self._batch, self._target
         if self.turns:
-            batch, target = (turned(one, self._randomness.step) for one in (batch, target))
+            batch, target = (turned(value, self._randomness.step) for value in (batch, target))
         given = list(zip(self._cut(batch, "the batch"), self._cut(target, "the target"), strict=True))
-        parts = shares([self._counted(*one) for one in given])
-        each = [Microbatch(at, *one, float(share)) for at, (one, share) in enumerate(zip(given, parts, strict=True))]
+        parts = shares([self._counted(*pair) for pair in given])
+        each = [
+            UnsplitMicrobatch(at, *pair, float(share))
+            for at, (pair, share) in enumerate(zip(given, parts, strict=True))
+        ]
         orders = [accumulation_order(program, stage) for stage in range(program.num_stages)]
         in_order = self._num_parts > 1 or all(order == sorted(order) for order in orders)
         losses: list[Tensor] = []
@@ -156,7 +159,7 @@ class OneProcess:
             for made in run:
                 losses.append(made.loss * torch.tensor(made.share, dtype=made.loss.dtype))
                 if not in_order:
-                    found.append({one: one.grad for one in self._parameters})
+                    found.append({param: param.grad for param in self._parameters})
                     self._optimizer.zero_grad()
         if not in_order:
             self._add(orders, found)
@@ -167,7 +170,7 @@ class OneProcess:
         count = self._program.num_microbatches
         if self._num_parts == 1:
             return cut_batch(values, count, what=what)
-        return [one for part in cut_batch(values, self._num_parts, what=what) for one in cut_batch(part, count)]
+        return [value for part in cut_batch(values, self._num_parts, what=what) for value in cut_batch(part, count)]
 
     def _counted(self, value: Any, target: Any) -> float:
         """Return the weight of a microbatch: what its loss averages over, from the calls of the unsplit model."""
@@ -180,17 +183,17 @@ class OneProcess:
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
-        return [one for _, one in self._named if one.requires_grad]
+        return [param for _, param in self._named if param.requires_grad]
 
     def _add(self, orders: Sequence[Sequence[int]], gradients: Sequence[Mapping[nn.Parameter, Tensor | None]]) -> None:
         """Add the microbatches' gradients stage by stage, each in its order; those of no stage, in order of arrival."""
         apart = set(self._parameters).difference(*self._owned)
         for mine, order in [*zip(self._owned, orders, strict=True), (apart, range(len(gradients)))]:
             for microbatch in order:
-                for one in mine:
-                    gradient = gradients[microbatch][one]
+                for param in mine:
+                    gradient = gradients[microbatch][param]
                     if gradient is not None:
-                        one.grad = gradient if one.grad is None else one.grad.add_(gradient)
+                        param.grad = gradient if param.grad is None else param.grad.add_(gradient)
 
     def _refuse_moods(self) -> None:
         """Refuse a model that behaves differently each time: nothing could be compared with it."""
@@ -202,7 +205,7 @@ class OneProcess:
                 nothing_left(self._plain.modules, self._randomness),
                 self._plain.seeding(0, self._randomness) as run,
             ):
-                made.append(mapped(run(value), lambda one: one.clone()))
+                made.append(mapped(run(value), lambda tensor: tensor.clone()))
         if outputs_off(*made) > _ALIKE:
             raise ModelError(
                 "the model returns something different each time it is called",
@@ -236,11 +239,11 @@ def stepped(
 ) -> StepSeen:
     """Update the weights, and return the results of the step; `whole` puts parts of parameters together."""
     gradients: Named = [
-        (name, None if one.grad is None else whole(one.grad, one).detach().cpu().clone()) for name, one in named
+        (name, None if param.grad is None else whole(param.grad, param).detach().cpu().clone()) for name, param in named
     ]
     optimizer.step()
     optimizer.zero_grad()
-    weights = [(name, whole(one.detach(), one).cpu().clone()) for name, one in named]
+    weights = [(name, whole(param.detach(), param).cpu().clone()) for name, param in named]
     return StepSeen(loss.detach().cpu(), gradients, weights)
 
 
@@ -248,9 +251,9 @@ def fingerprint(material: Material) -> str:
     """Return a fingerprint of a model and its data."""
     model = material.model
     modules = [model] if isinstance(model, nn.Module) else [block.module for block in blocks_of(model)]
-    tensors = [one for module in modules for one in (*module.parameters(), *module.buffers())]
+    tensors = [param for module in modules for param in (*module.parameters(), *module.buffers())]
     digest = hashlib.blake2b(digest_size=16)
-    for one in (*tensors, *pack(material.batch)[0], *pack(material.target)[0]):
-        digest.update(f"{tuple(one.shape)} {one.dtype}".encode())
-        digest.update(one.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    for tensor in (*tensors, *pack(material.batch)[0], *pack(material.target)[0]):
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -52,12 +52,12 @@ class Verification:
     @property
     def first_wrong_parameter(self) -> str:
         """The first parameter, in the model's order, whose gradient differs by more than allowed; empty if none."""
-        return next((name for name, one in self.gradient_differences.items() if one > self.tolerance), "")
+        return next((name for name, value in self.gradient_differences.items() if value > self.tolerance), "")
 
     @property
     def last_wrong_parameter(self) -> str:
         """The last such parameter: gradients flow from the model's end to its start, so the cause is next to it."""
-        return next((name for name, one in reversed(self.gradient_differences.items()) if one > self.tolerance), "")
+        return next((name for name, value in reversed(self.gradient_differences.items()) if value > self.tolerance), "")
 
     @property
     def first_right_parameter(self) -> str:
@@ -93,7 +93,7 @@ class Verification:
             "batches_differ": self.batches_differ,
             "transport": self.transport,
             **({"mesh": self.mesh, "zero": self.zero} if self.mesh else {}),
-            **{name: one if math.isfinite(one) else None for name, one in numbers.items()},
+            **{name: number if math.isfinite(number) else None for name, number in numbers.items()},
             "worst_parameter": self.worst_parameter,
             "first_wrong_parameter": self.first_wrong_parameter,
             "last_wrong_parameter": self.last_wrong_parameter,
@@ -108,7 +108,7 @@ class Verification:
 def differences(found: Sequence[Named], wanted: Named, least: float = 0.0) -> dict[str, float]:
     """Return each tensor's difference, the largest of its copies; 1 if only one side has it."""
     copies: dict[str, list[Tensor | None]] = {}
-    for name, one in (pair for named in found for pair in named):
-        copies.setdefault(name, []).append(one)
-    each = {name: max(difference(one, value, least) for one in copies.get(name, [None])) for name, value in wanted}
+    for name, tensor in (pair for named in found for pair in named):
+        copies.setdefault(name, []).append(tensor)
+    each = {name: max(difference(part, value, least) for part in copies.get(name, [None])) for name, value in wanted}
     return each | {name: 1.0 for name, ones in copies.items() if name not in each and ones != [None]}

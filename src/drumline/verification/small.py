@@ -85,8 +85,8 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (
-            one(x).reshape(*x.shape[:2], -1, _WIDTH // _HEADS).transpose(1, 2)
-            for one in (self.query, self.key, self.value)
+            linear(x).reshape(*x.shape[:2], -1, _WIDTH // _HEADS).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
         )
         attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         made: Tensor = self.out(attended.transpose(1, 2).flatten(2))

@@ -114,7 +114,7 @@ class _Case:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _ProcessView:
     """What one process saw of the pipeline."""
 
     steps: list[StepSeen]
@@ -221,7 +221,7 @@ def _check_rows(case: _Case, material: Material) -> None:
         )
 
 
-def _in_turns(case: _Case) -> _Seen:
+def _in_turns(case: _Case) -> _ProcessView:
     """Run all ranks of the pipeline in this process."""
     try:
         return _pipelined(case)
@@ -231,7 +231,7 @@ def _in_turns(case: _Case) -> _Seen:
         raise RunError(f"the pipeline failed with {type(error).__name__}: {error}") from error
 
 
-def _pipelined(case: _Case) -> _Seen:
+def _pipelined(case: _Case) -> _ProcessView:
     """Run all steps on the ranks of this process: all of them, or the launched one."""
     material = case.made_again()
     features = taken(check_model=False)  # verify is itself a longer check
@@ -258,7 +258,7 @@ def _pipelined(case: _Case) -> _Seen:
         turns = can_turn(whole, own)
         steps = []
         for at in range(case.num_steps):
-            batch, target = (turned(one, at) if turns else one for one in (whole, own))
+            batch, target = (turned(part, at) if turns else part for part in (whole, own))
             if count > 1:
                 batch = cut_batch(batch, count)[number]
                 target = None if target is None else cut_batch(target, count, what="the target")[number]
@@ -268,7 +268,7 @@ def _pipelined(case: _Case) -> _Seen:
                 loss = pipe.step(batch, target=target).loss
             assert loss is not None
             steps.append(stepped(loss, named, optimizer, partial(_whole, pipe.axes)))
-        return _Seen(steps, pipe.transport, pipe.timeline().bubble)
+        return _ProcessView(steps, pipe.transport, pipe.timeline().bubble)
 
 
 def _whole(axes: Axes, part: Tensor, parameter: Tensor) -> Tensor:
@@ -277,7 +277,7 @@ def _whole(axes: Axes, part: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _compared(
-    case: _Case, ranks: Sequence[_Seen], expected: Sequence[StepSeen], *, rounds: bool, turns: bool
+    case: _Case, ranks: Sequence[_ProcessView], expected: Sequence[StepSeen], *, rounds: bool, turns: bool
 ) -> Verification:
     """Compare what all ranks saw with one process; `rounds` if they add in a different order.
 
@@ -287,11 +287,11 @@ def _compared(
     gradients: dict[str, float] = {}
     for at, wanted in enumerate(expected):
         ours = [seen.steps[at] for seen in ranks]
-        losses += [difference(one.loss, wanted.loss) for one in ours]
-        weights += differences([one.weights for one in ours], wanted.weights).values()
-        norms = [norm_of(one) for _, one in wanted.gradients]
+        losses += [difference(step.loss, wanted.loss) for step in ours]
+        weights += differences([step.weights for step in ours], wanted.weights).values()
+        norms = [norm_of(tensor) for _, tensor in wanted.gradients]
         least = _LEAST_SHARE * math.hypot(*norms) if case.num_lines > 1 else 0.0
-        for name, value in differences([one.gradients for one in ours], wanted.gradients, least).items():
+        for name, value in differences([step.gradients for step in ours], wanted.gradients, least).items():
             gradients[name] = max(value, gradients.get(name, 0.0))
     program, tolerance = case.program, 0.0
     if case.num_lines > 1:
@@ -319,5 +319,5 @@ def _compared(
 
 def _allowed(weights: Named) -> float:
     """Return how much rounding may change sums in a different order, for the coarsest dtype that occurs."""
-    kinds = {one.dtype for _, one in weights if one is not None and one.is_floating_point()}
+    kinds = {tensor.dtype for _, tensor in weights if tensor is not None and tensor.is_floating_point()}
     return max([_ROUNDING, *(8 * torch.finfo(kind).eps for kind in kinds)])

@@ -32,7 +32,7 @@ def blame(value: Any, name: str) -> str:
                 break
         else:
             break
-    steps = ", which ".join(one if one.startswith("uses ") else f"holds {one}" for one in way)
+    steps = ", which ".join(text if text.startswith("uses ") else f"holds {text}" for text in way)
     return f"{name} {steps}, {_kind(value)}: {error}" if steps else f"{name}, {_kind(value)}: {error}"
 
 

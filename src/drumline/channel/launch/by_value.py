@@ -88,7 +88,7 @@ _SENTINELS: dict[Any, str] = {
 _REDUCERS: dict[type, Callable[[Any], Any]] = {
     ModuleType: _module,
     CellType: lambda _: (CellType, ()),  # its functions fill it, because it may hold one of them
-    functools.cached_property: lambda one: (functools.cached_property, (one.func,), {"attrname": one.attrname}),
+    functools.cached_property: lambda value: (functools.cached_property, (value.func,), {"attrname": value.attrname}),
     type(functools.lru_cache(len)): _cached,
     **dict.fromkeys(map(type, _SENTINELS), _SENTINELS.__getitem__),
 }

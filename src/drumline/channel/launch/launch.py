@@ -89,7 +89,7 @@ def launch(
                 raise _error(failures, num_ranks)
             ranks.let_go()
             results = [rank.parts for rank in ranks]
-    return [_loaded(rank, one) for rank, one in enumerate(results)]
+    return [_loaded(rank, result) for rank, result in enumerate(results)]
 
 
 def _check(
@@ -118,9 +118,9 @@ def _packed(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Parts:
     except LaunchError:
         raise
     except Exception as error:
-        own = [(f"the schedule {name}", one.recipe) for name, one in own_schedules().items()]
-        named = [*own, (_name(fn), fn), *((f"argument {at}", one) for at, one in [*enumerate(args), *kwargs.items()])]
-        found = next(filter(None, (blame(one, name) for name, one in named)), f"{type(error).__name__}: {error}")
+        own = [(f"the schedule {name}", schedule.recipe) for name, schedule in own_schedules().items()]
+        named = [*own, (_name(fn), fn), *((f"argument {at}", arg) for at, arg in [*enumerate(args), *kwargs.items()])]
+        found = next(filter(None, (blame(value, name) for name, value in named)), f"{type(error).__name__}: {error}")
         raise LaunchError(
             f"cannot send to the ranks: {found}", fix="create it inside the function, or pass what you build it from"
         ) from error
@@ -134,7 +134,7 @@ def _command(control: int, *, threads: int, backend: str, stoppable: bool) -> li
     """Return the command of a rank: it gets this process's modules and arguments, and never runs its main module."""
     lines = [
         "import sys",
-        f"sys.path[:] = {[os.fspath(one) for one in sys.path]!r}",
+        f"sys.path[:] = {[os.fspath(name) for name in sys.path]!r}",
         f"sys.argv[:] = {sys.argv!r}",
         "from drumline.channel.launch.worker import main",
         f"main({control}, parent={os.getpid()}, threads={threads}, backend={backend!r}, stoppable={stoppable})",
@@ -211,7 +211,7 @@ def _error(failures: Mapping[int, Failure], num_ranks: int) -> Exception:
     origin = min(failures, key=lambda rank: (failures[rank].echo, failures[rank].at))
     first = failures[origin]
     exception = _exception(first)
-    alike = len(failures) == num_ranks and all(one.kind == first.kind for one in failures.values())
+    alike = len(failures) == num_ranks and all(failure.kind == first.kind for failure in failures.values())
     error: Exception
     if alike and isinstance(exception, DrumlineError) and not isinstance(exception, RankFailed):
         error = exception

@@ -68,7 +68,7 @@ class Rank:
 
 
 @dataclass(eq=False)
-class Stream:
+class OutputStream:
     """One of a rank's two output streams, forwarded line by line to the current stream of this process."""
 
     rank: Rank
@@ -137,7 +137,7 @@ class Processes:
         for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
-            self._selector.register(pipe, selectors.EVENT_READ, Stream(rank, name, pipe.fileno(), prefix))
+            self._selector.register(pipe, selectors.EVENT_READ, OutputStream(rank, name, pipe.fileno(), prefix))
 
     def turn(self, seconds: float = _SECONDS_A_ROUND) -> None:
         """Wait briefly for output or answers of the ranks, and handle them."""
@@ -145,7 +145,7 @@ class Processes:
         heard = set()
         for key, _ in self._selector.select(seconds):
             heard.add(key.data)
-            if isinstance(key.data, Stream):
+            if isinstance(key.data, OutputStream):
                 if key.data.pass_on():
                     continue
             else:
@@ -220,7 +220,7 @@ class Processes:
             self.turn(_SECONDS_AN_EXIT_ROUND)
 
     def _close(self) -> None:
-        streams = [key.data for key in (self._selector.get_map() or {}).values() if isinstance(key.data, Stream)]
+        streams = [key.data for key in (self._selector.get_map() or {}).values() if isinstance(key.data, OutputStream)]
         for stream in streams:
             # A child process of a rank may keep the stream open: read what is there and do not wait for more.
             with contextlib.suppress(OSError, ValueError):

@@ -32,13 +32,13 @@ _DEFAULTS: dict[signal.Signals, Any] = {
 
 
 @dataclass
-class _State:
+class _StopState:
     depth: int = 0  # open blocks of `stop_on_signals`
     cause: str = ""
     at: float = 0.0
 
 
-_state = _State()
+_state = _StopState()
 
 
 def ask(cause: str) -> None:
@@ -78,7 +78,7 @@ def stop_on_signals() -> Iterator[None]:
     """
     found: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        found = {number: one for number, one in _DEFAULTS.items() if signal.getsignal(number) is one}
+        found = {number: handler for number, handler in _DEFAULTS.items() if signal.getsignal(number) is handler}
     for number in found:
         signal.signal(number, heard)
     _state.depth += 1
@@ -86,8 +86,8 @@ def stop_on_signals() -> Iterator[None]:
         yield
     finally:
         _state.depth -= 1
-        for number, one in found.items():
-            signal.signal(number, one)
+        for number, handler in found.items():
+            signal.signal(number, handler)
         if not _state.depth:
             _state.cause = ""
 

@@ -62,10 +62,10 @@ def is_here(addresses: Iterable[str]) -> bool:
     >>> is_here(["127.0.1.1"]), is_here(["203.0.113.7"])
     (True, False)
     """
-    from drumline.channel.interfaces import Place, interfaces
+    from drumline.channel.interfaces import ListenAddress, interfaces
 
-    own = {one for found in interfaces().values() for one in found}
-    return any(one in own or Place("", one).is_loopback for one in addresses)
+    own = {name for found in interfaces().values() for name in found}
+    return any(address in own or ListenAddress("", address).is_loopback for address in addresses)
 
 
 def _resolved(host: str, timeout: float) -> list[str]:
@@ -75,7 +75,7 @@ def _resolved(host: str, timeout: float) -> list[str]:
     deadline = time.monotonic() + timeout
     while True:
         try:
-            return [str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+            return [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
         except socket.gaierror as error:
             if time.monotonic() > deadline:
                 raise RunError(

@@ -60,10 +60,10 @@ class Axes(Grid):
         """Return the axes of a mesh, after all ranks agree on it."""
         sizes, ranks = described(mesh)
         told = exchange(store, rank, num_ranks, "drumline/mesh", (sizes, ranks), timeout=timeout)
-        for other, one in enumerate(told):
-            if one != told[0]:
+        for other, report in enumerate(told):
+            if report != told[0]:
                 raise MismatchError(
-                    f"ranks 0 and {other} have different meshes: {mesh_shown(told[0][0])} and {mesh_shown(one[0])}",
+                    f"ranks 0 and {other} have different meshes: {mesh_shown(told[0][0])} and {mesh_shown(report[0])}",
                     expected="the same mesh on every rank",
                 )
         if math.prod(sizes.values()) != num_ranks:
@@ -96,7 +96,7 @@ class Axes(Grid):
         for at in product(*(range(self._sizes[name]) for name in fixed)):
             place = dict(zip(fixed, at, strict=True))
             found = self._ranks[tuple(place.get(name, slice(None)) for name in self.names)]
-            ranks = [int(one) for one in found.reshape(-1)]
+            ranks = [int(rank) for rank in found.reshape(-1)]
             group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout))
             if self.rank in ranks:
                 assert isinstance(group, ProcessGroup)
@@ -132,7 +132,7 @@ class Axes(Grid):
         work = dist.all_gather(found, own, group=group, async_op=True)
         assert work is not None
         self.wait(work, f"gathering a tensor of shape {tuple(tensor.shape)} over {name}", [name])
-        return found if tensor.dim() != 1 else [one[:length] for one, length in zip(found, lengths, strict=True)]
+        return found if tensor.dim() != 1 else [value[:length] for value, length in zip(found, lengths, strict=True)]
 
     def scattered(self, parts: Sequence[Tensor], name: str) -> Tensor:
         """Return the sum of what all ranks along an axis have for this one: of each rank's parts, its own place's."""
@@ -157,7 +157,7 @@ class Axes(Grid):
                 f"the loss has {len(counts) - 1} parts",
                 expected=f"at most {_MOST_COUNTS - 1}, in a mesh of several lines",
             )
-        stays = any(isinstance(one, Tensor) and not one.is_cpu for one in counts)
+        stays = any(isinstance(count, Tensor) and not count.is_cpu for count in counts)
         total = self._first_of_step(counts, len(counts), device)
         if stays:
             return list(total[: len(counts)].unbind())
@@ -175,7 +175,7 @@ class Axes(Grid):
         may kill the process where lines send different forms.
         """
         filled = [*counts, *[0.0] * (_MOST_COUNTS - len(counts)), float(kind), float(kind) ** 2]
-        given = torch.stack([torch.as_tensor(one, dtype=torch.float64, device=device).reshape(()) for one in filled])
+        given = torch.stack([torch.as_tensor(item, dtype=torch.float64, device=device).reshape(()) for item in filled])
         return self.summed(given, *DATA)
 
     def _check_first(self, total: Tensor, kind: int) -> None:
@@ -223,7 +223,7 @@ class Axes(Grid):
         return RankFailed(others[0], f"{what} failed at {self.described()}: {listed} has died or left ({error!s:.200})")
 
     def _others(self, names: Sequence[str]) -> list[int]:
-        return [one for one in self.members(*names) if one != self.rank]
+        return [member for member in self.members(*names) if member != self.rank]
 
     def exchanged(self, topic: str, value: Any) -> list[Any]:
         """Return what every rank of the mesh passes here, by rank; all of them call it alike."""
@@ -238,9 +238,9 @@ class Axes(Grid):
             return
         own = {what: _digest(value) for what, value in settings.items()}
         told = self.exchanged("drumline/settings", own)
-        for other, one in enumerate(told):
+        for other, report in enumerate(told):
             for what, digest in told[0].items():
-                if one.get(what) != digest:
+                if report.get(what) != digest:
                     raise MismatchError(
                         f"{self.named(0)} and {self.named(other)} disagree on {what}",
                         expected="the same Pipeline(...) call on every rank",

@@ -43,7 +43,7 @@ class Grid:
     def __init__(self, ranks: np.ndarray[Any, Any], names: Sequence[str], rank: int) -> None:
         self.names, self.rank = tuple(names), rank
         self._ranks = ranks
-        self._at = dict(zip(names, (int(one[0]) for one in np.nonzero(ranks == rank)), strict=True))
+        self._at = dict(zip(names, (int(array[0]) for array in np.nonzero(ranks == rank)), strict=True))
         self._sizes = dict(zip(names, ranks.shape, strict=True))
 
     @cached_property
@@ -104,7 +104,7 @@ class Grid:
 
     def _members(self, free: set[str]) -> list[int]:
         found = self._ranks[tuple(slice(None) if name in free else self._at[name] for name in self.names)]
-        return [int(one) for one in found.reshape(-1)]
+        return [int(rank) for rank in found.reshape(-1)]
 
     def described(self) -> str:
         """Return this process's place in words.
@@ -123,7 +123,7 @@ class Grid:
         return f"rank {rank} ({self._placed(rank)})" if self.is_mesh else f"rank {rank}"
 
     def _placed(self, rank: int) -> str:
-        places = (int(one[0]) for one in np.nonzero(self._ranks == rank))
+        places = (int(array[0]) for array in np.nonzero(self._ranks == rank))
         pairs = zip(self.names, places, strict=True)
         return ", ".join(f"{name} {at}" for name, at in pairs if name == "pp" or self._sizes[name] > 1)
 
@@ -151,7 +151,7 @@ def described(mesh: Any) -> tuple[dict[str, int], list[int] | None]:
         if mesh.mesh_dim_names is None:
             raise UsageError("the DeviceMesh has no mesh_dim_names", expected="names among pp, dp, cp, ep and tp")
         given = list(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
-        ranks = [int(one) for one in mesh.mesh.reshape(-1).tolist()]
+        ranks = [int(rank) for rank in mesh.mesh.reshape(-1).tolist()]
     else:
         raise UsageError(f"mesh is {mesh!r:.60}", expected=_EXPECTED)
     sizes: dict[str, int] = {}

@@ -48,11 +48,11 @@ class Slice:
     def whole(self, locals_: Sequence[Tensor]) -> Tensor:
         """Return the whole from the parts of all places along the axis, in order.
 
-        >>> one = Slice("tp", 0, parts=2)
-        >>> one.whole([one.local(torch.arange(8), place, 2) for place in range(2)])
+        >>> value = Slice("tp", 0, parts=2)
+        >>> value.whole([value.local(torch.arange(8), place, 2) for place in range(2)])
         tensor([0, 1, 2, 3, 4, 5, 6, 7])
         """
-        each = [one.chunk(self.parts, self.dim) for one in locals_]
+        each = [local.chunk(self.parts, self.dim) for local in locals_]
         return torch.cat([part for parts in zip(*each, strict=True) for part in parts], self.dim)
 
 
@@ -71,8 +71,8 @@ class FlatSlice:
     def span(self, place: int, size: int) -> tuple[int, int]:
         """Return the first element at a place along the axis, and the one after its last.
 
-        >>> one = FlatSlice("dp", (3, 3))
-        >>> [one.span(place, 2) for place in range(2)]
+        >>> value = FlatSlice("dp", (3, 3))
+        >>> [value.span(place, 2) for place in range(2)]
         [(0, 5), (5, 9)]
         """
         numel = math.prod(self.shape)

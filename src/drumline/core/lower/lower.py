@@ -38,7 +38,7 @@ from drumline.core.channel import Queues
 from drumline.core.errors import ProgramError
 from drumline.core.program import Program, Row
 from drumline.core.prove import exchanges, messages
-from drumline.core.prove.index import Index, Position
+from drumline.core.prove.index import Index, RowPosition
 from drumline.core.prove.validate import validate
 from drumline.core.prove.violation import InvalidProgram
 
@@ -65,7 +65,7 @@ def lower(program: Program, *, ahead: int = 2, channel: str = Queues.EDGE) -> Pr
         return program
     index = Index(program, program.placement)
     if queues is not Queues.EDGE:
-        lowered = Program.of(_Run(index).to_the_end(), program.name)
+        lowered = Program.of(_PaperRun(index).to_the_end(), program.name)
         if violations := validate(lowered, channel=queues):
             raise InvalidProgram(program.name, violations)
         return lowered
@@ -74,24 +74,24 @@ def lower(program: Program, *, ahead: int = 2, channel: str = Queues.EDGE) -> Pr
 
 def _receives_ahead(index: Index, ahead: int) -> tuple[Row, ...]:
     """Return the rows with receives as early as one queue per directed edge allows."""
-    sends: dict[Position, list[Action]] = defaultdict(list)
-    edges: dict[tuple[int, int], list[tuple[Position, Action, int]]] = defaultdict(list)
+    sends: dict[RowPosition, list[Action]] = defaultdict(list)
+    edges: dict[tuple[int, int], list[tuple[RowPosition, Action, int]]] = defaultdict(list)
     for message, made, taken in index.messages():
         sends[made].append(message.send)
         edges[made.rank, taken.rank].append((made, message.recv, taken.at))
-    receives: dict[Position, list[Action]] = defaultdict(list)
+    receives: dict[RowPosition, list[Action]] = defaultdict(list)
     for (_, target), passing in sorted(edges.items()):
         # In an overlapped pair, activations leave before gradients, here as in the sends below.
         passing.sort(key=lambda message: (message[0], rules.leaves_late(message[1])))
         for position, (_, recv, _) in zip(_posting([at for *_, at in passing], ahead), passing, strict=True):
-            receives[Position(target, position)].append(recv)
+            receives[RowPosition(target, position)].append(recv)
     rows = []
     for rank, row in enumerate(index.program.rows):
         lowered: list[Action] = []
         for at, action in enumerate(row):
-            lowered += receives[Position(rank, at)]
+            lowered += receives[RowPosition(rank, at)]
             lowered.append(action)
-            lowered += sorted(sends[Position(rank, at)], key=rules.leaves_late)
+            lowered += sorted(sends[RowPosition(rank, at)], key=rules.leaves_late)
         rows.append(tuple(lowered))
     return tuple(rows)
 
@@ -111,19 +111,19 @@ _SECONDS = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEI
 _MESSAGE, _ACTION = 0, 1  # at one moment messages come first: no action separates a message from what made it
 
 
-class _Run:
+class _PaperRun:
     r"""The rows of a valid program, run on paper.
 
     >>> program = Program.parse("0F0,0B0\n1F0,1B0")
-    >>> _Run(Index(program, program.placement)).to_the_end()
+    >>> _PaperRun(Index(program, program.placement)).to_the_end()
     [[0F0, 0SEND_F0, 0RECV_B0, 0B0], [1RECV_F0, 1F0, 1B0, 1SEND_B0]]
     """
 
     def __init__(self, index: Index) -> None:
         self.rows: Sequence[Sequence[Action]] = index.program.rows
         self.written: list[list[Action]] = [[] for _ in self.rows]
-        self.made: dict[Position, list[tuple[rules.Message, int]]] = defaultdict(list)
-        self.needs: dict[Position, list[Action | Position]] = defaultdict(list)
+        self.made: dict[RowPosition, list[tuple[rules.Message, int]]] = defaultdict(list)
+        self.needs: dict[RowPosition, list[Action | RowPosition]] = defaultdict(list)
         for message, made, taken in index.messages():
             self.made[made].append((message, taken.rank))
             self.needs[taken].append(message.recv)
@@ -132,8 +132,8 @@ class _Run:
                 self.needs[place] += others
         self.at = [0] * len(self.rows)
         self.free = [0] * len(self.rows)
-        self.happened: set[Action | Position] = set()
-        self.waiting: dict[Action | Position, list[int]] = defaultdict(list)
+        self.happened: set[Action | RowPosition] = set()
+        self.waiting: dict[Action | RowPosition, list[int]] = defaultdict(list)
         # The number after moment and kind breaks ties, so the order is unique.
         self.events: list[tuple[int, int, int, int, rules.Message | None, int]] = []
         self.count = 0
@@ -156,18 +156,18 @@ class _Run:
 
     def begin(self, rank: int, now: int) -> None:
         """Log a rank's next action, and when its messages will be made."""
-        place = Position(rank, self.at[rank])
+        place = RowPosition(rank, self.at[rank])
         action = self.rows[rank][place.at]
         self.written[rank].append(action)
         self.at[rank] += 1
         self.free[rank] = now + _SECONDS.get(action.op, 0)
         # In an overlapped pair, activations leave before gradients.
-        for message, target in sorted(self.made[place], key=lambda one: rules.leaves_late(one[0].send)):
+        for message, target in sorted(self.made[place], key=lambda pair: rules.leaves_late(pair[0].send)):
             self.push(self.free[rank], _MESSAGE, rank, message, target)
         self.happen(place, now)
         self.wake([rank], now)
 
-    def happen(self, what: Action | Position, now: int) -> None:
+    def happen(self, what: Action | RowPosition, now: int) -> None:
         self.happened.add(what)
         self.wake(self.waiting.pop(what, ()), now)
 
@@ -176,8 +176,8 @@ class _Run:
         for rank in ranks:
             if self.at[rank] == len(self.rows[rank]):
                 continue
-            inputs = self.needs.get(Position(rank, self.at[rank]), ())
-            missing = next((one for one in inputs if one not in self.happened), None)
+            inputs = self.needs.get(RowPosition(rank, self.at[rank]), ())
+            missing = next((action for action in inputs if action not in self.happened), None)
             if missing is None:
                 self.push(max(self.free[rank], now), _ACTION, rank)
             else:

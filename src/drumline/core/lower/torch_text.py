@@ -14,7 +14,7 @@ from drumline.core.prove.frozen import untrained
 from drumline.core.prove.messages import wait_for
 from drumline.core.prove.validate import validate
 from drumline.core.prove.violation import InvalidProgram
-from drumline.core.state import with_state
+from drumline.core.state_actions import with_state
 
 _TITAN_BY_PLACEMENT = {"linear": "1F1B", "loop": "Interleaved1F1B", "v": "ZBVZeroBubble"}
 
@@ -82,10 +82,10 @@ def _with_waits(program: Program) -> Program:
         completed: list[Action] = []
         for action in row:
             answered = {_answered(part) for part in action.work}
-            before = [one for one in waiting if one.op is Op.WAIT_REDUCE_GRAD and action.op is Op.REDUCE_GRAD]
-            behind = [one for one in waiting if one in answered]
+            before = [other for other in waiting if other.op is Op.WAIT_REDUCE_GRAD and action.op is Op.REDUCE_GRAD]
+            behind = [other for other in waiting if other in answered]
             completed += [*before, action, *behind]
-            waiting = [one for one in waiting if one not in before + behind]
+            waiting = [other for other in waiting if other not in before + behind]
             if action.op in SEND_OPS or action.op is Op.REDUCE_GRAD:
                 waiting.append(wait_for(action))
         rows.append((*completed, *waiting))

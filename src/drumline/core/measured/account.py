@@ -68,7 +68,7 @@ _LEAVE, _ASK = OVERHEADS.index("leave"), OVERHEADS.index("ask")
 _WAITS = {_LEAVE: Doing.LEAVE, _ASK: Doing.ASK}
 
 
-class Piece(NamedTuple):
+class Period(NamedTuple):
     """A period in which a rank did one thing, in nanoseconds of its own clock.
 
     `action` is the number of the timed action that the piece belongs to or precedes; `message` is the receive it is
@@ -84,26 +84,26 @@ class Piece(NamedTuple):
     kind: str = ""
 
 
-def account(record: Record, here: Here) -> list[Piece]:
+def account(record: Record, here: Here) -> list[Period]:
     """Return a rank's step as pieces without gaps, from start to end.
 
     >>> record = Record(0, begin_ns=0, end_ns=100, starts=[20], ends=[90], overheads=[0, 0, 15])
     >>> [(piece.start, piece.end, str(piece.doing)) for piece in account(record, lambda rank, moment: moment)]
     [(0, 15, 'overhead'), (15, 20, 'nothing'), (20, 90, 'compute'), (90, 100, 'nothing')]
     """
-    spans = [(one.start, one.end, _ORDER[one.doing], one[2:]) for one in _spans(record, here) if one.end > one.start]
+    spans = [(s.start, s.end, _ORDER[s.doing], s[2:]) for s in _spans(record, here) if s.end > s.start]
     pieces = on_top(spans, record.begin_ns, record.end_ns)
-    return [Piece(start, end, *(said or (Doing.NOTHING,))) for start, end, said in pieces]
+    return [Period(start, end, *(said or (Doing.NOTHING,))) for start, end, said in pieces]
 
 
-def _spans(record: Record, here: Here) -> Iterator[Piece]:
+def _spans(record: Record, here: Here) -> Iterator[Period]:
     """Yield every span of a record, in any order."""
     for number, (start, end) in enumerate(zip(record.starts, record.ends, strict=True)):
-        yield Piece(start, end, Doing.COMPUTE, number)
+        yield Period(start, end, Doing.COMPUTE, number)
     messages = list(record.rows("messages"))
     for action, *coded, source, made, _, _, start, end, _ in messages:
         receive = decoded(*coded)
-        yield Piece(start, end, Doing.TAKE, action, receive, source)
+        yield Period(start, end, Doing.TAKE, action, receive, source)
         if record.on_device and action < len(record.starts):
             free = record.ends[action - 1] if action else record.begin_ns
             yield from _until(here(source, made), free, record.starts[action], action, receive, source)
@@ -111,21 +111,21 @@ def _spans(record: Record, here: Here) -> Iterator[Piece]:
         action, *coded, source, made = messages[message][:6]
         yield from _until(here(source, made), start, end, action, decoded(*coded), source, on_host=True)
     for *coded, target, start, end, _ in record.rows("sends"):
-        yield Piece(start, end, Doing.SEND, -1, decoded(*coded), target)
+        yield Period(start, end, Doing.SEND, -1, decoded(*coded), target)
     for _, start, end in record.rows("exchanges"):
-        yield Piece(start, end, Doing.EXCHANGE)
+        yield Period(start, end, Doing.EXCHANGE)
     for kind, start, end in record.rows("overheads"):
-        yield Piece(start, end, _WAITS.get(kind, Doing.OVERHEAD), kind=OVERHEADS[kind])
+        yield Period(start, end, _WAITS.get(kind, Doing.OVERHEAD), kind=OVERHEADS[kind])
 
 
 def _until(
     made: int, start: int, end: int, action: int, receive: Action, source: int, *, on_host: bool = False
-) -> Iterator[Piece]:
+) -> Iterator[Period]:
     """Split a wait in two: until its message was made, and from then on."""
     made = min(max(made, start), end)
     wait, flight = (Doing.WAIT, Doing.FLIGHT) if on_host else (Doing.STREAM_WAIT, Doing.STREAM_FLIGHT)
-    yield Piece(start, made, wait, action, receive, source)
-    yield Piece(made, end, flight, action, receive, source)
+    yield Period(start, made, wait, action, receive, source)
+    yield Period(made, end, flight, action, receive, source)
 
 
 NANO = 1e-9
@@ -135,7 +135,7 @@ _SOURCE, _MADE = COLUMNS["messages"].index("source"), COLUMNS["messages"].index(
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class StepParts:
     """One rank's step in seconds, by what the rank did; every part except the last is a sum of recorded spans.
 
     `busy` is compute. `transfer` is moving messages, or having them on their way with nothing else to do. `wait` is
@@ -154,25 +154,25 @@ class Parts:
         return self.busy + self.transfer + self.wait + self.overhead + self.unexplained
 
 
-def parts_of(pieces: Sequence[Piece]) -> Parts:
+def parts_of(pieces: Sequence[Period]) -> StepParts:
     """Add up the pieces of a step by part.
 
-    >>> parts_of([Piece(0, 10, Doing.OVERHEAD), Piece(10, 90, Doing.COMPUTE), Piece(90, 100, Doing.SEND)])
-    Parts(busy=8e-08, transfer=1e-08, wait=0.0, overhead=1e-08, unexplained=0.0)
+    >>> parts_of([Period(0, 10, Doing.OVERHEAD), Period(10, 90, Doing.COMPUTE), Period(90, 100, Doing.SEND)])
+    StepParts(busy=8e-08, transfer=1e-08, wait=0.0, overhead=1e-08, unexplained=0.0)
     """
     sums = dict.fromkeys(("busy", "transfer", "wait", "overhead", "unexplained"), 0)
     for piece in pieces:
         sums[piece.doing.part] += piece.end - piece.start
-    return Parts(*(nanoseconds * NANO for nanoseconds in sums.values()))
+    return StepParts(*(nanoseconds * NANO for nanoseconds in sums.values()))
 
 
-def summed_parts(record: Record, here: Here) -> Parts:
+def summed_parts(record: Record, here: Here) -> StepParts:
     """Return the parts of a record by adding up its columns, which is fast enough for every step.
 
     This is correct on a host, where spans never overlap, so nothing has to be laid out in time first.
 
     >>> summed_parts(Record(0, begin_ns=0, end_ns=100, starts=[10], ends=[90]), lambda rank, moment: moment)
-    Parts(busy=8e-08, transfer=0.0, wait=0.0, overhead=0.0, unexplained=2e-08)
+    StepParts(busy=8e-08, transfer=0.0, wait=0.0, overhead=0.0, unexplained=2e-08)
     """
     if record.on_device or record.exchanges:
         return parts_of(account(record, here))
@@ -192,7 +192,7 @@ def summed_parts(record: Record, here: Here) -> Parts:
         wait += made - start
         transfer += end - made
     left = record.end_ns - record.begin_ns - busy - transfer - wait - overhead
-    return Parts(*(nanoseconds * NANO for nanoseconds in (busy, transfer, wait, overhead, left)))
+    return StepParts(*(nanoseconds * NANO for nanoseconds in (busy, transfer, wait, overhead, left)))
 
 
 def _length(record: Record, table: str) -> int:
@@ -200,7 +200,7 @@ def _length(record: Record, table: str) -> int:
 
 
 def idle_intervals(
-    timeline: Timeline, rank: int, pieces: list[Piece], seconds: Callable[[int, int], float]
+    timeline: Timeline, rank: int, pieces: list[Period], seconds: Callable[[int, int], float]
 ) -> Iterator[Idle]:
     """Yield a rank's idle intervals from the timeline's start to its end, in time order.
 
@@ -224,7 +224,7 @@ def idle_intervals(
         yield Idle(rank, max(end, low), high, Cause.DRAIN, None, action, on_rank)
 
 
-def _upcoming(pieces: list[Piece]) -> list[int]:
+def _upcoming(pieces: list[Period]) -> list[int]:
     """Return, per piece, the number of the next timed action; one past the last if there is none."""
     found, following = [], 1 + max((piece.action for piece in pieces if piece.doing is Doing.COMPUTE), default=-1)
     for piece in reversed(pieces):
@@ -247,7 +247,7 @@ def _before_begin(timeline: Timeline, rank: int, start: float, end: float) -> It
         yield Idle(rank, filled, end, Cause.OUTSIDE, before)
 
 
-def _about(timeline: Timeline, rank: int, piece: Piece) -> tuple[Action | None, int | None]:
+def _about(timeline: Timeline, rank: int, piece: Period) -> tuple[Action | None, int | None]:
     """Return what the piece waits for or moves, and on which rank that is."""
     if piece.doing is Doing.LEAVE:
         on_rank, action = timeline.last_action
@@ -261,6 +261,6 @@ def _about(timeline: Timeline, rank: int, piece: Piece) -> tuple[Action | None, 
         return rules.message_of(receive).send, rank
     if piece.doing is Doing.TAKE:
         return receive, rank
-    made = next((one for one in rules.producers(receive) if one[:3] in timeline.located), None)
+    made = next((producer for producer in rules.producers(receive) if producer[:3] in timeline.located), None)
     # Without a flush, another rank may have made it in its step before, of which nothing is drawn here.
     return (None, None) if made is None else (made, piece.other)

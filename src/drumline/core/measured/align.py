@@ -73,13 +73,13 @@ def align(steps: Sequence[Sequence[Record]], at: int = -1) -> tuple[Dial, ...]:
     clocks = list(dict.fromkeys(numbers))
     if len(clocks) == 1:
         return (Dial(),) * len(numbers)
-    whole = [one for records in steps for one in _messages(records, clocks)]
+    whole = [message for records in steps for message in _messages(records, clocks)]
     lines = _tree(whole, len(clocks))
     begin = next(record.begin_ns for record in steps[at] if record.clock == clocks[0])
     length = max(record.end_ns - record.begin_ns for record in steps[at])
     # More messages narrow the offset, except for the unknown drift during their time. The step's own messages come
     # first: they must be in order.
-    own = [one for one in _messages(steps[at], clocks) if not one.is_word]
+    own = [message for message in _messages(steps[at], clocks) if not message.is_word]
     found = [_offsets(each, lines, begin, length) for each in (own, list(_messages(steps[at], clocks)), whole)]
     if all(disagree > 0 for _, disagree in found):
         # Drift from other steps does not fit this one, for example after a clock was set: use only its own messages.
@@ -203,10 +203,10 @@ def _offsets(messages: Sequence[_Message], lines: Sequence[_Line], begin: int, l
     apart = np.full((len(lines), len(lines)), math.inf)
     np.fill_diagonal(apart, 0.0)
     moments = [0.0, float(length)]
-    for one in messages:
-        left = (one.left_ns - origins[one.source]) / lines[one.source].rate
-        came = (one.came_ns - origins[one.target]) / lines[one.target].rate
-        apart[one.source, one.target] = min(apart[one.source, one.target], came - left)
+    for message in messages:
+        left = (message.left_ns - origins[message.source]) / lines[message.source].rate
+        came = (message.came_ns - origins[message.target]) / lines[message.target].rate
+        apart[message.source, message.target] = min(apart[message.source, message.target], came - left)
         moments.append(left)
     reach = max(moments) - min(moments)
     paths, slack = agreed(apart, _NANOSECOND)

@@ -71,16 +71,16 @@ def exchange_seconds(steps: Sequence[Timeline], num_stages: int) -> dict[str, An
     """
     packed, exchanged = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
     for step in steps:
-        copied = {(one.rank, one.action): one for one in step.packing}
+        copied = {(span.rank, span.action): span for span in step.packing}
         ended = dict[int, float]()
-        for one in (one for one in step.exchanges if one.action.op is Op.REDUCE_GRAD):
-            stage, copying = one.action.stage, copied.get((one.rank, one.action))
+        for span in (exchange for exchange in step.exchanges if exchange.action.op is Op.REDUCE_GRAD):
+            stage, copying = span.action.stage, copied.get((span.rank, span.action))
             if copying is not None:
                 packed[stage].append(copying.end - copying.start)
-            start = max(one.start, copying.end if copying else one.start, ended.get(one.rank, one.start))
-            exchanged[stage].append(one.end - min(start, one.end))
+            start = max(span.start, copying.end if copying else span.start, ended.get(span.rank, span.start))
+            exchanged[stage].append(span.end - min(start, span.end))
             if not step.program.placement.mirrored:
-                ended[one.rank] = one.end
+                ended[span.rank] = span.end
     found = {
         "pack": [median(packed.get(stage, [0.0])) for stage in range(num_stages)],
         "reduce": [lower_quartile(exchanged.get(stage, [0.0])) for stage in range(num_stages)],
@@ -106,8 +106,8 @@ def latencies(steps: Sequence[Timeline], *, quickest: bool = False) -> dict[tupl
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for step in steps:
         took: dict[tuple[int, int], list[float]] = defaultdict(list)
-        for one in step.transfers:
-            took[one.source, one.target].append(max(one.end - one.made, 0.0))
+        for transfer in step.transfers:
+            took[transfer.source, transfer.target].append(max(transfer.end - transfer.made, 0.0))
         for edge, seconds in took.items():
             found[edge] += [min(seconds)] if quickest else seconds
     return {edge: Edge(median(seconds)) for edge, seconds in sorted(found.items())}
@@ -152,8 +152,8 @@ def replay(timeline: Timeline, *, transfers: bool = True) -> Simulation:
 def _message_bytes(timeline: Timeline) -> list[float]:
     """Return the bytes that cross the boundary after each stage, as the median over its messages."""
     found: dict[int, list[float]] = defaultdict(list)
-    for one in timeline.transfers:
-        found[one.action.stage - (one.action.op is Op.SEND_B)].append(one.num_bytes)
+    for transfer in timeline.transfers:
+        found[transfer.action.stage - (transfer.action.op is Op.SEND_B)].append(transfer.num_bytes)
     return [median(found.get(stage, [0.0])) for stage in range(timeline.program.num_stages)]
 
 
@@ -181,7 +181,7 @@ class Handling:
     @staticmethod
     def measured(timelines: Sequence[Measured]) -> Handling:
         """Return the medians over all messages and actions of the measured steps."""
-        seen: dict[str, list[float]] = {one.name: [] for one in fields(Handling)}
+        seen: dict[str, list[float]] = {field.name: [] for field in fields(Handling)}
         for timeline in timelines:
             for record, parts in zip(timeline.records, timeline.parts, strict=True):
                 begin, end = (_overhead(record, kind) for kind in (_BEGIN, _END))
@@ -201,7 +201,7 @@ def ends_of(timeline: Measured) -> list[float]:
 
 
 def _overhead(record: Record, kind: int) -> int:
-    return sum(end - start for one, start, end in record.rows("overheads") if one == kind)
+    return sum(end - start for number, start, end in record.rows("overheads") if number == kind)
 
 
 def _flights(timeline: Measured, rank: int) -> list[int]:

@@ -43,7 +43,7 @@ def num_begun(program: Program) -> int:
     """
     if not is_part(program):
         return program.num_microbatches
-    return sum(one.op is Op.FORWARD for one in program.rows[0])
+    return sum(row.op is Op.FORWARD for row in program.rows[0])
 
 
 def whole(program: Program, in_flight: Sequence[int] | None = None) -> tuple[Program, Own]:
@@ -57,7 +57,7 @@ def whole(program: Program, in_flight: Sequence[int] | None = None) -> tuple[Pro
     0F0,0F1,0B0,0F2,0B1,0F3,0B2,0UPDATE1,0F4,0B3,0F5,0B4,0UPDATE3,0F6,0B5,0F7,0B6,0UPDATE5,0B7,0UPDATE7
     (13, 5)
     """
-    counts = [(sum(one.op is Op.FORWARD for one in row), sum(one.op in _BACKWARDS for one in row))
+    counts = [(sum(action.op is Op.FORWARD for action in row), sum(action.op in _BACKWARDS for action in row))
               for row in program.rows]  # fmt: skip
     started = in_flight or [0 if backwards else -1 for _, backwards in counts]
     keeps = [held >= 0 for held in started]
@@ -65,10 +65,10 @@ def whole(program: Program, in_flight: Sequence[int] | None = None) -> tuple[Pro
         before = _steps_like(program, counts[0][0])
     else:
         before = _microbatches_before(program, started)
-    shift = max(one.microbatch or 0 for row in before for one in row) + 1 - _begun(program.rows[0])
+    shift = max(action.microbatch or 0 for row in before for action in row) + 1 - _begun(program.rows[0])
     rows, own = [], []
     for first, row, keep in zip(before, program.rows, keeps, strict=True):
-        moved = [one._replace(microbatch=(one.microbatch or 0) + shift) for one in row]
+        moved = [action._replace(microbatch=(action.microbatch or 0) + shift) for action in row]
         left = _left([*first, *moved], _back_of(program, row[0].stage)) if keep else []
         rows.append([*first, *moved, *left])
         own.append([False] * len(first) + [True] * len(row) + [False] * len(left))
@@ -77,11 +77,11 @@ def whole(program: Program, in_flight: Sequence[int] | None = None) -> tuple[Pro
 
 def _begun(row: Sequence[Action]) -> int:
     """Return the first microbatch that a row's forwards begin."""
-    return min(one.microbatch or 0 for one in row if one.op is Op.FORWARD)
+    return min(action.microbatch or 0 for action in row if action.op is Op.FORWARD)
 
 
 def _back_of(program: Program, stage: int) -> Op:
-    found = (one.op for row in program.rows for one in row if one.stage == stage and one.op in _BACKWARDS)
+    found = (action.op for row in program.rows for action in row if action.stage == stage and action.op in _BACKWARDS)
     return next(found, Op.BACKWARD)
 
 
@@ -91,8 +91,8 @@ def _steps_like(program: Program, per_step: int) -> list[list[Action]]:
     rows: list[list[Action]] = []
     for row in program.rows:
         begun = _begun(row)
-        moved = ((one, (one.microbatch or 0) - begun + at * per_step) for at in range(steps) for one in row)
-        rows.append([one._replace(microbatch=microbatch) for one, microbatch in moved if microbatch >= 0])
+        moved = ((action, (action.microbatch or 0) - begun + at * per_step) for at in range(steps) for action in row)
+        rows.append([action._replace(microbatch=microbatch) for action, microbatch in moved if microbatch >= 0])
     return rows
 
 
@@ -101,7 +101,7 @@ def _microbatches_before(program: Program, in_flight: Sequence[int]) -> list[lis
     rows = []
     for rank, row in enumerate(program.rows):
         stage, begun = row[0].stage, _begun(row)
-        first = min((one.microbatch or 0 for one in row if one.op in _BACKWARDS), default=begun - in_flight[rank])
+        first = min((other.microbatch or 0 for other in row if other.op in _BACKWARDS), default=begun - in_flight[rank])
         first = 0 if in_flight[rank] < 0 else first
         made = []
         for at in range(begun):
@@ -113,8 +113,8 @@ def _microbatches_before(program: Program, in_flight: Sequence[int]) -> list[lis
 
 def _left(row: Sequence[Action], back: Op) -> list[Action]:
     """Return what a row lacks to be whole: backwards of all that it has begun, and a last update."""
-    there = {(one.op, one.microbatch) for one in row}
-    stage, begun = row[0].stage, sorted(one.microbatch or 0 for one in row if one.op is Op.FORWARD)
+    there = {(action.op, action.microbatch) for action in row}
+    stage, begun = row[0].stage, sorted(action.microbatch or 0 for action in row if action.op is Op.FORWARD)
     left = [Action(stage, back, at) for at in begun if (back, at) not in there]
     updates = back is Op.BACKWARD and (Op.UPDATE, begun[-1]) not in there
     return [*left, Action(stage, Op.UPDATE, begun[-1])] if updates else left
@@ -128,8 +128,8 @@ def held_in_part(program: Program, in_flight: Sequence[int]) -> tuple[Holding, .
     """
     made, own = whole(program, in_flight)
     return tuple(
-        replace(one, pairs=[pairs for pairs, mine in zip(one.pairs, flags, strict=True) if mine])
-        for one, flags in zip(holdings(made, Costs()), own, strict=True)
+        replace(holding, pairs=[pairs for pairs, mine in zip(holding.pairs, flags, strict=True) if mine])
+        for holding, flags in zip(holdings(made, Costs()), own, strict=True)
     )
 
 
@@ -158,7 +158,7 @@ def simulate_part(
 ) -> PartSimulation:
     """Simulate a step of endless rows, whose actions take these seconds; `weighed` is what ranks held."""
     made, own = whole(program, in_flight)
-    mine = np.array([one for row in own for one in row])
+    mine = np.array([flag for row in own for flag in row])
     factors = np.zeros(made.num_actions)
     factors[mine] = seconds
     found = simulate(made, costs, factors=factors)
@@ -168,7 +168,7 @@ def simulate_part(
     is_shown[np.concatenate(nodes)] = True
     crossings = graph.crossings
     both = is_shown[graph.node[crossings.producer]] & is_shown[graph.node[crossings.consumer]]
-    left = Crossings(**{one.name: getattr(crossings, one.name)[both] for one in fields(Crossings)})
+    left = Crossings(**{field.name: getattr(crossings, field.name)[both] for field in fields(Crossings)})
     began = min(float(found.started[each[0]]) for each in nodes)
     cut = replace(graph, action_nodes=nodes, crossings=left)
     return PartSimulation(program, costs, cut, found.ended - began, found.lag, weighed=weighed)

@@ -11,13 +11,13 @@ from typing import Any
 from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
-from drumline.core.measured.account import NANO, Parts, Piece, account, idle_intervals, summed_parts
+from drumline.core.measured.account import NANO, Period, StepParts, account, idle_intervals, summed_parts
 from drumline.core.measured.align import Dial, align
 from drumline.core.measured.endless import held_in_part, is_part
 from drumline.core.measured.record import BETWEEN, OVERHEADS, Record, decoded
 from drumline.core.memory import Holding, holdings, stage_bytes, weighed_holdings
 from drumline.core.timeline.idle import Idle
-from drumline.core.timeline.spans import Passed, Span, SpanLane, Track, Transfer
+from drumline.core.timeline.spans import Span, SpanLane, StepInterval, Track, Transfer
 from drumline.core.timeline.timeline import Timeline
 from drumline.core.units import duration
 
@@ -25,7 +25,7 @@ _POST = OVERHEADS.index("post")
 
 
 @dataclass(frozen=True, slots=True)
-class Waited:
+class WaitInterval:
     """A period in which a rank had nothing to do: at `action`, it waited for `receive` from `source`.
 
     `action` is None after the end of the row, during the gradient exchange.
@@ -93,7 +93,7 @@ class Measured(Timeline):
         for action, *coded, source, made, sent, arrived, start, end, num_bytes in record.rows("messages"):
             receive, device = decoded(*coded), self.records[source]
             if device.on_device and device.ends and receive.op is not Op.REDUCE_GRAD:
-                makers = (self.located.get(one[:3]) for one in rules.producers(receive))
+                makers = (self.located.get(producer[:3]) for producer in rules.producers(receive))
                 made = max(made, *(device.ends[place[1]] for place in makers if place is not None))
             found += (action, *coded, source, made, max(sent, made), arrived, start, end, num_bytes)
         return found
@@ -101,7 +101,7 @@ class Measured(Timeline):
     @cached_property
     def zero_ns(self) -> int:
         """When the first action started, in common time."""
-        return min((self.common(one.rank, one.starts[0]) for one in self.records if one.starts), default=0)
+        return min((self.common(record.rank, record.starts[0]) for record in self.records if record.starts), default=0)
 
     def seconds(self, rank: int, moment: int) -> float:
         """Convert a moment of a rank's clock to seconds since the first action."""
@@ -125,7 +125,7 @@ class Measured(Timeline):
         if self.in_flight is None:
             return found
         known = held_in_part(self.program, self.in_flight)
-        return tuple(replace(one, bytes=weighed.bytes) for one, weighed in zip(known, found, strict=True))
+        return tuple(replace(holding, bytes=weighed.bytes) for holding, weighed in zip(known, found, strict=True))
 
     @cached_property
     def in_flight(self) -> Sequence[int] | None:
@@ -163,21 +163,21 @@ class Measured(Timeline):
     def exchanges(self) -> Sequence[Span]:
         """The gradient exchanges, and the gatherings of parameters that lines of a mesh divide."""
         return [
-            Span(one.rank, self._exchanged(one, stage, end), *self._both(one.rank, start, end), SpanLane.EXCHANGE)
-            for one in self.records
-            for stage, start, end in one.rows("exchanges")
+            Span(entry.rank, self._exchanged(entry, stage, end), *self._both(entry.rank, start, end), SpanLane.EXCHANGE)
+            for entry in self.records
+            for stage, start, end in entry.rows("exchanges")
         ]
 
     @cached_property
     def packing(self) -> Sequence[Span]:
         """The spans in which copying a stage's gradients together, for their exchange, kept a rank from computing."""
         found = []
-        for one in self.records:
-            posts = [(start, end) for kind, start, end in one.rows("overheads") if kind == _POST]
-            for stage, since, ended in one.rows("exchanges"):
-                action = self._exchanged(one, stage, ended)
+        for entry in self.records:
+            posts = [(start, end) for kind, start, end in entry.rows("overheads") if kind == _POST]
+            for stage, since, ended in entry.rows("exchanges"):
+                action = self._exchanged(entry, stage, ended)
                 spans = [(since, end) for start, end in posts if start <= since <= end and action.op is Op.REDUCE_GRAD]
-                found += [Span(one.rank, action, *self._both(one.rank, *each), SpanLane.EXCHANGE) for each in spans]
+                found += [Span(entry.rank, action, *self._both(entry.rank, *each), SpanLane.EXCHANGE) for each in spans]
         return found
 
     def _exchanged(self, record: Record, stage: int, end: int) -> Action:
@@ -186,7 +186,7 @@ class Measured(Timeline):
         if not any(action.op is Op.UNSHARD and action.stage == stage for action in row):
             return Action(stage, Op.REDUCE_GRAD)
         computes = (at for at, action in enumerate(row) if action.is_compute)
-        first = next(at for at in computes if stage in {one.stage for one in row[at].work})
+        first = next(at for at in computes if stage in {action.stage for action in row[at].work})
         return Action(stage, Op.UNSHARD if end <= record.starts[first] else Op.REDUCE_GRAD)
 
     def _both(self, rank: int, start: int, end: int) -> tuple[float, float]:
@@ -222,7 +222,7 @@ class Measured(Timeline):
             yield Span(record.rank, decoded(*coded), *self._both(record.rank, start, end), SpanLane.TRANSFER)
 
     @cached_property
-    def waits(self) -> tuple[Waited, ...]:
+    def waits(self) -> tuple[WaitInterval, ...]:
         """Every period in which a rank waited, and what it waited for."""
         found = []
         for track, record in zip(self.tracks, self.records, strict=True):
@@ -230,25 +230,27 @@ class Measured(Timeline):
             for message, start, end in record.rows("waits"):
                 at, *coded, source = messages[message][:5]
                 action = track.actions[at] if at < len(track.actions) else None
-                found.append(Waited(record.rank, action, decoded(*coded), source, *self._both(record.rank, start, end)))
+                found.append(
+                    WaitInterval(record.rank, action, decoded(*coded), source, *self._both(record.rank, start, end))
+                )
         return tuple(found)
 
     @cached_property
-    def between(self) -> tuple[Passed, ...]:
+    def between(self) -> tuple[StepInterval, ...]:
         """What happened on each rank between the end of the previous step and this one; the rest is outside."""
         return tuple(
-            Passed(record.rank, BETWEEN[kind], *self._both(record.rank, start, end))
+            StepInterval(record.rank, BETWEEN[kind], *self._both(record.rank, start, end))
             for record in self.records
             for kind, start, end in record.rows("between")
         )
 
     @cached_property
-    def parts(self) -> tuple[Parts, ...]:
+    def parts(self) -> tuple[StepParts, ...]:
         """Per rank, its step divided by what it did."""
         return tuple(summed_parts(record, partial(self.here, record.rank)) for record in self._corrected)
 
     @cached_property
-    def accounts(self) -> tuple[list[Piece], ...]:
+    def accounts(self) -> tuple[list[Period], ...]:
         """Per rank, its step as pieces without gaps, each with what the rank did."""
         return tuple(account(record, partial(self.here, record.rank)) for record in self._corrected)
 

@@ -22,13 +22,13 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from drumline.core.action import Op
-from drumline.core.measured.account import NANO, Parts
+from drumline.core.measured.account import NANO, StepParts
 from drumline.core.measured.align import Dial
 from drumline.core.measured.measured import Measured
 from drumline.core.measured.record import BETWEEN, RECEIVES, Record
 from drumline.core.program import Program
 
-_PARTS = tuple(one.name for one in fields(Parts))
+_PARTS = tuple(field.name for field in fields(StepParts))
 
 
 def step_metrics(program: Program, records: Sequence[Record], dials: tuple[Dial, ...] = ()) -> dict[str, float]:
@@ -38,7 +38,7 @@ def step_metrics(program: Program, records: Sequence[Record], dials: tuple[Dial,
         return found
     timeline = Measured(program, tuple(records), dials=dials)
     busy = [(sum(record.ends) - sum(record.starts)) * NANO for record in records]
-    ends = [[timeline.seconds(one.rank, moment) for moment in (one.starts[0], one.ends[-1])] for one in records]
+    ends = [[timeline.seconds(entry.rank, moment) for moment in (entry.starts[0], entry.ends[-1])] for entry in records]
     last = max([end for _, end in ends] + [span.end for span in timeline.exchanges])
     makespan, span = last - min(start for start, _ in ends), max(end - start for start, end in ends)
     found["pp/makespan_seconds"] = makespan
@@ -117,6 +117,6 @@ def load_metrics(loads: Sequence[Sequence[int]]) -> dict[str, float]:
     """
     if not loads:
         return {}
-    busiest = max(max(one[:-1]) * (len(one) - 1) / max(sum(one[:-1]), 1) for one in loads)
-    dropped = sum(one[-1] for one in loads) / max(sum(map(sum, loads)), 1)
+    busiest = max(max(load[:-1]) * (len(load) - 1) / max(sum(load[:-1]), 1) for load in loads)
+    dropped = sum(load[-1] for load in loads) / max(sum(map(sum, loads)), 1)
     return {"expert_metrics/load_max": busiest, "expert_metrics/dropped": dropped}

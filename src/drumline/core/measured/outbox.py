@@ -24,10 +24,10 @@ _END = ord("\n")
 
 
 @dataclass(slots=True)
-class Waiting:
+class PendingLines:
     r"""Lines that a file has not taken yet.
 
-    >>> waiting = Waiting(most=8)
+    >>> waiting = PendingLines(most=8)
     >>> for line in (b"one\n", b"two\n", b"three\n"):
     ...     waiting.add(line)
     >>> bytes(waiting.data), waiting.num_lost
@@ -73,7 +73,7 @@ class Outbox:
         self.folder = folder
         self.files: dict[str, int] = {}  # not file objects: these may be closed before who writes to them
         self._what = what
-        self._lines: dict[str, Waiting] = {}
+        self._lines: dict[str, PendingLines] = {}
         self._texts: dict[str, str] = {}
         self.is_waiting = False  # whether the disk has refused something that is not written yet
 
@@ -83,7 +83,7 @@ class Outbox:
 
     def add(self, name: str, line: bytes) -> None:
         """Take a line of a file; the next flush writes it."""
-        self._lines.setdefault(name, Waiting()).add(line)
+        self._lines.setdefault(name, PendingLines()).add(line)
 
     def put(self, name: str, text: str) -> None:
         """Write a file atomically, at once if the disk takes it: readers find all of it or nothing."""
@@ -126,7 +126,7 @@ class Outbox:
     def close(self) -> None:
         """Write what can be written, tell of the rest, and close the files."""
         self.flush()
-        left = sum(one.data.count(b"\n") for one in self._lines.values())
+        left = sum(line.data.count(b"\n") for line in self._lines.values())
         if left or self._texts:
             say(f"{self._what} in {self.folder} is not complete: the disk has not taken the last {left} lines")
         self.let_go()
@@ -143,7 +143,7 @@ class Outbox:
             reason = refused.strerror or refused
             say(f"cannot write {self._what} to {self.folder}: {reason}; training goes on, and what is left waits")
         elif refused is None and self.is_waiting:
-            lost = sum(one.num_lost for one in self._lines.values())
+            lost = sum(line.num_lost for line in self._lines.values())
             say(f"{self._what} goes on in {self.folder}" + (f"; {lost} lines are lost" if lost else ""))
         self.is_waiting = refused is not None
 

@@ -22,7 +22,7 @@ from typing import Any
 from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.errors import RecordError, counted
-from drumline.core.files import Kind
+from drumline.core.files import FileKind
 from drumline.core.parsed import Parsed
 from drumline.core.program import Program, once_per_program
 
@@ -143,7 +143,7 @@ class Record:
         return Record(**values)
 
 
-_PLAIN = tuple(one.name for one in fields(Record) if one.name not in COLUMNS)
+_PLAIN = tuple(entry.name for entry in fields(Record) if entry.name not in COLUMNS)
 
 
 def _shifted(table: str, flat: Sequence[int], by: int) -> list[int]:
@@ -174,7 +174,7 @@ def decoded(stage: int, op: int, microbatch: int) -> Action:
     return Action(stage, RECEIVES[op], None if microbatch < 0 else microbatch)
 
 
-LINE = Kind("record", RecordError, "the line as the run wrote it", 256 * 2**20)
+LINE = FileKind("record", RecordError, "the line as the run wrote it", 256 * 2**20)
 
 MOST_PROGRAMS = 10**6
 _MOMENT = 2**61  # nanoseconds, 73 years: the sum of two still fits in 64 bits
@@ -264,7 +264,7 @@ def _check_columns(table: str, flat: Sequence[int], counts: Mapping[str, int]) -
         elif name in counts:
             most = counts[name] - 1
         if not least <= min(column) <= max(column) <= most:
-            odd = next(one for one in column if not least <= one <= most)
+            odd = next(number for number in column if not least <= number <= most)
             raise RecordError(
                 f"a damaged record: {name} of {table} is {odd}", expected=f"a whole number from {least} to {most}"
             )
@@ -274,16 +274,16 @@ def _check_messages(table: str, flat: Sequence[int], first: int, program: Progra
     """Reject messages that the program does not send."""
     known = _receives(program)
     width = len(COLUMNS[table])
-    for one in set(zip(*(flat[first + at :: width] for at in range(3)), strict=True)):
-        if one not in known:
-            raise LINE.refuse(f"a damaged record: {table} contains {decoded(*one)}, which the program does not send")
+    for entry in set(zip(*(flat[first + at :: width] for at in range(3)), strict=True)):
+        if entry not in known:
+            raise LINE.refuse(f"a damaged record: {table} contains {decoded(*entry)}, which the program does not send")
 
 
 @once_per_program
 def _receives(program: Program) -> set[tuple[int, ...]]:
     """Return every message of a program as columns: what stages send, and the gradients they exchange."""
     # A step without a flush takes messages that an earlier step has sent.
-    needed = [one[0] for action in program.work() for one in rules.needs(action, program.num_stages)]
+    needed = [entry[0] for action in program.work() for entry in rules.needs(action, program.num_stages)]
     sent = (rules.message(action, program.num_stages) for action in (*program.work(), *needed))
     exchanged = RECEIVES.index(Op.REDUCE_GRAD)
     received: set[tuple[int, ...]] = {coded(message.recv) for message in sent if message is not None}

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import DrumlineError, RecordError, counted
-from drumline.core.files import MIB, Kind, is_there, named, opened, parse_object, read_object
+from drumline.core.files import MIB, FileKind, is_there, named, opened, parse_object, read_object
 from drumline.core.measured.align import Dial, align
 from drumline.core.measured.measured import Measured
 from drumline.core.measured.record import LINE, MOST_PROGRAMS, Record, read_record
@@ -105,7 +105,7 @@ class Run:
     def steps(self) -> tuple[int, ...]:
         """The numbers of the steps that all ranks have written so far."""
         first, *others = [lines.known() for lines in self._ranks]
-        return tuple(step for step in first if all(step in one for one in others))
+        return tuple(step for step in first if all(step in other for other in others))
 
     @property
     def num_steps(self) -> int:
@@ -155,7 +155,7 @@ class Run:
         if len({record.clock for record in records}) > 1:
             at = steps.index(step)
             around = steps[max(at - _STEPS_AROUND, 0) : at + _STEPS_AROUND + 1]
-            dials = align([self._records(one) for one in around], around.index(step))
+            dials = align([self._records(number) for number in around], around.index(step))
         program = self._by(records[0].program)
         # The first step's bytes say what a step holds that runs by the same program.
         weighed = self._weighed if self._weighed[0].program == records[0].program else ()
@@ -202,12 +202,12 @@ class Run:
             if not line.endswith(b"\n"):
                 break  # a killed rank's
             with named(path, _FILE):
-                one = parse_object(line, _FILE)
-                table = Parsed(one, _FILE)
+                entry = parse_object(line, _FILE)
+                table = Parsed(entry, _FILE)
                 _check_run(path, table["run"].text(), self.id)
                 table["step"].whole()
                 table["kind"].text()
-            found.append(one)
+            found.append(entry)
         return found
 
     @property
@@ -261,8 +261,8 @@ class Run:
 
 
 _WROTE = "the file as the run wrote it"
-_FOLDER = Kind("run", RecordError, "the folder you gave to record=")
-_FILE = Kind("run", RecordError, _WROTE)
+_FOLDER = FileKind("run", RecordError, "the folder you gave to record=")
+_FILE = FileKind("run", RecordError, _WROTE)
 _LONGEST_NAME = 200
 _MOST_STEPS = 10**7
 

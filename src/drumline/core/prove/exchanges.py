@@ -19,7 +19,7 @@ import numpy as np
 from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.graph import CODE, OPS, Flags, Ints
-from drumline.core.prove.index import Index, Position
+from drumline.core.prove.index import Index, RowPosition
 from drumline.core.prove.violation import Violation
 
 
@@ -82,9 +82,9 @@ def check(index: Index) -> Iterator[Violation]:
     yield from _between_copies(index, books)
 
 
-def waits_for_exchange(index: Index) -> dict[Position, list[Position]]:
+def waits_for_exchange(index: Index) -> dict[RowPosition, list[RowPosition]]:
     """Return, per UPDATE, the exchange of the other copy that must be posted before it can run."""
-    waits: dict[Position, list[Position]] = {}
+    waits: dict[RowPosition, list[RowPosition]] = {}
     if not {Op.UPDATE, Op.REDUCE_GRAD} <= index.ops:
         return waits
     books = gradient_books(index)
@@ -94,7 +94,7 @@ def waits_for_exchange(index: Index) -> dict[Position, list[Position]]:
             if other != rank and theirs is not None:
                 for (_, at), mine, needed in zip(book.updates, book.exchanges, theirs.exchanges, strict=False):
                     if mine < at:
-                        waits.setdefault(Position(rank, at), []).append(Position(other, needed))
+                        waits.setdefault(RowPosition(rank, at), []).append(RowPosition(other, needed))
     return waits
 
 
@@ -178,10 +178,10 @@ def _between_copies(index: Index, books: dict[tuple[int, int], GradientBook]) ->
     for (rank, _), book in books.items():
         exchanges[rank] += book.exchanges
     for rank in range(num_ranks // 2):
-        here, there = ([(at, rows[one][at]) for at in sorted(exchanges[one])] for one in (rank, num_ranks - 1 - rank))
+        here, there = ([(at, rows[n][at]) for at in sorted(exchanges[n])] for n in (rank, num_ranks - 1 - rank))
         # If one of the two never exchanges a stage, that is a missing exchange, not a wrong order.
         common = {action for _, action in here} & {action for _, action in there}
-        pairs = zip(*([entry for entry in one if entry[1] in common] for one in (here, there)), strict=False)
+        pairs = zip(*([entry for entry in row if entry[1] in common] for row in (here, there)), strict=False)
         for (_, mine), (at, theirs) in pairs:
             if mine != theirs:
                 reason = f"is exchanged while rank {rank} exchanges stage {mine.stage}: their orders differ"

@@ -57,7 +57,7 @@ def prune(program: Program, trainable: Sequence[bool]) -> Program:
 def needed(trainable: Sequence[bool]) -> tuple[Backward, ...]:
     """Return how much of its backward each stage has to run.
 
-    >>> [str(one) for one in needed([False, True, False])]
+    >>> [str(value) for value in needed([False, True, False])]
     ['none', 'whole', 'input']
     """
     lowest = list(trainable).index(True) if any(trainable) else len(trainable)
@@ -76,7 +76,7 @@ def _pruned(row: Row, kinds: Sequence[Backward], lowest: int) -> Row:
         elif action.is_compute:
             # The forward comes first, as in the pair, so it counts as held before the other is released.
             parts = sorted(action.work, key=lambda part: part.op is not Op.FORWARD)
-            left += [one for part in parts if (one := _left(part, kinds)) is not None]
+            left += [other for part in parts if (other := _left(part, kinds)) is not None]
         else:
             left.append(action)
     return tuple(left)
@@ -113,7 +113,7 @@ def untrained(program: Program) -> Iterator[str]:
     if not program.has_backward:
         return
     for kind, what in ((Backward.NONE, "no backward"), (Backward.INPUT, "no weight gradients")):
-        stages = [stage for stage, one in enumerate(program.backwards) if one is kind]
+        stages = [stage for stage, backward in enumerate(program.backwards) if backward is kind]
         if stages:
             yield f"{what} in stage{'s' if len(stages) > 1 else ''} {spans(stages)}"
 

@@ -14,7 +14,7 @@ from drumline.core.placement import Placement
 from drumline.core.program import Program
 
 
-class Position(NamedTuple):
+class RowPosition(NamedTuple):
     """A position in a row."""
 
     rank: int
@@ -29,44 +29,44 @@ class Index:
     placement: Placement
 
     @cached_property
-    def places(self) -> dict[Action, list[Position]]:
+    def places(self) -> dict[Action, list[RowPosition]]:
         """All positions of every plain compute action; more than one means a duplicate."""
         return self._places(COMPUTE_OPS)
 
     @cached_property
-    def transfers(self) -> dict[Action, list[Position]]:
+    def transfers(self) -> dict[Action, list[RowPosition]]:
         """All positions of every send and receive."""
         return self._places(TRANSFER_OPS)
 
-    def _places(self, ops: frozenset[Op]) -> dict[Action, list[Position]]:
-        found: dict[Action, list[Position]] = defaultdict(list)
+    def _places(self, ops: frozenset[Op]) -> dict[Action, list[RowPosition]]:
+        found: dict[Action, list[RowPosition]] = defaultdict(list)
         for rank, row in enumerate(self.program.rows):
             for at, action in enumerate(row):
                 for part in action.parts or (action,):
                     if part.op in ops:
-                        found[part].append(Position(rank, at))
+                        found[part].append(RowPosition(rank, at))
         return dict(found)
 
     @cached_property
-    def inputs(self) -> dict[Action, list[tuple[Action, Position]]]:
+    def inputs(self) -> dict[Action, list[tuple[Action, RowPosition]]]:
         """The inputs that every plain compute action needs and the program has, each with its first position."""
         num_stages = self.program.num_stages
         # Actions are tuples, so a plain tuple finds them without building an action first.
-        first: dict[tuple[object, ...], tuple[Action, Position]] = {
+        first: dict[tuple[object, ...], tuple[Action, RowPosition]] = {
             action: (action, places[0]) for action, places in self.places.items()
         }
-        found: dict[Action, list[tuple[Action, Position]]] = {}
+        found: dict[Action, list[tuple[Action, RowPosition]]] = {}
         for action in self.places:
             stage, op, microbatch, _ = action
             listed = found[action] = []
             for need in rules.NEEDS[op]:
                 neighbour = stage + need.stage_offset
                 if 0 <= neighbour < num_stages:
-                    keys = ((neighbour, one, microbatch, ()) for one in need.ops)
+                    keys = ((neighbour, kind, microbatch, ()) for kind in need.ops)
                     listed += [first[key] for key in keys if key in first][:1]
         return found
 
-    def messages(self) -> Iterator[tuple[rules.Message, Position, Position]]:
+    def messages(self) -> Iterator[tuple[rules.Message, RowPosition, RowPosition]]:
         """Yield every message between two ranks, with where it is made and where it is used."""
         for action, inputs in self.inputs.items():
             taken = self.places[action][0]
@@ -91,7 +91,7 @@ class Index:
         """The microbatch numbers that appear, lowest first."""
         return sorted({action.microbatch for action in self.places if action.microbatch is not None})
 
-    def first(self, alternatives: tuple[Action, ...]) -> tuple[Action, Position] | None:
+    def first(self, alternatives: tuple[Action, ...]) -> tuple[Action, RowPosition] | None:
         """Return the first of the alternatives that the program contains, with its first position."""
         return next(((action, self.places[action][0]) for action in alternatives if action in self.places), None)
 

@@ -15,11 +15,11 @@ from operator import itemgetter
 
 from drumline.core import rules
 from drumline.core.action import AWAITED, SEND_OPS, WAIT_OPS, Action, Op
-from drumline.core.prove.index import Index, Position
+from drumline.core.prove.index import Index, RowPosition
 from drumline.core.prove.violation import Violation
 
 
-def sent_at(index: Index, producer: Action, place: Position) -> Position:
+def sent_at(index: Index, producer: Action, place: RowPosition) -> RowPosition:
     """Return where `producer`'s output leaves its rank: at its send, or at `producer` if the program has no sends."""
     message = rules.message(producer, index.program.num_stages)
     sends = index.transfers.get(message.send, []) if message else []
@@ -59,7 +59,7 @@ def _stray(index: Index) -> Iterator[Violation]:
                 yield Violation(*place, action, f"is on the wrong rank: {there} is on rank {belongs.rank}")
 
 
-def _message(index: Index, made: tuple[Action, Position], taken: tuple[Action, Position]) -> Iterator[Violation]:
+def _message(index: Index, made: tuple[Action, RowPosition], taken: tuple[Action, RowPosition]) -> Iterator[Violation]:
     message = rules.message(made[0], index.program.num_stages)
     assert message is not None
     for transfer, (action, place), early in ((message.send, made, True), (message.recv, taken, False)):
@@ -129,22 +129,22 @@ def wait_for(action: Action) -> Action:
     return action._replace(op=_WAIT_FOR[action.op])
 
 
-def waits(index: Index) -> dict[Position, list[Position]]:
+def waits(index: Index) -> dict[RowPosition, list[RowPosition]]:
     """Return, per WAIT, what another rank must post before it can end: the receive, or the other copy's exchange."""
-    found: dict[Position, list[Position]] = {}
+    found: dict[RowPosition, list[RowPosition]] = {}
     if not index.ops & WAIT_OPS:
         return found
-    turns: dict[tuple[int, Action], list[Position]] = {}
+    turns: dict[tuple[int, Action], list[RowPosition]] = {}
     for rank, row in enumerate(index.program.rows):
         for at, action in enumerate(row):
             if action.op in (Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD):
-                turns.setdefault((rank, action), []).append(Position(rank, at))
+                turns.setdefault((rank, action), []).append(RowPosition(rank, at))
             elif action.op in WAIT_OPS:
                 send = action._replace(op=AWAITED[action.op])
                 begun = any(place.rank == rank and place.at < at for place in index.transfers.get(send, ()))
                 received = index.transfers.get(rules.message_of(send).recv, ())
                 if begun and received and received[0].rank != rank:
-                    found[Position(rank, at)] = [received[0]]
+                    found[RowPosition(rank, at)] = [received[0]]
     for (rank, action), places in turns.items():
         if action.op is not Op.WAIT_REDUCE_GRAD or action.stage >= index.placement.num_stages:
             continue

@@ -30,10 +30,10 @@ def openings(program: Program) -> tuple[tuple[Row, Row], ...]:
     1RECV_F0 1F0 ┊ 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
     """
     rows = program.rows
-    ends = [next((at for at, one in enumerate(row) if one.op not in _OPENS), len(row)) for row in rows]
+    ends = [next((at for at, action in enumerate(row) if action.op not in _OPENS), len(row)) for row in rows]
     while True:
-        sent = {rules.message_of(one).recv for one in _until(rows, ends) if one.op is Op.SEND_F}
-        used = {Action(one.stage, Op.RECV_F, one.microbatch) for one in _until(rows, ends) if one.op is Op.FORWARD}
+        sent = {rules.message_of(action).recv for action in _until(rows, ends) if action.op is Op.SEND_F}
+        used = {Action(act.stage, Op.RECV_F, act.microbatch) for act in _until(rows, ends) if act.op is Op.FORWARD}
         shorter = [_shortened(program, rank, end, sent, used) for rank, end in enumerate(ends)]
         if shorter == ends:
             return tuple(_parted(row[:end], row[end:]) for row, end in zip(rows, ends, strict=True))
@@ -47,19 +47,19 @@ def _until(rows: Sequence[Row], ends: Sequence[int]) -> Iterator[Action]:
 
 def _shortened(program: Program, rank: int, end: int, sent: Set[Action], used: Set[Action]) -> int:
     """Return where a rank's opening ends if others send and use no more in theirs."""
-    for at, one in enumerate(program.rows[rank][:end]):
-        if one.op is Op.FORWARD and one.stage > 0:
-            assert one.microbatch is not None
-            is_local = program.placement.rank_of(one.stage - 1, one.microbatch) == rank
-            if not is_local and Action(one.stage, Op.RECV_F, one.microbatch) not in sent:
+    for at, row in enumerate(program.rows[rank][:end]):
+        if row.op is Op.FORWARD and row.stage > 0:
+            assert row.microbatch is not None
+            is_local = program.placement.rank_of(row.stage - 1, row.microbatch) == rank
+            if not is_local and Action(row.stage, Op.RECV_F, row.microbatch) not in sent:
                 return at
-        if one.op is Op.SEND_F and rules.message_of(one).recv not in used:
+        if row.op is Op.SEND_F and rules.message_of(row).recv not in used:
             return at
     return end
 
 
 def _parted(opening: Row, rest: Row) -> tuple[Row, Row]:
     """Return both parts, with the receives that only the second uses moved there."""
-    used = {Action(one.stage, Op.RECV_F, one.microbatch) for one in opening if one.op is Op.FORWARD}
-    early = dict.fromkeys(one for one in opening if one.op in RECV_OPS and one not in used)
-    return tuple(one for one in opening if one not in early), (*early, *rest)
+    used = {Action(action.stage, Op.RECV_F, action.microbatch) for action in opening if action.op is Op.FORWARD}
+    early = dict.fromkeys(action for action in opening if action.op in RECV_OPS and action not in used)
+    return tuple(action for action in opening if action not in early), (*early, *rest)

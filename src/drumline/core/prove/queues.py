@@ -20,21 +20,23 @@ from typing import NamedTuple
 from drumline.core import rules
 from drumline.core.action import SEND_OPS, Action
 from drumline.core.channel import Queues
-from drumline.core.prove.index import Index, Position
+from drumline.core.prove.index import Index, RowPosition
 from drumline.core.prove.violation import Violation
 
 
 class Travel(NamedTuple):
     """A message: where its send and its receive are posted."""
 
-    sent: Position
-    received: Position
+    sent: RowPosition
+    received: RowPosition
 
 
 Waiter = int | Travel  # a blocked rank, or a blocked message
 
 
-def check(index: Index, needed: Mapping[Position, Sequence[Position]], channel: Queues | None) -> Iterator[Violation]:
+def check(
+    index: Index, needed: Mapping[RowPosition, Sequence[RowPosition]], channel: Queues | None
+) -> Iterator[Violation]:
     """Yield each cycle of ranks and messages that wait for each other.
 
     `needed` lists, per position, the positions of other ranks that it waits for. If such a position is a send or a
@@ -50,11 +52,13 @@ def check(index: Index, needed: Mapping[Position, Sequence[Position]], channel: 
 class _Replay:
     """All rows, run as far as the channel allows."""
 
-    def __init__(self, index: Index, needed: Mapping[Position, Sequence[Position]], channel: Queues | None) -> None:
+    def __init__(
+        self, index: Index, needed: Mapping[RowPosition, Sequence[RowPosition]], channel: Queues | None
+    ) -> None:
         self.rows = index.program.rows
         self.needed = needed
         self.channel = channel or Queues.EDGE
-        self.travels: dict[Position, Travel] = {}
+        self.travels: dict[RowPosition, Travel] = {}
         for action, places in index.transfers.items() if channel else ():
             if action.op in SEND_OPS:
                 travel = Travel(places[0], index.transfers[rules.message_of(action).recv][0])
@@ -62,7 +66,7 @@ class _Replay:
         self.at = [0] * len(self.rows)
         self.queues: dict[tuple[int, ...], deque[Travel]] = defaultdict(deque)
         self.moved: set[Travel] = set()
-        self.waiting: dict[Position, list[int]] = defaultdict(list)
+        self.waiting: dict[RowPosition, list[int]] = defaultdict(list)
 
     def run(self) -> None:
         """Run every rank until it finishes or waits for something that never happens."""
@@ -73,7 +77,7 @@ class _Replay:
                 if (blocker := self.blocker(rank)) is not None:
                     self.waiting[blocker].append(rank)
                     break
-                place = Position(rank, self.at[rank])
+                place = RowPosition(rank, self.at[rank])
                 self.at[rank] += 1
                 if (travel := self.travels.get(place)) is not None:
                     self.queues[self.key(travel, place)].append(travel)
@@ -81,16 +85,16 @@ class _Replay:
                 else:
                     active += self.waiting.pop(place, ())
 
-    def blocker(self, rank: int) -> Position | None:
+    def blocker(self, rank: int) -> RowPosition | None:
         """Return the first thing that a rank's next action waits for and that has not happened."""
-        inputs = self.needed.get(Position(rank, self.at[rank]), ())
+        inputs = self.needed.get(RowPosition(rank, self.at[rank]), ())
         return next((place for place in inputs if not self.happened(place)), None)
 
-    def happened(self, place: Position) -> bool:
+    def happened(self, place: RowPosition) -> bool:
         travel = self.travels.get(place)
         return self.at[place.rank] > place.at if travel is None else travel in self.moved
 
-    def key(self, travel: Travel, end: Position) -> tuple[int, ...]:
+    def key(self, travel: Travel, end: RowPosition) -> tuple[int, ...]:
         """Return the queue that a message uses at one of its ends."""
         sends = end == travel.sent
         return self.channel.key(end.rank, (travel.received if sends else travel.sent).rank, sends=sends)
@@ -100,11 +104,11 @@ class _Replay:
         woken: list[int] = []
         tried = [travel]
         while tried:
-            one = tried.pop()
-            queues = [self.queues[self.key(one, end)] for end in one]
-            if all(queue and queue[0] == one for queue in queues):
-                self.moved.add(one)
-                for queue, end in zip(queues, one, strict=True):
+            message = tried.pop()
+            queues = [self.queues[self.key(message, end)] for end in message]
+            if all(queue and queue[0] == message for queue in queues):
+                self.moved.add(message)
+                for queue, end in zip(queues, message, strict=True):
                     queue.popleft()
                     tried += [queue[0]] if queue else []
                     woken += self.waiting.pop(end, ())
@@ -132,22 +136,22 @@ class _Replay:
         unposted = self.unposted(waiter)
         return unposted.rank if unposted is not None else self.before(waiter)[1]
 
-    def unposted(self, travel: Travel) -> Position | None:
+    def unposted(self, travel: Travel) -> RowPosition | None:
         return next((end for end in travel if self.at[end.rank] <= end.at), None)
 
-    def before(self, travel: Travel) -> tuple[Position, Travel]:
+    def before(self, travel: Travel) -> tuple[RowPosition, Travel]:
         """Return the end at which a posted message is not first in its queue, and the message that is."""
         heads = ((end, self.queues[self.key(travel, end)][0]) for end in travel)
         return next((end, head) for end, head in heads if head != travel)
 
     def violation(self, cycle: Sequence[Waiter]) -> Violation:
         """Return a cycle as a violation at its first rank, or at a message if no rank takes part."""
-        at = next((number for number, one in enumerate(cycle) if isinstance(one, int)), 0)
+        at = next((number for number, index in enumerate(cycle) if isinstance(index, int)), 0)
         turned = [*cycle[at:], *cycle[:at]]
         first = turned[0]
-        place = Position(first, self.at[first]) if isinstance(first, int) else first.received
+        place = RowPosition(first, self.at[first]) if isinstance(first, int) else first.received
         why = f"never {'runs' if isinstance(first, int) else 'arrives'}"
-        if any(isinstance(one, Travel) and self.unposted(one) is None for one in cycle):
+        if any(isinstance(travel, Travel) and self.unposted(travel) is None for travel in cycle):
             why += f" on a channel with one queue per {self.channel.words}"
         else:
             why += ", ranks wait for each other"
@@ -156,7 +160,7 @@ class _Replay:
     def links(self, cycle: Sequence[Waiter]) -> Iterator[str]:
         for before, waiter in pairwise([cycle[-1], *cycle]):
             if isinstance(waiter, int):
-                place, needed = Position(waiter, self.at[waiter]), self.needed_by(waiter)
+                place, needed = RowPosition(waiter, self.at[waiter]), self.needed_by(waiter)
                 yield f"rank {waiter} at {self.action(place)} (position {place.at}) waits for {needed}"
             elif (missing := self.unposted(waiter)) is None:
                 end, head = self.before(waiter)
@@ -177,8 +181,8 @@ class _Replay:
         assert travel is not None
         return f"{self.action(travel.sent)} of rank {travel.sent.rank}"
 
-    def shown(self, place: Position) -> str:
+    def shown(self, place: RowPosition) -> str:
         return f"{self.action(place)} of rank {place.rank} (position {place.at})"
 
-    def action(self, place: Position) -> Action:
+    def action(self, place: RowPosition) -> Action:
         return self.rows[place.rank][place.at]

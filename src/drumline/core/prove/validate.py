@@ -21,7 +21,7 @@ from drumline.core.memory import holdings
 from drumline.core.placement import Placement
 from drumline.core.program import Program, once_per_program
 from drumline.core.prove import exchanges, messages, queues
-from drumline.core.prove.index import Index, Position
+from drumline.core.prove.index import Index, RowPosition
 from drumline.core.prove.violation import Violation
 from drumline.core.rules import Backward
 from drumline.core.timeline.idle import Limit
@@ -169,12 +169,12 @@ def _ordered(index: Index) -> Iterator[Violation]:
                 yield Violation(*place, action, f"runs {how} {needed}")
 
 
-def _remote_inputs(index: Index) -> dict[Position, list[Position]]:
+def _remote_inputs(index: Index) -> dict[RowPosition, list[RowPosition]]:
     """Return, per position, the positions on other ranks that must be passed first.
 
     Leaves out actions that are in the wrong order on their own rank: they are already reported, and hide the rest.
     """
-    found: dict[Position, list[Position]] = {}
+    found: dict[RowPosition, list[RowPosition]] = {}
     spelled = bool(index.transfers)
     for action, inputs in index.inputs.items():
         place = index.places[action][0]
@@ -182,7 +182,7 @@ def _remote_inputs(index: Index) -> dict[Position, list[Position]]:
             continue
         remote = [(needed, at) for needed, at in inputs if at.rank != place.rank]
         if remote:
-            sent = [messages.sent_at(index, *one) for one in remote] if spelled else [at for _, at in remote]
+            sent = [messages.sent_at(index, *pair) for pair in remote] if spelled else [at for _, at in remote]
             found.setdefault(place, []).extend(sent)
     return found | exchanges.waits_for_exchange(index) | messages.waits(index)
 

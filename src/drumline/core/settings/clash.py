@@ -106,7 +106,7 @@ class Clash:
 
 def found(clashes: Iterable[Clash], facts: Facts) -> Iterator[Clash]:
     """Yield the clashes that these facts have."""
-    return (one for one in clashes if one.holds(facts))
+    return (clash for clash in clashes if clash.holds(facts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,5 +119,5 @@ class Together:
     def refuse(self, **more: Any) -> None:
         """Raise the first clash between what is known, and what more is asked for."""
         facts = {**self.facts, **more}
-        for one in found(self.clashes, facts):
-            raise one.refusal(facts)
+        for clash in found(self.clashes, facts):
+            raise clash.refusal(facts)

@@ -25,7 +25,7 @@ def in_kind(kind: Any, value: Any) -> Any:
     if get_origin(kind) is tuple:
         if not isinstance(value, list | tuple):
             raise Wrong
-        return tuple(in_kind(get_args(kind)[0], one) for one in value)
+        return tuple(in_kind(get_args(kind)[0], item) for item in value)
     if get_origin(kind) is dict:
         if not isinstance(value, Mapping) or not is_plain(value):
             raise Wrong
@@ -56,14 +56,14 @@ def _is_finite(value: Any) -> bool:
 
 def _is_text(value: str) -> bool:
     """Whether a text can be written to a file: halves of characters cannot."""
-    return not any("\ud800" <= one <= "\udfff" for one in value)
+    return not any("\ud800" <= name <= "\udfff" for name in value)
 
 
 def _as_read(value: Any) -> Any:
     """Return a plain value as reading it from a file would."""
     if isinstance(value, Mapping):
-        return {name: _as_read(one) for name, one in value.items()}
-    return [_as_read(one) for one in value] if isinstance(value, list | tuple) else value
+        return {name: _as_read(item) for name, item in value.items()}
+    return [_as_read(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def is_plain(value: Any) -> bool:
@@ -73,9 +73,9 @@ def is_plain(value: Any) -> bool:
     (True, False)
     """
     if isinstance(value, Mapping):
-        return all(isinstance(name, str) and is_plain(name) and is_plain(one) for name, one in value.items())
+        return all(isinstance(name, str) and is_plain(name) and is_plain(item) for name, item in value.items())
     if isinstance(value, list | tuple):
-        return all(is_plain(one) for one in value)
+        return all(is_plain(item) for item in value)
     if isinstance(value, float):
         return _is_finite(value)
     if isinstance(value, str):

@@ -53,7 +53,7 @@ def each_at_least(least: int, *, unit: str = "") -> Rule:
     False
     """
     expected = f"whole numbers of {least} or more"
-    return Rule(expected, lambda values: all(one >= least for one in values), unit=unit)
+    return Rule(expected, lambda values: all(value >= least for value in values), unit=unit)
 
 
 FREE = Rule("", lambda _: True)

@@ -44,8 +44,8 @@ def _defaulted(default: Any) -> dict[str, Any]:
 
 def same_as(owner: type, name: str) -> Any:
     """Return a dataclass field that is the same setting as another class's."""
-    one = next(one for one in fields(owner) if one.name == name)
-    return field(default=one.default, metadata=one.metadata)
+    entry = next(entry for entry in fields(owner) if entry.name == name)
+    return field(default=entry.default, metadata=entry.metadata)
 
 
 def table(made: Callable[[], _T], meaning: str) -> _T:
@@ -88,7 +88,7 @@ class Setting:
     @property
     def inner(self) -> Any:
         """The kind of a value that is set."""
-        return next(one for one in get_args(self.kind) if one is not type(None)) if self.is_optional else self.kind
+        return next(arg for arg in get_args(self.kind) if arg is not type(None)) if self.is_optional else self.kind
 
     @property
     def takes_text(self) -> bool:
@@ -123,9 +123,11 @@ class Setting:
 def settings_of(owner: type, table: str = "") -> dict[str, Setting]:
     """Return the settings of a dataclass by name; `table` is what users call it."""
     hints = get_type_hints(owner)
-    return {one.name: _setting(one, hints[one.name], table) for one in fields(owner)}
+    return {entry.name: _setting(entry, hints[entry.name], table) for entry in fields(owner)}
 
 
-def _setting(one: Field[Any], kind: Any, table: str) -> Setting:
-    default = one.default_factory() if one.default_factory is not MISSING else one.default
-    return Setting(table, one.name, kind, default, one.metadata["meaning"], one.metadata["rule"], one.metadata["empty"])
+def _setting(entry: Field[Any], kind: Any, table: str) -> Setting:
+    default = entry.default_factory() if entry.default_factory is not MISSING else entry.default
+    return Setting(
+        table, entry.name, kind, default, entry.metadata["meaning"], entry.metadata["rule"], entry.metadata["empty"]
+    )

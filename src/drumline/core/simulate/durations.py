@@ -136,4 +136,4 @@ def _pairs(graph: TimeGraph) -> tuple[Ints, Ints]:
 def _edges(graph: TimeGraph) -> tuple[list[tuple[int, int]], Ints]:
     """Return the directed links that messages use, and the link of each message."""
     coded, which = np.unique(graph.crossings.source * graph.num_ranks + graph.crossings.target, return_inverse=True)
-    return [divmod(one, graph.num_ranks) for one in coded.tolist()], which
+    return [divmod(code, graph.num_ranks) for code in coded.tolist()], which

@@ -87,7 +87,7 @@ class Simulation(Timeline):
     @cached_property
     def packing(self) -> Sequence[Span]:
         """The spans in which copying a stage's gradients together, for their exchange, kept a rank from computing."""
-        return [one for one in self._of_exchanges(self.graph.exchanges.packed) if one.end > one.start]
+        return [span for span in self._of_exchanges(self.graph.exchanges.packed) if span.end > span.start]
 
     def _of_exchanges(self, nodes: Ints) -> list[Span]:
         columns = self.graph.exchanges.rank, self.graph.exchanges.stage, nodes
@@ -176,7 +176,7 @@ class Simulation(Timeline):
     def occupied(self) -> Sequence[Sequence[Span]]:
         """Per rank, the spans in which moving a message, or copying gradients together, kept it from computing."""
         crossings = self.graph.crossings
-        spans = [[one for one in self.packing if one.rank == rank] for rank in range(self.num_ranks)]
+        spans = [[span for span in self.packing if span.rank == rank] for rank in range(self.num_ranks)]
         if self.graph.messages is Messages.BLOCKING:
             for index, transfer in enumerate(self.transfers):
                 recv = rules.message_of(transfer.action).recv
@@ -250,12 +250,12 @@ def makespans(program: Program, costs: Costs | Sequence[Costs], *, factors: Floa
     many = [costs] if isinstance(costs, Costs) else list(costs)
     if not many:
         return np.empty(0)
-    kinds = {Messages.of(one) for one in many}
+    kinds = {Messages.of(cost) for cost in many}
     if len(kinds) > 1:
         raise CostsError("some of these costs have finite links and some do not", expected="only one kind in a call")
     try:
-        for one in many:
-            graph = _compiled(program, one)
+        for cost in many:
+            graph = _compiled(program, cost)
         ends = evaluate_many(graph, *_samples(graph, many, factors))
     except NotCompilable:
         raise _invalid(program) from None
@@ -266,11 +266,11 @@ def makespans(program: Program, costs: Costs | Sequence[Costs], *, factors: Floa
 def _samples(graph: TimeGraph, many: list[Costs], factors: Floats | None) -> tuple[Floats, Floats]:
     """Return seconds and lag of every node, one column per sample."""
     if factors is None:
-        plain = all(one.overlapped is None and one.reduce == one.pack == 0.0 for one in many)
+        plain = all(costs.overlapped is None and costs.reduce == costs.pack == 0.0 for costs in many)
         if graph.messages is Messages.LATENCY and plain:
             return node_seconds(graph, many[0], work_seconds_many(graph, many)), latencies_many(graph, many)
-        seconds = [node_seconds(graph, one, work_seconds(graph, one)) for one in many]
-        waits = [lags(graph, one, cost) for one, cost in zip(many, seconds, strict=True)]
+        seconds = [node_seconds(graph, costs, work_seconds(graph, costs)) for costs in many]
+        waits = [lags(graph, costs, cost) for costs, cost in zip(many, seconds, strict=True)]
         return np.stack(seconds, axis=1), np.stack(waits, axis=1)
     if len(many) != 1:
         raise CostsError(f"factors was passed with {len(many)} Costs", expected="a single Costs")

@@ -20,7 +20,7 @@ _NUM_STEPS = 4  # by then, steps follow each other alike
 
 
 @dataclass(frozen=True, slots=True)
-class StepSeconds:
+class SteadySeconds:
     """The seconds from one step to the next, with updates validated before and after they are made."""
 
     before: float
@@ -46,10 +46,10 @@ def several_steps(program: Program, num_steps: int) -> Program:
     size, plain = program.num_microbatches, program.compute_only()
     rows = []
     for row in plain.rows:
-        trained = dict.fromkeys(part.stage for one in row for part in one.work if part.op in _MAKES)
+        trained = dict.fromkeys(part.stage for action in row for part in action.work if part.op in _MAKES)
         made: list[Action] = []
         for step in range(num_steps):
-            made += [one.later(step * size) for one in row]
+            made += [action.later(step * size) for action in row]
             made += [Action(stage, Op.UPDATE, (step + 1) * size - 1) for stage in sorted(trained)]
         rows.append(tuple(made))
     return Program(tuple(rows), program.name)
@@ -75,19 +75,19 @@ def in_groups(program: Program, num_groups: int) -> Program:
 _MAKES = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
 
-def step_seconds(program: Program, costs: Costs) -> StepSeconds:
+def step_seconds(program: Program, costs: Costs) -> SteadySeconds:
     """Return what a step takes once steps follow each other; `costs.update` is the optimizer's part of it.
 
     >>> from drumline.schedules import generate
     >>> program = generate("zb-h2", num_ranks=4, num_microbatches=8)
     >>> step_seconds(program, Costs(backward_input=1, backward_weight=1, update=1))
-    StepSeconds(before=28.0, after=25.0)
+    SteadySeconds(before=28.0, after=25.0)
     """
     ends = [simulate(several_steps(program, count), costs).makespan for count in (_NUM_STEPS - 1, _NUM_STEPS)]
     alone = simulate(program.compute_only(), costs)
-    one = simulate(several_steps(program, 1), costs)
+    simulation = simulate(several_steps(program, 1), costs)
     updates = [
         sum(end - start for action, start, end in zip(*track, strict=True) if action.op is Op.UPDATE)
-        for track in ((each.actions, each.starts, each.ends) for each in one.tracks)
+        for track in ((each.actions, each.starts, each.ends) for each in simulation.tracks)
     ]
-    return StepSeconds(alone.makespan + max(updates), ends[1] - ends[0])
+    return SteadySeconds(alone.makespan + max(updates), ends[1] - ends[0])

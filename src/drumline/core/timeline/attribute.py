@@ -41,10 +41,10 @@ def attribute(timeline: Timeline, limit: Limit | None = None) -> tuple[Idle, ...
     """
     if timeline.accounted is not None:
         return timeline.accounted
-    return tuple(idle for rank in range(timeline.num_ranks) for idle in _Rank(timeline, rank, limit).intervals())
+    return tuple(idle for rank in range(timeline.num_ranks) for idle in _Track(timeline, rank, limit).intervals())
 
 
-class _Rank:
+class _Track:
     """One rank's track, walked once from left to right."""
 
     def __init__(self, timeline: Timeline, rank: int, limit: Limit | None) -> None:

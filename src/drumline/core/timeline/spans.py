@@ -45,7 +45,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class StepInterval:
     """A period between two steps, of a kind: "data", "update", "clip" or another of `core.measured.record.BETWEEN`."""
 
     rank: int

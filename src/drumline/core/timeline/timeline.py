@@ -24,7 +24,7 @@ from drumline.core.graph import Columns
 from drumline.core.memory import Holding
 from drumline.core.program import Program
 from drumline.core.timeline.idle import Cause, Idle, Limit
-from drumline.core.timeline.spans import Passed, Span, Track, Transfer
+from drumline.core.timeline.spans import Span, StepInterval, Track, Transfer
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -73,7 +73,7 @@ class Timeline(ABC):
         return ()
 
     @property
-    def between(self) -> Sequence[Passed]:
+    def between(self) -> Sequence[StepInterval]:
         """What ranks did since the previous step, if known."""
         return ()
 
@@ -259,7 +259,7 @@ class Timeline(ABC):
         made = track.actions[place[1]]
         if made.parts:
             stages = self.program.num_stages
-            wanted = {one for part in action.work for some in rules.needs(part, stages) for one in some}
+            wanted = {other for part in action.work for some in rules.needs(part, stages) for other in some}
             made = next(part for part in made.parts if part in wanted)
         return track.ends[place[1]], place[0], made
 
@@ -275,10 +275,10 @@ class Timeline(ABC):
         found = []
         for part in action.work:
             for alternatives in rules.needs(part, self.program.num_stages):
-                for one in alternatives:
-                    place = self.located.get(one[:3])
+                for alternative in alternatives:
+                    place = self.located.get(alternative[:3])
                     if place is not None and place[0] != rank:
-                        found.append((self.tracks[place[0]].ends[place[1]], *place, one))
+                        found.append((self.tracks[place[0]].ends[place[1]], *place, alternative))
         return sorted(found, key=lambda entry: entry[:3])
 
     @cached_property
@@ -308,7 +308,7 @@ class Timeline(ABC):
         exchange = max(self.exchanges, key=lambda span: span.end, default=None)
         if not ranks:
             return exchange
-        rank = max(ranks, key=lambda one: self.tracks[one].ends[-1])
+        rank = max(ranks, key=lambda number: self.tracks[number].ends[-1])
         if exchange is not None and exchange.end > self.tracks[rank].ends[-1]:
             return exchange
         return rank, len(self.tracks[rank].ends) - 1

@@ -14,64 +14,64 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from drumline.core.errors import MismatchError
-from drumline.engine.loss.rules.rules import Found, Rule, universe
+from drumline.engine.loss.rules.rules import FittingRules, LossRule, universe
 from drumline.model.loss.counts import Across
 
 _LATER = 2.0**-20  # so small that lines' numbers of places never add up to a line
 _AT_ONCE = 12  # numbers that lines exchange
 
 
-class Agreed(NamedTuple):
+class LineAgreement(NamedTuple):
     """What lines agree on: the rules that are left on all of them, and whether any line was told them."""
 
-    found: Found
+    found: FittingRules
     is_told: bool
     reads: bool  # whether the loss was seen to read targets on the host, on any line
 
 
-def agreed(across: Across, found: Found, *, is_told: bool, reads: bool) -> Agreed:
+def agreed(across: Across, found: FittingRules, *, is_told: bool, reads: bool) -> LineAgreement:
     """Return the rules that are left on all lines, in one order; all lines call it alike.
 
-    >>> both = Found(((Rule(), Rule(None, 1)),), None, False, True, 0)
-    >>> made = agreed(lambda counts: [2 * one for one in counts], both, is_told=True, reads=False)
+    >>> both = FittingRules(((LossRule(), LossRule(None, 1)),), None, False, True, 0)
+    >>> made = agreed(lambda counts: [2 * count for count in counts], both, is_told=True, reads=False)
     >>> made.found == both, made.is_told
     (True, True)
     """
     say = float(is_told)
     form = [float(len(found.parts)), float(found.rest is None), float(found.num_tallies)]
-    told = [say * one for one in (*form, float(found.trusted), float(found.has_rest))]
+    told = [say * value for value in (*form, float(found.trusted), float(found.has_rest))]
     lines, said, read, *sums = map(float, across([1.0, say, float(reads), *told]))
     trusted, has_rest = found.trusted, found.has_rest
-    if is_told and sums[:3] != [one * said for one in form]:
+    if is_told and sums[:3] != [value * said for value in form]:
         raise _mismatch()
     if said:  # else nothing counts on any line
-        *form, trusted, has_rest = *(one / said for one in sums[:3]), sums[3] == said, sums[4] > 0
+        *form, trusted, has_rest = *(total / said for total in sums[:3]), sums[3] == said, sums[4] > 0
     num_parts, has_no_rest, num_tallies = int(form[0]), bool(form[1]), int(form[2])
     if num_tallies > found.num_tallies:  # this line could not count what others do
         raise _mismatch()
     rules = universe(num_tallies)
-    subjects: Sequence[Sequence[Rule]] = found.subjects
+    subjects: Sequence[Sequence[LossRule]] = found.subjects
     if said and not is_told:
         subjects = [rules] * (num_parts + (not has_no_rest))
     flags = [_flag(rule, each, is_told or not said) for each in subjects for rule in rules]
-    counts = [float(one) for at in range(0, len(flags), _AT_ONCE) for one in across([*flags[at : at + _AT_ONCE]])]
+    counts = [float(value) for at in range(0, len(flags), _AT_ONCE) for value in across([*flags[at : at + _AT_ONCE]])]
     left = [_left_of(rules, counts[at : at + len(rules)], lines) for at in range(0, len(counts), len(rules))]
-    made = Found(tuple(left[:num_parts]), None if has_no_rest else left[-1], has_rest, trusted, num_tallies)
-    return Agreed(made, said > 0, read > 0)
+    made = FittingRules(tuple(left[:num_parts]), None if has_no_rest else left[-1], has_rest, trusted, num_tallies)
+    return LineAgreement(made, said > 0, read > 0)
 
 
-def _flag(rule: Rule, left: Sequence[Rule], is_ordered: bool) -> float:
+def _flag(rule: LossRule, left: Sequence[LossRule], is_ordered: bool) -> float:
     """Return what a line tells of a rule: 0 if it does not fit, else 1 and a little more the later it comes."""
     return 0.0 if rule not in left else 1.0 + (left.index(rule) * _LATER if is_ordered else 0.0)
 
 
-def _left_of(rules: Sequence[Rule], sums: Sequence[float], lines: float) -> tuple[Rule, ...]:
+def _left_of(rules: Sequence[LossRule], sums: Sequence[float], lines: float) -> tuple[LossRule, ...]:
     """Return the rules that fit on all lines, those first that came first there.
 
-    >>> _left_of([Rule(), Rule(0)], [2.0 + 3 * _LATER, 2.0 + _LATER], 2.0)[0]
-    Rule(tally=0, power=0, of='rows')
+    >>> _left_of([LossRule(), LossRule(0)], [2.0 + 3 * _LATER, 2.0 + _LATER], 2.0)[0]
+    LossRule(tally=0, power=0, of='rows')
     """
-    found = [(one, rule) for rule, one in zip(rules, sums, strict=True) if one >= lines]
+    found = [(total, rule) for rule, total in zip(rules, sums, strict=True) if total >= lines]
     return tuple(rule for _, rule in sorted(found, key=lambda pair: pair[0]))
 
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import ModelError
-from drumline.engine.loss.rules.compare import Comparison, compare
-from drumline.engine.loss.rules.draws import Draws
-from drumline.engine.loss.rules.linked import Linked
+from drumline.engine.loss.rules.compare import LossComparison, compare
+from drumline.engine.loss.rules.linked_rows import LinkedRows
+from drumline.engine.loss.rules.loss_draws import LossDraws
 from drumline.engine.loss.rules.rows import TooLarge, num_attempts, stirred
-from drumline.engine.loss.rules.rules import Found, found_in
-from drumline.engine.loss.rules.watching import Watched, watched
+from drumline.engine.loss.rules.rules import FittingRules, found_in
+from drumline.engine.loss.rules.watching import LossCall, watched
 from drumline.model.values import mapped, pack
 from drumline.model.watch.keeping import undisturbed
 
@@ -38,11 +38,11 @@ _FIX = (
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MicrobatchEvidence:
     """What comparisons of one microbatch say; `found` is None if they say nothing."""
 
-    found: Found | None
-    made: Comparison | None = None
+    found: FittingRules | None
+    made: LossComparison | None = None
     why: str = ""  # why nothing, unless there are no numbers to compare
 
 
@@ -53,24 +53,26 @@ class Comparing:
     loss_fn: LossFunction
     device: torch.device
 
-    def dry(self, output: Any, target: Any) -> Watched | None:
+    def dry(self, output: Any, target: Any) -> LossCall | None:
         """Watch a call that leaves no trace; None if it fails, as the real call then will."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the real call tells them
             with contextlib.suppress(Exception), torch.no_grad():
-                return self._watched(mapped(output, lambda one: one.detach().clone()), target)
+                return self._watched(mapped(output, lambda tensor: tensor.detach().clone()), target)
             with contextlib.suppress(Exception), torch.enable_grad():  # it takes gradients
-                linked = Linked(output, (None,) * len(pack(output)[0]), 0, 1)
+                linked = LinkedRows(output, (None,) * len(pack(output)[0]), 0, 1)
                 with linked:
                     return self._watched(linked.output, target)
         return None
 
-    def _watched(self, output: Any, target: Any) -> Watched:
-        draws = Draws(self.device)
+    def _watched(self, output: Any, target: Any) -> LossCall:
+        draws = LossDraws(self.device)
         with undisturbed(loss=self.loss_fn), draws.of(0, 1, 1) as mode:
             return watched(self.loss_fn, output, mapped(target, Tensor.clone), drawing=mode)
 
-    def rules(self, output: Any, target: Any, rows: int, joint: Callable[[], Joint | None] | None = None) -> Answer:
+    def rules(
+        self, output: Any, target: Any, rows: int, joint: Callable[[], Joint | None] | None = None
+    ) -> MicrobatchEvidence:
         """Return the rules that fit a microbatch, and `joint` if it has few rows or its own target says too little.
 
         It raises if there are none.
@@ -80,7 +82,7 @@ class Comparing:
             try:
                 made, found = self._compared(each, given, number, shrinks=shrinks)
             except TooLarge as error:
-                return Answer(None, why=str(error))
+                return MicrobatchEvidence(None, why=str(error))
             except Exception as error:
                 why = why or f"with other numbers of rows it raises {type(error).__name__}: {error}"
                 continue
@@ -88,15 +90,15 @@ class Comparing:
                 continue
             if not found.fits:
                 raise refusal(made)
-            best = Answer(found if best is None or best.found is None else best.found.within(found), made)
+            best = MicrobatchEvidence(found if best is None or best.found is None else best.found.within(found), made)
             is_enough = number > rows or rows > 2 or joint is None
             if made.tells and is_enough:
                 return self._of_more(best, output, target, rows, joint)
-        return best or (self._linked(output, target, rows, why) if why else Answer(None))
+        return best or (self._linked(output, target, rows, why) if why else MicrobatchEvidence(None))
 
     def _of_more(
-        self, best: Answer, output: Any, target: Any, rows: int, joint: Callable[[], Joint | None] | None
-    ) -> Answer:
+        self, best: MicrobatchEvidence, output: Any, target: Any, rows: int, joint: Callable[[], Joint | None] | None
+    ) -> MicrobatchEvidence:
         """Compare as many rows as a batch has, that differ more, where calls do not show all that a loss does.
 
         The hardest five of five rows are all of them, and the largest of each may be the same in all.
@@ -113,30 +115,30 @@ class Comparing:
         left = best.found.within(found)
         if not left.fits:
             raise refusal(made)
-        return Answer(left, best.made)
+        return MicrobatchEvidence(left, best.made)
 
-    def _linked(self, output: Any, target: Any, rows: int, why: str) -> Answer:
+    def _linked(self, output: Any, target: Any, rows: int, why: str) -> MicrobatchEvidence:
         """Compare rows that keep their graph, for a function that takes gradients of its outputs."""
         if rows < 2:  # which no copies can make more
-            return Answer(None, why=why)
+            return MicrobatchEvidence(None, why=why)
         try:
             made = compare(self.loss_fn, output, target, rows, self.device, linked=True)
         except Exception:
-            return Answer(None, why=why)
+            return MicrobatchEvidence(None, why=why)
         if made is None or not made.is_finite:
-            return Answer(None, why=why)
+            return MicrobatchEvidence(None, why=why)
         found = found_in(made)
         if not found.fits:
             raise refusal(made)
-        return Answer(found, made)
+        return MicrobatchEvidence(found, made)
 
-    def rules_of(self, joint: Joint) -> Answer:
+    def rules_of(self, joint: Joint) -> MicrobatchEvidence:
         """Return the rules that fit an output with several microbatches' targets."""
         try:
             made, found = self._compared(*joint)
         except Exception as error:
-            return Answer(None, why=str(error))
-        return Answer(found, made)
+            return MicrobatchEvidence(None, why=str(error))
+        return MicrobatchEvidence(found, made)
 
     def _given(
         self, output: Any, target: Any, rows: int, joint: Callable[[], Joint | None] | None
@@ -149,13 +151,13 @@ class Comparing:
         if rows < 3:  # rows that are shrunk may be nothing that the function takes
             yield output, target, rows, False
         # Where a loss is zero for all rows, a hinge perhaps, it may not be for others.
-        flipped = mapped(output, lambda one: one.detach().neg() if one.is_floating_point() else one)
+        flipped = mapped(output, lambda tensor: tensor.detach().neg() if tensor.is_floating_point() else tensor)
         yield flipped, target, rows, True
 
     def _compared(
         self, output: Any, target: Any, rows: int, *, shrinks: bool = True
-    ) -> tuple[Comparison | None, Found | None]:
-        first: tuple[Comparison | None, Found | None] = None, None
+    ) -> tuple[LossComparison | None, FittingRules | None]:
+        first: tuple[LossComparison | None, FittingRules | None] = None, None
         failed: Exception | None = None
         for attempt in range(num_attempts(output, rows)):
             compared = partial(compare, self.loss_fn, output, target, rows, self.device, attempt, shrinks=shrinks)
@@ -175,7 +177,9 @@ class Comparing:
             raise failed
         return first
 
-    def _of_few(self, compared: Callable[..., Comparison | None]) -> tuple[Comparison | None, Found | None]:
+    def _of_few(
+        self, compared: Callable[..., LossComparison | None]
+    ) -> tuple[LossComparison | None, FittingRules | None]:
         """Compare few rows, if they tell as much as many: where calls show all that it does, and it counts nothing."""
         try:
             made = compared(most=_FEW)
@@ -189,7 +193,9 @@ class Comparing:
         is_enough = found.fits and not made.draws.host and (found.trusted or not found.num_tallies)
         return (made, found) if is_enough else (None, None)
 
-    def _every_turn(self, compared: Callable[..., Comparison | None]) -> tuple[Comparison | None, Found | None]:
+    def _every_turn(
+        self, compared: Callable[..., LossComparison | None]
+    ) -> tuple[LossComparison | None, FittingRules | None]:
         """Compare, several times if it draws what cannot be made equal: rows may be mixed by chance as they were."""
         made = compared()
         if made is None or not made.is_finite:
@@ -208,9 +214,9 @@ class Comparing:
         return made, found
 
 
-def refusal(made: Comparison) -> ModelError:
+def refusal(made: LossComparison) -> ModelError:
     """Return the error of a loss for which there are no weights."""
-    values = [one.whole.value for one in made.parts]
+    values = [part.whole.value for part in made.parts]
     drawn = [*made.draws.unequal, *(["Python's or numpy's random numbers"] if made.draws.host else [])]
     by = f"; it draws from {', '.join(drawn)}, which other rows get in a microbatch" if drawn else ""
     return ModelError(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
 from drumline.engine.loss.agreeing import agreed
-from drumline.engine.loss.comparing import Answer, Comparing, not_compared, warn_of_no_comparison
+from drumline.engine.loss.comparing import Comparing, MicrobatchEvidence, not_compared, warn_of_no_comparison
 from drumline.engine.loss.narrowing import (
     by_length,
     is_decided,
@@ -29,13 +29,13 @@ from drumline.engine.loss.narrowing import (
     refuse_undecided,
 )
 from drumline.engine.loss.rules.rows import resized
-from drumline.engine.loss.rules.rules import Found, said_by, undecided
+from drumline.engine.loss.rules.rules import FittingRules, said_by, undecided
 from drumline.engine.loss.rules.tallies import Tallies, counted_in, tallies_of
-from drumline.engine.loss.rules.watching import Known, Watched
-from drumline.engine.loss.rules.weighing import Counted
+from drumline.engine.loss.rules.watching import KnownValues, LossCall
+from drumline.engine.loss.rules.weighing import MicrobatchCounts
 from drumline.engine.loss.targets import elements_of, labels_weight, size_of, uneven
 from drumline.model.loss.counts import Across, Count, Weighing, mixed_by, weighed
-from drumline.model.loss.sheet import Factors, Multiplying
+from drumline.model.loss.factors import Factors, Multiplying
 from drumline.model.loss.terms import Walk
 from drumline.model.values import pack
 
@@ -43,18 +43,18 @@ LossFunction = Callable[..., Tensor]
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Observation:
     """What was seen of the function for one kind of output and target."""
 
     tallies: Tallies
     walk: Walk
     size: int  # elements of the target that it got
 
-    def is_proportional(self, other: _Seen) -> bool:
+    def is_proportional(self, other: _Observation) -> bool:
         """Whether means are over as many elements for each of the target's as in another kind."""
         pairs = zip(self.walk.terms, other.walk.terms, strict=False)
-        means = [(one.num_bytes, two.num_bytes) for one, two in pairs if one.labels is None and one.divided is None]
-        return all(one is None or two is None or one * other.size == two * self.size for one, two in means)
+        means = [(term.num_bytes, two.num_bytes) for term, two in pairs if term.labels is None and term.divided is None]
+        return all(number is None or two is None or number * other.size == two * self.size for number, two in means)
 
 
 class FnWeight:
@@ -66,12 +66,12 @@ class FnWeight:
         self.parts = 1  # lines of a mesh that have parts of the same rows
         self.direct = labels_weight(loss_fn)
         self._comparing = Comparing(loss_fn, device)
-        self._seen: dict[Any, _Seen] = {}
+        self._seen: dict[Any, _Observation] = {}
         self._kinds: set[Any] = set()  # of outputs and targets that were compared
-        self._by_target: dict[Any, _Seen] = {}
-        self._found: Found | None = None
+        self._by_target: dict[Any, _Observation] = {}
+        self._found: FittingRules | None = None
         # What was found, the rows of microbatches and their shares, if nothing else decides on these.
-        self._by_rows: tuple[Found, list[int], Weighing] | None = None
+        self._by_rows: tuple[FittingRules, list[int], Weighing] | None = None
         self.lent: list[nn.Parameter] = []  # parameters that it uses, whoever holds them
         # Why it must be compared again in later steps.
         self._reads = False  # it reads targets on the host, here or on another line
@@ -94,7 +94,7 @@ class FnWeight:
         if len(targets) == 1 and self.across is None:
             return Weighing([1.0])
         if self.direct is not None:
-            return weighed([[_quiet(self.direct(one))] for one in targets], rows, across=self.across)
+            return weighed([[_quiet(self.direct(target))] for target in targets], rows, across=self.across)
         if self._found is None or self._reads:  # what it reads on the host, only a call of it can tell
             return None
         if self._by_rows is not None and self._by_rows[0] is self._found and self._by_rows[1] == rows and sizes is None:
@@ -107,41 +107,43 @@ class FnWeight:
         if self.across is None and counted.is_nothing(self._found):  # only a call tells whether that is NaN
             return None
         weighing = counted.weighing(self._found)
-        counts_rows = all(one.tally is None for one in self._found.chosen)
+        counts_rows = all(rule.tally is None for rule in self._found.chosen)
         if self._found.trusted and counts_rows and sizes is None and self.across is None:
             self._by_rows = self._found, list(rows), weighing
         return weighing
 
-    def _counted(self, targets: Sequence[Any], rows: Sequence[int], sizes: Sequence[int] | None) -> Counted | None:
+    def _counted(
+        self, targets: Sequence[Any], rows: Sequence[int], sizes: Sequence[int] | None
+    ) -> MicrobatchCounts | None:
         """Return what the microbatches count; None if a kind of target must be seen first."""
         assert self._found is not None
         each: list[list[Count]] = [[] for _ in targets]
-        if not self._found.trusted or any(one.tally is not None for one in self._found.chosen):
-            kinds = [self._by_target.get(_kind(one)) for one in targets]
+        if not self._found.trusted or any(rule.tally is not None for rule in self._found.chosen):
+            kinds = [self._by_target.get(_kind(target)) for target in targets]
             some = next(iter(self._by_target.values()), None)
             try:
                 # A kind that was not seen differs only in its number of rows, and counts in the same way.
                 looked = [kind or some for kind in kinds]
-                each = [[] if kind is None else kind.tallies.of(one) for kind, one in zip(looked, targets, strict=True)]
+                each = [[] if kind is None else kind.tallies.of(t) for kind, t in zip(looked, targets, strict=True)]
             except (RuntimeError, TypeError, IndexError, ValueError):
                 return None
-        return Counted(each, rows, sizes or rows, self.across, self.parts)
+        return MicrobatchCounts(each, rows, sizes or rows, self.across, self.parts)
 
     def _counted_by_calls(
         self, output: Any, own: int, targets: Sequence[Any], rows: Sequence[int], sizes: Sequence[int] | None
-    ) -> Counted | None:
+    ) -> MicrobatchCounts | None:
         """Return what the microbatches count, by a call for each that leaves no trace, with rows of one's output."""
         each: list[list[Count]] = []
         for target, number in zip(targets, rows, strict=True):
             seen = self._comparing.dry(output if number == own else resized(output, own, number), target)
             if seen is None:
                 return None
-            each.append([*counted_in(seen, tallies_of(seen, Known.of(seen.graph, seen.targets)))])
-        if len({len(one) for one in each}) > 1:
+            each.append([*counted_in(seen, tallies_of(seen, KnownValues.of(seen.graph, seen.targets)))])
+        if len({len(row) for row in each}) > 1:
             return None
-        return Counted(each, rows, sizes or rows, self.across, self.parts)
+        return MicrobatchCounts(each, rows, sizes or rows, self.across, self.parts)
 
-    def _is_open(self, counted: Counted) -> bool:
+    def _is_open(self, counted: MicrobatchCounts) -> bool:
         """Whether rules that are left disagree on a step, or something that it counts differs for the first time."""
         assert self._found is not None
         if not is_decided(self._found, counted):
@@ -227,7 +229,7 @@ class FnWeight:
         answer = self._comparing.rules(output, target, rows)
         if answer.found is not None:
             left = left_of(self._found.within(answer.found))
-            before, now = ((len(one.parts), one.chosen, one.has_rest) for one in (self._found, left))
+            before, now = ((len(rules.parts), rules.chosen, rules.has_rest) for rules in (self._found, left))
             if now != before:
                 raise ModelError(
                     "loss_fn counts this microbatch in another way than those before",
@@ -247,9 +249,9 @@ class FnWeight:
         """Whether other targets of the same shapes may have other shares."""
         if self.direct is not None or self._found is None or not self._found.trusted:
             return True
-        return any(one.tally is not None for one in self._found.chosen)
+        return any(rule.tally is not None for rule in self._found.chosen)
 
-    def _note_compared(self, answer: Answer, output: Any, target: Any, sizes: Sequence[int] | None) -> None:
+    def _note_compared(self, answer: MicrobatchEvidence, output: Any, target: Any, sizes: Sequence[int] | None) -> None:
         """Note what the comparison saw, if the function makes the same calls with all rows."""
         if answer.made is None or answer.found is None or sizes is not None:
             return
@@ -270,19 +272,19 @@ class FnWeight:
         if (_kind(output), _kind(target)) not in self._seen:
             self._note(self._comparing.dry(output, target), output, target, target)
 
-    def _note(self, watched: Watched | None, output: Any, target: Any, given: Any) -> None:
+    def _note(self, watched: LossCall | None, output: Any, target: Any, given: Any) -> None:
         """Note what was seen of the function on this kind of output and target; `given` is the target that it got."""
         kind = _kind(output), _kind(target)
         if kind in self._seen or watched is None or not isinstance(watched.loss, Tensor) or watched.loss.dim():
             return
         self.lent = _parameters(watched)
         walk = Walk(watched.graph, watched.graph.outputs[0], watched.targets)
-        known = Known.of(watched.graph, watched.targets)
-        seen = _Seen(Tallies(watched, known), walk, size_of(given))
-        self.is_uneven |= any(not seen.is_proportional(one) for one in [*self._seen.values()][:1])
+        known = KnownValues.of(watched.graph, watched.targets)
+        seen = _Observation(Tallies(watched, known), walk, size_of(given))
+        self.is_uneven |= any(not seen.is_proportional(observation) for observation in [*self._seen.values()][:1])
         self._seen[kind] = self._by_target[kind[1]] = seen
 
-    def _by_its_calls(self, output: Any, target: Any, why: str) -> Found:
+    def _by_its_calls(self, output: Any, target: Any, why: str) -> FittingRules:
         """Return what the function's calls say, if it cannot be compared; refuse it if these do not say it."""
         seen = self._seen.get((_kind(output), _kind(target)))
         if self._found is not None:
@@ -294,7 +296,7 @@ class FnWeight:
         warn_of_no_comparison(why)
         return said_by(seen.walk, seen.tallies.found)
 
-    def _agreed(self, found: Found, *, is_told: bool = True) -> tuple[Found, bool]:
+    def _agreed(self, found: FittingRules, *, is_told: bool = True) -> tuple[FittingRules, bool]:
         """Return the rules that are left on all lines of a mesh, and whether any line was told them."""
         if self.across is None:
             return found, is_told
@@ -309,10 +311,10 @@ def _uncounted(*, is_apart: bool) -> ModelError:
     return not_compared("what it counts of a microbatch with another number of rows cannot be told")
 
 
-def _parameters(seen: Watched) -> list[nn.Parameter]:
+def _parameters(seen: LossCall) -> list[nn.Parameter]:
     """Return the parameters that a loss was seen to use."""
-    used = (one.constant for one in seen.graph.values)
-    return [one for one in used if isinstance(one, nn.Parameter) and one.requires_grad]
+    used = (value.constant for value in seen.graph.values)
+    return [param for param in used if isinstance(param, nn.Parameter) and param.requires_grad]
 
 
 def _quiet(count: Tensor) -> Count:
@@ -323,4 +325,4 @@ def _kind(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     tensors, form = pack(value)
-    return str(form), tuple((one.shape, one.dtype) for one in tensors)
+    return str(form), tuple((tensor.shape, tensor.dtype) for tensor in tensors)

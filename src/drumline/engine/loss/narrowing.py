@@ -16,12 +16,12 @@ from drumline.core.errors import ModelError
 from drumline.engine.loss.comparing import Comparing, Joint, not_compared
 from drumline.engine.loss.rules.lengths import NOTHING, alike, lengths_of
 from drumline.engine.loss.rules.rows import with_all
-from drumline.engine.loss.rules.rules import ROWS, SIZE, Found, universe
-from drumline.engine.loss.rules.weighing import Counted
+from drumline.engine.loss.rules.rules import ROWS, SIZE, FittingRules, universe
+from drumline.engine.loss.rules.weighing import MicrobatchCounts
 from drumline.engine.loss.targets import uneven
 
 
-def left_of(found: Found) -> Found:
+def left_of(found: FittingRules) -> FittingRules:
     """Return the rules that are left; raise if there are none for some part."""
     if not found.fits:
         raise ModelError(
@@ -32,12 +32,12 @@ def left_of(found: Found) -> Found:
     return found
 
 
-def is_decided(found: Found, counted: Counted) -> bool:
+def is_decided(found: FittingRules, counted: MicrobatchCounts) -> bool:
     """Whether all rules that are left give the microbatches the same shares."""
     return all(counted.are_alike(each) for each in found.subjects)
 
 
-def refuse_undecided(found: Found, counted: Counted) -> None:
+def refuse_undecided(found: FittingRules, counted: MicrobatchCounts) -> None:
     """Refuse a loss whose rules disagree after all comparisons, unless it is zero: then weights do not matter."""
     every = len(universe(found.num_tallies))
     told = [each for each in found.subjects if len(each) < every]
@@ -46,12 +46,12 @@ def refuse_undecided(found: Found, counted: Counted) -> None:
 
 
 def narrowed(
-    found: Found,
+    found: FittingRules,
     comparing: Comparing,
-    counted: Counted,
+    counted: MicrobatchCounts,
     joint: Callable[[Sequence[int]], Joint | None],
     varied: Collection[int],
-) -> Found:
+) -> FittingRules:
     """Return the rules that other microbatches' targets leave, with rows of one's output.
 
     `joint` returns both for an order of the microbatches. `varied` are the counts that differed before.
@@ -60,7 +60,7 @@ def narrowed(
     orders = counted.orders(varying)
     is_new = bool(varying - set(varied))
     # The first ones may count nothing at all, which tells too little: then the last ones come first.
-    for order in [*orders, *(one[::-1] for one in orders)]:
+    for order in [*orders, *(row[::-1] for row in orders)]:
         if not is_new and is_decided(found, counted):
             break
         is_new = is_new and order is not orders[-1]
@@ -71,14 +71,20 @@ def narrowed(
     return found
 
 
-def mixed(found: Found) -> list[bool]:
+def mixed(found: FittingRules) -> list[bool]:
     """Whether rules by rows and by elements are left, for each part."""
-    return [{one.of for one in rules if one.power} == {ROWS, SIZE} for rules in found.subjects]
+    return [{rule.of for rule in rules if rule.power} == {ROWS, SIZE} for rules in found.subjects]
 
 
 def by_length(
-    found: Found, comparing: Comparing, output: Any, target: Any, joint: Callable[[], Joint | None], *, is_needed: bool
-) -> Found:
+    found: FittingRules,
+    comparing: Comparing,
+    output: Any,
+    target: Any,
+    joint: Callable[[], Joint | None],
+    *,
+    is_needed: bool,
+) -> FittingRules:
     """Return the rules that other lengths leave, which are needed if microbatches have different lengths.
 
     `joint` returns rows of all microbatches, for one that counts nothing.
@@ -92,15 +98,17 @@ def by_length(
         if is_mixed and not by and is_needed:
             raise uneven("takes shapes as numbers, and what it counts of another length is not known")
         is_open = not is_mixed or by in ("", NOTHING)  # a step in which nothing counts leaves it to a later one
-        left = [one for one in rules if is_open or not one.power or one.of == by]
+        left = [rule for rule in rules if is_open or not rule.power or rule.of == by]
         if by == ROWS:  # the length does not matter, so neither does what changes with it
-            left = [one for one in left if one.tally not in changed]
+            left = [rule for rule in left if rule.tally not in changed]
         kept.append(tuple(left))
     rest = None if found.rest is None else kept[-1]
     return left_of(replace(found, parts=tuple(kept[: len(found.parts)]), rest=rest))
 
 
-def _told_by_lengths(found: Found, comparing: Comparing, output: Any, target: Any) -> tuple[list[str], frozenset[int]]:
+def _told_by_lengths(
+    found: FittingRules, comparing: Comparing, output: Any, target: Any
+) -> tuple[list[str], frozenset[int]]:
     """Return what other lengths tell of each part, and which tallies they change."""
     count = len(found.subjects)
     try:

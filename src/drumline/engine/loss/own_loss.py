@@ -16,7 +16,7 @@ from drumline.core.errors import DrumlineError, ModelError
 from drumline.engine.loss.targets import size_of
 from drumline.engine.model.blocks import evaluating
 from drumline.model.blocks.script import OwnLossParts, Script, loss_of
-from drumline.model.follow.inputs import Inputs, Kind
+from drumline.model.follow.inputs import InputKind, Inputs
 from drumline.model.loss.calls import name_of
 from drumline.model.loss.counts import Across, Count, Weighing, labels_counted, mixed_by, weighed
 from drumline.model.loss.terms import Walk
@@ -76,7 +76,7 @@ class OwnWeight(TorchFunctionMode):
                 self.loss_fn(output, target)
         if len(set(self.counts)) > 1:
             raise ModelError(
-                f"the model's loss adds means over {' and '.join(f'{one:g}' for one in self.counts)} labels",
+                f"the model's loss adds means over {' and '.join(f'{count:g}' for count in self.counts)} labels",
                 expected="means over one count",
             )
         if self.counts:
@@ -121,12 +121,12 @@ class OwnShares:
         """Return the microbatches' shares of the loss, and factors for its parts if one share is not enough."""
         if len(microbatches) == 1 and self.across is None:
             return Weighing([1.0])
-        kinds = [self.script.kind(one, train=train) for one in microbatches]
+        kinds = [self.script.kind(microbatch, train=train) for microbatch in microbatches]
         found = [self.script.loss(kind) for kind, _ in kinds]
-        losses = [one for one in found if one is not None]
+        losses = [parts for parts in found if parts is not None]
         if len(losses) < len(found):
             # No loss: the code that needs it raises.
-            return weighed([[float(one)] for one in rows], rows, across=self.across)
+            return weighed([[float(row)] for row in rows], rows, across=self.across)
         self._look(losses[0], kinds[0][0], rows[0])
         counts = [
             self._divided(loss, loss.counts.of(tensors, self.piece))
@@ -146,7 +146,7 @@ class OwnShares:
         apart = self._apart
         if not apart:
             return weighed(counts, rows, others=others, across=self.across)
-        known = [[one for at, one in enumerate(row) if at not in apart] for row in counts]
+        known = [[value for at, value in enumerate(row) if at not in apart] for row in counts]
         made = weighed(known, rows, others=True, across=self.across)
         factors = {}
         for microbatch, found in made.factors.items():
@@ -154,7 +154,7 @@ class OwnShares:
             factors[microbatch] = [1.0 if at in apart else next(each) for at in range(len(counts[0]))]
         return Weighing(made.shares, factors)
 
-    def _look(self, loss: OwnLossParts, kind: Kind, rows: int) -> None:
+    def _look(self, loss: OwnLossParts, kind: InputKind, rows: int) -> None:
         """Refuse, once, a loss that is not built from means and sums over rows; name its other parts."""
         if self._looked_at:
             return
@@ -208,11 +208,11 @@ class OwnShares:
                 )
         return made
 
-    def _with_rows(self, kind: Kind, rows: int) -> OwnLossParts | None:
+    def _with_rows(self, kind: InputKind, rows: int) -> OwnLossParts | None:
         """Trace the model's loss on a batch with more rows; None if that cannot be done."""
         metas = tuple(
-            one._replace(shape=torch.Size((_PROBE, *one.shape[1:]))) if one.shape[:1] == (rows,) else one
-            for one in kind.metas
+            meta._replace(shape=torch.Size((_PROBE, *meta.shape[1:]))) if meta.shape[:1] == (rows,) else meta
+            for meta in kind.metas
         )
         probe = kind._replace(metas=metas)
         try:
@@ -223,10 +223,10 @@ class OwnShares:
     def _degrees_of(self, walk: Walk, other: OwnLossParts, rows: int) -> list[int]:
         """Return by which power of the rows each part is divided besides what its call says."""
         found = []
-        for one, two in zip(walk.terms, other.walk.terms, strict=False):
+        for term, two in zip(walk.terms, other.walk.terms, strict=False):
             # A mean over elements has as many more of them as there are rows.
-            ratio = abs(one.factor / two.factor)
-            inside = [walk.numbers(one), other.walk.numbers(two)]
+            ratio = abs(term.factor / two.factor)
+            inside = [walk.numbers(term), other.walk.numbers(two)]
             if inside[0] != inside[1] and ratio == 1.0:
                 raise ModelError(
                     "a number that depends on the rows goes into the model's loss, before it is added up",
@@ -236,7 +236,7 @@ class OwnShares:
             degree = 0 if rows == _PROBE else round(math.log(ratio) / math.log(_PROBE / rows))
             if abs(ratio - (_PROBE / rows) ** degree) > 1e-6 * ratio:
                 raise ModelError(
-                    f"the model's loss is multiplied by {one.factor:g} for {rows} rows, {two.factor:g} for {_PROBE}",
+                    f"the model's loss is multiplied by {term.factor:g} for {rows} rows, {two.factor:g} for {_PROBE}",
                     expected="a number that does not depend on the rows, or one divided by them",
                     fix=f"write it as a mean or a sum; or pass {_WEIGHT}",
                 )
@@ -253,7 +253,7 @@ class OwnShares:
         if more is None:
             return dict.fromkeys(every, ("an untraced path", 1))
         other = more.walk.graph
-        if [name_of(one) for one in other.calls] != [name_of(one) for one in calls]:
+        if [name_of(call) for call in other.calls] != [name_of(call) for call in calls]:
             return dict.fromkeys(every, ("a path that depends on the number of rows", 1))
         degrees = [_degree(value.num_bytes) for value in other.values]
         found: dict[int, tuple[str, int]] = {}
@@ -261,7 +261,7 @@ class OwnShares:
             for at in walk.data_calls(term):
                 made = [degrees[value] for _, value in calls[at].makes]
                 data = [degrees[value] for value in calls[at].takes if not walk.is_known(value)]
-                if any(one > 1 for one in made):
+                if any(number > 1 for number in made):
                     found[part] = (name_of(calls[at]), 2)
                 elif 0 in made and any(data) and part not in found:
                     found[part] = (name_of(calls[at]), 1)

@@ -61,7 +61,7 @@ def size_of(target: Any) -> int:
     >>> size_of((torch.ones(2, 3), torch.ones(2)))
     6
     """
-    return next((one.numel() for one in pack(target)[0] if one.dim()), 1)
+    return next((tensor.numel() for tensor in pack(target)[0] if tensor.dim()), 1)
 
 
 def elements_of(target: Any, rows: int) -> int:
@@ -70,4 +70,4 @@ def elements_of(target: Any, rows: int) -> int:
     >>> elements_of((torch.ones(5), torch.ones(2, 3)), 2), elements_of("none", 2)
     (6, 2)
     """
-    return next((one.numel() for one in pack(target)[0] if one.dim() and one.shape[0] == rows), rows)
+    return next((tensor.numel() for tensor in pack(target)[0] if tensor.dim() and tensor.shape[0] == rows), rows)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import DrumlineError, ModelError, UsageError, installing, nearest
-from drumline.core.files import Kind, is_regular, read_object
+from drumline.core.files import FileKind, is_regular, read_object
 from drumline.engine.model.blocks import is_chain
 from drumline.model.block import Model, blocks_of
 
@@ -31,7 +31,7 @@ Maker = Callable[[], Any]
 
 _EXPECTED = "FILE.py:NAME, a function that returns (model, loss_fn, batch, target)"
 _EXPECTED_CONFIG = "the config.json of a Hugging Face causal language model"
-_KIND = Kind("config", ModelError, _EXPECTED_CONFIG)
+_KIND = FileKind("config", ModelError, _EXPECTED_CONFIG)
 _LENGTH = 512  # default tokens per row
 
 
@@ -58,7 +58,7 @@ def material_from(source: str | Maker) -> Material:
         module = _loaded(path)
         maker = getattr(module, name, None)
         if not callable(maker):
-            own = [key for key, one in vars(module).items() if callable(one) and not key.startswith("_")]
+            own = [key for key, attribute in vars(module).items() if callable(attribute) and not key.startswith("_")]
             own = [key for key in own if getattr(getattr(module, key), "__module__", "") == module.__name__]
             what = "is not a function" if hasattr(module, name) else "does not exist"
             raise ModelError(f"{path}: {name} {what}", expected=_EXPECTED, fix=nearest(name, own) if own else "")

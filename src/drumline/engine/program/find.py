@@ -97,7 +97,7 @@ def edges_of(program: Program) -> list[tuple[int, int]]:
     found = set()
     for microbatch in range(program.num_microbatches):
         path = [placement.rank_of(stage, microbatch) for stage in range(program.num_stages)]
-        found |= {pair for one, other in pairwise(path) if one != other for pair in ((one, other), (other, one))}
+        found |= {pair for at, other in pairwise(path) if at != other for pair in ((at, other), (other, at))}
     for stage in range(program.num_stages):
         found |= set(permutations(placement.ranks_of(stage), 2))
     return sorted(found)

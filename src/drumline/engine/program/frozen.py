@@ -39,10 +39,10 @@ class Frozen:
     `completed` adds the actions on parameters and gradients that a mesh needs.
     """
 
-    def __init__(self, program: Program, cuts: Cuts, completed: Callable[[Program], Program] = lambda one: one) -> None:
+    def __init__(self, program: Program, cuts: Cuts, completed: Callable[[Program], Program] = lambda p: p) -> None:
         blocks = [block for stage in cuts for block in stage]
         self._block_trains = [block.trains for block in blocks]  # when the pipeline was created
-        self._block_parameters = [[(name, ref(one)) for name, one in block.named_parameters()] for block in blocks]
+        self._block_parameters = [[(name, ref(param)) for name, param in block.named_parameters()] for block in blocks]
         self._completed = completed
         self._lay_out([len(stage) for stage in cuts])
         self.pruned(program)
@@ -53,7 +53,7 @@ class Frozen:
         self._trained = self._trained_by(counts)
         each = self._block_parameters
         spans = pairwise(accumulate(counts, initial=0))
-        self._parameters = [[pair for one in each[first:last] for pair in one] for first, last in spans]
+        self._parameters = [[pair for row in each[first:last] for pair in row] for first, last in spans]
 
     def _trained_by(self, counts: Sequence[int]) -> list[bool]:
         """Return, for each stage with so many blocks, whether it trained when the pipeline was created."""
@@ -86,7 +86,7 @@ class Frozen:
     def check_trains(self) -> None:
         """Refuse a training step if nothing trains; the same on all ranks with the same model."""
         blocks = (block for stage in self._cuts for block in stage)
-        trained = (one for block in blocks for one in block.module.parameters() if one.requires_grad)
+        trained = (param for block in blocks for param in block.module.parameters() if param.requires_grad)
         if self.program.has_backward and (not self._is_whole or any(True for _ in trained)):
             return  # other processes may hold trainable parameters
         raise ModelError(
@@ -100,12 +100,12 @@ class Frozen:
         for kind, parameters in zip(self.program.backwards, self._parameters, strict=True):
             if kind is not Backward.WHOLE:
                 for name, seen in parameters:
-                    one = seen()
-                    if one is not None and one.requires_grad:
+                    param = seen()
+                    if param is not None and param.requires_grad:
                         self._refuse(name)
         for stage in stages:
             if stage.kind is not Backward.WHOLE and stage.parameters:
-                self._refuse(next(name for name, one in _parameters(stage.blocks) if one.requires_grad))
+                self._refuse(next(name for name, param in _parameters(stage.blocks) if param.requires_grad))
 
     def _refuse(self, name: str) -> None:
         raise ModelError(

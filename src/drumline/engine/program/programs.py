@@ -44,13 +44,13 @@ def check(programs: Any) -> None:
         return
     if not isinstance(programs, Mapping):
         raise UsageError(f"programs is {programs!r:.60}", expected='a dict of programs by name: {"long": 2}')
-    for name, one in programs.items():
+    for name, program in programs.items():
         if not isinstance(name, str) or not name:
             raise UsageError(f"programs has the name {name!r:.60}", expected="text")
-        is_count = isinstance(one, int) and not isinstance(one, bool) and one >= 1
-        if not is_count and not isinstance(one, Program | Path | str):
+        is_count = isinstance(program, int) and not isinstance(program, bool) and program >= 1
+        if not is_count and not isinstance(program, Program | Path | str):
             raise UsageError(
-                f"programs has {one!r:.60} as {name!r}",
+                f"programs has {program!r:.60} as {name!r}",
                 expected="a Program, a CSV file, or a number of microbatches for the pipeline's schedule",
             )
 
@@ -109,14 +109,14 @@ class Programs:
     """
 
     def __init__(
-        self, first: Program, named: Mapping[str, Program], prune: Callable[[Program], Program] = lambda one: one
+        self, first: Program, named: Mapping[str, Program], prune: Callable[[Program], Program] = lambda plan: plan
     ) -> None:
         given = [first, *named.values()]
         self._prune = prune
         self._listed = list(map(prune, given))
         self._numbers = {name: number for number, name in enumerate(named, start=1)}
         # By id; they are kept, so that no others get theirs.
-        self._known = {id(one): (number, one) for number, one in enumerate(given)}
+        self._known = {id(program): (number, program) for number, program in enumerate(given)}
         self._edges = set(edges_of(first)).union(*map(edges_of, named.values()))
         self.own = 0  # the number of the program of steps that name none
 

@@ -34,10 +34,10 @@ def plan_of(blocks: Iterable[Block]) -> Script | None:
     return next((block.module.script for block in blocks if isinstance(block.module, Piece)), None)
 
 
-class Followed:
+class TracedKinds:
     """The kinds of input on which this process traced blocks, and which of them other ranks do not know yet.
 
-    >>> Followed([]).fresh()
+    >>> TracedKinds([]).fresh()
     {}
     """
 
@@ -65,15 +65,15 @@ def agree_on_lines(crew: Crew, what: str, lines: Sequence[str]) -> None:
     told = crew.collect(what, short("\n".join(lines)))
     if len(set(told)) > 1:
         each = crew.collect(f"{what} in full", list(lines))
-        rank = next(rank for rank, one in enumerate(told) if one != told[0])
+        rank = next(rank for rank, report in enumerate(told) if report != told[0])
         raise _different(what, crew.called.several(0, rank), each[0], each[rank])
 
 
 def _different(what: str, ranks: str, first: Sequence[str], second: Sequence[str]) -> MismatchError:
-    one, other = next(pair for pair in zip_longest(first, second, fillvalue="nothing more") if pair[0] != pair[1])
+    name, other = next(pair for pair in zip_longest(first, second, fillvalue="nothing more") if pair[0] != pair[1])
     subject = "traced the model to different graphs" if what == "graph" else f"have different {what} of the model"
     return MismatchError(
-        f"{ranks} {subject}: {one!s:.160} and {other!s:.160}",
+        f"{ranks} {subject}: {name!s:.160} and {other!s:.160}",
         expected="the same model on every rank",
         fix=_MENDS[what],
     )
@@ -104,15 +104,15 @@ def code_of(model: Model, *functions: Any) -> list[str]:
     >>> code_of(nn.Sequential(nn.Dropout(0.1))) == code_of(nn.Sequential(nn.Dropout(0.2)))
     False
     """
-    modules = [(name, one) for name, one in _modules(model)]
-    kinds = dict.fromkeys(type(one) for _, one in modules)
+    modules = [(name, module) for name, module in _modules(model)]
+    kinds = dict.fromkeys(type(module) for _, module in modules)
     lines = [f"{kind.__module__}.{kind.__qualname__} {_code(kind.forward)}" for kind in kinds]
     lines += [
-        f"{name}: {type(one).__name__}({one.extra_repr()})"
-        for name, one in modules
-        if type(one).__module__.startswith("torch.nn.modules")
+        f"{name}: {type(module).__name__}({module.extra_repr()})"
+        for name, module in modules
+        if type(module).__module__.startswith("torch.nn.modules")
     ]
-    return lines + [f"{_called(one)} {_code(one)}" for one in functions if one is not None]
+    return lines + [f"{_called(function)} {_code(function)}" for function in functions if function is not None]
 
 
 def _called(function: Any) -> str:
@@ -133,12 +133,12 @@ def _code(function: Any) -> str:
 
 
 def _text(code: CodeType) -> str:
-    constants = [_text(one) if isinstance(one, CodeType) else _constant(one) for one in code.co_consts]
+    constants = [_text(const) if isinstance(const, CodeType) else _constant(const) for const in code.co_consts]
     return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 
-def _constant(one: Any) -> str:
-    return str(sorted(map(repr, one))) if isinstance(one, frozenset) else repr(one)
+def _constant(group: Any) -> str:
+    return str(sorted(map(repr, group))) if isinstance(group, frozenset) else repr(group)
 
 
 def weights_of(model: Model) -> dict[str, bytes]:
@@ -147,7 +147,7 @@ def weights_of(model: Model) -> dict[str, bytes]:
         named = list(model.named_parameters())
     else:
         named = [pair for block in blocks_of(model) for pair in block.named_parameters()]
-    return samples_of({name: one for name, one in named if not one.is_meta})
+    return samples_of({name: param for name, param in named if not param.is_meta})
 
 
 def samples_of(named: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
@@ -166,8 +166,8 @@ def first_difference(told: Sequence[Mapping[str, bytes | str]]) -> tuple[int, in
     (0, 2, 'a')
     """
     known: dict[str, tuple[int, bytes | str]] = {}
-    for rank, one in enumerate(told):
-        for name, value in one.items():
+    for rank, entry in enumerate(told):
+        for name, value in entry.items():
             first, other = known.setdefault(name, (rank, value))
             if other != value:
                 return first, rank, name
@@ -178,10 +178,10 @@ def first_difference(told: Sequence[Mapping[str, bytes | str]]) -> tuple[int, in
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class ArgumentPrint:
     """A fingerprint of a rank's arguments: the dtype, shape and some elements of every tensor.
 
-    >>> Given.of(torch.zeros(4, 2), None).batch[0][:2]
+    >>> ArgumentPrint.of(torch.zeros(4, 2), None).batch[0][:2]
     ('torch.float32', (4, 2))
     """
 
@@ -190,57 +190,57 @@ class Given:
     is_apart: bool = False  # whether the user cut it into microbatches
 
     @staticmethod
-    def of(batch: Any, target: Any) -> Given:
+    def of(batch: Any, target: Any) -> ArgumentPrint:
         """Return the fingerprint of this batch and target."""
         return begun(batch, target)()
 
 
-def begun(batch: Any, target: Any) -> Callable[[], Given]:
+def begun(batch: Any, target: Any) -> Callable[[], ArgumentPrint]:
     """Read a batch and a target before a step, which may change them; return a function that gives their fingerprint.
 
     Tensors on a device start copying to the host at once, all together, so that no rank waits for them later.
 
-    >>> one = torch.zeros(4, 2)
-    >>> later = begun(one, None)
-    >>> _ = one.fill_(1.0)
-    >>> later() == Given.of(torch.zeros(4, 2), None)
+    >>> value = torch.zeros(4, 2)
+    >>> later = begun(value, None)
+    >>> _ = value.fill_(1.0)
+    >>> later() == ArgumentPrint.of(torch.zeros(4, 2), None)
     True
     """
     batches, targets = (() if value is None else pack(value)[0] for value in (batch, target))
     samples = samples_begun([*batches, *targets])
     is_apart = has_microbatches(batch) or has_microbatches(target)
 
-    def given() -> Given:
+    def given() -> ArgumentPrint:
         found = samples()
         pairs = zip((*batches, *targets), found, strict=True)
-        prints = [(str(one.dtype), tuple(one.shape), sample) for one, sample in pairs]
-        return Given(tuple(prints[: len(batches)]), tuple(prints[len(batches) :]), is_apart)
+        prints = [(str(tensor.dtype), tuple(tensor.shape), sample) for tensor, sample in pairs]
+        return ArgumentPrint(tuple(prints[: len(batches)]), tuple(prints[len(batches) :]), is_apart)
 
     return given
 
 
-def agree_on_batch(told: Sequence[Given | None], step: int, called: RankNames = BY_NUMBER) -> None:
+def agree_on_batch(told: Sequence[ArgumentPrint | None], step: int, called: RankNames = BY_NUMBER) -> None:
     """Raise unless all ranks that got a batch or a target got the same one.
 
-    >>> agree_on_batch([Given.of(torch.zeros(4, 2), None), Given.of(torch.zeros(3, 2), None)], 5)
+    >>> agree_on_batch([ArgumentPrint.of(torch.zeros(4, 2), None), ArgumentPrint.of(torch.zeros(3, 2), None)], 5)
     Traceback (most recent call last):
     drumline.core.errors.MismatchError: step 5: ranks 0 and 1 got different batches: float32(4, 2) and float32(3, 2)...
     """
-    if all(one is None or one == told[0] for one in told):
+    if all(argument_print is None or argument_print == told[0] for argument_print in told):
         return
-    apart = {one.is_apart: rank for rank, one in enumerate(told) if one is not None and (one.batch or one.target)}
+    apart = {mark.is_apart: rank for rank, mark in enumerate(told) if mark is not None and (mark.batch or mark.target)}
     if len(apart) > 1:
         raise MismatchError(
-            f"step {step}: {called.one(apart[True])} got Microbatches and {called.one(apart[False])} a batch or target"
-            " to be cut",
+            f"step {step}: {called.rank(apart[True])} got Microbatches and {called.rank(apart[False])} a batch or "
+            "target to be cut",
             expected="the same on every rank that gets one",
             fix="pass Microbatches to all of them",
         )
     for what in ("batch", "target"):
-        each = [(rank, getattr(one, what)) for rank, one in enumerate(told) if one is not None]
-        each = [(rank, one) for rank, one in each if one]
-        for rank, one in each[1:]:
-            _agree_on_tensors(what, step, called.several(each[0][0], rank), each[0][1], one)
+        each = [(rank, getattr(mark, what)) for rank, mark in enumerate(told) if mark is not None]
+        each = [(rank, mark) for rank, mark in each if mark]
+        for rank, mark in each[1:]:
+            _agree_on_tensors(what, step, called.several(each[0][0], rank), each[0][1], mark)
 
 
 def _agree_on_tensors(
@@ -250,10 +250,10 @@ def _agree_on_tensors(
     first: Sequence[Print],
     second: Sequence[Print],
 ) -> None:
-    kinds, others = ([f"{dtype}{shape}".removeprefix("torch.") for dtype, shape, _ in one] for one in (first, second))
+    kinds, others = ([f"{dtype}{shape}".removeprefix("torch.") for dtype, shape, _ in row] for row in (first, second))
     differs = kinds != others
-    samples = [(one, other) for (*_, one), (*_, other) in zip(first, second, strict=False)]
-    if not differs and all(one == other or not one or not other for one, other in samples):
+    samples = [(chunk, other) for (*_, chunk), (*_, other) in zip(first, second, strict=False)]
+    if not differs and all(chunk == other or not chunk or not other for chunk, other in samples):
         return
     shown = f"{', '.join(kinds)} and {', '.join(others)}" if differs else "same shapes, different values"
     raise MismatchError(
@@ -274,7 +274,7 @@ def agree_on_program(told: Sequence[tuple[str, str]], step: int, called: RankNam
     if other is not None:
         names = [f"the program {name!r}" if digest else "the pipeline's own program" for digest, name in told]
         raise MismatchError(
-            f"step {step}: {called.one(0)} ran {names[0]} and {called.one(other)} {names[other]}",
+            f"step {step}: {called.rank(0)} ran {names[0]} and {called.rank(other)} {names[other]}",
             expected="the same program= on every rank",
         )
 
@@ -305,7 +305,7 @@ def agree_on_mode(trained: Sequence[bool], step: int, called: RankNames = BY_NUM
     """
     if len(set(trained)) > 1:
         raise MismatchError(
-            f"call {step}: {called.one(trained.index(True))} ran step and {called.one(trained.index(False))} ran"
+            f"call {step}: {called.rank(trained.index(True))} ran step and {called.rank(trained.index(False))} ran"
             " eval_step",
             expected="the same call on all ranks",
         )

@@ -137,7 +137,7 @@ class Crew:
     @property
     def name(self) -> str:
         """What messages call this process's first rank."""
-        return self.called.one(self.rank)
+        return self.called.rank(self.rank)
 
     def connect(self, edges: Sequence[tuple[int, int]]) -> None:
         """Open more edges between ranks; all ranks call it with the same edges."""

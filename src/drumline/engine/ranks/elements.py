@@ -23,20 +23,20 @@ _NUMPYS = {
 def samples_begun(tensors: Sequence[Tensor]) -> Callable[[], list[bytes]]:
     """Return a function that returns some elements of each tensor, as they are now; b"" for a sparse one.
 
-    >>> one = torch.arange(6.0).view(2, 3)
-    >>> samples_begun([one.t()])() == samples_begun([one.t().contiguous()])()
+    >>> value = torch.arange(6.0).view(2, 3)
+    >>> samples_begun([value.t()])() == samples_begun([value.t().contiguous()])()
     True
     """
-    found = [b"" if _is_away(one) else _sample(one) for one in tensors]
-    places = [at for at, one in enumerate(tensors) if _is_away(one) and one.layout is torch.strided and not one.is_meta]
+    found = [b"" if _is_away(tensor) else _sample(tensor) for tensor in tensors]
+    places = [at for at, t in enumerate(tensors) if _is_away(t) and t.layout is torch.strided and not t.is_meta]
     if not places:
         return lambda: found
     late = [(here, _on_the_way([tensors[at] for at in here])) for here in _by_device(tensors, places)]
 
     def samples() -> list[bytes]:
         for here, arrived in late:
-            for at, one in zip(here, arrived(), strict=True):
-                found[at] = one
+            for at, chunk in zip(here, arrived(), strict=True):
+                found[at] = chunk
         return found
 
     return samples
@@ -50,13 +50,13 @@ def _sample(tensor: Tensor) -> bytes:
     """Return some elements as bytes; every step does this, so it uses NumPy, whose calls cost a tenth of torch's."""
     if tensor.layout is not torch.strided:
         return b""
-    one = tensor.detach()
-    if one.is_conj() or one.is_neg():
-        one = one.resolve_conj().resolve_neg()
-    if one.dtype not in _NUMPYS:
-        one = one.view(_INTEGERS[one.dtype.itemsize])
-    array = one.numpy()
-    flat = array.reshape(-1) if one.is_contiguous() else array.flat
+    value = tensor.detach()
+    if value.is_conj() or value.is_neg():
+        value = value.resolve_conj().resolve_neg()
+    if value.dtype not in _NUMPYS:
+        value = value.view(_INTEGERS[value.dtype.itemsize])
+    array = value.numpy()
+    flat = array.reshape(-1) if value.is_contiguous() else array.flat
     found: bytes = flat[:: max(1, array.size // NUM_ELEMENTS)].tobytes()
     return found
 
@@ -69,20 +69,20 @@ def _by_device(tensors: Sequence[Tensor], places: Sequence[int]) -> Iterator[lis
 def _on_the_way(tensors: Sequence[Tensor]) -> Callable[[], list[bytes]]:
     """Start one copy of elements of a device's tensors to the host; the returned function waits only for that."""
     with torch.no_grad():
-        picked = [_picked(one.detach()).view(torch.uint8) for one in tensors]
+        picked = [_picked(tensor.detach()).view(torch.uint8) for tensor in tensors]
         joined = torch.cat(picked)
-    sizes = [one.numel() for one in picked]
+    sizes = [tensor.numel() for tensor in picked]
     module = torch.get_device_module(tensors[0].device)
     if not hasattr(module, "Event"):  # a device without streams: nothing is on the way
         host = joined.to("cpu")
-        return lambda: [one.numpy().tobytes() for one in torch.split(host, sizes)]
+        return lambda: [tensor.numpy().tobytes() for tensor in torch.split(host, sizes)]
     host = joined.to("cpu", non_blocking=True)
     event = module.Event()
     event.record(module.current_stream(tensors[0].device))
 
     def arrived() -> list[bytes]:
         event.synchronize()
-        return [one.numpy().tobytes() for one in torch.split(host, sizes)]
+        return [tensor.numpy().tobytes() for tensor in torch.split(host, sizes)]
 
     return arrived
 

@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 from drumline.core.errors import RunError
 from drumline.engine.ranks.observer import Observer
-from drumline.engine.ranks.tally import Ledger
+from drumline.engine.ranks.tally import TallyLedger
 from drumline.runtime.step import Step
 
 T = TypeVar("T")
 
 
-class Pieces:
+class StepGap:
     """The time between two steps, in pieces that do not overlap; here, nobody measures it."""
 
     def during(self, kind: str) -> AbstractContextManager[None]:
@@ -33,9 +33,9 @@ class Journal(Observer):
 
     notes_late = 0  # how many steps later the metrics of a step may come
 
-    def __init__(self, ledger: Ledger, gradients_left: Callable[[], bool]) -> None:
+    def __init__(self, ledger: TallyLedger, gradients_left: Callable[[], bool]) -> None:
         self._ledger, self._gradients_left = ledger, gradients_left
-        self.between = Pieces()  # what this process does between steps
+        self.between = StepGap()  # what this process does between steps
 
     def settle(self) -> None:
         """Wait for the outcome of all steps so far on all ranks, and raise if one of them failed."""

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 from drumline.core.program import Program
-from drumline.engine.ranks.agreement import Given
-from drumline.engine.ranks.tally import Tally, Told
+from drumline.engine.ranks.agreement import ArgumentPrint
+from drumline.engine.ranks.tally import RankReport, Tally
 from drumline.runtime.step import CalledWith, Step
 
 
@@ -58,7 +58,7 @@ class Observer:
     def called(self, step: Step) -> None:
         """React to the call of a training step; all ranks have reached it."""
 
-    def compared(self, step: Step, given: Callable[[], Given]) -> None:
+    def compared(self, step: Step, given: Callable[[], ArgumentPrint]) -> None:
         """Compare what the step was called with, of which `given` returns a fingerprint, with what others got.
 
         It is called where ranks are in several processes.
@@ -76,10 +76,10 @@ class Observer:
     def end(self, step: Step) -> None:
         """React to the end of all rows in this process; everything is sent."""
 
-    def tell(self, step: Step, each: Sequence[Told]) -> None:
+    def tell(self, step: Step, each: Sequence[RankReport]) -> None:
         """See what the ranks of this process are about to tell all others about the step, and add to it."""
 
-    def told(self, step: Step, tally: Tally, each: Sequence[Told]) -> None:
+    def told(self, step: Step, tally: Tally, each: Sequence[RankReport]) -> None:
         """React after they have told it; the tally will hold what all ranks tell."""
 
     def refuse_move(self, *, changes_program: bool) -> None:
@@ -110,7 +110,7 @@ class Observers:
     """
 
     def __init__(self, each: Iterable[Observer]) -> None:
-        self.each = tuple(sorted(each, key=lambda one: one.order))
+        self.each = tuple(sorted(each, key=lambda observer: observer.order))
         self.refuse_step: list[Callable[[Step], None]] = self._at("refuse_step")
         self.given: list[Callable[[Step, CalledWith], CalledWith]] = self._at("given")
         self.before: list[Callable[[Step], None]] = self._at("before")
@@ -119,17 +119,17 @@ class Observers:
         self.ahead: list[Callable[[Step, CalledWith, CalledWith], None]] = self._at("ahead")
         self.after: list[Callable[[Step], None]] = self._at("after")
         self.called: list[Callable[[Step], None]] = self._at("called")
-        self.compared: list[Callable[[Step, Callable[[], Given]], None]] = self._at("compared")
+        self.compared: list[Callable[[Step, Callable[[], ArgumentPrint]], None]] = self._at("compared")
         self.taken: list[Callable[[Step], None]] = self._at("taken")
         self.begin: list[Callable[[Step], None]] = self._at("begin")
         self.again: list[Callable[[Step], None]] = self._at("again")
         self.end: list[Callable[[Step], None]] = self._at("end")[::-1]
-        self.tell: list[Callable[[Step, Sequence[Told]], None]] = self._at("tell")
-        self.told: list[Callable[[Step, Tally, Sequence[Told]], None]] = self._at("told")
-        self.moved: list[Callable[[], None]] = [one.moved for one in self.each]  # after which some are idle no more
+        self.tell: list[Callable[[Step, Sequence[RankReport]], None]] = self._at("tell")
+        self.told: list[Callable[[Step, Tally, Sequence[RankReport]], None]] = self._at("told")
+        self.moved: list[Callable[[], None]] = [part.moved for part in self.each]  # after which some are idle no more
 
     def _at(self, moment: str) -> list[Any]:
         """Return what to call at a moment, in order."""
         nothing = getattr(Observer, moment)
-        busy = [one for one in self.each if not one.is_idle]
-        return [getattr(one, moment) for one in busy if getattr(type(one), moment) is not nothing]
+        busy = [observer for observer in self.each if not observer.is_idle]
+        return [getattr(observer, moment) for observer in busy if getattr(type(observer), moment) is not nothing]

@@ -23,14 +23,14 @@ from drumline.core.measured.metrics import load_metrics, step_metrics
 from drumline.core.measured.record import Record
 from drumline.core.program import Program
 from drumline.engine.ranks.agreement import (
-    Given,
+    ArgumentPrint,
     agree_on_batch,
     agree_on_followed,
     agree_on_mode,
     agree_on_order,
     agree_on_program,
 )
-from drumline.engine.ranks.unused import Unused
+from drumline.engine.ranks.unused import UnusedParameters
 
 _MANY = 8
 _NUM_RECENT = 16
@@ -44,7 +44,7 @@ class Handler(Protocol):
 
 
 @dataclass(slots=True)
-class Told:
+class RankReport:
     """What one rank tells: its microbatches' parts of the loss, whether all was finite, and its record."""
 
     microbatches: list[int] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Told:
     num_tokens: int = 0
     loads: list[list[int]] = field(default_factory=list)  # of each mixture of experts: see load_metrics
     train: bool = True
-    given: Given | None = None  # arguments of the step; None if all ranks are in one process
+    given: ArgumentPrint | None = None  # arguments of the step; None if all ranks are in one process
     followed: dict[str, str] = field(default_factory=dict)  # digests of graphs traced for new kinds of input
     order: tuple[int, ...] = ()  # order of the microbatches, if one was chosen
     program: tuple[str, str] = ("", "")  # digest and name of a program other than the pipeline's own
@@ -72,7 +72,7 @@ class Tally:
     """What all ranks told about one step; `hear` is called once, when it is first needed."""
 
     number: int  # among steps and evaluations
-    hear: Callable[[], list[Told]]
+    hear: Callable[[], list[RankReport]]
     program: Program
     handler: Handler | None = None
     called: RankNames = BY_NUMBER
@@ -82,7 +82,7 @@ class Tally:
     following: Tally | None = None  # the next training step
 
     @cached_property
-    def told(self) -> list[Told]:
+    def told(self) -> list[RankReport]:
         """What every rank told."""
         return self.hear()
 
@@ -105,19 +105,19 @@ class Tally:
     @property
     def known_records(self) -> tuple[Record, ...] | None:
         """The same, without waiting for a device."""
-        found = [one.record for one in self.told]
+        found = [report.record for report in self.told]
         if None in found and self.following is not None and self.following.is_heard:
-            found = [one or other.late for one, other in zip(found, self.following.told, strict=True)]
+            found = [record or other.late for record, other in zip(found, self.following.told, strict=True)]
         known = tuple(record for record in found if record is not None)
         return known if len(known) == len(found) else None
 
     @cached_property
     def loss(self) -> Tensor | None:
         """The loss of the batch, summed over microbatches in order; None without a target."""
-        parts = {number: part for one in self.told for number, part in zip(one.microbatches, one.losses, strict=True)}
+        parts = {number: part for r in self.told for number, part in zip(r.microbatches, r.losses, strict=True)}
         if not parts:
             return None
-        dtype = next(getattr(torch, one.dtype) for one in self.told if one.losses)
+        dtype = next(getattr(torch, report.dtype) for report in self.told if report.losses)
         first, *others = (torch.as_tensor(parts[number], dtype=dtype) for number in sorted(parts))
         for part in others:
             first = first + part
@@ -136,26 +136,26 @@ class Tally:
     @property
     def stop(self) -> str:
         """Why the first rank that was asked to stop was asked, by name; empty if none was."""
-        return next((f"{one.stop} on {self.called.one(at)}" for at, one in enumerate(self.told) if one.stop), "")
+        return next((f"{word.stop} on {self.called.rank(at)}" for at, word in enumerate(self.told) if word.stop), "")
 
     @property
     def unreached(self) -> set[str] | None:
         """The parameters that got no gradient on any rank; None if no rank checked."""
-        if any(one.unreached is None for one in self.told[:1]):
+        if any(report.unreached is None for report in self.told[:1]):
             return None
-        return {name for one in self.told for name in one.unreached or ()}
+        return {name for report in self.told for name in report.unreached or ()}
 
     def metrics(self, noted: Mapping[str, Any], dials: tuple[Dial, ...] = ()) -> dict[str, Any]:
         """Return the step's metrics; `noted` are additional ones, `dials` say how to read the ranks' clocks."""
         found: dict[str, Any] = {"loss_metrics/global_avg_loss": self.loss, **noted}
         if self.program_number:
             found["program"] = self.program_number
-        found |= load_metrics([load for one in self.told for load in one.loads])
+        found |= load_metrics([load for report in self.told for load in report.loads])
         records = self.known_records
         if records is not None:
             found |= step_metrics(self.program, records, dials)
             seconds = found["time_metrics/end_to_end(s)"]
-            rows, tokens = (max(getattr(one, what) for one in self.told) for what in ("num_rows", "num_tokens"))
+            rows, tokens = (max(getattr(report, what) for report in self.told) for what in ("num_rows", "num_tokens"))
             if rows:
                 found["throughput(rows/s)"] = rows / seconds
             if tokens:
@@ -164,23 +164,23 @@ class Tally:
 
     def check(self) -> None:
         """Raise the same error on every rank if the step failed."""
-        agree_on_mode([one.train for one in self.told], self.number, self.called)
-        agree_on_program([one.program for one in self.told], self.number, self.called)
-        agree_on_order([one.order for one in self.told], self.number, self.called)
-        agree_on_batch([one.given for one in self.told], self.number, self.called)
-        agree_on_followed([one.followed for one in self.told], self.number, self.called)
-        bad = [at for at, one in enumerate(self.told) if not one.finite]
-        scales = sorted({one.scale for one in self.told if one.scale is not None})
+        agree_on_mode([report.train for report in self.told], self.number, self.called)
+        agree_on_program([report.program for report in self.told], self.number, self.called)
+        agree_on_order([report.order for report in self.told], self.number, self.called)
+        agree_on_batch([report.given for report in self.told], self.number, self.called)
+        agree_on_followed([report.followed for report in self.told], self.number, self.called)
+        bad = [at for at, report in enumerate(self.told) if not report.finite]
+        scales = sorted({report.scale for report in self.told if report.scale is not None})
         if len(scales) > 1:
             raise MismatchError(
-                f"step {self.number}: ranks scaled the loss by {', '.join(f'{one:g}' for one in scales)}",
+                f"step {self.number}: ranks scaled the loss by {', '.join(f'{scale:g}' for scale in scales)}",
                 expected="the same scale on every rank",
                 fix="load the same state into pipe.scaler on every rank",
             )
-        given = sorted({one.share for one in self.told if one.share is not None})
+        given = sorted({report.share for report in self.told if report.share is not None})
         if len(given) > 1:
             raise MismatchError(
-                f"step {self.number}: ranks were given share={', '.join(f'{one:g}' for one in given)}",
+                f"step {self.number}: ranks were given share={', '.join(f'{value:g}' for value in given)}",
                 expected="the same share on every rank",
                 fix="count the tokens of the whole batch on every rank",
             )
@@ -192,11 +192,11 @@ class Tally:
             )
 
 
-class Ledger:
+class TallyLedger:
     """The tallies of all steps so far: those not yet checked, the last one, and one that failed."""
 
     def __init__(self, unused: str = "warn", never_used: Collection[str] | None = None) -> None:
-        self.unused = Unused(unused, never_used)
+        self.unused = UnusedParameters(unused, never_used)
         self.number = 0  # number of the next step or evaluation
         self.num_trained = 0  # number of training steps so far
         self.last: Tally | None = None  # the last training step
@@ -244,14 +244,14 @@ class Ledger:
         records = tally.known_records
         if records is None or len({record.clock for record in records}) == 1:
             return ()
-        known = [(one, one.known_records) for one in self._recent if one.is_heard]
-        steps = [(one, each) for one, each in known if each is not None]
-        return align([each for _, each in steps], [one for one, _ in steps].index(tally))
+        known = [(step_tally, step_tally.known_records) for step_tally in self._recent if step_tally.is_heard]
+        steps = [(step_tally, each) for step_tally, each in known if each is not None]
+        return align([each for _, each in steps], [step_tally for step_tally, _ in steps].index(tally))
 
     def stop(self, until: int) -> str:
         """Why some rank was asked to stop by the end of a step, the same on all ranks; empty if none was."""
         known = [] if self._stop is None else [self._stop]
-        told = ((one.number, one.stop) for one in self._open if one.number <= until)
+        told = ((tally.number, tally.stop) for tally in self._open if tally.number <= until)
         return next((why for number, why in (*known, *told) if why and number <= until), "")
 
     def has_followed(self, until: int) -> bool:
@@ -259,11 +259,11 @@ class Ledger:
 
         Of more than eight such steps, only every one that doubles their number is told.
         """
-        now = [one for one in self._followed if one <= until]
-        self._followed = [one for one in self._followed if one > until]
+        now = [number for number in self._followed if number <= until]
+        self._followed = [number for number in self._followed if number > until]
         numbers = range(self._num_followed + 1, self._num_followed + 1 + len(now))
         self._num_followed += len(now)
-        return any(one <= _MANY or not one & (one - 1) for one in numbers)
+        return any(number <= _MANY or not number & (number - 1) for number in numbers)
 
     def settle(self, *, until: int | None, gradients_left: Callable[[], bool]) -> None:
         """Check all steps, or those up to a number, and raise if one failed."""
@@ -273,7 +273,7 @@ class Ledger:
             if self._stop is None and (why := self._open[0].stop):
                 self._stop = self._open[0].number, why
             self._refused = self._open.pop(0)
-            if any(one.train and one.followed for one in self._refused.told):
+            if any(report.train and report.followed for report in self._refused.told):
                 self._followed.append(self._refused.number)
             self._refused.check()
             self.unused.hear(self._refused.unreached)

@@ -22,7 +22,7 @@ from drumline.channel.lines.grid import described
 from drumline.channel.rank_names import BY_NUMBER, RankNames, mesh_shown
 from drumline.channel.rendezvous import agreed_place, exchange, host_id, hosted_store
 from drumline.channel.shared_memory import SharedMemoryChannel
-from drumline.channel.start import this_start
+from drumline.channel.start_name import this_start
 from drumline.core.errors import MismatchError, RunError, UsageError, nearest
 
 TRANSPORTS = ("auto", "in-process", "shared-memory", "gloo", "nccl")

@@ -17,7 +17,7 @@ from drumline.model.block import Block
 _NUM_STEPS = 10  # steps in which to look for unreached parameters
 
 
-class Unused:
+class UnusedParameters:
     """Tracks parameters without gradient; `mode` is "warn", "raise" or "ignore".
 
     `known` are those that the forward never uses; None on ranks that do not warn.

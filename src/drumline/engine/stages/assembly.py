@@ -18,7 +18,7 @@ from drumline.engine.ranks import transports
 from drumline.model.block import Block
 from drumline.model.precision import Precision
 from drumline.model.randomness import Randomness
-from drumline.model.weights.tied import Copies, Ties
+from drumline.model.weights.tied import TiedCopies, Ties
 from drumline.runtime.backward.compiled import Compiler
 from drumline.runtime.gradients import clip
 from drumline.runtime.stage import Loss, Stage
@@ -32,10 +32,10 @@ def device_of(model: Any) -> torch.device:
     Meta tensors have no device yet: they go where this rank computes.
     """
     listed = model.values() if isinstance(model, Mapping) else model if isinstance(model, Iterable) else [model]
-    modules = (one for one in listed if isinstance(one, nn.Module))
-    tensors = (one for module in modules for one in (*module.parameters(), *module.buffers()))
-    devices = dict.fromkeys(one.device for one in tensors)
-    there = [one for one in devices if one.type != "meta"]
+    modules = (module for module in listed if isinstance(module, nn.Module))
+    tensors = (param for module in modules for param in (*module.parameters(), *module.buffers()))
+    devices = dict.fromkeys(tensor.device for tensor in tensors)
+    there = [device for device in devices if device.type != "meta"]
     return there[0] if there else transports.default_device() if devices else torch.device("cpu")
 
 
@@ -50,7 +50,7 @@ def checkpointed(choice: Checkpointing, cuts: Sequence[Sequence[Block]]) -> froz
         for stage in choice:
             if stage not in range(len(cuts)):
                 raise ModelError(f"checkpoint names stage {stage!r}", expected=f"stages 0 to {len(cuts) - 1}")
-        return frozenset().union(*(checkpointed(one, [cuts[stage]]) for stage, one in choice.items()))
+        return frozenset().union(*(checkpointed(collection, [cuts[stage]]) for stage, collection in choice.items()))
     # The loss itself is cheap, so it runs only once.
     names = [block.name for stage in cuts for block in stage if not isinstance(block.module, LossHolder)]
     if isinstance(choice, str):
@@ -95,18 +95,18 @@ class Assembly:
         """Return the same assembly with the names and shapes of all parameters of the unsplit model."""
         named = [pair for stage in self.cuts for block in stage for pair in block.named_parameters()]
         order = list(dict.fromkeys(self.ties.first(name) for name, _ in named))
-        trained = {self.ties.first(name): one.shape for name, one in named if one.requires_grad}
-        is_double = any(one.dtype is torch.float64 for _, one in named if one.requires_grad)
+        trained = {self.ties.first(name): param.shape for name, param in named if param.requires_grad}
+        is_double = any(param.dtype is torch.float64 for _, param in named if param.requires_grad)
         return replace(self, order=order, trained=trained, is_double=is_double)
 
     def total_norm(self, norms: Iterable[Mapping[str, float]], norm_type: float) -> Tensor:
         """Return the norm of all gradients, given the norms by name that ranks have told."""
-        every = {name: norm for one in norms for name, norm in one.items()}
+        every = {name: norm for entry in norms for name, norm in entry.items()}
         listed = [every[name] for name in self.order if name in every]
         return clip.total_norm(listed, norm_type, is_double=self.is_double)
 
     def stages_of(
-        self, rank: int, copies: Copies | None = None, known: Mapping[int, Stage] | None = None
+        self, rank: int, copies: TiedCopies | None = None, known: Mapping[int, Stage] | None = None
     ) -> dict[int, Stage]:
         """Return a rank's stages, with copies of blocks that belong to another rank of this process.
 
@@ -161,10 +161,10 @@ class Assembly:
         """Return the settings that must be the same on all ranks."""
         return {
             "model": [
-                (name, tuple(one.shape), str(one.dtype), one.requires_grad)
+                (name, tuple(param.shape), str(param.dtype), param.requires_grad)
                 for stage in self.cuts
                 for block in stage
-                for name, one in block.named_parameters()
+                for name, param in block.named_parameters()
             ],
             "the set of tied tensors": self.ties.described,
             "balance": [len(stage) for stage in self.cuts],

@@ -220,9 +220,9 @@ def of_rank_0(measured: Callable[[], Balance], gathered: Callable[[object], list
     except DrumlineError as error:
         mine = error
     told = gathered(mine)
-    for one in told:
-        if isinstance(one, DrumlineError):
-            raise one
+    for drumline_error in told:
+        if isinstance(drumline_error, DrumlineError):
+            raise drumline_error
     found: Balance = told[0]
     return found
 

@@ -12,7 +12,7 @@ from drumline.core.errors import ModelError
 from drumline.engine.stages.assembly import LossHolder
 from drumline.model.block import Block
 from drumline.model.catalogue import places_in
-from drumline.model.weights.absent import Absent
+from drumline.model.weights.remote_blocks import Absent
 
 
 class Chain:

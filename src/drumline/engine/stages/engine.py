@@ -17,7 +17,7 @@ from drumline.core.action import Op
 from drumline.core.errors import UsageError
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
-from drumline.core.state import with_state
+from drumline.core.state_actions import with_state
 from drumline.engine.model.blocks import evaluating
 from drumline.engine.program.find import forwards_of
 from drumline.engine.program.programs import digest_of
@@ -26,7 +26,7 @@ from drumline.engine.ranks.observer import Observer
 from drumline.engine.stages.assembly import Assembly, split_of
 from drumline.engine.stages.chain import Chain
 from drumline.model.block import Block
-from drumline.model.weights.tied import Copies, Ties
+from drumline.model.weights.tied import TiedCopies, Ties
 from drumline.runtime.clocks import clock_for
 from drumline.runtime.draft import Clock, Draft, NoClock
 from drumline.runtime.execute.executor import Executor
@@ -43,7 +43,7 @@ Weighs = Literal["never", "first", "always"]  # in which steps executors count t
 
 
 @dataclass(frozen=True, slots=True)
-class Attached:
+class Attachments:
     """What features change of an engine: what runs a row, what sums gradients over lines, what is around a step."""
 
     executor: type[Executor] = Executor
@@ -51,7 +51,7 @@ class Attached:
     around: Sequence[Around] = ()
 
 
-_NOTHING = Attached()
+_NOTHING = Attachments()
 
 
 class Lineup:
@@ -61,7 +61,7 @@ class Lineup:
         self.program = program
         self.executors = executors
         self.evaluators: list[Executor] | None = None
-        stages = {index for one in executors for index in one.stages}
+        stages = {index for executor in executors for index in executor.stages}
         self.split = {index: split_of(program, index) for index in stages}
 
     @cached_property
@@ -84,7 +84,7 @@ class Engine(Observer):
         merge: bool,
         measure: bool,
         weigh: Weighs,
-        attached: Attached = _NOTHING,
+        attached: Attachments = _NOTHING,
     ) -> None:
         self._crew = crew
         self._attached = attached
@@ -116,17 +116,17 @@ class Engine(Observer):
         """Return the norm of all gradients, given the norms by name that ranks have told."""
         return self.assembly.total_norm(norms, norm_type)
 
-    def _copies(self) -> dict[int, Copies]:
+    def _copies(self) -> dict[int, TiedCopies]:
         """If all ranks are in this process, return each rank's copies of blocks that belong to another rank."""
         if not self._crew.alone:
             return {}
         ties, cuts = self.assembly.ties, self.assembly.cuts
-        return {one.rank: Copies(one.rank, ties, cuts) for one in self._crew.channels}
+        return {channel.rank: TiedCopies(channel.rank, ties, cuts) for channel in self._crew.channels}
 
     def _chained(self) -> Chain:
         """Return all blocks of the model, those of other processes without their memory."""
         cuts, placement = self.assembly.cuts, self.assembly.program.placement
-        held = {stage for one in self._crew.channels for stage in placement.stages_of(one.rank)}
+        held = {stage for channel in self._crew.channels for stage in placement.stages_of(channel.rank)}
         return Chain(cuts, held, self.assembly.ties.first, self.assembly.device)
 
     def _executor(self, channel: Channel, clock: Clock, known: Mapping[int, Stage] | None = None) -> Executor:
@@ -140,7 +140,7 @@ class Engine(Observer):
             merge_weight_gradients=self._merge,
             scale=None if self._weigh == "never" else Scale(stages.values()),
             ties=self.assembly.ties,
-            reducer=self._attached.summing([one for stage in stages.values() for one in stage.parameters]),
+            reducer=self._attached.summing([param for stage in stages.values() for param in stage.parameters]),
         )
 
     def recut(self, counts: Sequence[int], program: Program, ties: Ties, number: int) -> None:
@@ -174,12 +174,12 @@ class Engine(Observer):
         if lineup.evaluators is None:
             forwards = lineup.forwards
             if Op.UNSHARD in lineup.program.columns.ops:
-                divided = {one.stage for row in lineup.program.rows for one in row if one.op is Op.UNSHARD}
+                divided = {action.stage for row in lineup.program.rows for action in row if action.op is Op.UNSHARD}
                 forwards = with_state(forwards, frozenset({Op.UNSHARD, Op.RESHARD}), frozenset(divided), ahead=1)
             program = lower(forwards, ahead=self._ahead)
             each = [
-                Executor(program, one.rank, one.stages, one.channel, one.clock, shards=one.shards)
-                for one in self.executors
+                Executor(program, runner.rank, runner.stages, runner.channel, runner.clock, shards=runner.shards)
+                for runner in self.executors
             ]
             for evaluator, executor in zip(each, self.executors, strict=True):
                 evaluator.code = executor.code
@@ -208,7 +208,7 @@ class Engine(Observer):
 
     def _lined_up(self, program: Program, number: int) -> Lineup:
         self.refuse(program)
-        return self._coded(Lineup(program, [one.running(program) for one in self.executors]), number)
+        return self._coded(Lineup(program, [executor.running(program) for executor in self.executors]), number)
 
     @staticmethod
     def _coded(lineup: Lineup, number: int) -> Lineup:
@@ -220,7 +220,7 @@ class Engine(Observer):
     def refuse(self, program: Program) -> None:
         """Refuse a program that this process's stages cannot run."""
         compiled = self.assembly.compiler is not None
-        if compiled and any(split_of(program, one.index) and not one.split for one in self.stages()):
+        if compiled and any(split_of(program, stage.index) and not stage.split for stage in self.stages()):
             raise UsageError(
                 f"the program {program.name!r} splits the backward of stages that were compiled without a split",
                 expected="backwards that the pipeline's own program splits too, or compile=False",
@@ -239,7 +239,7 @@ class Engine(Observer):
                 stack.enter_context(evaluating(block.module for block in self.blocks()))
             stack.enter_context(self._computing())
             runs = zip(executors, drafts, strict=True)
-            self._crew.drive([one.run(step, draft, jobs_of(one)) for one, draft in runs])
+            self._crew.drive([executor.run(step, draft, jobs_of(executor)) for executor, draft in runs])
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -255,7 +255,7 @@ class Engine(Observer):
     def between(self, what: str) -> None:
         """Pause or drain a program without a flush, on every rank of this process."""
         with self._computing():
-            self._crew.drive([getattr(one, what)(Draft(one.rank)) for one in self.executors])
+            self._crew.drive([getattr(executor, what)(Draft(executor.rank)) for executor in self.executors])
 
     def seed_lines(self) -> None:
         """Let this line draw random numbers for its own microbatches; those with other parts of sequences, others."""
@@ -304,8 +304,8 @@ class Engine(Observer):
     @property
     def action(self) -> str:
         """The action that this process is running, if it is in the middle of a step."""
-        return next((str(one.current) for one in self.executors if one.current is not None), "")
+        return next((str(executor.current) for executor in self.executors if executor.current is not None), "")
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the trainable parameters of all stages here, including second copies."""
-        return [one for stage in self.stages() for one in stage.parameters]
+        return [param for stage in self.stages() for param in stage.parameters]

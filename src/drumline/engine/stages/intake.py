@@ -20,8 +20,8 @@ from drumline.engine.stages.sizes import sizes_of
 from drumline.model.block import Block, Model
 from drumline.model.blocks.pieces import Piece
 from drumline.model.loss.counts import Across, Weighing, weighed
+from drumline.model.loss.factors import Factors, Multiplying
 from drumline.model.loss.guard import guard
-from drumline.model.loss.sheet import Factors, Multiplying
 from drumline.model.microbatches import has_microbatches
 from drumline.model.values import moved, pack
 from drumline.runtime.batch import Split, cut_and_counted, rows_apart, rows_of_each, shares
@@ -82,9 +82,9 @@ class Intake:
         self._across = across
         if self._fn is not None:
             self._fn.parts = sequences
-        for one in (self._fn, self._own_shares):
-            if one is not None:
-                one.across = across
+        for weight in (self._fn, self._own_shares):
+            if weight is not None:
+                weight.across = across
 
     def weigh_by(self, stages: Sequence[Sequence[Block]]) -> None:
         """Learn what the loss averages over; a model with its own loss shows it in its pieces."""
@@ -138,7 +138,7 @@ class Intake:
 
     def _are_apart(self, batch: Any, target: Any) -> bool:
         """Whether the user has cut the microbatches, in batch and target alike."""
-        apart = [has_microbatches(one) for one in (batch, target) if one is not None]
+        apart = [has_microbatches(value) for value in (batch, target) if value is not None]
         if len(apart) == 2 and apart[0] != apart[1] and not self.own:
             whole = "target" if apart[0] else "batch"
             raise BatchError(
@@ -165,7 +165,7 @@ class Intake:
             each = rows_apart(step.target, self._found(step.target) if self.own else None)
             step.targets = targets = [targets[at] for at in step.order or range(len(targets))]
             self._rows = [each[at] for at in step.order or range(len(each))]
-            self._sizes = [size_of(one) for one in targets]
+            self._sizes = [size_of(target) for target in targets]
             self._take_shares(step, self._weighed(targets))
             return
         if num_inputs not in (None, rows):
@@ -203,12 +203,12 @@ class Intake:
     def _weighed(self, targets: Sequence[Any]) -> Weighing | None:
         """Return the microbatches' shares; None if the loss must run first."""
         if self.weigh is not None:
-            return weighed([[_plain(self.weigh(one))] for one in targets], self._rows, across=self._across)
+            return weighed([[_plain(self.weigh(target))] for target in targets], self._rows, across=self._across)
         if self._own_shares is not None:
             return self._own_shares(targets, self._rows, train=self._trains)
         if self._fn is not None:
             return self._fn(targets, self._rows, self._sizes)
-        return weighed([[float(one)] for one in self._rows], self._rows, across=self._across)
+        return weighed([[float(row)] for row in self._rows], self._rows, across=self._across)
 
     def factors_of(self, microbatch: int) -> Factors:
         """Return the factors for parts of the model's own loss in a microbatch, if they do not all share one.
@@ -231,11 +231,11 @@ class Intake:
         """Set the microbatches' shares for a step; microbatches with weight 0 need no loss."""
         self.is_open = weighing is None
         if weighing is None:
-            weighing = Weighing(shares([float(one) for one in self._rows]))
+            weighing = Weighing(shares([float(row) for row in self._rows]))
         step.shares = self._shares_of(list(weighing.shares))
         step.targets = [
-            one if isinstance(share, Tensor) or share else _NOTHING
-            for one, share in zip(step.targets, weighing.shares, strict=True)
+            target if isinstance(share, Tensor) or share else _NOTHING
+            for target, share in zip(step.targets, weighing.shares, strict=True)
         ]
         self._factors = weighing.factors
         if self._own_shares is not None:
@@ -282,12 +282,12 @@ class Intake:
         """Return which microbatch of the step a target belongs to; None if blocks are only being measured."""
         if self._step is None:
             return None
-        for at, one in enumerate(self._step.targets):
-            if one is target:
+        for at, wanted_target in enumerate(self._step.targets):
+            if wanted_target is target:
                 return at
         tensors = pack(target)[0]
-        for at, one in enumerate(self._step.targets):
-            if tensors and [id(each) for each in pack(one)[0]] == [id(each) for each in tensors]:
+        for at, wanted_target in enumerate(self._step.targets):
+            if tensors and [id(each) for each in pack(wanted_target)[0]] == [id(each) for each in tensors]:
                 return at
         return None
 
@@ -304,9 +304,9 @@ class Intake:
 
     def _nothing(self, output: Any) -> Tensor:
         """Return a zero loss: the mean over nothing would be NaN, and so would its gradient."""
-        tensors = [torch.view_as_real(one) if one.is_complex() else one for one in pack(output)[0]]
-        made = [one for one in tensors if one.is_floating_point() and not (self.own and one.dim() == 0)]
-        zeros = [(one * 0.0).nan_to_num().sum() for one in made if one.requires_grad]
+        tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in pack(output)[0]]
+        made = [tensor for tensor in tensors if tensor.is_floating_point() and not (self.own and tensor.dim() == 0)]
+        zeros = [(tensor * 0.0).nan_to_num().sum() for tensor in made if tensor.requires_grad]
         if zeros:
             return sum(zeros[1:], start=zeros[0])
         return torch.zeros((), dtype=made[0].dtype if made else None, device=self.device)

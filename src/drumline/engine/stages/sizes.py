@@ -23,7 +23,7 @@ from drumline.core.measured.costs import latencies
 from drumline.core.measured.measured import Measured, stage_costs
 from drumline.model.microbatches import has_microbatches
 from drumline.model.values import pack
-from drumline.runtime import apart
+from drumline.runtime import user_batch
 
 _NEAR = 1.02  # a fit with fewer terms is taken if its error is at most so many times that of one with more
 
@@ -51,7 +51,7 @@ def sizes_of(value: Any) -> tuple[Size, ...]:
     """
     if not has_microbatches(value):
         return ()
-    shapes = [() if one is None else tuple(one.shape) for one in apart.lead_of(*pack(value))]
+    shapes = [() if tensor is None else tuple(tensor.shape) for tensor in user_batch.lead_of(*pack(value))]
     return tuple(Size(*(*shape[:2], 1, 1)[:2]) for shape in shapes)
 
 
@@ -62,10 +62,10 @@ def sizes_given(given: Iterable[Any]) -> tuple[Size, ...]:
     (Size(rows=1, length=7), Size(rows=2, length=5))
     """
     found = []
-    for one in given:
-        pair = (1, one) if isinstance(one, int) else one
+    for number in given:
+        pair = (1, number) if isinstance(number, int) else number
         if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(n, int) and n >= 1 for n in pair):
-            raise BatchError(f"{one!r:.60} is given as a size", expected="a length, or (rows, length), of 1 or more")
+            raise BatchError(f"{number!r:.60} is given as a size", expected="a length, or (rows, length), of 1 or more")
         found.append(Size(*pair))
     return tuple(found)
 
@@ -126,13 +126,13 @@ def fitted(steps: Sequence[tuple[Measured, Sequence[Size]]], num_stages: int) ->
         terms[key] = fit(list(known), list(known.values()))
     if {stage for stage, _ in terms} != set(range(num_stages)):
         return SizeCosts(num_stages)  # overlapped pairs were not measured apart
-    return SizeCosts(num_stages, terms, latencies([one for one, _ in steps], quickest=True))
+    return SizeCosts(num_stages, terms, latencies([step for step, _ in steps], quickest=True))
 
 
 def fit(sizes: Sequence[Size], seconds: Sequence[float]) -> tuple[float, float, float]:
     """Return a, b and c, none below 0: as few of them as explain the seconds as well as more would.
 
-    >>> [round(one, 6) for one in fit([Size(1, 2), Size(1, 4), Size(2, 4)], [5.0, 7.0, 11.0])]
+    >>> [round(value, 6) for value in fit([Size(1, 2), Size(1, 4), Size(2, 4)], [5.0, 7.0, 11.0])]
     [3.0, 1.0, 0.0]
     """
     table, wanted = np.array([size.terms for size in sizes]), np.array(seconds)
@@ -144,8 +144,8 @@ def fit(sizes: Sequence[Size], seconds: Sequence[float]) -> tuple[float, float, 
         if (found < 0).any():
             continue
         terms = [0.0, 0.0, 0.0]
-        for at, one in zip(chosen, found, strict=True):
-            terms[at] = float(one)
+        for at, value in zip(chosen, found, strict=True):
+            terms[at] = float(value)
         error = float(np.abs(table @ terms - wanted).__truediv__(scale).mean())
         tried.append((error, (terms[0], terms[1], terms[2])))
     least = min(error for error, _ in tried)

@@ -27,13 +27,13 @@ from drumline.runtime.step import Step
 _BY_VALUE = 2  # steps that compare tensors by value: some changes bypass the version
 
 
-class _Kept(NamedTuple):
+class _BufferCopy(NamedTuple):
     held: HeldTensor
     place: Place
     block: str
 
 
-class Shared(Observer):
+class SharedBuffers(Observer):
     """The buffers that this process's stages share with others, and the attributes of stages with several copies."""
 
     def __init__(self, engine: Engine) -> None:
@@ -63,21 +63,21 @@ class Shared(Observer):
     def begin(self, step: Step) -> None:
         """Record the state before a step."""
         by_value = self._num_steps < _BY_VALUE
-        tensors = [one.place.tensor for one in self._kept]
+        tensors = [copy.place.tensor for copy in self._kept]
         self._before = [
-            (one, 0 if one is None else _version(one), None if one is None or not by_value else one.detach().clone())
-            for one in tensors
+            (t, 0 if t is None else _version(t), None if t is None or not by_value else t.detach().clone())
+            for t in tensors
         ]
         self._attributes = [plain_in(vars(module)) for _, module in self._doubled] if by_value else []
         self._num_steps += 1
 
     def end(self, step: Step) -> None:
         """Refuse changes made by the step."""
-        for one, (tensor, version, copy) in zip(self._kept, self._before, strict=True):
-            now = one.place.tensor
+        for buffer_copy, (tensor, version, copy) in zip(self._kept, self._before, strict=True):
+            now = buffer_copy.place.tensor
             changed = now is not tensor or (now is not None and _version(now) != version)
             if changed or (copy is not None and now is not None and not torch.equal(copy, now)):
-                self._refuse(one)
+                self._refuse(buffer_copy)
         for (name, module), attributes in zip(self._doubled, self._attributes, strict=False):
             for key in (key for key, value in plain_in(vars(module)).items() if attributes.get(key) != value):
                 raise ModelError(
@@ -87,7 +87,7 @@ class Shared(Observer):
                 )
         self._before = []
 
-    def _refuse(self, kept: _Kept) -> None:
+    def _refuse(self, kept: _BufferCopy) -> None:
         stages = ", ".join(map(str, kept.held.stages))
         raise ModelError(
             f"the forward of block {kept.block!r} changes the buffer {kept.held.name!r}, which stages {stages} hold",
@@ -96,7 +96,7 @@ class Shared(Observer):
         )
 
 
-def _kept(ties: Ties, stages: Sequence[Stage]) -> Iterator[_Kept]:
+def _kept(ties: Ties, stages: Sequence[Stage]) -> Iterator[_BufferCopy]:
     for stage in stages:
         seen: set[str] = set()
         for block in stage.blocks:
@@ -104,7 +104,7 @@ def _kept(ties: Ties, stages: Sequence[Stage]) -> Iterator[_Kept]:
                 held = ties.find(place.name)  # buffers held by several ranks are checked when they are exchanged
                 if held is not None and held.is_tied and not held.is_parameter and held.name not in seen:
                     seen.add(held.name)
-                    yield _Kept(held, place, block.name)
+                    yield _BufferCopy(held, place, block.name)
 
 
 def _version(tensor: Tensor) -> int:
@@ -116,14 +116,14 @@ def refuse_hidden(cuts: Iterable[Sequence[Block]]) -> None:
     owners: dict[int, tuple[int, str]] = {}
     stages = list(cuts)
     for at, blocks in enumerate(stages):
-        for place in (one for block in blocks for one in places_in(block)):
+        for place in (spot for block in blocks for spot in places_in(block)):
             if not place.is_parameter:
                 owners.setdefault(id(place.tensor), (at, place.name))
     for at, blocks in enumerate(stages):
         for block in blocks:
             for module in block.module.modules():
-                for key, one in vars(module).items():
-                    owner, name = owners.get(id(one), (at, "")) if isinstance(one, Tensor) else (at, "")
+                for key, tensor in vars(module).items():
+                    owner, name = owners.get(id(tensor), (at, "")) if isinstance(tensor, Tensor) else (at, "")
                     if owner != at:
                         raise ModelError(
                             f"block {block.name!r} holds the buffer {name!r} of another stage in its attribute {key!r}",

@@ -20,7 +20,7 @@ from drumline.engine.ranks.crew import Crew
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.stages.chain import Chain
 from drumline.model.block import Block
-from drumline.model.weights.tied import Copies, Ties
+from drumline.model.weights.tied import TiedCopies, Ties
 from drumline.runtime.execute.executor import Executor
 from drumline.runtime.gradients import clip
 from drumline.runtime.gradients.exchange import share
@@ -34,7 +34,7 @@ class Holdings(Observer):
     """The tensors of this process's ranks; `copies` are those of ranks that take turns here."""
 
     def __init__(
-        self, ties: Ties, crew: Crew, executors: Sequence[Executor], copies: Sequence[Copies], chain: Chain
+        self, ties: Ties, crew: Crew, executors: Sequence[Executor], copies: Sequence[TiedCopies], chain: Chain
     ) -> None:
         self.crew = crew
         self.executors = executors
@@ -44,7 +44,7 @@ class Holdings(Observer):
         self._named: Named | None = None
         self._earlier: list[tuple[nn.Parameter, Tensor | None]] = []  # gradients of earlier steps
 
-    def recut(self, ties: Ties, copies: Sequence[Copies]) -> None:
+    def recut(self, ties: Ties, copies: Sequence[TiedCopies]) -> None:
         """Take note of who holds what, at first and whenever layers have moved."""
         self.ties = ties
         self.copies = copies
@@ -53,7 +53,7 @@ class Holdings(Observer):
     def share(self) -> None:
         """Give all copies of tensors that several ranks hold the values of the rank that owns them."""
         self.follow()
-        if not self.crew.alone and any(one.is_copied for one in self.ties.tensors):
+        if not self.crew.alone and any(tensor.is_copied for tensor in self.ties.tensors):
             self.crew.drive([share(executor.exchange) for executor in self.executors])
 
     def follow(self) -> None:
@@ -77,23 +77,23 @@ class Holdings(Observer):
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the same without names."""
-        return [one for _, one in self.named_parameters()]
+        return [param for _, param in self.named_parameters()]
 
     def tensors(self) -> list[Tensor]:
         """Return every parameter and buffer of this process's ranks once, in the same order on every line."""
         blocks = [block for executor in self.executors for _, block in _blocks(executor)]
-        listed = (one for block in blocks for one in (*block.module.parameters(), *block.module.buffers()))
-        return list({id(one): one for one in listed}.values())
+        listed = (param for block in blocks for param in (*block.module.parameters(), *block.module.buffers()))
+        return list({id(tensor): tensor for tensor in listed}.values())
 
     def has_gradients(self) -> bool:
         """Return whether any of them has a gradient."""
-        return any(one.grad is not None for _, one in self.named_parameters())
+        return any(param.grad is not None for _, param in self.named_parameters())
 
     def norms(self, norm_type: float) -> list[dict[str, float]]:
         """Return, for each rank, the gradient norms of the parameters that it owns."""
         found = []
         for named in (self.named_on(executor, at_home=True) for executor in self.executors):
-            norms = clip.norms_of([one for _, one in named], norm_type)
+            norms = clip.norms_of([param for _, param in named], norm_type)
             own = {name: norm for (name, _), norm in zip(named, norms, strict=True) if norm is not None}
             found.append(self._whole_norms(dict(named), own, norm_type))
         return found
@@ -101,8 +101,8 @@ class Holdings(Observer):
     def _whole_norms(self, named: dict[str, nn.Parameter], own: dict[str, float], norm_type: float) -> dict[str, float]:
         """Return the norms of whole parameters, of which other lines may hold parts; these call it alike."""
         axes, whole = self.crew.axes, dict(own)
-        for axis in dict.fromkeys(axis for one in named.values() for axis in sharded_over(one)):
-            names = [name for name, one in named.items() if axis in sharded_over(one)]
+        for axis in dict.fromkeys(axis for param in named.values() for axis in sharded_over(param)):
+            names = [name for name, param in named.items() if axis in sharded_over(param)]
             norms = torch.tensor([whole.get(name, 0.0) for name in names], dtype=torch.float64)
             every = torch.stack(axes.gathered(norms.to(next(iter(named.values())).device), axis))
             total = torch.linalg.vector_norm(every, norm_type, dim=0)
@@ -115,16 +115,16 @@ class Holdings(Observer):
         Of those that lines of a mesh divide, return this line's pieces, or without `pieces` what the modules hold.
         """
         return [
-            (name, one if self.shards is None or not pieces else self.shards.shown(one))
-            for name, (home, one) in self.ties.on(_blocks(executor)).items()
-            if isinstance(one, nn.Parameter) and (home == executor.rank or not at_home)
+            (name, tensor if self.shards is None or not pieces else self.shards.shown(tensor))
+            for name, (home, tensor) in self.ties.on(_blocks(executor)).items()
+            if isinstance(tensor, nn.Parameter) and (home == executor.rank or not at_home)
         ]
 
     @contextmanager
     def whole(self, *, changed: bool = False) -> Iterator[None]:
         """Gather divided parameters inside; all lines call it alike. `changed` says that it gives them new values."""
         shards = self.shards
-        held = [] if shards is None else [at for one in self.executors for at in one.stages]
+        held = [] if shards is None else [at for executor in self.executors for at in executor.stages]
         # All of them are whole before the first step, and stay so.
         stages = [] if shards is None else [at for at in held if not shards.is_whole(at)]
         for stage in stages:
@@ -141,11 +141,11 @@ class Holdings(Observer):
     def begin(self, step: Step) -> None:
         """Put aside earlier steps' gradients of tensors that several ranks hold: only this step's are exchanged."""
         exchanges = [executor.exchange for executor in self.executors if executor.exchange.has_any]
-        exchanged = [one for exchange in exchanges for one in exchange.parameters]
+        exchanged = [param for exchange in exchanges for param in exchange.parameters]
         kept = set(self.parameters()) if exchanged else set()
-        self._earlier = [(one, one.grad) for one in exchanged if one in kept]
-        for one in exchanged:
-            one.grad = None
+        self._earlier = [(param, param.grad) for param in exchanged if param in kept]
+        for param in exchanged:
+            param.grad = None
 
     def end(self, step: Step) -> None:
         """Add this step's gradients to the earlier ones."""
@@ -162,8 +162,8 @@ class Holdings(Observer):
     def slices(self) -> dict[str, Slice | FlatSlice]:
         """Return which parts of whole tensors this process's modules hold, by name."""
         blocks = [block for executor in self.executors for _, block in _blocks(executor)]
-        each = {self.ties.first(name): slice_of(one) for block in blocks for name, one in _entries(block)}
-        return {name: one for name, one in each.items() if one is not None}
+        each = {self.ties.first(name): slice_of(tensor) for block in blocks for name, tensor in _entries(block)}
+        return {name: part for name, part in each.items() if part is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this process stores: the parameters and persistent buffers that its ranks own, each once."""
@@ -179,8 +179,8 @@ class Holdings(Observer):
     def whole_state_dict(self) -> dict[str, Any]:
         """Return the same under all names, and whole where lines hold parts of a tensor; all lines call it alike."""
         stored, slices, found = self.state_dict(), self.slices(), {}
-        for name, one in stored.items():
-            whole = put_together(one, slices.get(name), self.crew.axes)
+        for name, entry in stored.items():
+            whole = put_together(entry, slices.get(name), self.crew.axes)
             found.update(dict.fromkeys(self.ties.stored_as(name), whole))
         return found
 
@@ -256,8 +256,8 @@ def _check_tensor(name: str, value: Any, own: Tensor, whole: torch.Size) -> None
 def _given(state: Mapping[str, Any], ties: Ties, name: str) -> Any:
     """Return the state's entry under any of a tensor's names."""
     held = ties.find(name)
-    names = [one for one in ((name,) if held is None else held.names) if one in state]
-    values = [state[one] for one in names]
+    names = [text for text in ((name,) if held is None else held.names) if text in state]
+    values = [state[text] for text in names]
     for other, value in zip(names[1:], values[1:], strict=True):
         if value is not values[0] and not (value.shape == values[0].shape and torch.equal(value, values[0])):
             raise ModelError(

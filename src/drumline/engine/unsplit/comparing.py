@@ -89,4 +89,4 @@ def outputs_off(made: Any, wanted: Any) -> float:
     if isinstance(made, Mapping) and isinstance(wanted, Mapping):
         return max((outputs_off(made[key], wanted[key]) for key in made if key in wanted), default=0.0)
     pairs = zip(pack(made)[0], pack(wanted)[0], strict=False)
-    return max((off(one, other) for one, other in pairs if one.is_floating_point()), default=0.0)
+    return max((off(tensor, other) for tensor, other in pairs if tensor.is_floating_point()), default=0.0)

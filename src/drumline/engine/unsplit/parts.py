@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drumline.channel.lines.axes import Axes
-from drumline.model.loss.sheet import Factors
+from drumline.model.loss.factors import Factors
 
 
 class Parts:
@@ -59,7 +59,7 @@ class Parts:
 
     def counts(self, shares: Sequence[Any], device: torch.device) -> list[float]:
         """Return on how many of the lines that exchange within it each microbatch counts."""
-        return [float(float(one) != 0.0) for one in shares]
+        return [float(float(share) != 0.0) for share in shares]
 
     def share(self, own: float | Tensor, device: torch.device) -> float:
         """Return what part of the loss whole sequences are, of which each line has a part with its own share."""

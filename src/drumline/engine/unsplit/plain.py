@@ -56,7 +56,7 @@ class Plain:
         """All modules of the model."""
         if isinstance(self.model, nn.Module):
             return list(self.model.modules())
-        return list(dict.fromkeys(one for block in blocks_of(self.model) for one in block.module.modules()))
+        return list(dict.fromkeys(module for block in blocks_of(self.model) for module in block.module.modules()))
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by all of their names."""
@@ -65,7 +65,7 @@ class Plain:
         named = (
             block.module.named_parameters(prefix=block.name, remove_duplicate=False) for block in blocks_of(self.model)
         )
-        return {name: one for each in named for name, one in each}
+        return {name: param for each in named for name, param in each}
 
     def _drawing(self) -> Collection[str]:
         """Return the blocks to seed: other threads share the generators, so those that draw nothing leave them alone.
@@ -80,7 +80,7 @@ class Plain:
     def seeding(self, microbatch: int, randomness: Randomness) -> Iterator[Callable[[Any], Any]]:
         """Yield a function that runs the model on a microbatch with seeded blocks, even if a backward reruns one."""
         running: list[nn.Module] = []
-        calls: dict[nn.Module, list[str]] = {one: [] for one in self._starts}
+        calls: dict[nn.Module, list[str]] = {start: [] for start in self._starts}
         drawing = self._drawing()
 
         def enter(module: nn.Module, *_: Any) -> None:

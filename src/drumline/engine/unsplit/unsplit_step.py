@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from drumline.engine.unsplit.plain import Plain
-from drumline.model.loss.sheet import Factors
+from drumline.model.loss.factors import Factors
 from drumline.model.precision import Precision
 from drumline.model.randomness import Randomness
 from drumline.model.values import mapped
 
 
 @dataclass(frozen=True, slots=True)
-class Microbatch:
+class UnsplitMicrobatch:
     """One microbatch of a step: its number, what goes in, what is wanted, and what part of the loss it is.
 
     `factors` are what the parts of a model's own loss are multiplied by. `seen_share` returns what part of the loss it
@@ -52,13 +52,13 @@ class Made:
 
 def unsplit_step(
     model: Plain,
-    each: Iterable[Microbatch],
+    each: Iterable[UnsplitMicrobatch],
     loss_fn: Callable[[Any, Any], Tensor | None],
     *,
     randomness: Randomness,
     precision: Precision,
     scale: float = 1.0,
-    multiplying: Callable[[Microbatch], AbstractContextManager[object]] = lambda _: nullcontext(),
+    multiplying: Callable[[UnsplitMicrobatch], AbstractContextManager[object]] = lambda _: nullcontext(),
 ) -> Iterator[Made]:
     """Run microbatches one after another, and yield what the model made of each, once it has added its gradients.
 
@@ -66,12 +66,12 @@ def unsplit_step(
     mean over nothing is NaN.
 
     >>> layer, cpu = torch.nn.Linear(2, 1, bias=False), torch.device("cpu")
-    >>> each = [Microbatch(0, torch.ones(3, 2), None, 0.5), Microbatch(1, torch.ones(3, 2), None, 0.0)]
+    >>> each = [UnsplitMicrobatch(0, torch.ones(3, 2), None, 0.5), UnsplitMicrobatch(1, torch.ones(3, 2), None, 0.0)]
     >>> made = unsplit_step(
     ...     Plain([layer], ["0"]), each, lambda output, _: output.sum(),
     ...     randomness=Randomness(0, cpu), precision=Precision(),
     ... )
-    >>> [one.share for one in made], layer.weight.grad
+    >>> [value.share for value in made], layer.weight.grad
     ([0.5, 0.0], tensor([[1.5000, 1.5000]]))
     """
     for given in each:
@@ -80,7 +80,7 @@ def unsplit_step(
 
 def _run(
     model: Plain,
-    given: Microbatch,
+    given: UnsplitMicrobatch,
     loss_fn: Callable[[Any, Any], Tensor | None],
     randomness: Randomness,
     precision: Precision,
@@ -101,5 +101,5 @@ def _run(
         if loss.requires_grad:
             weight = torch.as_tensor(share * scale, dtype=loss.dtype, device=loss.device)
             torch.autograd.backward(loss, weight)
-    on_host = mapped(output, lambda one: one.detach().cpu())
+    on_host = mapped(output, lambda tensor: tensor.detach().cpu())
     return Made(on_host, loss.detach().cpu(), share, bool(drawing), loss_drew)

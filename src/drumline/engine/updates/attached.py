@@ -39,7 +39,7 @@ class Scales(Handler):
         """Record that gradients were set to zero."""
 
 
-class Copies:
+class ParameterCopies:
     """Has parameters updated themselves; a subclass has copies that are updated in their place."""
 
     is_on = False

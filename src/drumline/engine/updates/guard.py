@@ -28,7 +28,7 @@ class Guard:
     ) -> None:
         self.before = before
         self.after = after
-        self._parameters = [ref(one) for one in parameters]  # not ids: those of freed objects are reused
+        self._parameters = [ref(param) for param in parameters]  # not ids: those of freed objects are reused
         _guards.add(self)
         _found.clear()
         if not _hooks:
@@ -37,13 +37,13 @@ class Guard:
 
     def guards(self, held: Collection[int]) -> bool:
         """Whether any of its living parameters is among the living ones with these ids."""
-        return any(id(one) in held for seen in self._parameters if (one := seen()) is not None)
+        return any(id(tensor) in held for seen in self._parameters if (tensor := seen()) is not None)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     size = sum(len(group["params"]) for group in optimizer.param_groups)
     if optimizer not in _found or _found[optimizer][0] != size:
-        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         _found[optimizer] = size, [ref(guard) for guard in _guards if guard.guards(held)]
     for guard in _found_for(optimizer):
         guard.before(optimizer)
@@ -61,4 +61,4 @@ def _found_for(optimizer: Optimizer) -> list[Guard]:
 
 def guarded_by(guard: Guard) -> list[Optimizer]:
     """Return the optimizers that have stepped on parameters of a guard."""
-    return [one for one in list(_found) if guard in _found_for(one)]
+    return [optimizer for optimizer in list(_found) if guard in _found_for(optimizer)]

@@ -43,22 +43,22 @@ class StateByName:
 
     def _names(self, optimizer: Optimizer) -> list[list[str]]:
         """Return the names of every group's parameters."""
-        names = {id(one): name for name, one in self._named()}
-        held = [[id(one) for one in group["params"]] for group in optimizer.param_groups]
-        if any(one not in names for group in held for one in group):
+        names = {id(tensor): name for name, tensor in self._named()}
+        held = [[id(param) for param in group["params"]] for group in optimizer.param_groups]
+        if any(number not in names for group in held for number in group):
             raise RunError(
                 "an optimizer from pipe.optimizer holds a parameter that is not the pipeline's",
                 expected="only the pipeline's parameters: the state is stored under their names",
                 fix="create a separate optimizer for the other parameters",
             )
-        return [[names[one] for one in group] for group in held]
+        return [[names[number] for number in group] for group in held]
 
     def _told(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Convert a state by position to one by name."""
         names = self._names(optimizer)
         flat = [name for group in names for name in group]
         groups = [{**group, "params": own} for group, own in zip(state["param_groups"], names, strict=True)]
-        by_name = {flat[key] if isinstance(key, int) else key: one for key, one in state["state"].items()}
+        by_name = {flat[key] if isinstance(key, int) else key: entry for key, entry in state["state"].items()}
         return {**state, "state": by_name, "param_groups": groups}
 
     def _taken(self, optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class StateByName:
                 )
             settings = next(iter(theirs.values()), groups[0])
             made.append({**settings, "params": [position[name] for name in own]})
-        held = {position[name]: one for name, one in state.items() if name in position}
+        held = {position[name]: entry for name, entry in state.items() if name in position}
         return {**given, "state": held, "param_groups": made}
 
 
@@ -94,7 +94,7 @@ def plain(value: Any, what: str) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, tuple | list):
-        return [plain(one, what) for one in value]
+        return [plain(item, what) for item in value]
     if not isinstance(value, PLAIN):
         raise RecordError(
             f"the optimizer's {what} is a {type(value).__name__}", expected="a number, a text or a tensor"
@@ -104,14 +104,14 @@ def plain(value: Any, what: str) -> Any:
 
 def _checked(given: Any) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
     """Refuse anything but a state by name."""
-    state, groups = (given.get(one) if isinstance(given, Mapping) else None for one in ("state", "param_groups"))
+    state, groups = (given.get(name) if isinstance(given, Mapping) else None for name in ("state", "param_groups"))
     if not isinstance(state, Mapping) or not isinstance(groups, list) or not groups:
         raise ModelError(
             f"the optimizer's state is a {type(given).__name__} without state and param_groups",
             expected="the result of pipe.optimizer(...).state_dict()",
         )
-    keys = [*state, *(one for group in groups for one in group.get("params", ()))]
-    if any(not isinstance(one, str) for one in keys):
+    keys = [*state, *(param for group in groups for param in group.get("params", ()))]
+    if any(not isinstance(key, str) for key in keys):
         raise ModelError(
             "the optimizer's state is indexed by position, which changes with the cut and schedule",
             expected="a state indexed by parameter name, as pipe.optimizer(...).state_dict() returns",

@@ -24,27 +24,27 @@ from drumline.core.errors import ModelError, RunError, UsageError
 from drumline.engine.ranks.journal import Journal
 from drumline.engine.ranks.tally import Handler
 from drumline.engine.state.tensors import Holdings
-from drumline.engine.updates.attached import Copies, Divides, Refuses, Scales
+from drumline.engine.updates.attached import Divides, ParameterCopies, Refuses, Scales
 from drumline.engine.updates.guard import Guard, guarded_by
 from drumline.engine.updates.kinds import by_element
 from drumline.engine.updates.optimizer_state import NamedTensors, StateByName
-from drumline.engine.updates.validated import Validates
+from drumline.engine.updates.validation_time import Validates
 from drumline.engine.updates.whole_matrices import WholeMatrices
 from drumline.model.precision import Precision, settle_products
 
 
-class Kept(NamedTuple):
+class OptimizerEntry(NamedTuple):
     """What one optimizer keeps of a parameter: the number of its group, and its state."""
 
     group: int
     state: dict[str, Any]
 
 
-class Handed(NamedTuple):
+class ParameterState(NamedTuple):
     """What optimizers keep of a parameter: its float32 copy if it has one, and what each of them keeps, if anything."""
 
     master: Tensor | None
-    kept: list[Kept | None]
+    kept: list[OptimizerEntry | None]
 
 
 class Updates:
@@ -61,7 +61,7 @@ class Updates:
         self.holdings = holdings
         self._recording, self._check = recording, check
         self.scaler = Scales()
-        self.masters = Copies()
+        self.masters = ParameterCopies()
         self.validation = Validates()
         self.divided = Divides()
         self.wholes = WholeMatrices(holdings.crew.axes)
@@ -73,13 +73,13 @@ class Updates:
         self._kept: list[Optimizer] = []  # then, because nobody else may hold them
         self._is_inside = False
 
-    def update_copies(self, masters: Copies) -> None:
+    def update_copies(self, masters: ParameterCopies) -> None:
         """Have optimizers update copies of parameters; called before the first of them is made."""
         self.masters, self.wholes.precise = masters, True
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
         """Record the parameters of all stages here, and guard them against optimizers."""
-        left = [one for seen in self._left if (one := seen()) is not None]
+        left = [param for seen in self._left if (param := seen()) is not None]
         self._guard = Guard([*self.holdings.parameters(), *left], self.before, self.after)
         listed = list(parameters)
         if self.precision.scales and not self.scaler.is_on:
@@ -152,8 +152,8 @@ class Updates:
 
     def _refuse_left(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that still holds what has moved to other ranks, and so lacks what has come."""
-        left = {id(one) for seen in self._left if (one := seen()) is not None}
-        if left and any(id(one) in left for group in optimizer.param_groups for one in group["params"]):
+        left = {id(param) for seen in self._left if (param := seen()) is not None}
+        if left and any(id(param) in left for group in optimizer.param_groups for param in group["params"]):
             kind = type(optimizer).__name__
             raise RunError(
                 f"{kind} holds parameters of layers that have moved to another rank",
@@ -185,7 +185,7 @@ class Updates:
 
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers that were made here and are still in use."""
-        return [one for made in self._made if (one := made()) is not None]
+        return [optimizer for made in self._made if (optimizer := made()) is not None]
 
     def optimizer(
         self,
@@ -207,12 +207,12 @@ class Updates:
             )
         if not by_element(kind):
             self.wholes.cover(parameters)
-        if issubclass(kind, torch.optim.Muon) and any(one.device.type == "cpu" for one in parameters):
+        if issubclass(kind, torch.optim.Muon) and any(param.device.type == "cpu" for param in parameters):
             settle_products()
-        self.divided.divide([one for one in parameters if self.wholes.of(one) is None], kind)
-        updated = [self.updated(one) for one in parameters]
+        self.divided.divide([param for param in parameters if self.wholes.of(param) is None], kind)
+        updated = [self.updated(param) for param in parameters]
         made = kind([{"params": updated}], **settings)
-        copied = any(one is not other for one, other in zip(updated, parameters, strict=True))
+        copied = any(param is not other for param, other in zip(updated, parameters, strict=True))
         StateByName(named).attach(made)
         self._made.append(ref(made))
         self._parameters[made] = list(parameters)
@@ -240,42 +240,42 @@ class Updates:
     def strangers(self) -> list[Optimizer]:
         """Return optimizers that have stepped on parameters here and were not made here."""
         made = set(map(id, self.optimizers()))
-        return [one for one in guarded_by(self._guard) if id(one) not in made]
+        return [optimizer for optimizer in guarded_by(self._guard) if id(optimizer) not in made]
 
-    def handed_over(self, parameters: Sequence[nn.Parameter]) -> list[Handed]:
+    def handed_over(self, parameters: Sequence[nn.Parameter]) -> list[ParameterState]:
         """Return what optimizers keep of parameters, for another rank."""
         self.masters.catch_up()
         groups = [
-            {id(one): at for at, group in enumerate(optimizer.param_groups) for one in group["params"]}
+            {id(param): at for at, group in enumerate(optimizer.param_groups) for param in group["params"]}
             for optimizer in self.optimizers()
         ]
         found = []
-        for one in parameters:
-            updated = self.updated(one)
+        for param in parameters:
+            updated = self.updated(param)
             kept = [
-                Kept(at[id(updated)], dict(optimizer.state.get(updated, {}))) if id(updated) in at else None
+                OptimizerEntry(at[id(updated)], dict(optimizer.state.get(updated, {}))) if id(updated) in at else None
                 for optimizer, at in zip(self.optimizers(), groups, strict=True)
             ]
-            found.append(Handed(None if updated is one else updated.detach(), kept))
+            found.append(ParameterState(None if updated is param else updated.detach(), kept))
         return found
 
     def drop(self, parameters: Sequence[nn.Parameter]) -> None:
         """Forget parameters that have left."""
-        gone, updated = set(map(id, parameters)), [self.updated(one) for one in parameters]
+        gone, updated = set(map(id, parameters)), [self.updated(param) for param in parameters]
         gone_too = set(map(id, updated))
         for optimizer in self.optimizers():
             for group in optimizer.param_groups:
-                group["params"][:] = [one for one in group["params"] if id(one) not in gone_too]
-            self._parameters[optimizer][:] = [one for one in self._parameters[optimizer] if id(one) not in gone]
-            for one in updated:
-                optimizer.state.pop(one, None)
+                group["params"][:] = [param for param in group["params"] if id(param) not in gone_too]
+            self._parameters[optimizer][:] = [param for param in self._parameters[optimizer] if id(param) not in gone]
+            for param in updated:
+                optimizer.state.pop(param, None)
             if not self._parameters[optimizer] and optimizer not in self._own:
                 self._wrap(optimizer)
         self._left += map(ref, parameters)
         for parameter in parameters:
             self.masters.drop(parameter)
 
-    def take_over(self, handed: Mapping[nn.Parameter, Handed], order: Sequence[nn.Parameter]) -> None:
+    def take_over(self, handed: Mapping[nn.Parameter, ParameterState], order: Sequence[nn.Parameter]) -> None:
         """Update parameters that have come, with what other ranks' optimizers kept of them; keep all in this order."""
         for parameter, (master, each) in handed.items():
             if master is not None:
@@ -288,11 +288,11 @@ class Updates:
                     if kept.state:
                         optimizer.state[updated] = dict(kept.state)
         here = set(map(id, order))
-        self._left = [seen for seen in self._left if (one := seen()) is not None and id(one) not in here]
-        places = {id(self.updated(one)): at for at, one in enumerate(order)}
+        self._left = [seen for seen in self._left if (state := seen()) is not None and id(state) not in here]
+        places = {id(self.updated(state)): at for at, state in enumerate(order)}
         for optimizer in self.optimizers():
             for group in optimizer.param_groups:
-                group["params"].sort(key=lambda one: places.get(id(one), -1))
+                group["params"].sort(key=lambda state: places.get(id(state), -1))
 
     def piece(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return what an optimizer updates of a parameter, before precision: a whole copy, this line's part, or it."""
@@ -307,7 +307,7 @@ class Updates:
     def named(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that optimizers update, by name."""
         self.masters.catch_up()
-        return ((name, self.updated(one)) for name, one in parameters)
+        return ((name, self.updated(param)) for name, param in parameters)
 
     def _step(self, parameters: Sequence[nn.Parameter], kept: Any) -> Callable[..., Any]:
         def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> None:
@@ -329,26 +329,26 @@ class Updates:
     def _apply(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         """Step, with the gradients that the parameters have now."""
         self.divided.take(parameters)
-        self.masters.take([self.piece(one) for one in parameters])
+        self.masters.take([self.piece(param) for param in parameters])
         self.wholes.take(parameters)
         type(optimizer).step(optimizer)
         self._follow(parameters)
 
     def _follow(self, parameters: Sequence[nn.Parameter]) -> None:
         """Give parameters the values of what the optimizer updates in their place."""
-        self.masters.give([self.piece(one) for one in parameters])
+        self.masters.give([self.piece(param) for param in parameters])
         self.wholes.give(parameters)
         self.divided.give(parameters)
 
     def _zero_grad(self, parameters: Sequence[nn.Parameter]) -> Callable[..., None]:
         def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
             """Clear the gradients, also of parameters that only follow their copies; never in place."""
-            held = [] if set_to_none else [(one, one.grad) for one in parameters if one.grad is not None]
+            held = [] if set_to_none else [(param, param.grad) for param in parameters if param.grad is not None]
             type(optimizer).zero_grad(optimizer)
-            for one in parameters:
-                one.grad = None
-            for one, gradient in held:
-                one.grad = torch.zeros_like(gradient)
+            for param in parameters:
+                param.grad = None
+            for param, gradient in held:
+                param.grad = torch.zeros_like(gradient)
             self.forget()
 
         return zero_grad

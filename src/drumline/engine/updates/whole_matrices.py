@@ -28,12 +28,12 @@ class WholeMatrices:
 
     def cover(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make whole copies of those that are divided."""
-        for one in parameters:
-            if slice_of(one) is not None and one not in self._copies:
-                whole = self._whole(one, one.detach())
+        for param in parameters:
+            if slice_of(param) is not None and param not in self._copies:
+                whole = self._whole(param, param.detach())
                 whole = whole.float() if self.precise and whole.dtype in LOW else whole
-                self._copies[one] = nn.Parameter(whole, one.requires_grad)
-                self._seen[one] = _mark(one)
+                self._copies[param] = nn.Parameter(whole, param.requires_grad)
+                self._seen[param] = _mark(param)
 
     def _whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
         part = slice_of(parameter)
@@ -47,31 +47,31 @@ class WholeMatrices:
     @torch.no_grad()
     def take(self, parameters: Sequence[nn.Parameter]) -> None:
         """Before an optimizer steps, give its copies the whole gradients, and values that others changed."""
-        held = [one for one in parameters if one in self._copies]
+        held = [param for param in parameters if param in self._copies]
         self._catch_up(held)
-        for one in held:
-            self._copies[one].grad = None if one.grad is None else self._whole(one, one.grad.detach())
+        for param in held:
+            self._copies[param].grad = None if param.grad is None else self._whole(param, param.grad.detach())
 
     @torch.no_grad()
     def give(self, parameters: Sequence[nn.Parameter]) -> None:
         """After the optimizer steps, give each parameter its part of the copy."""
-        for one in (one for one in parameters if one in self._copies):
-            part, copy = slice_of(one), self._copies[one]
+        for param in (param for param in parameters if param in self._copies):
+            part, copy = slice_of(param), self._copies[param]
             assert part is not None
-            one.copy_(part.local(copy.detach(), self._axes.place(part.axis), self._axes.size(part.axis)))
+            param.copy_(part.local(copy.detach(), self._axes.place(part.axis), self._axes.size(part.axis)))
             copy.grad = None
-            self._seen[one] = _mark(one)
+            self._seen[param] = _mark(param)
 
     def _catch_up(self, held: Sequence[nn.Parameter]) -> None:
         """Adopt parameters that other code has changed on any line, such as a loaded state."""
-        for axis in dict.fromkeys(part.axis for one in held if (part := slice_of(one)) is not None):
-            along = [one for one in held if (part := slice_of(one)) is not None and part.axis == axis]
-            changed = [float(_mark(one) != self._seen[one]) for one in along]
+        for axis in dict.fromkeys(part.axis for param in held if (part := slice_of(param)) is not None):
+            along = [param for param in held if (part := slice_of(param)) is not None and part.axis == axis]
+            changed = [float(_mark(param) != self._seen[param]) for param in along]
             every = self._axes.summed(torch.tensor(changed, device=along[0].device), axis).tolist()
-            for one, count in zip(along, every, strict=True):
+            for param, count in zip(along, every, strict=True):
                 if count:
-                    self._copies[one].copy_(self._whole(one, one.detach()))
-                    self._seen[one] = _mark(one)
+                    self._copies[param].copy_(self._whole(param, param.detach()))
+                    self._seen[param] = _mark(param)
 
 
 def _mark(parameter: Tensor) -> tuple[int, int]:

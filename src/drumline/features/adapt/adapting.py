@@ -16,9 +16,9 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from drumline.adapt.decide import Decider
+from drumline.adapt.measured_step import MeasuredStep
 from drumline.adapt.proposal import CUT, Arrangement, Proposal
 from drumline.adapt.rebalance import Layers, guessed
-from drumline.adapt.seen import Seen
 from drumline.adapt.settings import Adapt
 from drumline.core.errors import DrumlineError, ModelError, RunError, UsageError
 from drumline.core.program import Program
@@ -77,7 +77,9 @@ class Adapting(Observer):
             return None
         self._seen = number
         try:
-            proposal = decider.see(Seen(number, measured), max((one.num_rows for one in last.told), default=0))
+            proposal = decider.see(
+                MeasuredStep(number, measured), max((report.num_rows for report in last.told), default=0)
+            )
         except DrumlineError as error:  # training does not depend on this
             self._tell(number, f"nothing changes from here on: {error}", {})
             self.close()
@@ -145,11 +147,11 @@ def decider_for(
     recompute: bool,
 ) -> Decider:
     """Return what decides for a pipeline that begins with this program and these stages."""
-    blocks = [[one for one in stage if not isinstance(one.module, LossHolder)] for stage in stages]
+    blocks = [[block for block in stage if not isinstance(block.module, LossHolder)] for stage in stages]
     counts = tuple(map(len, blocks))
-    every = [one for stage in blocks for one in stage]
+    every = [block for stage in blocks for block in stage]
     if profile is None:
-        profile = guessed([one.name for one in every], guessed_costs(every), [_sizes(one) for one in every], 1.0)
+        profile = guessed([block.name for block in every], guessed_costs(every), [_sizes(item) for item in every], 1.0)
     layers = Layers(profile, program, max_bytes=settings.max_bytes, recompute=recompute)
     return Decider(settings, Arrangement(program, counts), layers=layers, build=_built(schedule, program))
 
@@ -157,8 +159,8 @@ def decider_for(
 def _sizes(block: Block) -> tuple[int, int]:
     """Return a block's bytes of weights and of gradients."""
     tensors = [*block.module.parameters(), *block.module.buffers()]
-    trained = (one.nbytes for one in block.module.parameters() if one.requires_grad)
-    return sum(one.nbytes for one in tensors), sum(trained)
+    trained = (param.nbytes for param in block.module.parameters() if param.requires_grad)
+    return sum(tensor.nbytes for tensor in tensors), sum(trained)
 
 
 def _built(schedule: Any, program: Program) -> Callable[[int], Program | None] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from drumline.adapt.settings import KEEP, Adapt
 from drumline.engine.kit import Kit
 from drumline.engine.ranks.observer import Observer
-from drumline.engine.setting import Cut, Setting
+from drumline.engine.setup import ModelCut, PipelineSetup
 from drumline.engine.site import Site
 from drumline.features.adapt.adapting import Adapting, decider_for
 from drumline.features.adapt.auto_schedule import AutoSchedule
@@ -13,13 +13,13 @@ from drumline.features.adapt.options import AdaptOptions
 from drumline.features.adapt.together import AUTO
 
 
-def fit(kit: Kit, setting: Setting, options: AdaptOptions) -> None:
+def fit(kit: Kit, setting: PipelineSetup, options: AdaptOptions) -> None:
     """Have blocks timed if layers may move later."""
     settings = Adapt.of(options.adapt)
     kit.times_blocks = settings is not None and settings.rebalance != KEEP
 
 
-def attach(site: Site, setting: Setting, cut: Cut, options: AdaptOptions) -> list[Observer]:
+def attach(site: Site, setting: PipelineSetup, cut: ModelCut, options: AdaptOptions) -> list[Observer]:
     """Return what adapts the pipeline, if it shall; the first rank decides."""
     given, crew = setting.options, site.crew
     is_auto = given.schedule == AUTO

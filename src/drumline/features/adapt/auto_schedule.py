@@ -39,12 +39,12 @@ def first_split(stages_per_rank: int | None) -> str:
     >>> first_split(None), first_split(2), first_split(3)
     ('zb-h1', 'zb-v', 'interleaved-zb')
     """
-    split = (one for one in schedules().values() if one.splits_backward and one.admits_stages(stages_per_rank or 1))
+    split = (plan for plan in schedules().values() if plan.splits_backward and plan.admits_stages(stages_per_rank or 1))
     return next(split).name
 
 
 @dataclass
-class Searched:
+class SearchOutcome:
     """The result of the search, in seconds per step; `gained` is None until it is measured."""
 
     program: Program
@@ -71,7 +71,7 @@ class AutoSchedule(Observer):
     order: ClassVar[int] = -3
 
     def __init__(self, site: Site, adapting: Adapting) -> None:
-        self.searched: Searched | None = None
+        self.searched: SearchOutcome | None = None
         self.is_over = False
         self._crew, self._ledger, self._frozen, self._choice = site.crew, site.ledger, site.frozen, site.choice
         self._adapting = adapting  # takes over once the search is over
@@ -112,8 +112,8 @@ class AutoSchedule(Observer):
                 limit=Limit(max_activations=max(now.peak_activations)),
                 seconds=_SECONDS,
             )
-            before = median(one.makespan for one in self._seen)
-            self.searched = Searched(
+            before = median(step.makespan for step in self._seen)
+            self.searched = SearchOutcome(
                 found.program, before, now.makespan, found.timeline.makespan, float(found.bound.value)
             )
             better = self.searched.predicted_gain >= _LEAST_GAIN
@@ -130,7 +130,7 @@ class AutoSchedule(Observer):
         self.is_over = True
         if self._crew.rank == 0 and self._crew.axes.number == 0:
             assert self.searched is not None, "the program was changed to one that was found"
-            self.searched.after = median(one.makespan for one in self._seen)
+            self.searched.after = median(step.makespan for step in self._seen)
             gained = self.searched.gained or 0.0
             print(
                 f"schedule: a measured step takes {self.searched.after * 1e3:.1f} ms instead of"
@@ -139,7 +139,7 @@ class AutoSchedule(Observer):
             )
 
 
-def _said(searched: Searched, program: Program) -> str:
+def _said(searched: SearchOutcome, program: Program) -> str:
     before, after = searched.predicted_before * 1e3, searched.predicted * 1e3
     return (
         f"schedule: found a program for the measured stages; in simulation, a step takes {after:.1f} ms"
@@ -148,7 +148,7 @@ def _said(searched: Searched, program: Program) -> str:
     )
 
 
-def _kept(searched: Searched, program: Program) -> str:
+def _kept(searched: SearchOutcome, program: Program) -> str:
     return (
         f"schedule: kept {program.name}: the best program found for the measured stages takes"
         f" {searched.predicted * 1e3:.1f} ms instead of {searched.predicted_before * 1e3:.1f} ms; none can take under"

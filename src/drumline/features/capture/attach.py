@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from drumline.engine.kit import Kit
-from drumline.engine.setting import Setting
+from drumline.engine.setup import PipelineSetup
 from drumline.engine.site import Site
 from drumline.features.capture.engine import CapturingEngine
 from drumline.features.capture.options import CaptureOptions
 from drumline.runtime.step import Step
 
 
-def fit(kit: Kit, setting: Setting, options: CaptureOptions) -> None:
+def fit(kit: Kit, setting: PipelineSetup, options: CaptureOptions) -> None:
     """Have steps captured, if the user asks for it."""
     if options.capture:
         kit.engine = CapturingEngine

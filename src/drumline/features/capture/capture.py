@@ -19,7 +19,7 @@ from torch import Tensor
 
 from drumline.core.errors import ModelError
 from drumline.engine.ranks.crew import Drive
-from drumline.features.capture.captured import CapturedRow, Recorder
+from drumline.features.capture.captured_row import CapturedRow, Recorder
 from drumline.model.precision import casts_kept
 from drumline.model.randomness import Randomness
 from drumline.model.values import mapped, pack
@@ -128,7 +128,7 @@ class Capture:
             batch,
             target,
             inputs=(step.cuts or partial(cut, num_microbatches=len(step.inputs)))(batch) if step.inputs else (),
-            targets=[one if pack(given)[0] else given for one, given in zip(targets, step.targets, strict=True)],
+            targets=[value if pack(given)[0] else given for value, given in zip(targets, step.targets, strict=True)],
             shares=[share.clone() for share in step.shares],
         )
         for row in self.rows:
@@ -146,8 +146,8 @@ class Capture:
             raise ModelError(
                 "a block changes its buffers", expected="blocks without running statistics", fix="use capture=False"
             )
-        parameters = [one for row in self.rows for stage in row.executor.stages.values() for one in stage.parameters]
-        if any(one.grad is not None and one.grad.layout is not torch.strided for one in parameters):
+        parameters = [p for row in self.rows for stage in row.executor.stages.values() for p in stage.parameters]
+        if any(param.grad is not None and param.grad.layout is not torch.strided for param in parameters):
             raise ModelError("a gradient is sparse", expected="dense gradients", fix="use capture=False")
 
     def _buffers_changed(self) -> bool:
@@ -168,4 +168,4 @@ def _tensors(step: Step) -> list[Tensor]:
 
 def _signature(step: Step) -> Any:
     packed = (pack(step.batch), pack(step.target))
-    return [(form, [(one.shape, one.dtype) for one in tensors]) for tensors, form in packed]
+    return [(form, [(tensor.shape, tensor.dtype) for tensor in tensors]) for tensors, form in packed]

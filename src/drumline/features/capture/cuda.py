@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import ModelError
-from drumline.features.capture.captured import Recorder
+from drumline.features.capture.captured_row import Recorder
 
 
 @contextmanager

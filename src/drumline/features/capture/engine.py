@@ -55,5 +55,5 @@ class CapturingEngine(Engine):
             super().run(step, jobs_of)
         else:
             self.assembly.randomness.step = step.draw
-            drafts = step.drafts or [Draft(one.rank) for one in self.executors]
+            drafts = step.drafts or [Draft(executor.rank) for executor in self.executors]
             self.captured.run(step, drafts, self._crew.drive)

@@ -22,20 +22,20 @@ from torch import Tensor, nn
 
 from drumline.core.errors import RankFailed, WaitTimeout
 from drumline.engine.ground import Ground
-from drumline.engine.ranks.agreement import Given, agree_on_batch, first_difference, samples_of
+from drumline.engine.ranks.agreement import ArgumentPrint, agree_on_batch, first_difference, samples_of
 from drumline.engine.unsplit.parts import Parts
-from drumline.engine.unsplit.unsplit_step import Microbatch
+from drumline.engine.unsplit.unsplit_step import UnsplitMicrobatch
 from drumline.features.check.by_itself.places import Places
 from drumline.features.check.by_itself.reference import Reference
-from drumline.features.check.by_itself.relay import GaveUp
-from drumline.features.check.by_itself.rounding import DRAWS, Nudged, Rounding
+from drumline.features.check.by_itself.remote_model import GaveUp
+from drumline.features.check.by_itself.rounding import DRAWS, Nudge, Rounding
 from drumline.features.check.by_itself.runner import Runner, together
-from drumline.features.check.by_itself.wanted import Wanted, wanted_of
-from drumline.features.check.gradients.expected import Expected
+from drumline.features.check.by_itself.wanted import PlainResult, wanted_of
+from drumline.features.check.gradients.expected import ExpectedSketches
 from drumline.features.check.gradients.sketch import sketch
-from drumline.features.check.gradients.witness import Watched, Witness
+from drumline.features.check.gradients.witness import WatchedRank, Witness
 from drumline.features.check.heap import giving_back
-from drumline.features.check.sample import Sample
+from drumline.features.check.sample import StepSample
 from drumline.features.check.verdict import allowed_off
 from drumline.model.randomness import seedings_elsewhere
 from drumline.runtime.step import Step
@@ -51,7 +51,7 @@ class _Card:
     samples: dict[str, bytes]
     is_whole: bool
     here: Places
-    given: Given
+    given: ArgumentPrint
     factor: float
     is_coarse: bool  # whether what it trains is of low precision
 
@@ -60,12 +60,13 @@ class _Card:
 class Take:
     """One microbatch, and what the model by itself made of it."""
 
-    given: Microbatch
-    wanted: Wanted | None = None
-    expected: Expected | None = None  # of its gradients
-    nudged: list[Wanted | None] = field(default_factory=list)  # made while all that it computed was nudged a little
+    given: UnsplitMicrobatch
+    wanted: PlainResult | None = None
+    expected: ExpectedSketches | None = None  # of its gradients
+    # Made while all that it computed was nudged a little.
+    nudged: list[PlainResult | None] = field(default_factory=list)
     rounding: Rounding = field(default_factory=Rounding)
-    again: Wanted | None = None  # what the model made when it was run once more
+    again: PlainResult | None = None  # what the model made when it was run once more
     totals: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # of experts that tokens of all lines go through
     ratio: float = 1.0  # what it counts more in the step than was known before
     counts: bool = True  # whether it is a part of the loss: some losses must be seen before this is known
@@ -78,7 +79,7 @@ class Asking:
         self.reference, self.parts, self.num_microbatches = reference, parts, num_microbatches
         self.crew, self.intake = ground.crew, ground.intake
         self.engine, self.holdings = ground.engine, ground.holdings
-        self.ranks = [Watched(one, dict(self.holdings.named_on(one, pieces=False))) for one in self.engine.executors]
+        self.ranks = [WatchedRank(e, dict(self.holdings.named_on(e, pieces=False))) for e in self.engine.executors]
         self.takes: list[Take] = []
         self.runner: Runner | None = None
         self.named: Mapping[str, nn.Parameter] = {}  # the model's own
@@ -108,13 +109,13 @@ class Asking:
         with self._whole() as parts:
             self._ask(step, called, target, factor, whole)
         for take in self.takes:
-            take.wanted, take.nudged = parts(take.wanted), [parts(one) for one in take.nudged]
+            take.wanted, take.nudged = parts(take.wanted), [parts(result) for result in take.nudged]
             take.rounding = Rounding.between(take.wanted, take.nudged)
         if self.parts.is_on:
             self.named = self._own()
         for take in self.takes:
             if take.wanted is not None:
-                take.expected = Expected.of(take.wanted.sketches, self.allowed, take.rounding.gradients)
+                take.expected = ExpectedSketches.of(take.wanted.sketches, self.allowed, take.rounding.gradients)
         for rank in self.ranks:
             rank.watch([self._witness(rank, take) for take in self.takes])
         self.seconds = time.perf_counter() - started
@@ -125,24 +126,24 @@ class Asking:
         for rank in self.ranks:
             rank.leave()
 
-    def _witness(self, rank: Watched, take: Take) -> Witness:
+    def _witness(self, rank: WatchedRank, take: Take) -> Witness:
         if take.expected is None:  # nothing is compared here, and other ranks compare what they share with this one
-            shared = {one.name for one in self.engine.assembly.ties.tensors if one.is_copied}
-            only = {one for name, one in rank.named.items() if name in shared or self.parts.is_settled_later(one)}
+            shared = {tensor.name for tensor in self.engine.assembly.ties.tensors if tensor.is_copied}
+            only = {param for name, param in rank.named.items() if name in shared or self.parts.is_settled_later(param)}
             return Witness(take.given.number, only)
         witness = Witness(take.given.number)
         limits = take.expected.limits()
-        uses = Counter(one for stage in rank.executor.stages.values() for one in stage.parameters)
-        for name, one in rank.named.items():
+        uses = Counter(param for stage in rank.executor.stages.values() for param in stage.parameters)
+        for name, param in rank.named.items():
             own = self.named.get(name)
             # Else it sees parts of a sum.
-            is_whole = uses[one] == 1 and not self.parts.is_settled_later(one)
+            is_whole = uses[param] == 1 and not self.parts.is_settled_later(param)
             if own is not None and own in limits and is_whole:
-                witness.expected[one] = take.expected.sketches[own], limits[own]
+                witness.expected[param] = take.expected.sketches[own], limits[own]
         return witness
 
     @contextmanager
-    def _whole(self) -> Iterator[Callable[[Wanted | None], Wanted | None]]:
+    def _whole(self) -> Iterator[Callable[[PlainResult | None], PlainResult | None]]:
         """Have the model as one process has it inside; what is given turns what was wanted of it into that of parts."""
         if not self.parts.is_on or self.reference.whole is None:
             yield lambda wanted: wanted
@@ -150,14 +151,14 @@ class Asking:
         wholes: dict[str, nn.Parameter] = {}
         lines = self.parts
 
-        def parts(wanted: Wanted | None) -> Wanted | None:
+        def parts(wanted: PlainResult | None) -> PlainResult | None:
             if wanted is None:
                 return None
             own, gradients = self._own(), wanted.gradients
-            each = {own[name]: gradients[one] for name, one in wholes.items() if one in gradients}
+            each = {own[name]: gradients[whole] for name, whole in wholes.items() if whole in gradients}
             # Those of experts stay whole until all lines have added up theirs.
-            each = {one: whole if lines.is_summed(one) else lines.part_of(one, whole) for one, whole in each.items()}
-            compared = {one: sketch(part) for one, part in each.items() if not lines.is_summed(one)}
+            each = {p: whole if lines.is_summed(p) else lines.part_of(p, whole) for p, whole in each.items()}
+            compared = {param: sketch(part) for param, part in each.items() if not lines.is_summed(param)}
             return replace(wanted, gradients=each, sketches=compared)
 
         with lines.whole():
@@ -175,32 +176,33 @@ class Asking:
         number, reference = step.number, self.reference
         program = self.engine.assembly.program
         copies = [program.placement.rank_of(0, at) for at in range(program.num_microbatches)]
-        sample = Sample(
+        sample = StepSample(
             self.crew, self.intake, self.parts, number, called, target, sequences, copies, self.num_microbatches
         )
         local = sample.cut()
         named = {} if reference.whole is None else reference.whole.named_parameters()
         here, mine = Places.of(self.engine.blocks()), self._samples(named)
         is_whole = reference.is_current and reference.fits(self.engine.assembly.device)
-        own = Given.of(None, None) if self.crew.alone else Given.of(called, target)  # ranks here share one batch
+        # Ranks here share one batch.
+        own = ArgumentPrint.of(None, None) if self.crew.alone else ArgumentPrint.of(called, target)
         is_coarse = self.allowed > _FINE
         told = self.crew.collect("check", _Card(local is not None, mine, is_whole, here, own, factor, is_coarse))
         # Parts are added up in another order than the whole, and rounded in between: in low precision that shows.
-        self.measures = self.parts.is_on and any(one.is_coarse for one in told)
+        self.measures = self.parts.is_on and any(answer.is_coarse for answer in told)
         # Before differences are put down to the model.
-        agree_on_batch([one.given for one in told], number, self.crew.called)
-        given = local if local is not None and all(one.has_batch for one in told) else None
+        agree_on_batch([answer.given for answer in told], number, self.crew.called)
+        given = local if local is not None and all(answer.has_batch for answer in told) else None
         given = given or sample.passed_on(self.engine.ends)
-        self.takes = [Take(one) for one in given]
-        if len({one.factor for one in told}) > 1:
+        self.takes = [Take(microbatch) for microbatch in given]
+        if len({answer.factor for answer in told}) > 1:
             self.reason = "ranks scale the loss differently"  # which they tell each other after the step
-        elif all(one.is_whole for one in told) and not _are_stale(named, [one.samples for one in told]):
+        elif all(answer.is_whole for answer in told) and not _are_stale(named, [answer.samples for answer in told]):
             assert reference.whole is not None
             self.runner = Runner(reference.whole, named)
         elif self.parts.is_on and reference.is_chain:
             self.reason = "each rank has only its own stages in memory"
         else:
-            places = [one.here for one in told]
+            places = [answer.here for answer in told]
             self.runner = together(reference, self.crew, self.engine, dict(self.held), places)
             self.reason = "the model was let go, and could not be copied" if self.runner is None else ""
         self.named = {**({} if self.runner is None else self.runner.named), **self._of_loss()}
@@ -210,7 +212,7 @@ class Asking:
                 take.wanted = wanted
         for seed in range(DRAWS) if self.measures else ():
             if all(self.crew.collect("check rounding", not self.reason)):
-                with Nudged(seed):
+                with Nudge(seed):
                     nudged = self.run(step.draw, factor)
                 for take, wanted in zip(self.takes, nudged, strict=True):
                     take.nudged.append(wanted)
@@ -220,7 +222,7 @@ class Asking:
     def is_disturbed(self) -> bool:
         """Whether other threads have seeded generators meanwhile, from which this model draws, or its loss."""
         draws = any(
-            one.wanted is not None and (one.wanted.made.drew or one.wanted.made.loss_drew) for one in self.takes
+            take.wanted is not None and (take.wanted.made.drew or take.wanted.made.loss_drew) for take in self.takes
         )
         return draws and seedings_elsewhere() != self._seedings
 
@@ -229,9 +231,9 @@ class Asking:
         if not self.reference.is_current:
             return {}
         ranks = [rank.executor for rank in self.ranks]  # which hold the whole of what lines divide meanwhile
-        mine = {name: one for each in ranks for name, one in self.holdings.named_on(each, pieces=False)}
+        mine = {name: param for each in ranks for name, param in self.holdings.named_on(each, pieces=False)}
         if self.crew.alone:  # what is the model's own parameter cannot be another than that
-            mine = {name: one for name, one in mine.items() if named.get(name) is not one}
+            mine = {name: param for name, param in mine.items() if named.get(name) is not param}
         return samples_of(mine)
 
     def _of_loss(self) -> dict[str, nn.Parameter]:
@@ -240,7 +242,7 @@ class Asking:
         named = loss.named_parameters(prefix="loss_fn") if isinstance(loss, nn.Module) else ()
         return dict(named)
 
-    def run(self, draw: int, factor: float, *, in_full: bool = False) -> Sequence[Wanted | None]:
+    def run(self, draw: int, factor: float, *, in_full: bool = False) -> Sequence[PlainResult | None]:
         """Run all microbatches through the model by itself; None if they cannot be compared.
 
         All gradients are sketched; if they are wanted `in_full`, they are copied too.
@@ -256,7 +258,7 @@ class Asking:
                     self.runner.model,
                     [take.given for take in self.takes],
                     self.intake.loss,
-                    trained=[one for one in mine if one.requires_grad],
+                    trained=[param for param in mine if param.requires_grad],
                     in_full=in_full or self.parts.is_on,  # parts are cut out of whole gradients
                     device=assembly.device,
                     randomness=assembly.randomness,
@@ -279,13 +281,13 @@ class Asking:
             self.error = error
             self.reason = f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
             return nothing
-        if any(one.drew_elsewhere for one in made):
+        if any(result.drew_elsewhere for result in made):
             self.reason = "the model draws random numbers of Python's or numpy's, which no rank seeds"
-        elif any(one.made.drew for one in made) and self.parts.divides_sequences:
+        elif any(result.made.drew for result in made) and self.parts.divides_sequences:
             self.reason = "the model draws random numbers, which are others for each part of a sequence"
-        elif any(one.made.drew for one in made) and assembly.compiler is not None:
+        elif any(result.made.drew for result in made) and assembly.compiler is not None:
             self.reason = "the model draws random numbers, which are others once it is compiled"
-        elif any(one.made.loss_drew for one in made):
+        elif any(result.made.loss_drew for result in made):
             self.reason = "the loss function draws random numbers, which are others in the model by itself"
             if seedings_elsewhere() != self._seedings:
                 self.reason = "random numbers were drawn meanwhile, by the loss function or by another thread"
@@ -294,10 +296,10 @@ class Asking:
     @cached_property
     def allowed(self) -> float:
         """How far the two may be apart."""
-        return allowed_off(self.engine.assembly, {one.dtype for one in self.engine.parameters()})
+        return allowed_off(self.engine.assembly, {param.dtype for param in self.engine.parameters()})
 
 
 def _are_stale(named: Mapping[str, nn.Parameter], told: Sequence[Mapping[str, bytes]]) -> bool:
     """Whether the model here is not what the ranks have between them."""
-    everything = {name: value for one in told for name, value in one.items() if name in named}
+    everything = {name: value for entry in told for name, value in entry.items() if name in named}
     return first_difference([everything, samples_of({name: named[name] for name in everything})]) is not None

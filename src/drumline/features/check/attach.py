@@ -7,19 +7,19 @@ from functools import partial
 
 from drumline.engine.kit import Kit
 from drumline.engine.model.blocks import is_chain
-from drumline.engine.setting import Cut, Setting
+from drumline.engine.setup import ModelCut, PipelineSetup
 from drumline.engine.unsplit.parts import Parts
 from drumline.features.check.model_check import ModelCheck
 from drumline.features.check.options import CheckOptions
 
 
-def fit(kit: Kit, setting: Setting, options: CheckOptions) -> None:
+def fit(kit: Kit, setting: PipelineSetup, options: CheckOptions) -> None:
     """Have steps checked."""
     kit.check = partial(_check, options)
 
 
 def _check(
-    options: CheckOptions, setting: Setting, cut: Cut, parts: Parts, different: tuple[int, int, str] | None
+    options: CheckOptions, setting: PipelineSetup, cut: ModelCut, parts: Parts, different: tuple[int, int, str] | None
 ) -> ModelCheck:
     """Return the check of a pipeline's steps; rank 0 says if none can be checked."""
     when, program = options.check_model, setting.program

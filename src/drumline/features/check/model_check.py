@@ -17,20 +17,20 @@ from torch import Tensor
 from drumline.core.action import Op
 from drumline.core.errors import DrumlineError, MismatchError, ModelError, UsageError
 from drumline.engine.ground import Ground
-from drumline.engine.setting import Cut, Setting
+from drumline.engine.no_check import NoCheck
+from drumline.engine.setup import ModelCut, PipelineSetup
 from drumline.engine.state.keeper import Keeper
-from drumline.engine.unchecked import Unchecked
 from drumline.engine.unsplit.parts import Parts
 from drumline.features.check.by_itself.reference import Reference
 from drumline.features.check.sentinels import Sentinels, When
 from drumline.features.check.trial import Trial
-from drumline.features.check.verdict import Checked, Outcome, merged, verdict
+from drumline.features.check.verdict import CheckReport, RankOutcome, merged, verdict
 from drumline.runtime.step import CalledWith, Step
 
 NUM_MICROBATCHES = 2  # of the first step: one for each copy where a stage has two
 
 
-class ModelCheck(Unchecked, Keeper):
+class ModelCheck(NoCheck, Keeper):
     """The checks of one pipeline.
 
     With several processes it holds the whole model until the first step has ended, and this rank's blocks afterwards.
@@ -39,11 +39,11 @@ class ModelCheck(Unchecked, Keeper):
     order: ClassVar[int] = 1  # it watches what all others have prepared
 
     def __init__(
-        self, setting: Setting, cut: Cut, parts: Parts, different: tuple[int, int, str] | None, *, when: When
+        self, setting: PipelineSetup, cut: ModelCut, parts: Parts, different: tuple[int, int, str] | None, *, when: When
     ) -> None:
         model, crew = setting.options.model, setting.crew
         self.is_pending = when is not False  # whether the first step is still to be checked
-        self.checked: Checked | None = None
+        self.checked: CheckReport | None = None
         self.refusal: DrumlineError | None = None
         self._parts, self._crew = parts, crew
         self._reference = Reference(model, cut.blocks, alone=crew.alone) if self.is_pending else None
@@ -71,10 +71,10 @@ class ModelCheck(Unchecked, Keeper):
         if self.is_pending and self._reference is not None and self._reference.whole is not None:
             named = self._reference.whole.named_parameters().items()
             with torch.no_grad():
-                for name, one in ((name, one) for name, one in named if one not in divided):
+                for name, param in ((name, param) for name, param in named if param not in divided):
                     value = state.get(name)
-                    if isinstance(value, Tensor) and not one.is_meta and value.shape == one.shape:
-                        one.copy_(value)
+                    if isinstance(value, Tensor) and not param.is_meta and value.shape == param.shape:
+                        param.copy_(value)
 
     def refuse_move(self, *, changes_program: bool) -> None:
         """Refuse to move layers before the first step, if ranks will need the whole model for its check."""
@@ -159,9 +159,9 @@ class ModelCheck(Unchecked, Keeper):
     def _agree_on_weights(self) -> None:
         """Raise, alike on all ranks, if the ranks were given models with different values."""
         if self._different is not None:
-            one, other, name = self._different
+            number, other, name = self._different
             raise MismatchError(
-                f"{self._crew.called.several(one, other)} were given models with different values of {name}",
+                f"{self._crew.called.several(number, other)} were given models with different values of {name}",
                 expected="the same model on every rank",
                 fix="seed before it is made, torch.manual_seed(0), or load the same state into the pipeline",
             )
@@ -198,7 +198,7 @@ class ModelCheck(Unchecked, Keeper):
         trial.leave()
         is_first, self.is_pending = self.is_pending, False
         outcomes = trial.after(step)
-        others = [[Outcome() for _ in outcomes]] * (len(self._crew.channels) - 1)
+        others = [[RankOutcome() for _ in outcomes]] * (len(self._crew.channels) - 1)
         told = self._crew.all_told("checked", [outcomes, *others])
         reference, order = self._reference, self._ground.engine.assembly.order
         assert reference is not None

@@ -11,7 +11,7 @@ import torch
 from drumline.engine.ranks.crew import Crew
 from drumline.engine.stages.intake import Intake
 from drumline.engine.unsplit.parts import Parts
-from drumline.engine.unsplit.unsplit_step import Microbatch
+from drumline.engine.unsplit.unsplit_step import UnsplitMicrobatch
 from drumline.model.values import moved, pack
 from drumline.runtime.step import Step
 
@@ -33,7 +33,7 @@ def chosen(counts: Sequence[float], copies: Sequence[int], num_microbatches: int
     if len(set(copies)) == 1:
         rest = [at for at in (*range(first + 1, len(counts)), *range(first)) if counts[at] > 0]
         return sorted([first, *rest[: num_microbatches - 1]])
-    found = [_middle(counts, [at for at, copy in enumerate(copies) if copy == one]) for one in dict.fromkeys(copies)]
+    found = [_middle(counts, [at for at, copy in enumerate(copies) if copy == n]) for n in dict.fromkeys(copies)]
     return sorted([at for at in found if counts[at] > 0][:num_microbatches]) or [first]
 
 
@@ -52,14 +52,14 @@ def likely(targets: Sequence[Any]) -> list[float]:
     [0.0, 1.0]
     """
     told = [
-        sum(int((one != one.flatten()[0]).any()) + int(one.any()) for one in pack(target)[0] if one.numel())
+        sum(int((value != value.flatten()[0]).any()) + int(value.any()) for value in pack(target)[0] if value.numel())
         for target in targets
     ]
-    return [float(one == max(told)) for one in told]
+    return [float(number == max(told)) for number in told]
 
 
 @dataclass(frozen=True)
-class Sample:
+class StepSample:
     """What this process was given for a step; `sequences` are batch and target with whole ones, if lines have parts.
 
     `copies` says by which copy of the stages each microbatch runs, and `num_microbatches` how many are looked at.
@@ -75,18 +75,18 @@ class Sample:
     copies: Sequence[int]
     num_microbatches: int
 
-    def cut(self) -> list[Microbatch] | None:
+    def cut(self) -> list[UnsplitMicrobatch] | None:
         """Return microbatches that count, where this rank was given all of them."""
         if self.called is None or (self.target is None and not self.intake.own):
             return None
         step, places = self._taken({"first", "last"})
         return [self._with_sequences(self._microbatch(step, at), step.order) for at in places]
 
-    def _microbatch(self, step: Step, at: int) -> Microbatch:
+    def _microbatch(self, step: Step, at: int) -> UnsplitMicrobatch:
         given = step.inputs[at], step.targets[at], float(step.shares[at]), self.intake.factors_of(at)
-        return Microbatch(at, *given, seen_share=lambda: float(step.shares[at]))
+        return UnsplitMicrobatch(at, *given, seen_share=lambda: float(step.shares[at]))
 
-    def passed_on(self, ends: Collection[str]) -> list[Microbatch]:
+    def passed_on(self, ends: Collection[str]) -> list[UnsplitMicrobatch]:
         """Return microbatches of which ranks have only parts: the last stage's rank chooses them, the first's has them.
 
         All ranks call it; `ends` are those of the pipeline that are in this process.
@@ -95,19 +95,19 @@ class Sample:
         chosen = None
         if "last" in ends:
             each = [
-                Microbatch(at, None, step.targets[at], float(step.shares[at]), self.intake.factors_of(at))
+                UnsplitMicrobatch(at, None, step.targets[at], float(step.shares[at]), self.intake.factors_of(at))
                 for at in places
             ]
-            each = [self._with_sequences(one, step.order) for one in each]
-            chosen = [(one.number, moved(one.target, _HOST), one.share, one.factors) for one in each]
-        told = next(one for one in self.crew.collect("check target", chosen) if one is not None)
+            each = [self._with_sequences(microbatch, step.order) for microbatch in each]
+            chosen = [(sent.number, moved(sent.target, _HOST), sent.share, sent.factors) for sent in each]
+        told = next(value for value in self.crew.collect("check target", chosen) if value is not None)
         first = None
         if "first" in ends:
-            each = [Microbatch(at, step.inputs[at], None, share) for at, _, share, _ in told]
-            first = [moved(self._with_sequences(one, step.order).inputs, _HOST) for one in each]
-        inputs = next(one for one in self.crew.collect("check input", first) if one is not None)
+            each = [UnsplitMicrobatch(at, step.inputs[at], None, share) for at, _, share, _ in told]
+            first = [moved(self._with_sequences(microbatch, step.order).inputs, _HOST) for microbatch in each]
+        inputs = next(value for value in self.crew.collect("check input", first) if value is not None)
         pairs = zip(told, inputs, strict=True)
-        return [Microbatch(at, given, wanted, share, factors) for (at, wanted, share, factors), given in pairs]
+        return [UnsplitMicrobatch(at, given, wanted, share, factors) for (at, wanted, share, factors), given in pairs]
 
     def _taken(self, ends: Collection[str]) -> tuple[Step, list[int]]:
         """Return the step, cut into microbatches, and those of them that are looked at."""
@@ -117,7 +117,7 @@ class Sample:
         counts = likely(step.targets) if self.intake.is_open and step.targets else step.shares
         return step, chosen(self.parts.counts(counts, self.intake.device), self.copies, self.num_microbatches)
 
-    def _with_sequences(self, given: Microbatch, order: Sequence[int]) -> Microbatch:
+    def _with_sequences(self, given: UnsplitMicrobatch, order: Sequence[int]) -> UnsplitMicrobatch:
         """Return a microbatch with whole sequences, if lines of a mesh have parts of them.
 
         `order` says which of the given microbatches runs in each slot, if that was chosen.

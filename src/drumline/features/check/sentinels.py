@@ -22,7 +22,7 @@ When = bool | int | str
 def is_when(value: object) -> bool:
     """Whether a value says which steps to check.
 
-    >>> [is_when(one) for one in (True, False, "first", 50, 0, "always", 1.5)]
+    >>> [is_when(value) for value in (True, False, "first", 50, 0, "always", 1.5)]
     [True, True, True, True, False, False, False]
     """
     return isinstance(value, bool) or value == "first" or (isinstance(value, int) and value >= 1)
@@ -61,5 +61,5 @@ class Sentinels:
         every = _EVERY if self.when is True else self.when
         assert isinstance(every, int)
         early = _EARLY if self.when is True else ()
-        self.quiet_until = min([one for one in early if one > num_steps] + [(num_steps // every + 1) * every])
+        self.quiet_until = min([number for number in early if number > num_steps] + [(num_steps // every + 1) * every])
         return due or (num_steps > 0 and (num_steps % every == 0 or num_steps in early))

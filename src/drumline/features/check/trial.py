@@ -4,7 +4,7 @@
     in the step       witnesses note the same microbatches' gradients, outputs and losses where the stages are
     after the step    each rank compares its own; what several ranks hold is compared by their sum: see verdict.py
 
-No gradient is kept, only sketches of them: see sketched.py.
+No gradient is kept, only sketches of them: see gradients/.
 """
 
 from __future__ import annotations
@@ -21,17 +21,24 @@ from torch import Tensor, nn
 from drumline.engine.unsplit.comparing import norm_of, off, outputs_off
 from drumline.features.check.asking import Asking, Take
 from drumline.features.check.by_itself.rounding import DRAWS
-from drumline.features.check.by_itself.wanted import Wanted
-from drumline.features.check.gradients.expected import TIMES, Expected, Found, differences, found_by, unsettled
+from drumline.features.check.by_itself.wanted import PlainResult
+from drumline.features.check.gradients.expected import (
+    TIMES,
+    ExpectedSketches,
+    PieceGradient,
+    differences,
+    found_by,
+    unsettled,
+)
 from drumline.features.check.gradients.sketch import few, sketch
-from drumline.features.check.verdict import Outcome
+from drumline.features.check.verdict import RankOutcome
 from drumline.runtime.step import Step
 
 
 class Trial(Asking):
     """The check of one step."""
 
-    def after(self, step: Step) -> list[Outcome]:
+    def after(self, step: Step) -> list[RankOutcome]:
         """Compare, and return what this process has found for each microbatch; all ranks call it."""
         started = time.perf_counter()
         outcomes = []
@@ -40,15 +47,15 @@ class Trial(Asking):
             self._add_up(take)
             found = self._outcome(step, at, take)
             # What counts nothing is found only by its loss, which a mean over nothing makes NaN.
-            outcomes.append(found if take.counts else Outcome(unchecked=self.reason, raised=self.raised))
-        if any(one.is_wrong(self.allowed) for one in outcomes) and self.is_disturbed:
+            outcomes.append(found if take.counts else RankOutcome(unchecked=self.reason, raised=self.raised))
+        if any(outcome.is_wrong(self.allowed) for outcome in outcomes) and self.is_disturbed:
             why = "another thread seeded random generators meanwhile, from which this model draws"
-            outcomes = [Outcome(unchecked=why) for _ in outcomes]
+            outcomes = [RankOutcome(unchecked=why) for _ in outcomes]
         runs_again = self._can_run_again and not self.parts.is_on
-        if any(one.is_wrong(self.allowed) for one in outcomes) and runs_again:
+        if any(outcome.is_wrong(self.allowed) for outcome in outcomes) and runs_again:
             has_moods = self._has_moods(step)
-            for one in outcomes:
-                one.has_moods = has_moods
+            for outcome in outcomes:
+                outcome.has_moods = has_moods
         outcomes[0].seconds = self.seconds + time.perf_counter() - started
         return outcomes
 
@@ -62,7 +69,7 @@ class Trial(Asking):
         own = None
         if take.given.number in step.losses:
             own = self.parts.share(step.shares[take.given.number], self.intake.device)
-        share = next(one for one in self.crew.collect("check share", own) if one is not None)
+        share = next(value for value in self.crew.collect("check share", own) if value is not None)
         take.counts = bool(share)
         if take.counts and take.wanted is not None and take.expected is not None and share != take.wanted.made.share:
             take.ratio = share / take.wanted.made.share
@@ -73,22 +80,22 @@ class Trial(Asking):
         """Complete what is wanted of experts: tokens of all lines went through them, and each line has run its own."""
         known: dict[nn.Parameter, Tensor] = {} if take.expected is None else dict(take.expected.sketches)
         rounding = {} if take.expected is None else dict(take.expected.rounding)
-        for one in (one for _, one in self.held if one.requires_grad):
-            if self.parts.is_summed(one):
-                own = None if take.wanted is None else take.wanted.gradients.get(one)
+        for param in (param for _, param in self.held if param.requires_grad):
+            if self.parts.is_summed(param):
+                own = None if take.wanted is None else take.wanted.gradients.get(param)
                 if take.wanted is not None and (own is None or not take.counts):  # no token here chose any of them
-                    own = self.parts.nothing(one)
-                total, all_ran = self.parts.wanted(None if own is None else own * take.ratio, one)
+                    own = self.parts.nothing(param)
+                total, all_ran = self.parts.wanted(None if own is None else own * take.ratio, param)
                 if self.measures:
-                    rounding[one] = max(
-                        norm_of(other.double() - total.double()) for other in self._nudged_totals(take, one)
+                    rounding[param] = max(
+                        norm_of(other.double() - total.double()) for other in self._nudged_totals(take, param)
                     )
                 if take.wanted is not None and all_ran:
-                    take.totals[one], known[one] = total, sketch(total)
+                    take.totals[param], known[param] = total, sketch(total)
                 elif take.wanted is not None:
                     self.reason = "another line of the mesh could not run the model by itself"
         if take.expected is not None and self.parts.is_on:
-            take.expected = Expected.of(known, self.allowed, rounding)
+            take.expected = ExpectedSketches.of(known, self.allowed, rounding)
 
     def _nudged_totals(self, take: Take, parameter: nn.Parameter) -> Iterator[Tensor]:
         """Yield what is wanted of experts by each nudged run; lines on which one failed add nothing."""
@@ -96,8 +103,8 @@ class Trial(Asking):
             own = None if run is None or not take.counts else run.gradients.get(parameter)
             yield self.parts.wanted(None if own is None else own * take.ratio, parameter)[0]
 
-    def _outcome(self, step: Step, at: int, take: Take) -> Outcome:
-        outcome = Outcome(unchecked=self.reason, raised=self.raised)
+    def _outcome(self, step: Step, at: int, take: Take) -> RankOutcome:
+        outcome = RankOutcome(unchecked=self.reason, raised=self.raised)
         unsure: Collection[str] = ()
         if self.runner is not None and self.runner.relay is not None:
             unsure, outcome.in_parts = self.runner.unsure, self.runner.in_parts
@@ -106,8 +113,8 @@ class Trial(Asking):
         if take.ratio != 1.0:
             found = unsettled(found)
         ties, alone = self.engine.assembly.ties, self.crew.alone
-        shared = {one.name for one in ties.tensors if one.is_copied and not alone}
-        outcome.shared = {name: few(one.sketched) for name, one in found.items() if name in shared}
+        shared = {tensor.name for tensor in ties.tensors if tensor.is_copied and not alone}
+        outcome.shared = {name: few(gradient.sketched) for name, gradient in found.items() if name in shared}
         if take.wanted is None or take.expected is None:
             return outcome
         named, expected = self.named, take.expected
@@ -132,9 +139,9 @@ class Trial(Asking):
                 )
                 outcome.wanted[name] = [*numbers, size, expected.whole]
         outcome.num_parameters = len(compared)
-        made = {one: found.get(name) for one, name in compared.items()}
+        made = {param: found.get(name) for param, name in compared.items()}
         apart = differences(made, expected, partial(self._in_full, step, take))
-        outcome.differences = {compared[one]: each for one, each in apart.items()}
+        outcome.differences = {compared[param]: each for param, each in apart.items()}
         if take.given.number in step.losses:
             others = {
                 "loss": off(self._loss(step, take), take.wanted.made.loss),
@@ -147,14 +154,14 @@ class Trial(Asking):
         """Run the model once more, and return gradients in full, of those that come out as they did before."""
         if self.parts.is_on:  # all were kept; another line may have no doubt, and would not run again
             assert take.wanted is not None
-            whole = {one: each * take.ratio for one, each in take.wanted.gradients.items()} | take.totals
-            return {one: whole[one] for one in parameters if one in whole}
+            whole = {param: each * take.ratio for param, each in take.wanted.gradients.items()} | take.totals
+            return {param: whole[param] for param in parameters if param in whole}
         if self._can_run_again:
             self._once_more(step)
         if take.again is None or take.expected is None:
             return {}
         same = take.expected.near(take.again.sketches)
-        return {one: take.again.gradients[one] for one in parameters if one in same and one in take.again.gradients}
+        return {p: take.again.gradients[p] for p in parameters if p in same and p in take.again.gradients}
 
     @property
     def _can_run_again(self) -> bool:
@@ -168,14 +175,14 @@ class Trial(Asking):
             for take, again in zip(self.takes, made, strict=True):
                 take.again = again
 
-    def _found(self, at: int) -> dict[str, Found]:
+    def _found(self, at: int) -> dict[str, PieceGradient]:
         """Return what the witnesses saw, by name, with the parts of other lines where each sees a part."""
         found = found_by(self.ranks, at)
-        for name, one in self.held:
-            if self.parts.seen_over(one) and one.requires_grad:
+        for name, param in self.held:
+            if self.parts.seen_over(param) and param.requires_grad:
                 seen = found.get(name)
-                total = self.parts.seen(None if seen is None else seen.full, one)
-                found[name] = Found(sketch(total), total)
+                total = self.parts.seen(None if seen is None else seen.full, param)
+                found[name] = PieceGradient(sketch(total), total)
         return found
 
     def _loss(self, step: Step, take: Take) -> Tensor:
@@ -188,7 +195,7 @@ class Trial(Asking):
 
     def _output(self, at: int) -> Any:
         outputs = [rank.witnesses[at].output for rank in self.ranks]
-        return next((one for one in outputs if one is not None), None)
+        return next((output for output in outputs if output is not None), None)
 
     def _has_moods(self, step: Step) -> bool:
         """Whether the model by itself returns something else when it is run again.
@@ -201,8 +208,8 @@ class Trial(Asking):
             return False
         return self._differ(again, self.run(step.draw, step.factor))
 
-    def _differ(self, ones: Sequence[Wanted | None], others: Sequence[Wanted | None]) -> bool:
+    def _differ(self, ones: Sequence[PlainResult | None], others: Sequence[PlainResult | None]) -> bool:
         return any(
-            one is None or other is None or outputs_off(one.made.output, other.made.output) > self.allowed
-            for one, other in zip(ones, others, strict=True)
+            result is None or other is None or outputs_off(result.made.output, other.made.output) > self.allowed
+            for result, other in zip(ones, others, strict=True)
         )

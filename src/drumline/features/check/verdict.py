@@ -14,7 +14,7 @@ from drumline.features.check.gradients.expected import FLOOR
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckReport:
     """What the last check looked at, what it cost, what it found wrong, and what it had to leave out."""
 
     seconds: float
@@ -26,7 +26,7 @@ class Checked:
 
 
 @dataclass(slots=True)
-class Outcome:
+class RankOutcome:
     """What one rank tells of its comparison of one microbatch."""
 
     differences: dict[str, float] = field(default_factory=dict)  # of gradients, those that are too large
@@ -43,7 +43,7 @@ class Outcome:
 
     def is_wrong(self, allowed: float) -> bool:
         """Whether this rank has found something wrong by itself."""
-        return bool(self.differences) or any(one > allowed for one in self.others.values())
+        return bool(self.differences) or any(other > allowed for other in self.others.values())
 
 
 def allowed_off(assembly: Assembly, kinds: set[torch.dtype]) -> float:
@@ -69,7 +69,7 @@ _CHAIN = (
 
 
 def verdict(
-    told: Sequence[Outcome],
+    told: Sequence[RankOutcome],
     allowed: float,
     order: Sequence[str],
     homes: Mapping[str, str],
@@ -78,34 +78,34 @@ def verdict(
     divides_layers: bool = False,
     is_chain: bool = False,
     step: int = 0,
-) -> tuple[Checked, ModelError | None]:
+) -> tuple[CheckReport, ModelError | None]:
     """Return what all ranks found between them about a microbatch, and what to raise if something is wrong.
 
     `order` is that of the model's parameters, and `homes` are their blocks. `divides_layers` says that tp does,
     `is_chain` that a list of blocks is checked. A list that is another each time it is called cannot be checked, but it
     runs as it is; of other models only what was traced runs.
 
-    >>> wrong = Outcome({"b.weight": 0.5}, num_parameters=2, others={"loss": 1e-9})
+    >>> wrong = RankOutcome({"b.weight": 0.5}, num_parameters=2, others={"loss": 1e-9})
     >>> checked, error = verdict([wrong], 1e-4, ["a.weight", "b.weight"], {"b.weight": "b"})
     >>> checked.wrong, str(error)
     (('b.weight',), "...the gradient of b.weight, in block 'b', is 0.5 of its size off...")
-    >>> str(verdict([Outcome(raised="it raises KeyError: 'x'")], 1e-4, [], {})[1])
+    >>> str(verdict([RankOutcome(raised="it raises KeyError: 'x'")], 1e-4, [], {})[1])
     "the model by itself cannot run a microbatch that its blocks can: it raises KeyError: 'x'; expected a model..."
     >>> "partial" in str(verdict([wrong], 1e-4, ["b.weight"], {}, divides_layers=True)[1])
     True
     """
-    wrong = {name: apart for one in told for name, apart in one.differences.items()} | _shared_wrong(told, allowed)
+    wrong = {name: apart for o in told for name, apart in o.differences.items()} | _shared_wrong(told, allowed)
     places = {name: at for at, name in enumerate(order)}
     names = sorted(wrong, key=lambda name: places.get(name, len(places)))
-    others = {what: apart for one in told for what, apart in one.others.items() if apart > allowed}
-    unchecked = {one.unchecked: rank for rank, one in reversed(list(enumerate(told))) if one.unchecked}
-    checked = Checked(
-        max(one.seconds for one in told),
-        sum(one.num_parameters for one in told) + len({name for one in told for name in one.wanted}),
+    others = {what: apart for outcome in told for what, apart in outcome.others.items() if apart > allowed}
+    unchecked = {outcome.unchecked: rank for rank, outcome in reversed(list(enumerate(told))) if outcome.unchecked}
+    checked = CheckReport(
+        max(outcome.seconds for outcome in told),
+        sum(outcome.num_parameters for outcome in told) + len({name for outcome in told for name in outcome.wanted}),
         (*others, *names),
-        "; ".join(f"{called.one(at)}: {reason}" for reason, at in unchecked.items()),
+        "; ".join(f"{called.rank(at)}: {reason}" for reason, at in unchecked.items()),
     )
-    if raised := next((one.raised for one in told if one.raised), ""):
+    if raised := next((outcome.raised for outcome in told if outcome.raised), ""):
         return checked, ModelError(
             f"the model by itself cannot run a microbatch that its blocks can: {raised}",
             expected="a model that can train without a pipeline",
@@ -113,22 +113,22 @@ def verdict(
         )
     if not checked.wrong:
         return checked, None
-    has_moods = any(one.has_moods for one in told)
+    has_moods = any(outcome.has_moods for outcome in told)
     if has_moods and is_chain:
         why = "the model returns something else each time it is called"
-        return Checked(checked.seconds, 0, (), why), None
+        return CheckReport(checked.seconds, 0, (), why), None
     if has_moods:
         return checked, ModelError(
             "the model returns something else each time it is called, so that its pieces cannot be checked",
             expected="a forward that does the same every time, for inputs of the same kind",
             fix="look for what it does once only, or only sometimes; check_model=False trains it unchecked",
         )
-    what = [f"its {one} is {apart:.2g} of its size off" for one, apart in others.items()]
+    what = [f"its {name} is {apart:.2g} of its size off" for name, apart in others.items()]
     if names:
         more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
         home = homes.get(names[0], "")
         what.append(f"the gradient of {names[0]}{more}, in block {home!r}, is {wrong[names[0]]:.2g} of its size off")
-    changed = next((one.changed for one in told if one.changed), "")
+    changed = next((outcome.changed for outcome in told if outcome.changed), "")
     when = f" in step {step}" if step else ""
     return checked, ModelError(
         f"the model, {'run' if is_chain else 'traced'} block by block, returns something else than by itself{when}: "
@@ -141,39 +141,39 @@ def verdict(
     )
 
 
-def merged(found: Sequence[tuple[Checked, ModelError | None]], step: int) -> tuple[Checked, ModelError | None]:
+def merged(found: Sequence[tuple[CheckReport, ModelError | None]], step: int) -> tuple[CheckReport, ModelError | None]:
     """Return one verdict of those about several microbatches of a step.
 
-    >>> merged([(Checked(0.1, 3), None), (Checked(0.0, 3, ("loss",)), ModelError("wrong"))], 0)
-    (Checked(seconds=0.1, num_parameters=3, wrong=('loss',), ...num_microbatches=2), ModelError('wrong'))
+    >>> merged([(CheckReport(0.1, 3), None), (CheckReport(0.0, 3, ("loss",)), ModelError("wrong"))], 0)
+    (CheckReport(seconds=0.1, num_parameters=3, wrong=('loss',), ...num_microbatches=2), ModelError('wrong'))
     """
     every = [checked for checked, _ in found]
-    unchecked = next((one.unchecked for one in every if one.unchecked), "")
+    unchecked = next((report.unchecked for report in every if report.unchecked), "")
     error = next((error for _, error in found if error is not None), None)
-    wrong = tuple(dict.fromkeys(name for one in every for name in one.wrong))
-    number = max(one.num_parameters for one in every)
-    return Checked(sum(one.seconds for one in every), number, wrong, unchecked, step, len(every)), error
+    wrong = tuple(dict.fromkeys(name for report in every for name in report.wrong))
+    number = max(report.num_parameters for report in every)
+    return CheckReport(sum(report.seconds for report in every), number, wrong, unchecked, step, len(every)), error
 
 
-def _shared_wrong(told: Sequence[Outcome], allowed: float) -> dict[str, float]:
+def _shared_wrong(told: Sequence[RankOutcome], allowed: float) -> dict[str, float]:
     """Return what several ranks hold and whose sum over them is wrong."""
     found = {}
     for name, (*wanted, norm, whole) in _wanted_of(told).items():
-        each = [one.shared[name] for one in told if name in one.shared]
+        each = [outcome.shared[name] for outcome in told if name in outcome.shared]
         made = [sum(column) for column in zip(*each, strict=True)] or [0.0] * len(wanted)
-        apart = max(abs(one - other) for one, other in zip(made, wanted, strict=True))
+        apart = max(abs(value - other) for value, other in zip(made, wanted, strict=True))
         if apart > 4 * max(allowed * norm, FLOOR * whole):
             found[name] = apart / norm if norm else apart
     return found
 
 
-def _wanted_of(told: Sequence[Outcome]) -> dict[str, list[float]]:
+def _wanted_of(told: Sequence[RankOutcome]) -> dict[str, list[float]]:
     """Return the sketches of what several ranks hold, as the model has it: of all of it, or the sum of the parts."""
     found: dict[str, list[float]] = {}
     for each in told:
-        for name, one in each.wanted.items():
+        for name, row in each.wanted.items():
             if name in each.in_parts and name in found:
-                found[name] = [first + second for first, second in zip(found[name], one, strict=True)]
+                found[name] = [first + second for first, second in zip(found[name], row, strict=True)]
             else:
-                found[name] = one
+                found[name] = row
     return found

@@ -22,7 +22,7 @@ from drumline.core.simulate.simulate import makespans, simulate
 from drumline.core.timeline.idle import Limit
 from drumline.engine.ranks.crew import Crew
 from drumline.engine.ranks.observer import Observer
-from drumline.engine.ranks.tally import Tally, Told
+from drumline.engine.ranks.tally import RankReport, Tally
 from drumline.engine.stages.sizes import Size, SizeCosts, fitted, sizes_given
 from drumline.plan.search.search import search
 from drumline.runtime.step import Step
@@ -49,7 +49,7 @@ def orders(weights: Sequence[float]) -> dict[str, Order]:
     """
     up = sorted(range(len(weights)), key=lambda at: weights[at])
     down = up[::-1]
-    turns = [one for pair in zip(up, down, strict=True) for one in pair][: len(up)]
+    turns = [number for pair in zip(up, down, strict=True) for number in pair][: len(up)]
     listed = {
         "as given": range(len(weights)),
         "longest in the middle": (*up[::2], *up[1::2][::-1]),
@@ -62,7 +62,7 @@ def orders(weights: Sequence[float]) -> dict[str, Order]:
 
 
 @dataclass(frozen=True, slots=True)
-class Arranged:
+class LengthOrder:
     """The order that was chosen, and what a step takes by it and as given, simulated."""
 
     name: str
@@ -76,7 +76,7 @@ class Arranged:
         return 1.0 - self.makespan / self.as_given
 
 
-def arranged(program: Program, costs: SizeCosts, sizes: Sequence[Size]) -> Arranged:
+def arranged(program: Program, costs: SizeCosts, sizes: Sequence[Size]) -> LengthOrder:
     """Return the order by which a step takes least in the simulator; as given where that saves less than 1%.
 
     >>> from drumline.schedules import generate
@@ -96,7 +96,7 @@ def arranged(program: Program, costs: SizeCosts, sizes: Sequence[Size]) -> Arran
     if times[best] > times[0] * (1.0 - _LEAST_GAIN):
         best = 0
     name = list(tried)[best]
-    return Arranged(name, tried[name], times[best], times[0])
+    return LengthOrder(name, tried[name], times[best], times[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class SearchedSizes:
     """
 
     program: Program | None
-    arranged: Arranged  # by the pipeline's own program
+    arranged: LengthOrder  # by the pipeline's own program
     predicted: float
     bound: float
     seconds: float  # that the search took
@@ -123,7 +123,7 @@ class Arranging(Observer):
     def __init__(self, crew: Crew, program: Callable[[], Program]) -> None:
         self._crew, self._program = crew, program
         self._costs: SizeCosts | None = None  # the same on all ranks
-        self._known: dict[Any, Arranged] = {}
+        self._known: dict[Any, LengthOrder] = {}
         self._searched: dict[Any, SearchedSizes] = {}
         self._seen: deque[tuple[Tally, tuple[Size, ...]]] = deque(maxlen=_NUM_STEPS)
 
@@ -136,12 +136,12 @@ class Arranging(Observer):
         """Return the order in which microbatches of these sizes run."""
         return self.arranged(sizes).order
 
-    def arranged(self, sizes: tuple[Size, ...]) -> Arranged:
+    def arranged(self, sizes: tuple[Size, ...]) -> LengthOrder:
         """Return the same with what is known of it; costs that differ little are not simulated again."""
         program = self._program()
         weights = self.costs.weights(sizes)
         mean = sum(weights) / len(weights)
-        key = (id(program), self._costs is None, tuple(round(_PARTS * one / mean) for one in weights))
+        key = (id(program), self._costs is None, tuple(round(_PARTS * weight / mean) for weight in weights))
         found = self._known.get(key)
         if found is None:
             if len(self._known) >= _MOST_KEPT:
@@ -155,7 +155,7 @@ class Arranging(Observer):
         for kept in (self._seen, self._known, self._searched):
             kept.clear()
 
-    def told(self, step: Step, tally: Tally, each: Sequence[Told]) -> None:
+    def told(self, step: Step, tally: Tally, each: Sequence[RankReport]) -> None:
         """Keep what is measured of a step whose sizes are known, on the rank that searches."""
         if step.train and step.sizes and self._crew.rank == 0:
             sizes = step.sizes

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from drumline.core.program import Program
 from drumline.engine.kit import Kit
-from drumline.engine.setting import Setting
+from drumline.engine.setup import PipelineSetup
 from drumline.engine.site import Site
 from drumline.features.lengths.arrange import Arranging
 from drumline.features.lengths.options import LengthOptions
 from drumline.features.lengths.ordering import OrderedIntake
 
 
-def fit(kit: Kit, setting: Setting, options: LengthOptions) -> None:
+def fit(kit: Kit, setting: PipelineSetup, options: LengthOptions) -> None:
     """Have microbatches put in order, if the user asks for it."""
     if options.arrange:
         kit.intake = OrderedIntake

@@ -26,5 +26,5 @@ class LengthMethods(Methods):
         'longest in the middle'
         """
         self._site.settle("search")
-        arranging = next(one for one in self._site.observers.each if isinstance(one, Arranging))
+        arranging = next(observer for observer in self._site.observers.each if isinstance(observer, Arranging))
         return arranging.search(list(sizes), seconds=seconds, num_steps=num_steps)

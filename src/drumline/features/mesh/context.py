@@ -23,7 +23,7 @@ from drumline.channel.lines.axes import Axes
 from drumline.core.errors import ModelError
 from drumline.features.mesh.passing import spread
 from drumline.model.layers.routing import is_traced
-from drumline.model.patches import Patch, Replaced
+from drumline.model.patches import Patch, Replacement
 
 AXIS = "cp"
 _PACKED = "find_packed_sequence_indices"  # by which transformers finds packed documents
@@ -70,7 +70,7 @@ class WholeContext(TorchFunctionMode):
         if key.shape == value.shape:
             keys, values = spread(torch.stack([key, value]), self._axes, -2, AXIS)
         else:
-            keys, values = (spread(one, self._axes, -2, AXIS) for one in (key, value))
+            keys, values = (spread(tensor, self._axes, -2, AXIS) for tensor in (key, value))
         mask = self._mask(query, keys.shape[-2]) if is_causal else None
         return nn.functional.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, dropout_p=dropout_p, **more
@@ -107,7 +107,7 @@ def _gathering(axes: Axes) -> Iterator[None]:
 
 @cache
 def _packed_in(masks: Any) -> Patch:
-    def unpacked(replaced: Replaced) -> Callable[..., Any]:
+    def unpacked(replaced: Replacement) -> Callable[..., Any]:
         return lambda *args, **kwargs: None if replaced.watcher else replaced.found(*args, **kwargs)
 
     return Patch(masks, _PACKED, unpacked)

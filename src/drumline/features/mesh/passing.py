@@ -50,7 +50,7 @@ def _part_of_sum(axes: Axes, tensor: Tensor, dim: int, axis: str) -> Tensor:
     own = own_part(axes, tensor, dim, axis)
     if is_traced(tensor):
         return own
-    return axes.scattered([one.contiguous() for one in tensor.chunk(axes.size(axis), dim)], axis)
+    return axes.scattered([value.contiguous() for value in tensor.chunk(axes.size(axis), dim)], axis)
 
 
 def _sum_of(axes: Axes, tensor: Tensor, dim: int, axis: str) -> Tensor:

@@ -30,7 +30,7 @@ _BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel
 
 
 @dataclass(slots=True, eq=False)
-class Bucket:
+class GradientBucket:
     """Gradients of one dtype on their way: `flat` holds all of them, and a flag for each."""
 
     parameters: Sequence[nn.Parameter]
@@ -61,17 +61,17 @@ class Reducer:
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
 
-    def start(self, parameters: Sequence[nn.Parameter], now: Callable[[], int] = lambda: 0) -> list[Bucket]:
+    def start(self, parameters: Sequence[nn.Parameter], now: Callable[[], int] = lambda: 0) -> list[GradientBucket]:
         """Start to sum the gradients of these parameters; all ranks along the axes call it in the same order.
 
         A clock, `now`, notes when each bucket had its sums, on a host.
         """
         buckets = [self._begun(axes, each) for axes, each in self._divided(parameters)]
-        for one in (one for one in buckets if one.flat.is_cpu):
-            one.work.get_future().add_done_callback(partial(_note_end, one, now))
+        for bucket in (bucket for bucket in buckets if bucket.flat.is_cpu):
+            bucket.work.get_future().add_done_callback(partial(_note_end, bucket, now))
         return buckets
 
-    def finish(self, buckets: Sequence[Bucket], what: str) -> None:
+    def finish(self, buckets: Sequence[GradientBucket], what: str) -> None:
         """Wait for the sums, and give them to the parameters."""
         for bucket in buckets:
             self.axes.wait(bucket.work, what, bucket.axes)
@@ -80,24 +80,24 @@ class Reducer:
     def _divided(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[tuple[str, ...], list[nn.Parameter]]]:
         """Yield the parameters in buckets of one kind, in the same order on all ranks."""
         kinds: dict[tuple[tuple[str, ...], torch.dtype], list[nn.Parameter]] = {}
-        for one in parameters:
-            axes = summed_over(one)
+        for param in parameters:
+            axes = summed_over(param)
             if self.axes.group(*axes) is not None:
-                kinds.setdefault((axes, gradient_dtype(one)), []).append(one)
+                kinds.setdefault((axes, gradient_dtype(param)), []).append(param)
         for (axes, dtype), listed in kinds.items():
             bucket: list[nn.Parameter] = []
-            for one in listed:
-                size = sum(each.numel() for each in bucket) + one.numel()
+            for param in listed:
+                size = sum(each.numel() for each in bucket) + param.numel()
                 if bucket and size * dtype.itemsize > _BUCKET_BYTES:
                     yield axes, bucket
                     bucket = []
-                bucket.append(one)
+                bucket.append(param)
             yield axes, bucket
 
     @torch.no_grad()
-    def _begun(self, axes: tuple[str, ...], parameters: list[nn.Parameter]) -> Bucket:
+    def _begun(self, axes: tuple[str, ...], parameters: list[nn.Parameter]) -> GradientBucket:
         first = parameters[0]
-        total = sum(one.numel() for one in parameters)
+        total = sum(param.numel() for param in parameters)
         flat = torch.zeros(total + len(parameters), dtype=gradient_dtype(first), device=first.device)
         flags = [0.0] * len(parameters)
         for at, (parameter, place) in enumerate(zip(parameters, _places(flat, parameters), strict=True)):
@@ -114,16 +114,16 @@ class Reducer:
         flat[total:] = torch.tensor(flags, dtype=flat.dtype)
         work = dist.all_reduce(flat, group=self.axes.group(*axes), async_op=True)
         assert work is not None
-        return Bucket(parameters, flat, work, axes)
+        return GradientBucket(parameters, flat, work, axes)
 
 
 def reducer_for(axes: Axes, parameters: Sequence[nn.Parameter]) -> Reducer | None:
     """Return what sums these parameters' gradients over other lines, if there are any that hold them."""
-    sums = axes.size(*DATA) > 1 or any(axes.size(*summed_over(one)) > 1 for one in parameters)
+    sums = axes.size(*DATA) > 1 or any(axes.size(*summed_over(param)) > 1 for param in parameters)
     return Reducer(axes) if sums else None
 
 
-def _note_end(bucket: Bucket, now: Callable[[], int], _: object) -> None:
+def _note_end(bucket: GradientBucket, now: Callable[[], int], _: object) -> None:
     bucket.ended = now()
 
 
@@ -131,22 +131,22 @@ def _note_end(bucket: Bucket, now: Callable[[], int], _: object) -> None:
 def share_values(axes: Axes, tensors: Iterable[Tensor]) -> None:
     """Give all copies of each tensor along the mesh the values of the first; all ranks call it alike."""
     works = []
-    for one in tensors:
-        along = tuple(name for name in AXES[1:] if name not in sharded_over(one))
+    for tensor in tensors:
+        along = tuple(name for name in AXES[1:] if name not in sharded_over(tensor))
         group = axes.group(*along)
         if group is not None:
-            plain = one.detach() if one.is_contiguous() else one.detach().contiguous()
+            plain = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
             work = dist.broadcast(plain, axes.members(*along)[0], group=group, async_op=True)
             assert work is not None
-            works.append((one, plain, work, along))
-    for one, plain, work, along in works:
+            works.append((tensor, plain, work, along))
+    for tensor, plain, work, along in works:
         axes.wait(work, "sharing the model's first values", along)
-        if plain.data_ptr() != one.data_ptr():
-            one.copy_(plain)
+        if plain.data_ptr() != tensor.data_ptr():
+            tensor.copy_(plain)
 
 
 @torch.no_grad()
-def _give(bucket: Bucket) -> None:
+def _give(bucket: GradientBucket) -> None:
     flags = bucket.flat[-len(bucket.parameters) :].tolist()
     for parameter, flag, place in zip(bucket.parameters, flags, _places(bucket.flat, bucket.parameters), strict=True):
         if flag and parameter.grad is None:
@@ -157,6 +157,6 @@ def _give(bucket: Bucket) -> None:
 
 def _places(flat: Tensor, parameters: Sequence[nn.Parameter]) -> Iterator[Tensor]:
     at = 0
-    for one in parameters:
-        yield flat[at : at + one.numel()].view(one.shape)
-        at += one.numel()
+    for param in parameters:
+        yield flat[at : at + param.numel()].view(param.shape)
+        at += param.numel()

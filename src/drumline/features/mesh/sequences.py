@@ -33,8 +33,8 @@ def own_part(values: Any, lengths: Collection[int], axes: Axes) -> Any:
     """
     size, place = axes.size(AXIS), axes.place(AXIS)
 
-    def part(one: Tensor) -> Tensor:
-        return one.chunk(size, 1)[place].contiguous() if one.dim() > 1 and one.shape[1] in lengths else one
+    def part(tensor: Tensor) -> Tensor:
+        return tensor.chunk(size, 1)[place].contiguous() if tensor.dim() > 1 and tensor.shape[1] in lengths else tensor
 
     return mapped(values, part)
 
@@ -107,17 +107,17 @@ def placed(
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Return a step's arguments with the positions of all tokens, unless they are given."""
     batch = _sequences(*args, *named.values())
-    for one in batch or _sequences(target):
-        if takes.window is not None and one.shape[1] > takes.window:
+    for part in batch or _sequences(target):
+        if takes.window is not None and part.shape[1] > takes.window:
             raise BatchError(
-                f"sequences of {one.shape[1]} tokens are divided over cp = {axes.size(AXIS)}, and layers of the model "
+                f"sequences of {part.shape[1]} tokens are divided over cp = {axes.size(AXIS)}, and layers of the model "
                 f"attend to a window of {takes.window}",
                 expected=f"at most {takes.window} tokens: masks of windows are made for a part of the sequence only",
                 fix="use shorter sequences, or cp=1",
             )
-        if one.shape[1] % axes.size(AXIS):
+        if part.shape[1] % axes.size(AXIS):
             raise BatchError(
-                f"sequences of {one.shape[1]} tokens are divided over cp = {axes.size(AXIS)}",
+                f"sequences of {part.shape[1]} tokens are divided over cp = {axes.size(AXIS)}",
                 expected="a multiple of it",
                 fix="pad the sequences, or choose another size of cp",
             )
@@ -133,15 +133,15 @@ def placed(
         )
     if not batch or given is not None:  # ranks without the first stage may have no batch
         return args, named, target
-    every = [torch.arange(one.shape[1], device=one.device)[None].expand(one.shape[0], -1) for one in batch]
-    is_apart = any(has_microbatches(one) for one in (*args, *named.values()))
+    every = [torch.arange(tensor.shape[1], device=tensor.device)[None].expand(tensor.shape[0], -1) for tensor in batch]
+    is_apart = any(has_microbatches(argument) for argument in (*args, *named.values()))
     return args, {**named, name: Microbatches(every) if is_apart else every[0]}, target
 
 
 def _refuse_packed(positions: Any, name: str) -> None:
     """Refuse positions that a model of transformers takes for packed documents: its masks are left out."""
-    for one in pack(list(positions) if isinstance(positions, Microbatches) else positions)[0]:
-        if bool((one.diff(dim=-1) != 1).any()):
+    for tensor in pack(list(positions) if isinstance(positions, Microbatches) else positions)[0]:
+        if bool((tensor.diff(dim=-1) != 1).any()):
             raise BatchError(
                 f"{name} do not count up by one in every row, as of packed documents, and cp divides the sequences",
                 expected="one document in each row: masks are made for a part of the sequence only",
@@ -153,9 +153,9 @@ def _sequences(*values: Any) -> list[Tensor]:
     """Return the sequences of the first value that has any: one tensor, or one of each microbatch."""
     for value in values:
         each = value if isinstance(value, Microbatches) else [value]
-        found = [next((one for one in pack(part)[0] if one.dim() > 1), None) for part in each]
-        if all(one is not None for one in found):
-            return [one for one in found if one is not None]
+        found = [next((tensor for tensor in pack(part)[0] if tensor.dim() > 1), None) for part in each]
+        if all(tensor is not None for tensor in found):
+            return [tensor for tensor in found if tensor is not None]
     return []
 
 
@@ -164,5 +164,5 @@ def divided(
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Return a step's arguments with this line's part of every sequence, and its positions unless they are given."""
     args, named, target = placed(args, named, target, takes, axes)
-    lengths = {one.shape[1] for one in _sequences(*args, *named.values()) or _sequences(target)}
+    lengths = {sequence.shape[1] for sequence in _sequences(*args, *named.values()) or _sequences(target)}
     return own_part(args, lengths, axes), own_part(named, lengths, axes), own_part(target, lengths, axes)

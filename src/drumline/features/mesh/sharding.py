@@ -59,7 +59,7 @@ class StateShards(Divides):
 
     def __init__(self, axes: Axes, parameters: Iterable[nn.Parameter]) -> None:
         self._axes = axes
-        self._divided = {one for one in parameters if one.dim()}
+        self._divided = {param for param in parameters if param.dim()}
         self._pieces: dict[nn.Parameter, nn.Parameter] = {}
         self._held = [0] * axes.size(AXIS)  # elements that whole parameters give each line
 
@@ -69,16 +69,16 @@ class StateShards(Divides):
 
     def divide(self, parameters: Sequence[nn.Parameter], kind: type[Optimizer]) -> None:
         """Divide parameters for an optimizer of a kind; whole ones go to the line that has least so far."""
-        for one in (one for one in parameters if one in self._divided and one not in self._pieces):
+        for param in (param for param in parameters if param in self._divided and param not in self._pieces):
             owner = None
             if not by_element(kind):
                 owner = self._held.index(min(self._held))
-                self._held[owner] += one.numel()
-            found, view = piece_of(one, self._axes, owner)
+                self._held[owner] += param.numel()
+            found, view = piece_of(param, self._axes, owner)
             # Of a matrix, the other lines hold an empty one: Muon refuses anything else.
-            rows = len(one) if view.numel() else 0
-            piece = nn.Parameter(view if owner is None else view.view(rows, *one.shape[1:]))
-            self._pieces[one] = _marked(piece, one, found)
+            rows = len(param) if view.numel() else 0
+            piece = nn.Parameter(view if owner is None else view.view(rows, *param.shape[1:]))
+            self._pieces[param] = _marked(piece, param, found)
 
     @torch.no_grad()
     def take(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -86,39 +86,39 @@ class StateShards(Divides):
 
         An empty piece of a divided parameter gets an empty gradient, so that every line has the same states to save.
         """
-        for one in parameters:
-            piece = self._pieces.get(one)
+        for param in parameters:
+            piece = self._pieces.get(param)
             if piece is not None:
                 found = slice_of(piece)
                 assert isinstance(found, FlatSlice)
                 first, last = found.span(self._axes.place(AXIS), self._axes.size(AXIS))
-                part = one.detach().reshape(-1)[first:last].view(piece.shape)
-                if not one.is_contiguous() and not torch.equal(piece, part):  # then the piece is a copy, not a view
+                part = param.detach().reshape(-1)[first:last].view(piece.shape)
+                if not param.is_contiguous() and not torch.equal(piece, part):  # then the piece is a copy, not a view
                     piece.copy_(part)
                 piece.grad = None
-                if one.grad is not None and (piece.numel() or found.owner is None):
-                    piece.grad = one.grad.reshape(-1)[first:last].view(piece.shape)
+                if param.grad is not None and (piece.numel() or found.owner is None):
+                    piece.grad = param.grad.reshape(-1)[first:last].view(piece.shape)
 
     @torch.no_grad()
     def give(self, parameters: Sequence[nn.Parameter]) -> None:
         """After the optimizer stepped, gather the pieces that other lines updated; all lines call it alike."""
         size = self._axes.size(AXIS)
-        divided = [one for one in parameters if one in self._pieces]
-        for dtype in dict.fromkeys(one.dtype for one in divided):
-            each = [one for one in divided if one.dtype is dtype]
-            spans = [[_span(self._pieces[one], at, size) for one in each] for at in range(size)]
+        divided = [param for param in parameters if param in self._pieces]
+        for dtype in dict.fromkeys(param.dtype for param in divided):
+            each = [param for param in divided if param.dtype is dtype]
+            spans = [[_span(self._pieces[param], at, size) for param in each] for at in range(size)]
             lengths = [sum(last - first for first, last in row) for row in spans]
             own = torch.zeros(max(lengths), dtype=dtype, device=each[0].device)
-            _copy(own, [self._pieces[one].reshape(-1) for one in each])
+            _copy(own, [self._pieces[param].reshape(-1) for param in each])
             every = self._axes.gathered(own, AXIS)
-            wholes = [one.detach().contiguous().view(-1) for one in each]  # views, unless its elements lie otherwise
+            wholes = [p.detach().contiguous().view(-1) for p in each]  # views, unless its elements lie otherwise
             for at in range(size):
-                _spread(every[at], [one[a:b] for one, (a, b) in zip(wholes, spans[at], strict=True)])
-            for one, whole in zip(each, wholes, strict=True):
-                if not one.is_contiguous():
-                    one.copy_(whole.view(one.shape))
-        for one in divided:
-            self._pieces[one].grad = None
+                _spread(every[at], [tensor[a:b] for tensor, (a, b) in zip(wholes, spans[at], strict=True)])
+            for param, whole in zip(each, wholes, strict=True):
+                if not param.is_contiguous():
+                    param.copy_(whole.view(param.shape))
+        for param in divided:
+            self._pieces[param].grad = None
 
 
 def _span(piece: Tensor, place: int, size: int) -> tuple[int, int]:
@@ -129,16 +129,16 @@ def _span(piece: Tensor, place: int, size: int) -> tuple[int, int]:
 
 def _copy(flat: Tensor, parts: Iterable[Tensor]) -> None:
     at = 0
-    for one in parts:
-        flat[at : at + one.numel()].copy_(one)
-        at += one.numel()
+    for part in parts:
+        flat[at : at + part.numel()].copy_(part)
+        at += part.numel()
 
 
 def _spread(flat: Tensor, parts: Iterable[Tensor]) -> None:
     at = 0
-    for one in parts:
-        one.copy_(flat[at : at + one.numel()])
-        at += one.numel()
+    for part in parts:
+        part.copy_(flat[at : at + part.numel()])
+        at += part.numel()
 
 
 @dataclass(slots=True, eq=False)
@@ -173,11 +173,11 @@ class FullShards:
         self._is_whole: set[int] = set()
         for stage, parameters in stages.items():
             kinds: dict[tuple[torch.dtype, bool, tuple[str, ...]], _Kind] = {}
-            for one in parameters:
-                along = tuple(name for name in summed_over(one) if name != AXIS)
-                kind = kinds.setdefault((one.dtype, one.requires_grad, along), _Kind([], [], along))
-                kind.parameters.append(one)
-                kind.pieces.append(self._piece(one))
+            for param in parameters:
+                along = tuple(name for name in summed_over(param) if name != AXIS)
+                kind = kinds.setdefault((param.dtype, param.requires_grad, along), _Kind([], [], along))
+                kind.parameters.append(param)
+                kind.pieces.append(self._piece(param))
             self._kinds[stage] = list(kinds.values())
             self._is_whole.add(stage)
 
@@ -220,8 +220,8 @@ class FullShards:
             assert kind.flat is not None
             self._axes.wait(kind.work, f"{stage}UNSHARD, gathering the parameters of stage {stage}", [AXIS])
             rows = kind.flat.view(self._size, -1)
-            for one in kind.parameters:
-                one.data = torch.empty(one.shape, dtype=one.dtype, device=one.device)
+            for param in kind.parameters:
+                param.data = torch.empty(param.shape, dtype=param.dtype, device=param.device)
             for at in range(self._size):
                 _spread(rows[at], self._views(kind, at))
             kind.flat = kind.work = None
@@ -231,8 +231,8 @@ class FullShards:
         """Free the whole parameters of a stage."""
         if stage in self._is_whole:
             self._is_whole.discard(stage)
-            for one in (one for kind in self._kinds[stage] for one in kind.parameters):
-                one.data = one.data.new_empty(1).expand(one.shape)  # keeps its shape, and no memory
+            for param in (param for kind in self._kinds[stage] for param in kind.parameters):
+                param.data = param.data.new_empty(1).expand(param.shape)  # keeps its shape, and no memory
 
     def renew(self) -> None:
         """Take over values that were loaded into gathered parameters."""
@@ -244,16 +244,16 @@ class FullShards:
     def start(self, stage: int) -> list[ShardSum]:
         """Begin to sum a stage's gradients, each line getting those of its pieces; frees the whole gradients."""
         sums = []
-        for kind in (one for one in self._kinds.get(stage, ()) if one.pieces[0].requires_grad):
+        for kind in (sort for sort in self._kinds.get(stage, ()) if sort.pieces[0].requires_grad):
             first = kind.parameters[0]
             dtype = gradient_dtype(first)
             flat = torch.zeros(self._size * self._length(kind), dtype=dtype, device=first.device)
-            flags = torch.tensor([one.grad is not None for one in kind.parameters], dtype=dtype, device=first.device)
+            flags = torch.tensor([p.grad is not None for p in kind.parameters], dtype=dtype, device=first.device)
             rows = flat.view(self._size, -1)
             for at in range(self._size):
-                _copy_gradients(rows[at], kind.parameters, [_span(one, at, self._size) for one in kind.pieces])
-            for one in kind.parameters:
-                one.grad = None
+                _copy_gradients(rows[at], kind.parameters, [_span(piece, at, self._size) for piece in kind.pieces])
+            for param in kind.parameters:
+                param.grad = None
             sums.append(self._begun(ShardSum(kind, rows[self._place], flat, flags)))
         return sums
 
@@ -265,18 +265,18 @@ class FullShards:
             made.own = torch.empty_like(made.own)
             works = [_reduce_scatter(made.own, made.flat, group=group, async_op=True)]
         works.append(dist.all_reduce(made.flags, group=group, async_op=True))
-        made.works = [one for one in works if one is not None]
+        made.works = [work for work in works if work is not None]
         return made
 
     @torch.no_grad()
     def finish(self, sums: Sequence[ShardSum], what: str) -> None:
         """Wait for the sums, and add them to the gradients of the pieces."""
-        for one in sums:
-            for work in one.works:
+        for total in sums:
+            for work in total.works:
                 self._axes.wait(work, what, [AXIS])
-            at, sums_here = 0, self._axes.summed(one.own, *one.kind.along)
-            flags = self._axes.summed(one.flags, *one.kind.along).tolist()
-            for piece, flag in zip(one.kind.pieces, flags, strict=True):
+            at, sums_here = 0, self._axes.summed(total.own, *total.kind.along)
+            flags = self._axes.summed(total.flags, *total.kind.along).tolist()
+            for piece, flag in zip(total.kind.pieces, flags, strict=True):
                 own = sums_here[at : at + piece.numel()]
                 at += piece.numel()
                 if flag:
@@ -284,18 +284,18 @@ class FullShards:
 
     def _length(self, kind: _Kind) -> int:
         """Return the elements that the line with most of them has of a kind."""
-        spans = [[_span(one, at, self._size) for one in kind.pieces] for at in range(self._size)]
+        spans = [[_span(piece, at, self._size) for piece in kind.pieces] for at in range(self._size)]
         return max(sum(last - first for first, last in row) for row in spans)
 
     def _views(self, kind: _Kind, place: int) -> Iterator[Tensor]:
-        for one, piece in zip(kind.parameters, kind.pieces, strict=True):
+        for param, piece in zip(kind.parameters, kind.pieces, strict=True):
             first, last = _span(piece, place, self._size)
-            yield one.detach().view(-1)[first:last]
+            yield param.detach().view(-1)[first:last]
 
 
 def _copy_gradients(flat: Tensor, parameters: Sequence[nn.Parameter], spans: Sequence[tuple[int, int]]) -> None:
     at = 0
-    for one, (first, last) in zip(parameters, spans, strict=True):
-        if one.grad is not None:
-            flat[at : at + last - first].copy_(one.grad.reshape(-1)[first:last])
+    for param, (first, last) in zip(parameters, spans, strict=True):
+        if param.grad is not None:
+            flat[at : at + last - first].copy_(param.grad.reshape(-1)[first:last])
         at += last - first

@@ -15,7 +15,7 @@ class MovingMethods(Methods):
     @property
     def moves(self) -> tuple[Move, ...]:
         """What `repartition` has moved so far."""
-        found = (one for one in self._site.observers.each if isinstance(one, Moving))
+        found = (moving for moving in self._site.observers.each if isinstance(moving, Moving))
         return tuple(next(found).mover.moves)
 
     def repartition(

@@ -22,9 +22,9 @@ from drumline.adapt.move import Move
 from drumline.channel.transfer import transferred
 from drumline.core.errors import DrumlineError, MismatchError, UsageError
 from drumline.engine.site import Site
-from drumline.features.moving.parcels import Freight, Parcel, Unpacked, freights, packed, put_attributes, unpacked
+from drumline.features.moving.parcels import Freight, Parcel, TensorParcel, freights, packed, put_attributes, unpacked
 from drumline.model.blocks.cut import cut
-from drumline.model.weights.absent import give_up
+from drumline.model.weights.remote_blocks import give_up
 from drumline.model.weights.tied import Ties
 from drumline.plan.cut.peaks import held_by
 
@@ -68,12 +68,12 @@ class Mover:
         except DrumlineError as error:
             problem = error
         updates = self._site.updates
-        optimizers = [(type(one).__name__, len(one.param_groups)) for one in updates.optimizers()]
+        optimizers = [(type(optimizer).__name__, len(optimizer.param_groups)) for optimizer in updates.optimizers()]
         with self._site.crew.together(_DURING):
             told = self._site.crew.everywhere("move", (problem, counts, optimizers))
-        for one, _, _ in told:
-            if one is not None:
-                raise one
+        for answer, _, _ in told:
+            if answer is not None:
+                raise answer
         for rank, (_, theirs, made) in enumerate(told):
             if (theirs, made) != told[0][1:]:
                 what = "cuts" if theirs != told[0][1] else "optimizers"
@@ -107,8 +107,8 @@ class Mover:
         site = self._site
         site.refuse(call="repartition")
         changes = site.frozen.would_change(counts)
-        for one in site.observers.each:
-            one.refuse_move(changes_program=changes)
+        for observer in site.observers.each:
+            observer.refuse_move(changes_program=changes)
         if strangers := site.updates.strangers():
             kind = type(strangers[0]).__name__
             raise UsageError(
@@ -123,8 +123,8 @@ class Mover:
 
     def _refuse_sparse(self) -> None:
         chain = self._site.engine.chain
-        for name, one in chain.tensors(self._numbers(chain.counts)).items():
-            for what, tensor in (("value", one), ("gradient", one.grad)):
+        for name, value in chain.tensors(self._numbers(chain.counts)).items():
+            for what, tensor in (("value", value), ("gradient", value.grad)):
                 if tensor is not None and tensor.layout is not torch.strided:
                     raise UsageError(
                         f"repartition: the {what} of {name} is a {tensor.layout} tensor",
@@ -140,14 +140,14 @@ class Mover:
         chain, before, program = site.engine.chain, site.engine.assembly.ties, site.frozen.program
         counts_before, after = chain.counts, before.recut(counts)
         moves = freights(before, after, [counts_before, counts])
-        arrived: dict[str, Unpacked] = {}
+        arrived: dict[str, TensorParcel] = {}
         num_bytes = 0
         site.crew.connect(sorted({*after.edges, *moves}))
         if not site.crew.alone:
             with self._timed("send"):
                 held = chain.tensors(self._numbers(counts_before))
                 told, arrived = self._sent(moves, held)
-                num_bytes = sum(parcel.num_bytes for one in told for parcel in one.values())
+                num_bytes = sum(parcel.num_bytes for entry in told for parcel in entry.values())
                 self._leave(before, after, held)
         with self._timed("rebuild"):
             self._rebuild(counts, after, arrived)
@@ -164,7 +164,7 @@ class Mover:
                 text_before=program.format(),
                 text_after=site.frozen.program.format(),
                 bytes_moved=num_bytes,
-                seconds={part: max(one[part] for one in each) for part in each[0]},
+                seconds={part: max(parcel[part] for parcel in each) for part in each[0]},
             )
         )
 
@@ -172,12 +172,12 @@ class Mover:
         """Return the numbers of the blocks that this process holds, if stages have so many."""
         site = self._site
         placement = site.frozen.program.placement
-        held = {stage for one in site.crew.channels for stage in placement.stages_of(one.rank)}
+        held = {stage for channel in site.crew.channels for stage in placement.stages_of(channel.rank)}
         return site.engine.chain.numbers(counts, held)
 
     def _sent(
         self, moves: dict[tuple[int, int], Freight], held: dict[str, Tensor]
-    ) -> tuple[list[dict[int, Parcel]], dict[str, Unpacked]]:
+    ) -> tuple[list[dict[int, Parcel]], dict[str, TensorParcel]]:
         """Exchange what moves; return what every rank told of it, and what has come here."""
         site = self._site
         rank, chain = site.crew.rank, site.engine.chain
@@ -186,24 +186,24 @@ class Mover:
             for (source, target), freight in moves.items()
             if source == rank
         }
-        told: list[dict[int, Parcel]] = site.crew.collect("moves", {target: one for target, (one, _) in made.items()})
-        parcels = {source: one[rank] for source, one in enumerate(told) if rank in one}
+        told: list[dict[int, Parcel]] = site.crew.collect("moves", {target: p for target, (p, _) in made.items()})
+        parcels = {source: entry[rank] for source, entry in enumerate(told) if rank in entry}
         tensors: dict[int, list[Tensor]] = {}
         site.crew.drive(
             [
                 transferred(
                     site.crew.channels[0],
                     {target: each for target, (_, each) in made.items()},
-                    {source: [shape for _, _, shape in one.tensors] for source, one in parcels.items()},
+                    {source: [shape for _, _, shape in parcel.tensors] for source, parcel in parcels.items()},
                     site.intake.device,
                     tensors,
                 )
             ]
         )
-        arrived: dict[str, Unpacked] = {}
-        for source, one in parcels.items():
-            arrived |= unpacked(one, tensors[source])
-            put_attributes(one, chain)
+        arrived: dict[str, TensorParcel] = {}
+        for source, parcel in parcels.items():
+            arrived |= unpacked(parcel, tensors[source])
+            put_attributes(parcel, chain)
         return told, arrived
 
     def _leave(self, before: Ties, after: Ties, held: dict[str, Tensor]) -> None:
@@ -211,20 +211,20 @@ class Mover:
         rank = self._site.crew.rank
         pairs = zip(before.tensors, after.tensors, strict=True)
         left = [held[old.name] for old, new in pairs if rank in old.ranks and rank not in new.ranks]
-        self._site.updates.drop([one for one in left if isinstance(one, nn.Parameter)])
-        for one in left:
-            give_up(one)
+        self._site.updates.drop([tensor for tensor in left if isinstance(tensor, nn.Parameter)])
+        for tensor in left:
+            give_up(tensor)
 
     # ---- rebuild -----------------------------------------------------------------------------------------------------
 
-    def _rebuild(self, counts: tuple[int, ...], ties: Ties, arrived: dict[str, Unpacked]) -> None:
+    def _rebuild(self, counts: tuple[int, ...], ties: Ties, arrived: dict[str, TensorParcel]) -> None:
         """Build everything for the new cut."""
         site = self._site
         named = site.engine.chain.tensors(self._numbers(counts))
-        for name, one in arrived.items():
-            named[name].data = one.value
-            if one.trains is not None:
-                named[name].requires_grad_(one.trains)
+        for name, parcel in arrived.items():
+            named[name].data = parcel.value
+            if parcel.trains is not None:
+                named[name].requires_grad_(parcel.trains)
         program = site.frozen.recut(counts)
         site.engine.recut(counts, program, ties, site.programs.own)
         site.frozen.forget_all_but(site.engine.assembly.cuts)
@@ -233,10 +233,10 @@ class Mover:
         site.holdings.recut(ties, list(site.engine.copies.values()))
         site.holdings.follow()
         site.updates.follow(site.engine.parameters())
-        for name, one in arrived.items():
-            named[name].grad = one.gradient
+        for name, parcel in arrived.items():
+            named[name].grad = parcel.gradient
         handed = {
-            tensor: one.handed for name, one in arrived.items() if isinstance(tensor := named[name], nn.Parameter)
+            tensor: parcel.handed for name, parcel in arrived.items() if isinstance(tensor := named[name], nn.Parameter)
         }
         site.updates.take_over(handed, site.holdings.parameters())
         for moved in site.observers.moved:

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from drumline.channel.transfer import Shape
+from drumline.channel.transfer import TensorShape
 from drumline.engine.stages.chain import Chain
-from drumline.engine.updates.updates import Handed, Kept, Updates
+from drumline.engine.updates.updates import OptimizerEntry, ParameterState, Updates
 from drumline.model.watch.fingerprint import plain_in
 from drumline.model.weights.tied import Ties
 
@@ -49,7 +49,7 @@ def freights(before: Ties, after: Ties, counts: Sequence[Sequence[int]]) -> dict
     placement = before.placement
     stages = [[stage for stage, count in enumerate(each) for _ in range(count)] for each in counts]
     for number, (old_stage, new_stage) in enumerate(zip(*stages, strict=True)):
-        for target in (one for one in placement.ranks_of(new_stage) if one not in placement.ranks_of(old_stage)):
+        for target in (rank for rank in placement.ranks_of(new_stage) if rank not in placement.ranks_of(old_stage)):
             found.setdefault((placement.homes[old_stage], target), Freight()).blocks.append(number)
     return dict(sorted(found.items()))
 
@@ -58,7 +58,7 @@ def freights(before: Ties, after: Ties, counts: Sequence[Sequence[int]]) -> dict
 class Parcel:
     """What a rank tells about its freight to another: all but the tensors' values."""
 
-    tensors: list[tuple[str, Key, Shape]] = field(default_factory=list)
+    tensors: list[tuple[str, Key, TensorShape]] = field(default_factory=list)
     trains: dict[str, bool] = field(default_factory=dict)
     kept: dict[str, list[tuple[int, dict[str, Any]] | None]] = field(default_factory=dict)  # groups and plain state
     attributes: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
@@ -75,12 +75,12 @@ def packed(freight: Freight, held: Mapping[str, Tensor], chain: Chain, updates: 
     parameters = [name for name in freight.names if isinstance(held[name], nn.Parameter)]
     handed = dict(zip(parameters, updates.handed_over([_parameter(held[name]) for name in parameters]), strict=True))
     for name in freight.names:
-        for key, one in _tensors_of(held[name], handed.get(name)):
-            parcel.tensors.append((name, key, Shape.of(one)))
-            tensors.append(one)
+        for key, tensor in _tensors_of(held[name], handed.get(name)):
+            parcel.tensors.append((name, key, TensorShape.of(tensor)))
+            tensors.append(tensor)
         if name in handed:
             parcel.trains[name] = held[name].requires_grad
-            parcel.kept[name] = [None if one is None else (one.group, _plain(one.state)) for one in handed[name].kept]
+            parcel.kept[name] = [None if o is None else (o.group, _plain(o.state)) for o in handed[name].kept]
     for number in freight.blocks:
         parcel.attributes[number] = [plain_in(vars(module)) for module in chain.block(number).module.modules()]
     return parcel, tensors
@@ -92,10 +92,10 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: one for key, one in state.items() if not isinstance(one, Tensor)}
+    return {key: entry for key, entry in state.items() if not isinstance(entry, Tensor)}
 
 
-def _tensors_of(tensor: Tensor, handed: Handed | None) -> Iterator[tuple[Key, Tensor]]:
+def _tensors_of(tensor: Tensor, handed: ParameterState | None) -> Iterator[tuple[Key, Tensor]]:
     yield (_VALUE,), tensor.detach()
     if tensor.grad is not None:
         yield (_GRADIENT,), tensor.grad
@@ -104,34 +104,34 @@ def _tensors_of(tensor: Tensor, handed: Handed | None) -> Iterator[tuple[Key, Te
     if handed.master is not None:
         yield (_MASTER,), handed.master
     for number, kept in enumerate(handed.kept):
-        for key, one in ({} if kept is None else kept.state).items():
-            if isinstance(one, Tensor):
-                yield (number, key), one.detach()
+        for key, value in ({} if kept is None else kept.state).items():
+            if isinstance(value, Tensor):
+                yield (number, key), value.detach()
 
 
 @dataclass(slots=True)
-class Unpacked:
+class TensorParcel:
     """What has come of one tensor."""
 
     value: Tensor
     gradient: Tensor | None
     trains: bool | None  # None of buffers
-    handed: Handed
+    handed: ParameterState
 
 
-def unpacked(parcel: Parcel, tensors: Sequence[Tensor]) -> dict[str, Unpacked]:
+def unpacked(parcel: Parcel, tensors: Sequence[Tensor]) -> dict[str, TensorParcel]:
     """Return what has come, by name."""
     found: dict[str, dict[Key, Tensor]] = {}
-    for (name, key, _), one in zip(parcel.tensors, tensors, strict=True):
-        found.setdefault(name, {})[key] = one
+    for (name, key, _), tensor in zip(parcel.tensors, tensors, strict=True):
+        found.setdefault(name, {})[key] = tensor
     made = {}
     for name, each in found.items():
-        kept: list[Kept | None] = []
+        kept: list[OptimizerEntry | None] = []
         for number, plain in enumerate(parcel.kept.get(name, ())):
-            state = {key[1]: one for key, one in each.items() if key[0] == number}
-            kept.append(None if plain is None else Kept(plain[0], {**state, **plain[1]}))
-        handed = Handed(each.get((_MASTER,)), kept)
-        made[name] = Unpacked(each[_VALUE,], each.get((_GRADIENT,)), parcel.trains.get(name), handed)
+            state = {key[1]: tensor for key, tensor in each.items() if key[0] == number}
+            kept.append(None if plain is None else OptimizerEntry(plain[0], {**state, **plain[1]}))
+        handed = ParameterState(each.get((_MASTER,)), kept)
+        made[name] = TensorParcel(each[_VALUE,], each.get((_GRADIENT,)), parcel.trains.get(name), handed)
     return made
 
 

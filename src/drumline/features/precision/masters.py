@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from drumline.engine.updates.attached import Copies
+from drumline.engine.updates.attached import ParameterCopies
 from drumline.model.precision import LOW
 
 
-class Masters(Copies):
+class Masters(ParameterCopies):
     """The float32 copies of this process's low-precision parameters, which the optimizer updates in their place.
 
     A bfloat16 weight cannot take an update much smaller than itself: 1 + 0.001 is 1. So gradients accumulate over
@@ -36,9 +36,9 @@ class Masters(Copies):
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
         """Accumulate the gradients of these parameters in float32."""
-        for one in parameters:
-            if one.dtype in LOW and one.requires_grad:
-                one.grad_dtype = torch.float32
+        for param in parameters:
+            if param.dtype in LOW and param.requires_grad:
+                param.grad_dtype = torch.float32
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the tensor that the optimizer updates for a parameter: its copy, or itself if it is precise enough."""
@@ -69,7 +69,7 @@ class Masters(Copies):
     @torch.no_grad()
     def give(self, parameters: Iterable[nn.Parameter]) -> None:
         """After the optimizer steps, copy the results to its parameters."""
-        stepped = {one: self._copies[one] for one in parameters if one in self._copies}
+        stepped = {param: self._copies[param] for param in parameters if param in self._copies}
         if stepped:
             torch._foreach_copy_(list(stepped), list(stepped.values()))
         for parameter, copy in stepped.items():

@@ -13,4 +13,4 @@ class PrecisionMethods(Methods):
     @property
     def scaler(self) -> LossScaler | None:
         """The loss scaler, the same on all ranks; None unless `precision` is "fp16"."""
-        return next((one.scaler for one in self._site.observers.each if isinstance(one, Scaling)), None)
+        return next((observer.scaler for observer in self._site.observers.each if isinstance(observer, Scaling)), None)

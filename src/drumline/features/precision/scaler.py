@@ -62,7 +62,7 @@ class LossScaler(Scales):
 
     def follow(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse parameters whose gradients cannot be unscaled exactly."""
-        low = {str(one.dtype) for one in parameters if one.dtype in LOW and one.requires_grad}
+        low = {str(param.dtype) for param in parameters if param.dtype in LOW and param.requires_grad}
         if low:
             self.refuse(parameters=", ".join(sorted(low)))
 
@@ -140,12 +140,12 @@ class LossScaler(Scales):
 def multiplied(gradients: Sequence[Tensor], factor: float) -> None:
     """Multiply gradients by a number, in place.
 
-    >>> one = torch.ones(2); multiplied([one], 0.5); one
+    >>> value = torch.ones(2); multiplied([value], 0.5); value
     tensor([0.5000, 0.5000])
     """
-    dense = [one for one in gradients if one.layout is torch.strided]
+    dense = [gradient for gradient in gradients if gradient.layout is torch.strided]
     if dense:
         torch._foreach_mul_(dense, factor)
-    for one in gradients:
-        if one.layout is not torch.strided:
-            one.mul_(factor)
+    for gradient in gradients:
+        if gradient.layout is not torch.strided:
+            gradient.mul_(factor)

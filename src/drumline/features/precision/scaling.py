@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from drumline.engine.ranks.observer import Observer
-from drumline.engine.ranks.tally import Told
+from drumline.engine.ranks.tally import RankReport
 from drumline.engine.state.keeper import Keeper, Named
 from drumline.engine.state.tensors import Holdings
 from drumline.features.precision.scaler import LossScaler, multiplied
@@ -33,7 +33,7 @@ class Scaling(Observer, Keeper):
         self._multiply(1.0 / step.scale)
         self.scaler.ran(step.number)
 
-    def tell(self, step: Step, each: Sequence[Told]) -> None:
+    def tell(self, step: Step, each: Sequence[RankReport]) -> None:
         """Tell the scale, which must be the same on all ranks."""
         if step.train:
             each[0].scale = step.scale
@@ -48,4 +48,4 @@ class Scaling(Observer, Keeper):
             self.scaler.load_state_dict(content["scaler"])
 
     def _multiply(self, factor: float) -> None:
-        multiplied([one.grad for one in self.holdings.parameters() if one.grad is not None], factor)
+        multiplied([param.grad for param in self.holdings.parameters() if param.grad is not None], factor)

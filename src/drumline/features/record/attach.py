@@ -5,16 +5,16 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from drumline.engine.built import Built
 from drumline.engine.kit import Kit
-from drumline.engine.ranks.tally import Ledger
-from drumline.engine.setting import Cut, Setting
+from drumline.engine.local_pipeline import LocalPipeline
+from drumline.engine.ranks.tally import TallyLedger
+from drumline.engine.setup import ModelCut, PipelineSetup
 from drumline.engine.state.tensors import Holdings
 from drumline.features.record.options import RecordOptions
 from drumline.features.record.recording import Recording
 
 
-def fit(kit: Kit, setting: Setting, options: RecordOptions) -> None:
+def fit(kit: Kit, setting: PipelineSetup, options: RecordOptions) -> None:
     """Have steps measured and noted, unless the user does not want that.
 
     Line 0 of a mesh writes the folder of a run, and the others keep their last step.
@@ -28,14 +28,14 @@ def fit(kit: Kit, setting: Setting, options: RecordOptions) -> None:
 def _recording(
     options: RecordOptions,
     folder: str | Path | None,
-    setting: Setting,
-    cut: Cut,
-    built: Built,
-    ledger: Ledger,
+    setting: PipelineSetup,
+    cut: ModelCut,
+    built: LocalPipeline,
+    ledger: TallyLedger,
     holdings: Holdings,
 ) -> Recording:
     """Return what records, after it has written what is known before the first step."""
-    clocks = [one.clock for one in built.engine.executors]
+    clocks = [executor.clock for executor in built.engine.executors]
     left, continues = holdings.has_gradients, options.continue_record
     recording = Recording(folder, setting.crew, ledger, left, clocks, continues=continues)
     recording.describe(setting.options.settings(), built.frozen.program, built.programs, built.assembled, cut.balance)

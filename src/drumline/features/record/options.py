@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from drumline.core.settings.rule import Rule
 from drumline.engine.options import SWITCH, FeatureOptions, option
 
-_WHERE = Rule("True, False, or a folder for the run", lambda one: isinstance(one, bool | str | Path) and one != "")
+_WHERE = Rule("True, False, or a folder for the run", lambda flag: isinstance(flag, bool | str | Path) and flag != "")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,11 +26,11 @@ from drumline.core.measured.record import BETWEEN, Record
 from drumline.core.program import Program
 from drumline.engine.program.programs import Programs
 from drumline.engine.ranks.crew import Crew
-from drumline.engine.ranks.journal import Journal, Pieces
-from drumline.engine.ranks.tally import Ledger, Tally, Told
+from drumline.engine.ranks.journal import Journal, StepGap
+from drumline.engine.ranks.tally import RankReport, Tally, TallyLedger
 from drumline.engine.stages.assembly import Assembly
 from drumline.engine.stages.balance import Balance
-from drumline.features.record.continued import set_aside
+from drumline.features.record.continuation import set_aside
 from drumline.features.record.run_folder import RunFolder, config_of, environment_of, plan_of, problem
 from drumline.runtime.draft import END, LEAVE, Clock, Draft
 from drumline.runtime.step import Step
@@ -40,7 +40,7 @@ _ENDED: Any = object()
 _SECONDS_TO_READ = 10.0  # how long one reading of several hosts' clocks is used
 
 
-class Between(Pieces):
+class Between(StepGap):
     """The time that this process's ranks spend between two steps, in pieces that do not overlap.
 
         step ──┤tell│write│      │ clip    │hear│ clip │ update │      │ data │├── step
@@ -122,7 +122,7 @@ class Recording(Journal):
         self,
         folder: str | Path | None,
         crew: Crew,
-        ledger: Ledger,
+        ledger: TallyLedger,
         gradients_left: Callable[[], bool],
         clocks: Sequence[Clock],
         *,
@@ -211,7 +211,7 @@ class Recording(Journal):
         for draft, clock, channel in zip(step.drafts, self._clocks, self._crew.channels, strict=True):
             draft.clock, draft.program = clock.number, step.program
             if self._has_clocks:
-                draft.heard = [moment for one in channel.comparisons() for moment in one]
+                draft.heard = [moment for comparison in channel.comparisons() for moment in comparison]
         self.between.hand_over(step.drafts)
 
     def again(self, step: Step) -> None:
@@ -231,7 +231,7 @@ class Recording(Journal):
         """Record that all rows of this process have ended and everything is sent."""
         self._spent(step, LEAVE)
 
-    def tell(self, step: Step, each: Sequence[Told]) -> None:
+    def tell(self, step: Step, each: Sequence[RankReport]) -> None:
         """Record that only telling is left, and add the settled records to it."""
         if step.train:
             self._spent(step, END)
@@ -243,7 +243,7 @@ class Recording(Journal):
             for told, record in zip(each, self.settled(step.drafts), strict=True):
                 told.record = record
 
-    def told(self, step: Step, tally: Tally, each: Sequence[Told]) -> None:
+    def told(self, step: Step, tally: Tally, each: Sequence[RankReport]) -> None:
         """Store what the ranks of this process told about a step, to write it during the next one."""
         self.between.leave()
         if step.train:
@@ -273,7 +273,7 @@ class Recording(Journal):
         with self.between.during("hear"):
             super().settle()
 
-    def _fill(self, step: Step, each: Sequence[Told]) -> None:
+    def _fill(self, step: Step, each: Sequence[RankReport]) -> None:
         """Add settled records to what the ranks tell: those of this step, or else of the last one."""
         if self._late:
             for told, record in zip(each, self.settled(self._late), strict=True):
@@ -290,7 +290,7 @@ class Recording(Journal):
             clock.settle(draft, wait=True)
         return [draft.record() for draft in drafts]
 
-    def _add(self, tally: Tally, each: Sequence[Told]) -> None:
+    def _add(self, tally: Tally, each: Sequence[RankReport]) -> None:
         if self.folder is None or not self.folder.is_open:
             return
         self.waiting()

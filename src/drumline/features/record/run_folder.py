@@ -172,9 +172,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, Mapping):
-        return {str(name): plain(one) for name, one in value.items()}
+        return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     if isinstance(value, Path | Program):
         return plain(value.name)
     if isinstance(value, torch.device):
@@ -198,7 +198,7 @@ def plan_of(program: Program, assembly: Assembly, balance: Balance | None) -> di
     placement = program.placement
     predicted: dict[str, Any] = {"costs": None, "makespan": None, "blocks": None}
     if balance is not None:
-        blocks = [{"name": one.name, **asdict(one.times)} for one in balance.profile.layers]
+        blocks = [{"name": layer.name, **asdict(layer.times)} for layer in balance.profile.layers]
         predicted = {"costs": balance.costs.to_json(), "makespan": balance.timeline.makespan, "blocks": blocks}
     return {
         "schedule": program.name,
@@ -207,7 +207,7 @@ def plan_of(program: Program, assembly: Assembly, balance: Balance | None) -> di
         "num_microbatches": program.num_microbatches,
         "placement": [list(placement.stages_of(rank)) for rank in range(program.num_ranks)],
         "blocks": [[block.name for block in blocks] for blocks in assembly.cuts],
-        "checkpoint": [[one.name for one in blocks if one.name in assembly.checkpointed] for blocks in assembly.cuts],
+        "checkpoint": [[b.name for b in blocks if b.name in assembly.checkpointed] for blocks in assembly.cuts],
         "guessed_costs": guessed_costs([block for blocks in assembly.cuts for block in blocks]),
         "predicted": predicted,
         "program_sha256": hashlib.sha256(program.format().encode()).hexdigest(),

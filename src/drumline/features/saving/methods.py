@@ -18,7 +18,7 @@ class SavingMethods(Methods):
 
     @cached_property
     def _state(self) -> State:
-        return State(self._site, [one for one in self._site.observers.each if isinstance(one, Keeper)])
+        return State(self._site, [observer for observer in self._site.observers.each if isinstance(observer, Keeper)])
 
     def _finish(self, most_seconds: float | None) -> None:
         super()._finish(most_seconds)

@@ -25,11 +25,11 @@ from typing import Any
 
 from drumline.checkpoint import folder as folders
 from drumline.checkpoint import manifest
-from drumline.checkpoint.beside import Files, write_files
-from drumline.checkpoint.line import Line
+from drumline.checkpoint.extra_files import Files, write_files
+from drumline.checkpoint.line import Lineage
 from drumline.checkpoint.saves import Saving
 from drumline.checkpoint.shelf import Shelf
-from drumline.checkpoint.staged import StagedFile
+from drumline.checkpoint.staging import StagedFile
 from drumline.core.errors import MismatchError, RecordError, RunError, WaitTimeout
 from drumline.features.saving.snapshot import Snapshot, joined_groups
 
@@ -193,16 +193,16 @@ def _refusal(job: _Job, error: BaseException) -> BaseException:
 def _complete(job: _Job) -> None:
     """As process 0: wait for all others' files, and let the checkpoint appear."""
     told = [json.loads(_awaited(job, at).read_text()) for at in range(job.num_processes)]
-    shares = [one["plain"]["optimizers"] for one in told]
+    shares = [report["plain"]["optimizers"] for report in told]
     content = {
         **job.content,
         "token": job.token,
         "num_processes": job.num_processes,
-        "files": {name: size for one in told for name, size in one["files"].items()},
-        "tensors": {file: crcs for one in told for file, crcs in one["tensors"].items()},
+        "files": {name: size for report in told for name, size in report["files"].items()},
+        "tensors": {file: crcs for report in told for file, crcs in report["tensors"].items()},
         "optimizers": [joined_groups(each) for each in zip(*shares, strict=True)],
-        "generators": [one["plain"]["generators"] for one in told],
-        "due": [due for one in told for due in one["plain"]["due"]],
+        "generators": [report["plain"]["generators"] for report in told],
+        "due": [due for report in told for due in report["plain"]["due"]],
     }
     weights = {name: file for file, crcs in content["tensors"].items() if file.startswith("model-") for name in crcs}
     size = sum(size for name, size in content["files"].items() if name.startswith("model-"))
@@ -212,18 +212,18 @@ def _complete(job: _Job) -> None:
     for at in range(job.num_processes):
         (job.part / _told_by(at)).unlink()
     manifest.write_manifest(job.part, content)
-    line = Line.of(content)
+    line = Lineage.of(content)
     job.shelf.announce(job.folder, line)
     final = folders.publish(job.part, job.folder, job.step, job.token)
     if job.keep is not None:
         _rotate(job, final, line, job.keep)
 
 
-def _rotate(job: _Job, final: Path, line: Line, keep: int) -> None:
+def _rotate(job: _Job, final: Path, line: Lineage, keep: int) -> None:
     """Remove older checkpoints; where that fails, the new one is whole all the same, and the next one tries again."""
     try:
-        for one in job.shelf.surplus(job.folder, final, line, keep):
-            folders.remove(one)
+        for path in job.shelf.surplus(job.folder, final, line, keep):
+            folders.remove(path)
     except OSError as error:
         reason = error.strerror or error
         logging.getLogger("drumline").warning("old checkpoints in %s cannot be removed: %s", job.folder, reason)

@@ -57,21 +57,21 @@ def optimizer_share(number: int, optimizer: Optimizer) -> tuple[dict[str, Tensor
                 tensors[f"optimizer.{number}/{name}/{key}"] = value.detach()
             else:
                 numbers.setdefault(name, {})[key] = plain(value, f"{name}'s {key}")
-    groups = [{key: plain(value, key) for key, value in one.items()} for one in state["param_groups"]]
+    groups = [{key: plain(value, key) for key, value in group.items()} for group in state["param_groups"]]
     return tensors, {"kind": type(optimizer).__name__, "groups": groups, "numbers": numbers}
 
 
 def joined_groups(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return one optimizer's plain data from all processes'.
 
-    >>> one = {"kind": "SGD", "groups": [{"lr": 0.1, "params": ["a"]}], "numbers": {}}
-    >>> joined_groups([one, {**one, "groups": [{"lr": 0.1, "params": ["b"]}]}])["groups"]
+    >>> value = {"kind": "SGD", "groups": [{"lr": 0.1, "params": ["a"]}], "numbers": {}}
+    >>> joined_groups([value, {**value, "groups": [{"lr": 0.1, "params": ["b"]}]}])["groups"]
     [{'lr': 0.1, 'params': ['a', 'b']}]
     """
     groups = [dict(group) for group in shares[0]["groups"]]
-    for group, *others in zip(groups, *(one["groups"] for one in shares[1:]), strict=True):
-        group["params"] = list(dict.fromkeys([*group["params"], *(name for one in others for name in one["params"])]))
-    numbers = {name: value for one in shares for name, value in one["numbers"].items()}
+    for group, *others in zip(groups, *(share["groups"] for share in shares[1:]), strict=True):
+        group["params"] = list(dict.fromkeys([*group["params"], *(name for o in others for name in o["params"])]))
+    numbers = {name: value for share in shares for name, value in share["numbers"].items()}
     return {"kind": shares[0]["kind"], "groups": groups, "numbers": numbers}
 
 
@@ -79,7 +79,7 @@ def restore_optimizer(
     optimizer: Optimizer, plain: Mapping[str, Any], entries: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
     """Give an optimizer its state back: `entries` are its parameters' tensors, by name and key."""
-    state: dict[str, dict[str, Any]] = {name: dict(one) for name, one in entries.items()}
+    state: dict[str, dict[str, Any]] = {name: dict(entry) for name, entry in entries.items()}
     for name, numbers in plain["numbers"].items():
         state.setdefault(name, {}).update(numbers)
     groups = [dict(group) for group in plain["groups"]]
@@ -171,8 +171,8 @@ def by_parameter(prefix: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str
     {'a.weight': {'step': tensor(0.)}}
     """
     found: dict[str, dict[str, Tensor]] = {}
-    for full, one in tensors:
+    for full, tensor in tensors:
         if full.startswith(f"{prefix}/"):
             name, _, key = full.removeprefix(f"{prefix}/").rpartition("/")
-            found.setdefault(name, {})[key] = one
+            found.setdefault(name, {})[key] = tensor
     return found

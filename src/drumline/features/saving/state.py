@@ -18,12 +18,12 @@ from torch import Tensor
 from drumline.channel.lines.axes import Axes
 from drumline.channel.lines.slices import FlatSlice, Slice, cut_out, put_together, slice_of, writes
 from drumline.checkpoint import folder as folders
-from drumline.checkpoint.beside import checked_files
+from drumline.checkpoint.extra_files import checked_files
 from drumline.checkpoint.line import Course
-from drumline.checkpoint.plain import packed, unpacked
-from drumline.checkpoint.read import Checkpoint
+from drumline.checkpoint.plain_json import packed, unpacked
+from drumline.checkpoint.reader import Checkpoint
 from drumline.checkpoint.saves import Loaded, Saving
-from drumline.checkpoint.shelf import Choice, Shelf
+from drumline.checkpoint.shelf import ResumeOrder, Shelf
 from drumline.core.errors import DrumlineError, MismatchError, ModelError, RecordError
 from drumline.engine.site import Site
 from drumline.engine.state.keeper import Keeper
@@ -93,8 +93,8 @@ class State:
         training: dict[str, Tensor] = {}
         if site.updates.masters.is_on:
             named = site.updates.named(site.holdings.named_parameters())
-            low = {name for name, one in site.holdings.named_parameters() if one.dtype != torch.float32}
-            training |= {f"masters/{name}": one.detach() for name, one in named if name in low}
+            low = {name for name, param in site.holdings.named_parameters() if param.dtype != torch.float32}
+            training |= {f"masters/{name}": tensor.detach() for name, tensor in named if name in low}
         optimizers = []
         for number, optimizer in enumerate(site.updates.optimizers()):
             tensors, plain = snapshot.optimizer_share(number, optimizer)
@@ -103,7 +103,7 @@ class State:
         pieces = self._pieces()
         training = self._whole(training, {name: pieces.get(_parameter_of(name)) for name in training}, pieces=True)
         tensors, plain = snapshot.generators(site.intake.device)
-        training |= {f"random.{self._process}/{name}": one for name, one in tensors.items()}
+        training |= {f"random.{self._process}/{name}": tensor for name, tensor in tensors.items()}
         model = self._whole(snapshot.model_tensors(site.holdings.state_dict()), site.holdings.slices())
         due: list[dict[str, Any]] = []
         for keeper in self._keepers:
@@ -115,7 +115,7 @@ class State:
     def _pieces(self) -> dict[str, Slice | FlatSlice | None]:
         """Return which part of each parameter this process's optimizers update."""
         site = self._site
-        return {name: slice_of(site.updates.piece(one)) for name, one in site.holdings.named_parameters()}
+        return {name: slice_of(site.updates.piece(param)) for name, param in site.holdings.named_parameters()}
 
     def _whole(
         self, tensors: Mapping[str, Tensor], slices: Mapping[str, Slice | FlatSlice | None], *, pieces: bool = False
@@ -124,10 +124,10 @@ class State:
         if not self._axes.is_mesh:
             return dict(tensors)
         found = {}
-        for name, one in tensors.items():
+        for name, tensor in tensors.items():
             part = slices.get(name)
-            is_part = part is not None and not (pieces and not _is_part(one, part, self._axes))
-            whole = put_together(one, part, self._axes) if is_part else one
+            is_part = part is not None and not (pieces and not _is_part(tensor, part, self._axes))
+            whole = put_together(tensor, part, self._axes) if is_part else tensor
             if writes(part, self._axes):
                 found[name] = whole
         return found
@@ -140,9 +140,9 @@ class State:
         site.recording.settle()
         with site.crew.together("load"):
             self.finish()
-            listed = [str(one) for one in folders.checkpoints(folder)]
-            choice = Shelf().choose(Path(folder)) if self._process == 0 else Choice()
-            own = listed, [str(one) for one in choice.paths], [str(one) for one in choice.left]
+            listed = [str(reason) for reason in folders.checkpoints(folder)]
+            choice = Shelf().choose(Path(folder)) if self._process == 0 else ResumeOrder()
+            own = listed, [str(reason) for reason in choice.paths], [str(reason) for reason in choice.left]
             paths, left = agreed_paths(self._site.crew.everywhere("checkpoints", own))
             if not paths and missing_ok:
                 site.recording.rewind()
@@ -150,7 +150,7 @@ class State:
             skipped: list[str] = []
             for path in paths:
                 opened, wrong = self._opened(path, optimizers)
-                problems = [one for one in self._site.crew.everywhere("checkpoint", wrong) if one]
+                problems = [reason for reason in self._site.crew.everywhere("checkpoint", wrong) if reason]
                 if not problems:
                     assert opened is not None
                     self._tell_of_left(path, left)
@@ -158,7 +158,7 @@ class State:
                 skipped.append(f"{path}: {problems[0]}")
                 if site.crew.rank == self._axes.number == 0:
                     logging.getLogger("drumline").warning("passed over a damaged checkpoint: %s", skipped[-1])
-        hints = [*skipped, *(f"{one} is whole, on a line that was left: name it to use it" for one in left[:1])]
+        hints = [*skipped, *(f"{reason} is whole, on a line that was left: name it to use it" for reason in left[:1])]
         raise RecordError(
             f"{folder} holds no checkpoint that is whole" if skipped else f"{folder} holds no checkpoint",
             expected="a folder given to pipe.save, or one checkpoint in it",
@@ -167,7 +167,7 @@ class State:
 
     def _tell_of_left(self, path: Path, left: Sequence[Path]) -> None:
         """Say if a checkpoint of a later step is not used, because training went on from an earlier one since."""
-        later = [one for one in left if folders.step_of(one) > folders.step_of(path)]
+        later = [file for file in left if folders.step_of(file) > folders.step_of(path)]
         if later and self._process == 0:
             text = "going on from %s: %s has a later step, on a line that was left; name it to use it"
             logging.getLogger("drumline").warning(text, path, later[0])
@@ -199,14 +199,14 @@ class State:
         if content["num_processes"] == self._num_processes:
             snapshot.check_generators(self._random(training), content["generators"][self._process])
         made, stored = self._site.updates.optimizers(), content["optimizers"]
-        if optimizers and [type(one).__name__ for one in made] == [one["kind"] for one in stored]:
+        if optimizers and [type(updater).__name__ for updater in made] == [name["kind"] for name in stored]:
             for optimizer, plain in zip(made, stored, strict=True):
                 snapshot.check_groups(optimizer, plain)
 
     def _random(self, training: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the stored generators of this process."""
         prefix = f"random.{self._process}/"
-        return {name.removeprefix(prefix): one for name, one in training.items() if name.startswith(prefix)}
+        return {name.removeprefix(prefix): tensor for name, tensor in training.items() if name.startswith(prefix)}
 
     def _take(
         self,
@@ -239,11 +239,11 @@ class State:
         site = self._site
         if site.updates.masters.is_on:
             with torch.no_grad():
-                for name, one in site.updates.named(site.holdings.named_parameters()):
+                for name, tensor in site.updates.named(site.holdings.named_parameters()):
                     if f"masters/{name}" in training:
-                        one.copy_(training[f"masters/{name}"])
+                        tensor.copy_(training[f"masters/{name}"])
         made, stored = site.updates.optimizers(), content["optimizers"]
-        kinds, theirs = [type(one).__name__ for one in made], [one["kind"] for one in stored]
+        kinds, theirs = [type(updater).__name__ for updater in made], [entry["kind"] for entry in stored]
         if kinds != theirs:
             raise ModelError(
                 f"the checkpoint has state of {', '.join(theirs) or 'no optimizer'}",
@@ -309,4 +309,4 @@ def agreed_paths(told: Sequence[Sequence[Sequence[str]]]) -> tuple[list[Path], l
                 f"rank {rank} finds {len(its)} checkpoints and rank 0 {len(seen)}",
                 expected="a folder that all hosts share",
             )
-    return [Path(one) for one in chosen], [Path(one) for one in left]
+    return [Path(name) for name in chosen], [Path(name) for name in left]

@@ -6,7 +6,7 @@ from functools import partial
 
 from drumline.engine.ground import Ground
 from drumline.engine.kit import Kit
-from drumline.engine.setting import Setting
+from drumline.engine.setup import PipelineSetup
 from drumline.engine.site import Site
 from drumline.features.stream.executor import StreamExecutor
 from drumline.features.stream.options import StreamOptions, check_ties, rows_of
@@ -15,7 +15,7 @@ from drumline.features.stream.together import is_synchronous
 from drumline.model.weights.tied import Ties
 
 
-def fit(kit: Kit, setting: Setting, options: StreamOptions) -> None:
+def fit(kit: Kit, setting: PipelineSetup, options: StreamOptions) -> None:
     """Have rows go on for ever, if the schedule has no flush."""
     if setting.program.num_updates:
         kit.executor, kit.flow, kit.admit = StreamExecutor, partial(_stream, options), partial(_admit, options)
@@ -26,17 +26,17 @@ def attach(site: Site) -> NoStream | None:
     return None if isinstance(site.flow, Stream) else NoStream()
 
 
-def _named(setting: Setting) -> str:
+def _named(setting: PipelineSetup) -> str:
     """Return the name of the schedule, which one without a flush has."""
     assert isinstance(setting.options.schedule, str)
     return setting.options.schedule
 
 
-def _admit(options: StreamOptions, setting: Setting, ties: Ties) -> None:
+def _admit(options: StreamOptions, setting: PipelineSetup, ties: Ties) -> None:
     check_ties(ties, _named(setting), options, alone=setting.crew.alone)
 
 
-def _stream(options: StreamOptions, setting: Setting, ground: Ground) -> Stream:
+def _stream(options: StreamOptions, setting: PipelineSetup, ground: Ground) -> Stream:
     name = _named(setting)
     rows = rows_of(name, options, setting.program, ground.frozen.pruned_too)
     finite, together = setting.options.check_finite, is_synchronous(name, vertical_sync=options.vertical_sync)

@@ -35,7 +35,7 @@ from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.rules import Backward
 from drumline.features.stream.rows import BACKWARDS, Cell, StreamRows, runs
-from drumline.features.stream.verdicts import Judged, Norms, Place, Verdicts
+from drumline.features.stream.verdicts import Norms, Place, UpdateVerdict, Verdicts
 from drumline.features.stream.versions import Versions
 from drumline.runtime.draft import BEGIN, Clock, Draft
 from drumline.runtime.execute.executor import Executor, Gradients
@@ -69,7 +69,7 @@ class Group:
     is_summed: bool = False  # whether gradients of tied parameters have those of other ranks
     is_finite: bool = True  # whether they and the losses are, on this rank
     is_told: bool = False  # whether other ranks know that, and the gradients' norms
-    judged: Judged | None = None  # what all ranks said
+    judged: UpdateVerdict | None = None  # what all ranks said
 
 
 class StreamExecutor(Executor):
@@ -127,7 +127,7 @@ class StreamExecutor(Executor):
         yield from super().run(step, draft, self._slice())
         self.position += 1
         self.since += 1
-        for position in [one for one in self._steps if one < self.position - self.stream.num_back]:
+        for position in [number for number in self._steps if number < self.position - self.stream.num_back]:
             del self._steps[position]
 
     def pause(self, draft: Draft) -> Generator[Wait, None, None]:
@@ -147,12 +147,12 @@ class StreamExecutor(Executor):
     def _begin(self, step: Step, draft: Draft) -> None:
         """Begin with what is in flight, and with the gradients that have begun to add up."""
         self.draft = draft
-        open_steps = [one.number for one, _ in self._steps.values()]
+        open_steps = [earlier.number for earlier, _ in self._steps.values()]
         self.channel.begin(step.number, since=min([step.number, *open_steps]))
         self.clock.begin(draft)
         self.exchange.begin()
-        for one in self._parameters():
-            one.grad = self._partial.pop(one, None)
+        for earlier in self._parameters():
+            earlier.grad = self._partial.pop(earlier, None)
         for index, stage in self.stages.items():
             stage.refresh()
             stage.kept = step.outputs if step.wants_outputs else None
@@ -165,10 +165,10 @@ class StreamExecutor(Executor):
     def _put_aside(self, clock: Clock, draft: Draft) -> Iterable[Wait]:
         """Put aside the gradients that have begun to add up."""
         self.exchange.refuse_changes()
-        for one in self._parameters():
-            if one.grad is not None:
-                self._partial[one] = one.grad
-                one.grad = None
+        for param in self._parameters():
+            if param.grad is not None:
+                self._partial[param] = param.grad
+                param.grad = None
         return ()
 
     # ---- jobs --------------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ class StreamExecutor(Executor):
     def _share(self, step: Step, microbatch: int) -> Tensor:
         if len(self.stream.ends) == 1:
             return step.shares[microbatch]  # an update takes in the whole step
-        total = torch.stack([step.shares[one] for one in self._with(microbatch)]).sum()
+        total = torch.stack([step.shares[number] for number in self._with(microbatch)]).sum()
         share = step.shares[microbatch]
         return torch.where(total > 0, share / total, torch.zeros_like(share))
 
@@ -332,12 +332,12 @@ class StreamExecutor(Executor):
     @contextmanager
     def _having(self, gradients: Mapping[nn.Parameter, Tensor]) -> Iterator[list[nn.Parameter]]:
         """Let parameters have these gradients inside, and no others; yields all parameters."""
-        aside = {one: one.grad for one in self._parameters()}
-        for one in aside:
-            one.grad = gradients.get(one)
+        aside = {param: param.grad for param in self._parameters()}
+        for param in aside:
+            param.grad = gradients.get(param)
         yield list(aside)
-        for one, gradient in aside.items():
-            one.grad = gradient
+        for param, gradient in aside.items():
+            param.grad = gradient
 
     def _close(self, cell: Cell, job: Job, _: Step) -> None:
         """Put aside the gradients of an update, which are complete on this rank."""
@@ -346,11 +346,11 @@ class StreamExecutor(Executor):
         if self.exchange.has_ties:
             self.channel.belongs(step.number)
             self.exchange.offer_tied(microbatch)
-        made = {one: one.grad for one in self._parameters() if one.grad is not None}
-        for one in made:
-            one.grad = None
+        made = {param: param.grad for param in self._parameters() if param.grad is not None}
+        for param in made:
+            param.grad = None
         group = Group(made, settings, is_summed=not self.exchange.has_ties or not self._updates)
-        losses = [step.losses[one] for one in self._with(microbatch) if one in step.losses]
+        losses = [step.losses[number] for number in self._with(microbatch) if number in step.losses]
         group.is_finite = not self.check_finite or bool(all_finite([*made.values(), *losses]))
         if group.is_summed:
             self._tell(group, position, microbatch)
@@ -362,7 +362,7 @@ class StreamExecutor(Executor):
         with self._having(group.gradients) as parameters:
             self.channel.belongs(self._steps[position][0].number)
             yield from self.exchange.sum_tied(self.clock, self.draft, self.clock.now(), microbatch)
-            group.gradients = {one: one.grad for one in parameters if one.grad is not None}
+            group.gradients = {param: param.grad for param in parameters if param.grad is not None}
         group.is_summed = True
         if self.check_finite and group.is_finite:  # sums may be too large
             group.is_finite = bool(all_finite(list(group.gradients.values())))
@@ -397,7 +397,7 @@ class StreamExecutor(Executor):
             versions.update([])
         else:
             with self._having(group.gradients) as parameters:
-                changing = [one for one in parameters if one.grad is not None]
+                changing = [param for param in parameters if param.grad is not None]
                 if judged is not None and judged.norm is not None:
                     self.optimizers.clip(judged.norm, changing)
                 self.optimizers.update(changing, group.settings, versions.update)

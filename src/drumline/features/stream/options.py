@@ -41,7 +41,7 @@ def rows_of(name: str, options: StreamOptions, program: Program, pruned: Callabl
 
 def check_ties(ties: Ties, schedule: str, options: StreamOptions, *, alone: bool) -> None:
     """Refuse tied parameters of which all ranks would not use the same version."""
-    shared = next((one for one in ties.tensors if one.is_copied and one.is_parameter), None)
+    shared = next((tensor for tensor in ties.tensors if tensor.is_copied and tensor.is_parameter), None)
     if shared is None:
         return
     what = f"{' and '.join(shared.names)} are one tensor on ranks {' and '.join(map(str, shared.ranks))}"

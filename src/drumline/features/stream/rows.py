@@ -121,7 +121,7 @@ def _slice(program: Program, step: int, num_microbatches: int) -> Slice:
 
 
 def _row(row: Sequence[Action], rank: int, step: int, num_microbatches: int, name: str) -> tuple[Cell, ...]:
-    begins = [at for at, one in enumerate(row) if one.op is Op.FORWARD and one.microbatch in
+    begins = [at for at, action in enumerate(row) if action.op is Op.FORWARD and action.microbatch in
               (step * num_microbatches, (step + 1) * num_microbatches)]  # fmt: skip
     if len(begins) != 2:
         raise ProgramError(f"rank {rank}'s row of {name!r} has several stages", expected="one stage per rank")

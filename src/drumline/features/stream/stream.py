@@ -23,10 +23,10 @@ from drumline.core.errors import ModelError, RunError, UsageError, counted
 from drumline.engine.flow import Flow
 from drumline.engine.ground import Ground
 from drumline.engine.ranks.observer import Observer
-from drumline.engine.ranks.tally import Tally, Told
+from drumline.engine.ranks.tally import RankReport, Tally
 from drumline.engine.state.keeper import Keeper, Named
 from drumline.engine.updates.optimizer_state import plain
-from drumline.engine.updates.validated import check as validated_after
+from drumline.engine.updates.validation_time import check as validated_after
 from drumline.features.stream.executor import Group, StreamExecutor
 from drumline.features.stream.rows import StreamRows
 from drumline.runtime.gradients import clip
@@ -49,13 +49,13 @@ class Stream(Flow, Keeper):
         self._engine, self._updates, self._programs = ground.engine, ground.updates, ground.programs
         self.rows = rows
         self.num_ahead, self.num_in_flight = rows.num_back, 1 + rows.num_back
-        self.executors = [one for one in self._engine.executors if isinstance(one, StreamExecutor)]
+        self.executors = [executor for executor in self._engine.executors if isinstance(executor, StreamExecutor)]
         self.is_broken = False  # whether a step failed, so that nothing fits together any more
         self.max_norm: float | None = None  # largest norm of all gradients in an update
         self._updates.streams = True
         ground.recording.notes_late = self.num_in_flight
-        for one in self.executors:
-            one.attach(rows, self, check_finite=check_finite, together=is_synchronous)
+        for executor in self.executors:
+            executor.attach(rows, self, check_finite=check_finite, together=is_synchronous)
         self.skipped: dict[int, str] = {}
 
     @property
@@ -89,12 +89,12 @@ class Stream(Flow, Keeper):
         step.program = self._programs.added(self.rows.program(first.position, first.since))
         self.is_broken = True
 
-    def told(self, step: Step, tally: Tally, each: Sequence[Told]) -> None:
+    def told(self, step: Step, tally: Tally, each: Sequence[RankReport]) -> None:
         """Note that a step has not failed."""
         if step.train:
             self._ran()
 
-    def judge(self, step: Step, told: Told, losses: list[Tensor]) -> None:
+    def judge(self, step: Step, told: RankReport, losses: list[Tensor]) -> None:
         """Note nothing: every update checks its own gradients."""
 
     def pause(self, what: str) -> None:
@@ -120,8 +120,8 @@ class Stream(Flow, Keeper):
     def _ran(self) -> None:
         self.is_broken = False
         called = self._updates.holdings.crew.called
-        for one in self.executors:  # all say the same
-            self.skipped |= {number: called.listed(ranks) for number, ranks in one.verdicts.found()}
+        for executor in self.executors:  # all say the same
+            self.skipped |= {number: called.listed(ranks) for number, ranks in executor.verdicts.found()}
 
     def _check(self) -> None:
         if self.is_broken:
@@ -152,9 +152,9 @@ class Stream(Flow, Keeper):
 
     def norms(self, rank: int) -> dict[str, float]:
         """Return the norms of the gradients that a rank's own parameters have now, by name."""
-        executor = next(one for one in self.executors if one.rank == rank)
+        executor = next(stream_executor for stream_executor in self.executors if stream_executor.rank == rank)
         named = self._updates.holdings.named_on(executor, at_home=True)
-        norms = clip.norms_of([one for _, one in named], 2.0)
+        norms = clip.norms_of([param for _, param in named], 2.0)
         return {name: norm for (name, _), norm in zip(named, norms, strict=True) if norm is not None}
 
     def total(self, norms: list[dict[str, float]]) -> Tensor:
@@ -169,23 +169,23 @@ class Stream(Flow, Keeper):
     def settings(self) -> Settings:
         """Return what the optimizers' groups say now."""
         return [
-            [{key: _kept(value) for key, value in group.items() if key != "params"} for group in one.param_groups]
-            for one in self._updates.optimizers()
+            [{key: _kept(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+            for optimizer in self._updates.optimizers()
         ]
 
     def update(self, parameters: list[nn.Parameter], settings: Settings, move: Move) -> None:
         """Update these parameters alone, by such settings; `move` gives them new memory where that is needed."""
         updates, chosen = self._updates, set(parameters)
         # Other ranks of this process have gradients that are not complete.
-        others = [(one, one.grad) for one in updates.holdings.parameters() if one not in chosen]
-        for one, _ in others:
-            one.grad = None
+        others = [(param, param.grad) for param in updates.holdings.parameters() if param not in chosen]
+        for param, _ in others:
+            param.grad = None
         optimizers = updates.optimizers()
         with updates.inside(parameters, move), with_settings(optimizers, settings):
             for optimizer in optimizers:
                 optimizer.step()
-        for one, gradient in others:
-            one.grad = gradient
+        for param, gradient in others:
+            param.grad = gradient
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -196,17 +196,17 @@ class Stream(Flow, Keeper):
 
     def due(self, named: Named) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
         """Return the gradients of updates that are due, by name, and for each rank what is no tensor about them."""
-        names = {one: name for name, one in named.items()}
+        names = {param: name for name, param in named.items()}
         tensors: dict[str, Tensor] = {}
         listed = []
         for rank in self.executors:
             groups = []
             for place, group in sorted(rank.pending.items()):
-                for one, gradient in group.gradients.items():
-                    tensors[f"{_head(rank.rank, place)}/{names[one]}/gradient"] = gradient
+                for param, gradient in group.gradients.items():
+                    tensors[f"{_head(rank.rank, place)}/{names[param]}/gradient"] = gradient
                 is_finite = {} if group.is_finite else {"finite": False}
                 groups.append({"at": list(place), "settings": _as_json(group.settings), **is_finite})
-            versions = [one.number for one in rank.versions.values()]
+            versions = [version.number for version in rank.versions.values()]
             listed.append({"rank": rank.rank, "versions": versions, "groups": groups})
         return tensors, listed
 
@@ -223,7 +223,7 @@ class Stream(Flow, Keeper):
     def refuse_stored(self, content: Mapping[str, Any]) -> None:
         """Refuse updates that are due, unless the schedule goes on here: it has the same rows."""
         stored = content.get("stream")
-        if stored is not None and self._counts() != {key: one for key, one in stored.items() if key != "position"}:
+        if stored is not None and self._counts() != {key: entry for key, entry in stored.items() if key != "position"}:
             raise _cannot_go_on(stored)
 
     def loading(self) -> None:
@@ -235,7 +235,7 @@ class Stream(Flow, Keeper):
         stored = content.get("stream")
         if stored is None:
             return
-        by_rank = {one["rank"]: one for one in content["due"]}
+        by_rank = {update["rank"]: update for update in content["due"]}
         for rank in self.executors:
             rank.go_on(int(stored["position"]))
             for versions, number in zip(rank.versions.values(), by_rank[rank.rank]["versions"], strict=True):
@@ -244,19 +244,19 @@ class Stream(Flow, Keeper):
                 position, microbatch = group["at"]
                 head = f"{_head(rank.rank, (position, microbatch))}/"
                 found = {
-                    named[name.removeprefix(head).rpartition("/")[0]]: one.clone()
-                    for name, one in tensors.items()
+                    named[name.removeprefix(head).rpartition("/")[0]]: tensor.clone()
+                    for name, tensor in tensors.items()
                     if name.startswith(head)
                 }
-                settings = [[_restored(one) for one in each] for each in group["settings"]]
+                settings = [[_restored(item) for item in each] for each in group["settings"]]
                 is_finite = group.get("finite", True)
                 rank.pending[position, microbatch] = Group(found, settings, is_summed=True, is_finite=is_finite)
 
     def restart(self) -> None:
         """Forget all that is in flight and due."""
         self.is_broken = False
-        for one in self.executors:
-            one.restart()
+        for executor in self.executors:
+            executor.restart()
 
 
 class NoStream(Observer, Keeper):
@@ -287,7 +287,7 @@ def _head(rank: int, place: tuple[int, int]) -> str:
 
 
 def _as_json(settings: Settings) -> list[list[dict[str, Any]]]:
-    return [[{key: plain(one, key) for key, one in group.items()} for group in each] for each in settings]
+    return [[{key: plain(value, key) for key, value in group.items()} for group in each] for each in settings]
 
 
 def _kept(value: Any) -> Any:
@@ -302,9 +302,9 @@ def _restored(group: Mapping[str, Any]) -> dict[str, Any]:
 @contextmanager
 def with_settings(optimizers: Sequence[Optimizer], settings: Settings) -> Iterator[None]:
     """Let optimizers have other settings inside."""
-    groups = [group for one in optimizers for group in one.param_groups]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     own = [dict(group) for group in groups]
-    for group, other in zip(groups, (one for each in settings for one in each), strict=True):
+    for group, other in zip(groups, (entry for each in settings for entry in each), strict=True):
         for key, value in other.items():
             if isinstance(group.get(key), Tensor):
                 group[key] = torch.as_tensor(value).to(group[key])

@@ -36,7 +36,7 @@ class Norms(Protocol):
         """Return the norm of all gradients, given those of every rank's own."""
 
 
-class Judged(NamedTuple):
+class UpdateVerdict(NamedTuple):
     """What all ranks told about an update: those that must not make it, and the norm of all gradients if it counts."""
 
     bad: tuple[int, ...]
@@ -62,7 +62,7 @@ class Verdicts:
         self.decided = position  # of the first step about which not everything is known
         self._numbers: dict[int, int] = {}
         self._wrong: set[int] = set()  # positions of steps with a NaN here
-        self._judged: dict[Place, Judged] = {}
+        self._judged: dict[Place, UpdateVerdict] = {}
 
     @property
     def is_on(self) -> bool:
@@ -84,7 +84,7 @@ class Verdicts:
             is_finite = is_finite if self.together else position not in self._wrong
             self._channel.tell(self._topic(place), (is_finite, norms))
 
-    def hear(self, place: Place, stage: int) -> Generator[Wait, None, Judged]:
+    def hear(self, place: Place, stage: int) -> Generator[Wait, None, UpdateVerdict]:
         """Wait for what all ranks tell about an update, once."""
         action = Action(stage, Op.UPDATE, place[1])
         told = self._channel.hear_now(self._topic(place))
@@ -96,14 +96,14 @@ class Verdicts:
             self._judged[place] = judged
         return judged
 
-    def _judge(self, told: list[Any]) -> Judged:
+    def _judge(self, told: list[Any]) -> UpdateVerdict:
         bad = tuple(rank for rank, (is_finite, _) in enumerate(told) if not is_finite)
         if self._norms.max_norm is None:
-            return Judged(bad, None)
+            return UpdateVerdict(bad, None)
         norm = self._norms.total([norms for _, norms in told])
         if self._check_finite and not bad and not math.isfinite(float(norm)):
             bad = tuple(range(len(told)))  # too large to be added up
-        return Judged(bad, norm)
+        return UpdateVerdict(bad, norm)
 
     def decide(self, until: int, stage: int) -> Generator[Wait, None, None]:
         """Learn the outcome of all steps before a position; all ranks do so at the same place."""

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from drumline.runtime.stage import Stage
-from drumline.runtime.stash import Kept, Scale
+from drumline.runtime.stash import SavedTensor, Scale
 
 
-class _Seen(NamedTuple):
+class _TensorVersion(NamedTuple):
     """A tensor that autograd keeps, and how often it had been changed in place by then."""
 
     tensor: Tensor
@@ -68,7 +68,7 @@ class Versions:
     @property
     def count(self) -> int:
         """How many versions there are: the newest one, and older ones that a microbatch needs."""
-        return len({self.number, *(one.version for one in self._users.values())})
+        return len({self.number, *(user.version for user in self._users.values())})
 
     def of(self, microbatch: Any) -> int:
         """Return the number of the version that a microbatch in flight uses."""
@@ -79,9 +79,9 @@ class Versions:
         """Run a forward inside: its backward will see the newest version."""
         user = self._users[microbatch] = _User(self.number)
         user.aliases = [
-            (one, one.data) for segment in self.stage.segments if segment.checkpointed for one in segment.parameters
+            (p, p.data) for segment in self.stage.segments if segment.checkpointed for p in segment.parameters
         ]
-        user.places = {_place(one) for _, one in user.aliases}
+        user.places = {_place(tensor) for _, tensor in user.aliases}
         with self._kept(user.places):
             yield
         self._needed.update(user.places)
@@ -90,7 +90,7 @@ class Versions:
     def backward(self, microbatch: Any) -> Iterator[None]:
         """Run the backward of a microbatch inside, and let go of its version."""
         user = self._users[microbatch]
-        moved = [(one, alias) for one, alias in user.aliases if _place(alias) != _place(one)]
+        moved = [(param, alias) for param, alias in user.aliases if _place(alias) != _place(param)]
         with _swapped(moved):
             if user.aliases:
                 with self._kept(set()):  # what runs again is kept until its backward, a moment later
@@ -106,7 +106,7 @@ class Versions:
 
     @contextmanager
     def _kept(self, places: set[int]) -> Iterator[None]:
-        own = {_place(one) for one in self.stage.parameters}
+        own = {_place(param) for param in self.stage.parameters}
         scale = self.scale
 
         def pack(tensor: Tensor) -> Any:
@@ -114,7 +114,7 @@ class Versions:
             if place in own:
                 places.add(place)
                 tensor = tensor.data  # with a count of changes of its own
-            return _Seen(tensor, tensor._version) if scale is None else Kept(scale, tensor)
+            return _TensorVersion(tensor, tensor._version) if scale is None else SavedTensor(scale, tensor)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _taken):
             yield
@@ -122,9 +122,9 @@ class Versions:
     def update(self, changing: Iterable[nn.Parameter]) -> None:
         """Begin a new version, before an optimizer changes these parameters in place."""
         torch.clear_autocast_cache()  # its casts are of the version before
-        for one in changing:
-            if self._needed[_place(one)]:
-                one.data = one.data.clone()
+        for param in changing:
+            if self._needed[_place(param)]:
+                param.data = param.data.clone()
         self.number += 1
         self.peak = max(self.peak, self.count)
 
@@ -139,7 +139,7 @@ def _place(tensor: Tensor) -> int:
 
 
 def _taken(kept: Any) -> Tensor:
-    if isinstance(kept, Kept):
+    if isinstance(kept, SavedTensor):
         return kept.taken()
     if kept.tensor._version != kept.version:
         raise RuntimeError("a tensor that a backward needs has been modified by an inplace operation")
@@ -150,15 +150,15 @@ def _taken(kept: Any) -> Tensor:
 @contextmanager
 def _swapped(values: list[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
     """Let parameters have other values inside, and autocast no casts of those outside."""
-    newest = [one.data for one, _ in values]
-    for one, value in values:
-        one.data = value
+    newest = [param.data for param, _ in values]
+    for param, value in values:
+        param.data = value
     if values:
         torch.clear_autocast_cache()
     try:
         yield
     finally:
-        for (one, _), value in zip(values, newest, strict=True):
-            one.data = value
+        for (param, _), value in zip(values, newest, strict=True):
+            param.data = value
         if values:
             torch.clear_autocast_cache()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from drumline.engine.site import Site
-from drumline.features.validated.kept import KeptBuffers
+from drumline.features.validated.undo import KeptBuffers
 from drumline.features.validated.validated import Validation
 from drumline.model.catalogue import places_in
 

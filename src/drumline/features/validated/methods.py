@@ -15,4 +15,4 @@ class ValidatedMethods(Methods):
 
         It is about the update before the last pipeline step, until `settle` is called.
         """
-        return next(one.verdict for one in self._site.observers.each if isinstance(one, Validation))
+        return next(observer.verdict for observer in self._site.observers.each if isinstance(observer, Validation))

@@ -30,10 +30,10 @@ from torch.optim import Optimizer
 
 from drumline.core.errors import DrumlineError, RunError, UsageError
 from drumline.engine.ranks.observer import Observer
-from drumline.engine.ranks.tally import Tally, Told
+from drumline.engine.ranks.tally import RankReport, Tally
 from drumline.engine.site import Site
-from drumline.engine.updates.validated import Validates
-from drumline.features.validated.kept import KeptBuffers, KeptOptimizer
+from drumline.engine.updates.validation_time import Validates
+from drumline.features.validated.undo import KeptBuffers, KeptOptimizer
 from drumline.runtime.gradients import clip
 from drumline.runtime.step import CalledWith, Step
 
@@ -70,7 +70,7 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class _Stepped:
+class _OptimizerStep:
     """One optimizer's part of an update."""
 
     parameters: Sequence[nn.Parameter]
@@ -84,12 +84,12 @@ class _Stepped:
             if gradients is None:
                 self.follow()
                 return
-            now = [one.grad for one in self.parameters]
-            for one in self.parameters:
-                one.grad = gradients.get(one)
+            now = [param.grad for param in self.parameters]
+            for param in self.parameters:
+                param.grad = gradients.get(param)
             self.apply()
-            for one, grad in zip(self.parameters, now, strict=True):
-                one.grad = grad
+            for param, grad in zip(self.parameters, now, strict=True):
+                param.grad = grad
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class _Update:
     is_ahead: bool  # whether ranks update before the verdict
     gradients: dict[nn.Parameter, Tensor]
     versions: list[int] = field(default_factory=list)  # of the gradients, to see whether they were changed
-    stepped: list[_Stepped] = field(default_factory=list)
+    stepped: list[_OptimizerStep] = field(default_factory=list)
     verdict: Verdict | None = None
     is_settled: bool = False
 
@@ -111,7 +111,7 @@ class _Update:
         return f"norms/{self.number}"
 
     def has(self, kept: KeptOptimizer) -> bool:
-        return any(one.kept is kept for one in self.stepped)
+        return any(step.kept is kept for step in self.stepped)
 
     def release(self) -> None:
         """Keep nothing alive that the next step needs room for."""
@@ -180,7 +180,7 @@ class Validation(Observer, Validates):
     @property
     def num_bytes(self) -> int:
         """The memory that copies take in this process."""
-        return sum(one.num_bytes for one in self._kept)
+        return sum(optimizer.num_bytes for optimizer in self._kept)
 
     # ---- what an optimizer does --------------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class Validation(Observer, Validates):
         if update is None or update.has(kept):  # again without a step of the pipeline: one after the other
             self._recording.settle()
             update = self._update = self._begun()
-        update.stepped.append(_Stepped(parameters, apply, follow, kept))
+        update.stepped.append(_OptimizerStep(parameters, apply, follow, kept))
         if update.is_settled:
             if not self._judged(update).skips:
                 apply()
@@ -204,7 +204,7 @@ class Validation(Observer, Validates):
         kept.take()
         apply()
         kept.stepped()
-        changed = [one._version for one in update.gradients.values()] != update.versions
+        changed = [gradient._version for gradient in update.gradients.values()] != update.versions
         if changed:
             raise RunError(
                 f"{kept.name} changes gradients while it steps, so the step cannot be made again",
@@ -213,7 +213,7 @@ class Validation(Observer, Validates):
 
     def _begun(self) -> _Update:
         """Begin an update: tell all ranks this process's norms, and wait for theirs only if these are wrong."""
-        gradients = {one: one.grad for one in self._holdings.parameters() if one.grad is not None}
+        gradients = {param: param.grad for param in self._holdings.parameters() if param.grad is not None}
         last, trained = self._ledger.number - 1, self._ledger.num_trained - 1
         update = _Update(self._number, range(self._first, last + 1), trained, self._trusts, gradients)
         self._number, self._first = self._number + 1, last + 1
@@ -228,7 +228,7 @@ class Validation(Observer, Validates):
             if verdict.clips and verdict.factor is not None:
                 clip.multiply(list(gradients.values()), verdict.factor)
             update.is_settled = True
-        update.versions = [one._version for one in gradients.values()]
+        update.versions = [gradient._version for gradient in gradients.values()]
         return update
 
     def _may_stand(self, own: Sequence[dict[str, float]]) -> bool:
@@ -258,9 +258,9 @@ class Validation(Observer, Validates):
                 norm = self._total(self._crew.heard(update.topic), _TWO)
                 factor = clip.factor(norm, self.max_norm)
                 self._recording.note(update.trained, grad_norm=norm)
-            bad = next((self._bad[one] for one in update.steps if one in self._bad), "")
+            bad = next((self._bad[step] for step in update.steps if step in self._bad), "")
             update.verdict = self.verdict = Verdict(update.trained, norm, factor, bad)
-            self._bad = {one: ranks for one, ranks in self._bad.items() if one > last}
+            self._bad = {number: ranks for number, ranks in self._bad.items() if number > last}
             self._trusts = not update.verdict.amends
             self._again |= update.verdict.amends and update.is_ahead
             self.num_amended += update.verdict.amends
@@ -282,15 +282,15 @@ class Validation(Observer, Validates):
             yield
         except DrumlineError:
             if update.verdict is None and not update.is_settled:
-                for one in update.stepped:
-                    one.take_back(None)
+                for step in update.stepped:
+                    step.take_back(None)
                 update.release()
             raise
 
     def _mend(self, update: _Update) -> None:
         """Take the update back, and make it as it should have been."""
         verdict, gradients = self._judged(update), update.gradients
-        if [one._version for one in gradients.values()] != update.versions:
+        if [gradient._version for gradient in gradients.values()] != update.versions:
             raise RunError(
                 "gradients of the last update were changed in place before it was validated",
                 expected="gradients that stay as they are until the next step, or pipe.settle()",
@@ -298,8 +298,8 @@ class Validation(Observer, Validates):
             )
         if verdict.clips and verdict.factor is not None:
             clip.multiply(list(gradients.values()), verdict.factor)
-        for one in update.stepped:
-            one.take_back(None if verdict.skips else gradients)
+        for step in update.stepped:
+            step.take_back(None if verdict.skips else gradients)
         self._holdings.follow()
         self.num_taken_back += 1
 
@@ -348,7 +348,7 @@ class Validation(Observer, Validates):
         if self.is_on:
             self._buffers.learn()
 
-    def told(self, step: Step, tally: Tally, each: Sequence[Told]) -> None:
+    def told(self, step: Step, tally: Tally, each: Sequence[RankReport]) -> None:
         """Remember whether this process's part of the step was finite."""
         if self.is_on and step.train:
-            self._is_finite = all(bool(one.finite) for one in each)
+            self._is_finite = all(bool(report.finite) for report in each)

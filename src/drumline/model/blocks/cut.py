@@ -27,7 +27,7 @@ def counts_of(blocks: Sequence[Block], num_stages: int, cuts: Sequence[str]) -> 
     """
     if not isinstance(cuts, str | Iterable):
         raise ModelError(f"cuts is {cuts!r}", expected="a list of block names")
-    named = [cuts] if isinstance(cuts, str) else [str(one) for one in cuts]
+    named = [cuts] if isinstance(cuts, str) else [str(name) for name in cuts]
     if len(named) != num_stages - 1:
         raise ModelError(
             f"cuts is {named}",
@@ -54,7 +54,7 @@ def _place(blocks: Sequence[Block], name: str) -> int:
         if block.name == name or block.name.startswith(f"{name}."):
             return at
         if reason := getattr(block.module, "merged", {}).get(name):
-            other = [one.name for one in blocks[at : at + 2] if one is not blocks[0]]
+            other = [layer.name for layer in blocks[at : at + 2] if layer is not blocks[0]]
             raise ModelError(
                 f"the model cannot be cut before {name!r}: {reason}",
                 fix=f"the nearest cut that works is before {' or before '.join(map(repr, other))}" if other else "",
@@ -70,9 +70,9 @@ def guessed_costs(blocks: Sequence[Block]) -> list[float]:
     """
     kinds = needed([block.trains for block in blocks])
     counts = [
-        sum(one.numel() * (1 + (kind is not Backward.NONE) + one.requires_grad)
+        sum(param.numel() * (1 + (kind is not Backward.NONE) + param.requires_grad)
             for part in block.module.modules() if not isinstance(part, nn.Embedding)
-            for one in part._parameters.values() if one is not None)
+            for param in part._parameters.values() if param is not None)
         for block, kind in zip(blocks, kinds, strict=True)
     ]  # fmt: skip
     least = max(sum(counts) / len(counts) / 50, 1.0)  # nothing is free
@@ -117,7 +117,7 @@ def cut(
             raise ModelError(f"balance is {balance!r} and cuts is {cuts!r}", expected="only one of them")
         balance = counts_of(blocks, num_stages, cuts)
     if balance is None or (isinstance(balance, str) and balance == PARAMETERS):
-        balance = partition([BlockCosts(one) for one in guessed_costs(blocks)], num_stages, held=held).counts
+        balance = partition([BlockCosts(cost) for cost in guessed_costs(blocks)], num_stages, held=held).counts
     elif isinstance(balance, str) and balance == "even":
         base, more = divmod(len(blocks), num_stages)
         balance = [base + (stage < more) for stage in range(num_stages)]
@@ -128,7 +128,7 @@ def cut(
         )
     balance = list(balance.tolist() if hasattr(balance, "tolist") else balance)  # an array's are no ints of Python
     fits = len(balance) == num_stages and sum(balance) == len(blocks)
-    if not fits or any(not isinstance(one, int) or one < 1 for one in balance):
+    if not fits or any(not isinstance(number, int) or number < 1 for number in balance):
         raise ModelError(
             f"balance is {balance}",
             expected=f"{counted(num_stages, 'count')} of at least 1 that sum to the model's {len(blocks)} blocks",

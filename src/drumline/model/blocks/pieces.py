@@ -29,12 +29,12 @@ from drumline.core.errors import ModelError
 from drumline.model.block import Block
 from drumline.model.blocks.script import Live, Script, named_calls, states_of
 from drumline.model.catalogue import named_tensors, whole_name
-from drumline.model.follow.inputs import Inputs, Kind, names_of
+from drumline.model.follow.inputs import InputKind, Inputs, names_of
 from drumline.model.follow.notes import Unseen
 from drumline.model.follow.skeleton import Skeleton
 from drumline.model.follow.tracing import Decides
 from drumline.model.graph.graph import CallGraph
-from drumline.model.loss.sheet import Sheet
+from drumline.model.loss.factors import Sheet
 
 
 class Piece(nn.Module):
@@ -69,7 +69,7 @@ class Piece(nn.Module):
         if not isinstance(value, Live):
             return value
         sent = self.script.codes(value.kind)[self._number].sent
-        return Live(value.kind, True, tuple(value.tensors[one] for one in sent))
+        return Live(value.kind, True, tuple(value.tensors[number] for number in sent))
 
     @property
     def sheet(self) -> Sheet:
@@ -147,7 +147,7 @@ def pieces_of(
     (['layers.0', 'layers.1', 'layers.2'], True)
     """
     if device is None:
-        device = next((one.device for one in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+        device = next((param.device for param in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     there = dict(model.named_modules())
     # Losses are opened too, to see what they count.
     losses = [f"{name}." for name, module in there.items() if isinstance(module, nn.modules.loss._Loss)]
@@ -169,14 +169,14 @@ def pieces_of(
         for name in sorted(script.states[-1]):
             piece.lend(name, named[name], stored=name not in fleeting)
     script.exchanges = [WeakMethod(piece.exchange) for piece in pieces]
-    used = {id(one) for piece in pieces for one in piece.parameters()}
-    script.unused = frozenset(name for name, one in model.named_parameters() if id(one) not in used)
+    used = {id(param) for piece in pieces for param in piece.parameters()}
+    script.unused = frozenset(name for name, param in model.named_parameters() if id(param) not in used)
     _rest(pieces, script.inside, model, named, fleeting)
     script.write(kind, graph, starts)
     return [Block(name, piece, prefix="") for name, piece in zip(script.names, pieces, strict=True)]
 
 
-def _followed(script: Script, inputs: Inputs, there: Mapping[str, nn.Module]) -> tuple[Script, Kind, CallGraph]:
+def _followed(script: Script, inputs: Inputs, there: Mapping[str, nn.Module]) -> tuple[Script, InputKind, CallGraph]:
     """Trace the model, opening blocks whose insides others use, and fixing a few numbers on which it branches.
 
     If an opened block cannot be traced inside, raise the error of the model with the block closed.
@@ -204,7 +204,7 @@ def _followed(script: Script, inputs: Inputs, there: Mapping[str, nn.Module]) ->
 def _alike(block: str, script: Script, there: Mapping[str, nn.Module]) -> set[str]:
     """Return the blocks of the same class that have modules inside and are still closed."""
     kind = type(there[block])
-    beside = {name for name, one in there.items() if type(one) is kind and name.rpartition(".")[0] in script.inside}
+    beside = {name for name, layer in there.items() if type(layer) is kind and name.rpartition(".")[0] in script.inside}
     return {name for name in beside if any(True for _ in there[name].children())} - script.inside
 
 
@@ -217,7 +217,7 @@ def _begun(script: Script, graph: CallGraph, there: Mapping[str, nn.Module]) -> 
     for at, name in named_calls(graph):
         block = graph.calls[at].block
         counts = isinstance(there[block.rpartition(".")[0]], LISTS) or any(True for _ in there[block].parameters())
-        barred = next((one for one in graph.barriers if one.first < at <= one.last), None)
+        barred = next((barrier for barrier in graph.barriers if barrier.first < at <= barrier.last), None)
         if pieces and (barred is not None or not counts):
             if barred is not None:
                 pieces[-1].merged[name] = barred.reason
@@ -240,7 +240,7 @@ def _rest(
         parent = name.rpartition(".")[0]
         if name not in inside and parent in inside and not any(name in piece.callees for piece in pieces):
             pieces[-1].adopt(name, module)
-    held = {id(one) for piece in pieces for one in (*piece.parameters(), *piece.buffers())}
+    held = {id(param) for piece in pieces for param in (*piece.parameters(), *piece.buffers())}
     for name, tensor in named.items():
         if id(tensor) not in held:
             pieces[-1].lend(name, tensor, stored=name not in fleeting)

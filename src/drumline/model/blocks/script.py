@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
 from drumline.model.blocks.value_names import Names, by_name, described, kind_text
-from drumline.model.follow.inputs import Inputs, Kind
+from drumline.model.follow.inputs import InputKind, Inputs
 from drumline.model.follow.skeleton import Skeleton
 from drumline.model.follow.tracing import trace
 from drumline.model.graph.emit import Emitter
 from drumline.model.graph.graph import CallGraph, Crossing, crossings
 from drumline.model.loss.calls import loss_place
 from drumline.model.loss.counts import Counts
-from drumline.model.loss.sheet import Sheet, scale
+from drumline.model.loss.factors import Sheet, scale
 from drumline.model.loss.terms import Walk
 from drumline.model.values import refuse_objects
 from drumline.model.watch.watch import Watch
@@ -34,7 +34,7 @@ from drumline.model.watch.watch import Watch
 class Live(NamedTuple):
     """What one piece passes to the next: all live values, or only those that travel."""
 
-    kind: Kind
+    kind: InputKind
     sealed: bool
     tensors: tuple[Tensor, ...]
 
@@ -64,7 +64,7 @@ class Script:
     skeleton: Skeleton
     inside: frozenset[str]
     names: list[str] = field(default_factory=list)  # of the pieces, by their first blocks
-    _codes: dict[Kind, list[Code]] = field(default_factory=dict)
+    _codes: dict[InputKind, list[Code]] = field(default_factory=dict)
     # The parameters and buffers that each piece holds for use between blocks.
     states: list[set[str]] = field(default_factory=list)
     # Those of the pieces, which may replace lent buffers.
@@ -73,7 +73,7 @@ class Script:
     baked: frozenset[str | int] = frozenset()  # arguments on whose values the forward branches
     unused: frozenset[str] = frozenset()  # parameters that the forward never uses
     sheet: Sheet = field(default_factory=Sheet)  # what the parts of the model's own loss count in each microbatch
-    _losses: dict[Kind, OwnLossParts | None] = field(default_factory=dict)
+    _losses: dict[InputKind, OwnLossParts | None] = field(default_factory=dict)
     # The written code by kind of input, as ranks compare it.
     written: dict[str, list[str]] = field(default_factory=dict)
 
@@ -83,12 +83,12 @@ class Script:
     def __deepcopy__(self, memo: Any) -> Script:
         return self
 
-    def kind(self, inputs: Inputs, *, train: bool) -> tuple[Kind, tuple[Tensor, ...]]:
+    def kind(self, inputs: Inputs, *, train: bool) -> tuple[InputKind, tuple[Tensor, ...]]:
         """Return what a graph of these inputs depends on, and the tensors that are not part of it."""
         known = inputs.packed(self.baked) if self.baked else inputs
-        return Kind.of(known, self.skeleton.device, train=train)
+        return InputKind.of(known, self.skeleton.device, train=train)
 
-    def graph(self, kind: Kind) -> CallGraph:
+    def graph(self, kind: InputKind) -> CallGraph:
         """Trace the model's forward on inputs of a kind."""
         graph, attributes = trace(self.skeleton, self.inside, kind)
         self.watch.read(attributes)
@@ -109,7 +109,7 @@ class Script:
         if model is None:
             return False
         for name, buffer in self.watch.exchanged():
-            for exchange in (one for seen in self.exchanges if (one := seen()) is not None):
+            for exchange in (function for seen in self.exchanges if (function := seen()) is not None):
                 exchange(name, buffer)
         if not self.watch.has_changed():
             return False
@@ -119,7 +119,7 @@ class Script:
         self.epoch += 1
         return True
 
-    def codes(self, kind: Kind) -> list[Code]:
+    def codes(self, kind: InputKind) -> list[Code]:
         """Return the code of every piece for inputs of a kind."""
         try:
             found = self._codes.get(kind)
@@ -131,7 +131,7 @@ class Script:
             found = self.write(kind, graph, self._starts(graph))
         return found
 
-    def write(self, kind: Kind, graph: CallGraph, starts: Sequence[int]) -> list[Code]:
+    def write(self, kind: InputKind, graph: CallGraph, starts: Sequence[int]) -> list[Code]:
         """Write the code of every piece for inputs of a kind; the pieces begin with these calls of its graph."""
         self._losses[kind] = loss = loss_of(graph, kind, starts)
         if loss is not None:
@@ -139,7 +139,7 @@ class Script:
         found = self._codes[kind] = self._written(graph, starts, kind_text(self.epoch, *kind))
         return found
 
-    def loss(self, kind: Kind) -> OwnLossParts | None:
+    def loss(self, kind: InputKind) -> OwnLossParts | None:
         """Return the parts of the model's own loss for inputs of a kind; None if it returns no loss."""
         self.codes(kind)
         return self._losses[kind]
@@ -160,9 +160,9 @@ class Script:
         return [0, *order[1:]]
 
     def _written(self, graph: CallGraph, starts: Sequence[int], kind: str) -> list[Code]:
-        calls = [range(*one) for one in pairwise([*starts, len(graph.calls)])]
+        calls = [range(*pair) for pair in pairwise([*starts, len(graph.calls)])]
         names = Names(graph)
-        crossing = [by_name(one, names) for one in crossings(graph, starts[1:])]
+        crossing = [by_name(border, names) for border in crossings(graph, starts[1:])]
         cuts = [Crossing(tuple(graph.inputs), tuple(graph.inputs), ()), *crossing]
         self.written[kind] = described(names, self.names, calls, cuts)
         for number, inside in enumerate(calls):
@@ -191,7 +191,7 @@ class Script:
         return Code(run, resume, sent)
 
 
-def loss_of(graph: CallGraph, kind: Kind, starts: Sequence[int]) -> OwnLossParts | None:
+def loss_of(graph: CallGraph, kind: InputKind, starts: Sequence[int]) -> OwnLossParts | None:
     """Return the parts of the loss in a model's output; None if there is none."""
     place = loss_place(graph.output_form)
     if place is None or not graph.outputs:
@@ -206,7 +206,7 @@ def states_of(graph: CallGraph, calls: range) -> set[str]:
     found: set[str] = set()
     for at in calls:
         call = graph.calls[at]
-        found.update(call.reads, (graph.values[one].state for one in call.takes))
+        found.update(call.reads, (graph.values[number].state for number in call.takes))
     return found - {""}
 
 

@@ -123,7 +123,7 @@ def _contents(tensor: Any) -> str:
 
 def by_name(crossing: Crossing, names: Names) -> Crossing:
     """Return a crossing with its values in order of their names, which is the same on every rank."""
-    whole, sent = (tuple(sorted(one, key=names.now)) for one in (crossing.whole, crossing.sent))
+    whole, sent = (tuple(sorted(entry, key=names.now)) for entry in (crossing.whole, crossing.sent))
     return Crossing(whole, sent, crossing.again)
 
 

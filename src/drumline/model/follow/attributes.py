@@ -90,10 +90,10 @@ class Attributes:
     def look(self) -> None:
         """Find lists, dicts and objects with changed contents: what runs now has changed them."""
         who = self._who()
-        for one, (value, before, places) in self._looked.items():
+        for number, (value, before, places) in self._looked.items():
             now = state_of(value)
             if now != before:
-                self._looked[one] = (value, now, places)
+                self._looked[number] = (value, now, places)
                 if only_named(before, now):
                     continue
                 for place in places:
@@ -107,7 +107,7 @@ class Attributes:
             named = _named(place)
             inside = sorted((uses.readers | uses.setters) - {BETWEEN})
             if BETWEEN in uses.setters:
-                self._refuse_between(named, uses, [block(one) for one in sorted(uses.readers - {BETWEEN})])
+                self._refuse_between(named, uses, [block(reader) for reader in sorted(uses.readers - {BETWEEN})])
             elif BETWEEN in uses.readers:
                 raise ModelError(
                     f"the model's forward reads {named} between its blocks, which {block(min(uses.setters))!r} sets",
@@ -147,5 +147,5 @@ def _is_made_once(before: Any, value: Any) -> bool:
     if before is not None and before is not MISSING:
         return False
     if isinstance(value, tuple | list):
-        return all(_is_made_once(before, one) for one in value)
+        return all(_is_made_once(before, item) for item in value)
     return not isinstance(value, FakeTensor) and (isinstance(value, Tensor) or not isinstance(value, PLAIN))

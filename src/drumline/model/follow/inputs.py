@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from drumline.model.follow.skeleton import Meta
-from drumline.model.patches import Patch, Replaced
+from drumline.model.patches import Patch, Replacement
 from drumline.model.values import pack, plain_in
 
 
@@ -65,7 +65,7 @@ class Inputs(NamedTuple):
         return Inputs(args, {name: function(name, value) for name, value in self.kwargs.items()})
 
 
-class Kind(NamedTuple):
+class InputKind(NamedTuple):
     """What a graph depends on: the structure of the inputs, their shapes and dtypes, and the mode."""
 
     form: Any
@@ -75,17 +75,17 @@ class Kind(NamedTuple):
     types: str = ""  # of the plain values: 1, 1.0 and True are equal but not the same
 
     @classmethod
-    def of(cls, inputs: Inputs, device: torch.device, *, train: bool) -> tuple[Kind, tuple[Tensor, ...]]:
+    def of(cls, inputs: Inputs, device: torch.device, *, train: bool) -> tuple[InputKind, tuple[Tensor, ...]]:
         """Return the kind of some inputs under the current settings, and the tensors in them.
 
-        >>> one, other = (Kind.of(Inputs((), {"n": n}), torch.device("cpu"), train=True)[0] for n in (1, 1.0))
-        >>> one == other
+        >>> value, other = (InputKind.of(Inputs((), {"n": n}), torch.device("cpu"), train=True)[0] for n in (1, 1.0))
+        >>> value == other
         False
         """
         tensors, form = pack((inputs.args, inputs.kwargs))
-        metas = tuple(Meta(one.shape, one.dtype, None if one.is_contiguous() else one.stride()) for one in tensors)
+        metas = tuple(Meta(part.shape, part.dtype, None if part.is_contiguous() else part.stride()) for part in tensors)
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        types = " ".join(type(one).__name__ for one in plain_in(form))
+        types = " ".join(type(value).__name__ for value in plain_in(form))
         return cls(form, metas, train, autocast, types), tensors
 
 
@@ -98,7 +98,7 @@ def names_of(inputs: Inputs, baked: Collection[str | int], places: Sequence[int]
     wanted = {id(tensors[place]) for place in places}
     given: tuple[tuple[str | int, Any], ...] = (*enumerate(inputs.args), *inputs.kwargs.items())
     found = {name: value for name, value in given if id(value) in wanted}
-    if len(found) < len(places) or any(one.is_floating_point() or one.numel() > _FEW for one in found.values()):
+    if len(found) < len(places) or any(value.is_floating_point() or value.numel() > _FEW for value in found.values()):
         return frozenset()
     return frozenset(found)
 
@@ -108,7 +108,7 @@ def unchecked() -> AbstractContextManager[None]:
     return _checks.by(True)
 
 
-def _checking(replaced: Replaced) -> Any:
+def _checking(replaced: Replacement) -> Any:
     def checked(kind: Any, cond: Any, message: Any = None) -> None:
         if replaced.watcher is None or not isinstance(cond, FakeTensor):
             replaced.found(kind, cond, message)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from drumline.core.errors import ModelError
 from drumline.model.follow.attributes import Attributes
-from drumline.model.patches import Patch, Replaced
+from drumline.model.patches import Patch, Replacement
 from drumline.model.values import MISSING, tensors_in
 from drumline.model.watch.fingerprint import can_change
 
@@ -42,7 +42,7 @@ def coming_by(follower: Follower) -> Iterator[None]:
         yield
 
 
-def _module_calls(replaced: Replaced) -> Any:
+def _module_calls(replaced: Replacement) -> Any:
     def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         module_call = replaced.found
         follower: Follower | None = replaced.watcher
@@ -60,7 +60,7 @@ def _module_calls(replaced: Replaced) -> Any:
     return called
 
 
-def _functions(replaced: Replaced) -> Any:
+def _functions(replaced: Replacement) -> Any:
     def applied(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         apply = replaced.found.__get__(None, cls)
         follower: Follower | None = replaced.watcher
@@ -75,18 +75,18 @@ def _functions(replaced: Replaced) -> Any:
 
 def _checkpointed(run: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
     """Run the function of a reentrant checkpoint: without gradients if no argument requires grad, as it does."""
-    wanted = torch.is_grad_enabled() and any(one.requires_grad for one in tensors_in(args))
+    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(args))
     with torch.set_grad_enabled(wanted):
         return run(*args)
 
 
-def _told(replaced: Replaced) -> Attributes | None:
+def _told(replaced: Replacement) -> Attributes | None:
     """Return the object to notify of attributes in this thread, if any."""
     follower: Follower | None = replaced.watcher
     return None if follower is None else follower.attributes
 
 
-def _reading(replaced: Replaced) -> Any:
+def _reading(replaced: Replacement) -> Any:
     def read(self: nn.Module, key: str) -> Any:
         try:
             value = replaced.found(self, key)
@@ -101,7 +101,7 @@ def _reading(replaced: Replaced) -> Any:
     return read
 
 
-def _changing(replaced: Replaced) -> Any:
+def _changing(replaced: Replacement) -> Any:
     def change(self: nn.Module, key: str, *value: Any) -> None:
         """Set an attribute to the one given value, or delete it if there is none."""
         before = object.__getattribute__(self, "__dict__").get(key, MISSING)

@@ -85,8 +85,8 @@ class Notes:
     def kept_in(self, tensor: Tensor) -> str:
         """Return where the model keeps a tensor, in words, if it does."""
         for name, module in self.skeleton.model.named_modules():
-            for key, one in vars(module).items():
-                if one is tensor:
+            for key, attribute in vars(module).items():
+                if attribute is tensor:
                     return f" (the model keeps it as {whole_name(name, key)})"
         return ""
 
@@ -108,10 +108,10 @@ class Notes:
         what = f"{block!r}" if block else f"the model, in {getattr(func, '__name__', func)}"
         tensors, form = pack((args, kwargs))
         refuse_objects(form, what)
-        takes = tuple(self.number(one, what) for one in tensors)
-        for one in changed:
-            self._alone(self.number(one, what), what)
-        makes = tuple((path, self.new(one)) for path, one in found_in(made) if id(one) not in self.numbers)
+        takes = tuple(self.number(tensor, what) for tensor in tensors)
+        for tensor in changed:
+            self._alone(self.number(tensor, what), what)
+        makes = tuple((path, self.new(tensor)) for path, tensor in found_in(made) if id(tensor) not in self.numbers)
         self.made_by.update((value, len(self.graph.calls)) for _, value in makes)
         self.graph.calls.append(
             Call(
@@ -120,7 +120,7 @@ class Notes:
                 form,
                 takes,
                 makes,
-                tuple(self.numbers[id(one)] for one in changed),
+                tuple(self.numbers[id(tensor)] for tensor in changed),
                 None if (on := torch.is_grad_enabled()) is self.gradients else on,
                 None if (now := _autocast(self.skeleton.device.type)) == self.base else now,
                 tuple(reads),
@@ -130,9 +130,9 @@ class Notes:
     def _alone(self, changed: int, what: str) -> None:
         """Forbid cuts between a value that is changed in place and others that share its memory."""
         values = self.graph.values
-        shared = [one for one, value in enumerate(values) if value.storage == values[changed].storage]
+        shared = [number for number, value in enumerate(values) if value.storage == values[changed].storage]
         if len(shared) > 1:
-            first = min(self.made_by.get(one, 0) for one in shared)
+            first = min(self.made_by.get(number, 0) for number in shared)
             self.bar(first, f"{what} changes in place a tensor that shares memory with other values")
 
 

@@ -45,7 +45,7 @@ def around() -> list[str]:
     if parametrize._cache_enabled:
         found.append("torch.nn.utils.parametrize.cached")
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]  # type: ignore[no-untyped-call]
-    found += [f"the mode {type(one).__name__}" for one in modes if not isinstance(one, DeviceContext)]
+    found += [f"the mode {type(mode).__name__}" for mode in modes if not isinstance(mode, DeviceContext)]
     if torch.get_default_dtype() is not torch.float32:
         found.append(f"the default dtype {torch.get_default_dtype()}")
     return found
@@ -53,7 +53,7 @@ def around() -> list[str]:
 
 def refuse_around(block: str, known: Collection[str]) -> None:
     """Refuse a call of a block with more switched on around it than when tracing began."""
-    more = [one for one in around() if one not in known]
+    more = [name for name in around() if name not in known]
     if more:
         raise ModelError(
             f"the model's forward calls {block!r} inside {more[0]}",
@@ -152,7 +152,7 @@ def refuse_function(func: Callable[..., Any]) -> None:
 def refuse_changed(name: str, before: Any, after: Any) -> None:
     """Refuse a block that adds to or removes from a list or dict among its arguments."""
     (tensors, form), (others, other_form) = before, after
-    if form != other_form or [id(one) for one in tensors] != [id(one) for one in others]:
+    if form != other_form or [id(tensor) for tensor in tensors] != [id(other) for other in others]:
         raise ModelError(
             f"{name!r} changes a list or dict among its arguments",
             expected="blocks that leave their arguments unchanged",
@@ -162,8 +162,8 @@ def refuse_changed(name: str, before: Any, after: Any) -> None:
 
 def refuse_others(module: nn.Module, name: str, states: Mapping[int, str]) -> None:
     """Refuse a block that is called with parameters or buffers other than the model's."""
-    for key, one in (*module.named_parameters(), *module.named_buffers()):
-        if id(one) not in states:
+    for key, param in (*module.named_parameters(), *module.named_buffers()):
+        if id(param) not in states:
             raise ModelError(
                 f"the model's forward calls {name!r} with parameters or buffers that are not its own, such as {key!r}",
                 expected="blocks that use their own parameters and buffers",
@@ -173,8 +173,8 @@ def refuse_others(module: nn.Module, name: str, states: Mapping[int, str]) -> No
 
 def refuse_marked(tensors: Iterable[Tensor], own: Collection[str], what: str) -> None:
     """Refuse custom attributes on tensors: they do not travel, and no piece sets them."""
-    for one in tensors:
-        marks = [key for key in vars(one) if key not in own and not key.startswith("__")]
+    for tensor in tensors:
+        marks = [key for key in vars(tensor) if key not in own and not key.startswith("__")]
         if marks:
             raise ModelError(
                 f"{what} a tensor with the attribute {marks[0]!r} on it",
@@ -213,6 +213,6 @@ def line_here() -> str:
 
 
 def _own_line(frames: traceback.StackSummary) -> str:
-    own = [one for one in frames if not any(others in Path(one.filename).parents for others in _OTHERS)]
+    own = [summary for summary in frames if not any(others in Path(summary.filename).parents for others in _OTHERS)]
     frame = own[-1] if own else None
     return "" if frame is None else f", in `{frame.line}` ({Path(frame.filename).name}:{frame.lineno})"

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from drumline.core.errors import ModelError
 from drumline.model.catalogue import named_tensors
 from drumline.model.hooks import BACKWARD, FORWARD
-from drumline.model.patches import Patch, Replaced, put_in
+from drumline.model.patches import Patch, Replacement, put_in
 from drumline.model.values import MISSING, content_of, pack, unpack
 from drumline.model.watch.fingerprint import can_change
 
@@ -50,14 +50,14 @@ def copied(model: M, memo: dict[int, Any]) -> M:
     >>> made.kept
     [1]
     """
-    held = (one for module in model.modules() for one in (module, *vars(module).values()))
-    own = {id(one) for one in held if isinstance(one, nn.Module | Tensor) or can_change(one)}
+    held = (value for module in model.modules() for value in (module, *vars(module).values()))
+    own = {id(value) for value in held if isinstance(value, nn.Module | Tensor) or can_change(value)}
     own |= memo.keys()
     with _FUNCTIONS.by(own), _METHODS.by(own):
         return copy.deepcopy(model, memo)
 
 
-def _of_function(replaced: Replaced) -> Any:
+def _of_function(replaced: Replacement) -> Any:
     def copy_function(fn: FunctionType, memo: dict[int, Any]) -> Any:
         own, cells = replaced.watcher or (), fn.__closure__ or ()
         if not any(id(content_of(cell)) in own for cell in cells):
@@ -75,7 +75,7 @@ def _of_function(replaced: Replaced) -> Any:
     return copy_function
 
 
-def _of_method(replaced: Replaced) -> Any:
+def _of_method(replaced: Replacement) -> Any:
     def copy_method(method: MethodType, memo: dict[int, Any]) -> Any:
         own = replaced.watcher
         if own is None:
@@ -143,7 +143,7 @@ class Skeleton:
     def fakes(self, metas: Iterable[Meta]) -> list[Tensor]:
         """Return new stand-ins for tensors like these; one that requires grad has a place in a graph."""
         with self.mode:
-            return [self._fake(one) for one in metas]
+            return [self._fake(meta) for meta in metas]
 
     def _fake(self, meta: Meta) -> Tensor:
         shape, dtype, strides, wants_gradient = meta
@@ -156,7 +156,7 @@ class Skeleton:
     def run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Return the output of a block with its hooks: on stand-ins, else on zeros or from memory."""
         tensors, form = pack((args, kwargs))
-        metas = tuple(Meta.of(one) for one in tensors)
+        metas = tuple(Meta.of(tensor) for tensor in tensors)
         around = (module.training, torch.is_grad_enabled(), torch.is_autocast_enabled(self.device.type))
         key = (_kind(module), str(form), metas, around)
         if key not in self._known:
@@ -170,8 +170,8 @@ class Skeleton:
         made_form, outputs = self._known[key]
 
         def remembered(*args: Any, **kwargs: Any) -> Any:
-            given, fakes = pack((args, kwargs))[0], iter(self.fakes(one for one in outputs if isinstance(one, Meta)))
-            return unpack([next(fakes) if isinstance(one, Meta) else given[one] for one in outputs], made_form)
+            given, fakes = pack((args, kwargs))[0], iter(self.fakes(meta for meta in outputs if isinstance(meta, Meta)))
+            return unpack([next(fakes) if isinstance(output, Meta) else given[output] for output in outputs], made_form)
 
         with put_in([(vars(module), "forward", remembered)]):  # so that the call still runs its hooks
             return call(*args, **kwargs)
@@ -183,26 +183,26 @@ class Skeleton:
         """
         tensors, form = pack((args, kwargs))
         own: list[tuple[dict[str, Any], str, Tensor]] = [
-            (places, name, one)
+            (places, name, place)
             for part in module.modules()
             for places in (part._parameters, part._buffers)
-            for name, one in places.items()
-            if one is not None
+            for name, place in places.items()
+            if place is not None
         ]
         with unset_fake_temporarily():
             # Tensors that are not stand-ins have values, on which the block may branch.
             zeros = {
-                id(one): self._zeros(one) if isinstance(one, FakeTensor) else one
-                for one in (*tensors, *(one for _, _, one in own))
+                id(tensor): self._zeros(tensor) if isinstance(tensor, FakeTensor) else tensor
+                for tensor in (*tensors, *(tensor for _, _, tensor in own))
             }
-            entries: list[tuple[dict[str, Any], str, Any]] = [(table, name, zeros[id(one)]) for table, name, one in own]
+            entries: list[tuple[dict[str, Any], str, Any]] = [(table, name, zeros[id(t)]) for table, name, t in own]
             # Hooks must see stand-ins.
             entries += [(vars(module), kind, OrderedDict()) for kind in (*FORWARD, *BACKWARD)]
             with put_in(entries):
-                given, named = unpack([zeros[id(one)] for one in tensors], form)
+                given, named = unpack([zeros[id(tensor)] for tensor in tensors], form)
                 made, made_form = pack(module(*given, **named))
-        inputs = {id(zeros[id(one)]): at for at, one in enumerate(tensors)}
-        return made_form, tuple(inputs[id(one)] if id(one) in inputs else Meta.of(one) for one in made)
+        inputs = {id(zeros[id(tensor)]): at for at, tensor in enumerate(tensors)}
+        return made_form, tuple(inputs[id(tensor)] if id(tensor) in inputs else Meta.of(tensor) for tensor in made)
 
     def _zeros(self, like: Tensor) -> Any:
         made = torch.zeros(tuple(like.shape), dtype=like.dtype, device=self.device)
@@ -228,5 +228,5 @@ _QUIET = [
 
 def _kind(module: nn.Module) -> str:
     """Return what modules with the same kind of result have in common."""
-    shapes = [(name, tuple(one.shape), one.dtype) for name, one in module.named_parameters()]
+    shapes = [(name, tuple(param.shape), param.dtype) for name, param in module.named_parameters()]
     return f"{type(module)} {module} {shapes}"

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from drumline.core.errors import ModelError
 from drumline.model.catalogue import whole_name
 from drumline.model.follow.attributes import BETWEEN, Attributes
-from drumline.model.follow.inputs import Inputs, Kind, unchecked
+from drumline.model.follow.inputs import InputKind, Inputs, unchecked
 from drumline.model.follow.interception import coming_by, node_like, version_of
 from drumline.model.follow.notes import Notes
 from drumline.model.follow.refusals import (
@@ -52,7 +52,7 @@ from drumline.model.values import pack, refuse_objects, tensors_in, unpack
 from drumline.model.watch.watch import AttributeName, Surroundings
 
 
-def trace(skeleton: Skeleton, inside: frozenset[str], kind: Kind) -> tuple[CallGraph, list[AttributeName]]:
+def trace(skeleton: Skeleton, inside: frozenset[str], kind: InputKind) -> tuple[CallGraph, list[AttributeName]]:
     """Trace the model's forward on inputs of this kind; return its graph, and the attributes that it depends on.
 
     It is traced as it will run: with gradients if it trains, and under autocast to a dtype if one is given.
@@ -101,7 +101,7 @@ class _Tracer(Notes, TorchFunctionMode):
         self.attributes = Attributes(skeleton.names, self._who)
         self.function = ""  # the current autograd function, between blocks
         self.nodes: dict[int, Any] = {}  # replacements for nodes of autograd's graph, one each
-        self.surroundings = Surroundings(one for name, one in skeleton.model.named_modules() if name in inside)
+        self.surroundings = Surroundings(module for name, module in skeleton.model.named_modules() if name in inside)
         self.variables = self.surroundings.now()
         self.chance = HostChance()  # Python's random state when the last block ended
         self.marks = frozenset(vars(skeleton.fakes([Meta(torch.Size((1,)), torch.float32)])[0]))
@@ -124,15 +124,15 @@ class _Tracer(Notes, TorchFunctionMode):
     def _inside(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function inside a block, looking for tensors that are not among its arguments."""
         given = tensors_in((args, kwargs))
-        for one in given:
-            self._look(one)
+        for tensor in given:
+            self._look(tensor)
         self._ask(func, given)
         made = func(*args, **kwargs)
-        known = {id(one) for one in given}
-        for one in tensors_in(made):
-            if id(one) not in known:
-                self.where.setdefault(id(one), len(self.graph.calls))
-                self.kept.append(one)
+        known = {id(tensor) for tensor in given}
+        for tensor in tensors_in(made):
+            if id(tensor) not in known:
+                self.where.setdefault(id(tensor), len(self.graph.calls))
+                self.kept.append(tensor)
         return made
 
     def _ask(self, func: Callable[..., Any], given: Sequence[Tensor]) -> None:
@@ -169,39 +169,39 @@ class _Tracer(Notes, TorchFunctionMode):
             return func(*args, **kwargs)
         refuse_function(func)
         given = tensors_in((args, kwargs))
-        if self.drawn and name_of(func) in _READS and any(id(one) in self.drawn for one in given):
+        if self.drawn and name_of(func) in _READS and any(id(tensor) in self.drawn for tensor in given):
             raise ModelError(
                 f"the model's forward branches on a random number between its blocks{line_here()}",
                 expected="the same branches in every step, between blocks",
                 fix="draw it inside a block, or switch it off (layerdrop=0)",
             )
-        for one in given:
-            if id(one) in self.where and not isinstance(one, FakeTensor):
-                self.number(one, f"the model, in {name_of(func)}")  # raises unless the block returned it
+        for tensor in given:
+            if id(tensor) in self.where and not isinstance(tensor, FakeTensor):
+                self.number(tensor, f"the model, in {name_of(func)}")  # raises unless the block returned it
         if name_of(func) in _READS:
             self.read = tuple(given)
-        versions = [version_of(one) for one in given]
+        versions = [version_of(tensor) for tensor in given]
         made = func(*args, **kwargs)
         if property_of(func) == "grad_fn":
             return None if made is None else self.nodes.setdefault(id(made), node_like(made))
-        changed = [one for one, before in zip(given, versions, strict=True) if version_of(one) != before]
+        changed = [tensor for tensor, before in zip(given, versions, strict=True) if version_of(tensor) != before]
         if func is Tensor.requires_grad_ or property_of(func, "__set__") == "requires_grad":
             func, changed = Tensor.requires_grad_, [given[0]]
-        if changed or any(id(one) not in self.numbers for one in tensors_in(made)):
+        if changed or any(id(tensor) not in self.numbers for tensor in tensors_in(made)):
             self.note(func, args, kwargs, made, changed)
         self._follow_chance(func, args, made)
         return made
 
     def _follow_chance(self, func: Callable[..., Any], args: tuple[Any, ...], made: Any) -> None:
         """Remember random tensors on which Python could branch, and what is computed from them."""
-        given = [one for one in tensors_in(args) if id(one) in self.drawn]
+        given = [tensor for tensor in tensors_in(args) if id(tensor) in self.drawn]
         if name_of(func).strip("_") in _COMPARES and given and self.drawn[id(given[0])] and len(args) == 2:
             bound = args[1] if args[0] is given[0] else args[0]
             if isinstance(bound, int | float) and not 0 < bound < 1:
                 return  # the result is the same whatever is drawn
         if given or may_draw(func):
             evenly = func is torch.rand
-            self.drawn.update((id(one), evenly) for one in tensors_in(made) if not isinstance(one, FakeTensor))
+            self.drawn.update((id(tensor), evenly) for tensor in tensors_in(made) if not isinstance(tensor, FakeTensor))
 
     def block(self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a block and record it as one call."""
@@ -210,9 +210,9 @@ class _Tracer(Notes, TorchFunctionMode):
         given = tensors_in((args, kwargs))
         refuse_marked(self._unmarked(given), self.marks, f"the model's forward gives {name!r}")
         with torch._C.DisableTorchFunction():
-            versions = [version_of(one) for one in given]
-        self.taken = {id(one) for one in given}
-        own = {self.skeleton.states.get(id(one), "") for one in (*module.parameters(), *module.buffers())}
+            versions = [version_of(tensor) for tensor in given]
+        self.taken = {id(tensor) for tensor in given}
+        own = {self.skeleton.states.get(id(param), "") for param in (*module.parameters(), *module.buffers())}
         self.reads = set()
         self.within.append(name)
         try:
@@ -227,7 +227,7 @@ class _Tracer(Notes, TorchFunctionMode):
         refuse_changed(name, before, pack((args, kwargs)))
         refuse_marked(self._unmarked(tensors_in(made)), self.marks, f"{name!r} returns")
         with torch._C.DisableTorchFunction():
-            changed = [one for one, before in zip(given, versions, strict=True) if version_of(one) != before]
+            changed = [tensor for tensor, before in zip(given, versions, strict=True) if version_of(tensor) != before]
             self.note(None, args, kwargs, made, changed, block=name, reads=sorted(self.reads - own))
         return made
 
@@ -256,7 +256,7 @@ class _Tracer(Notes, TorchFunctionMode):
 
     def _unmarked(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the stand-ins for values: parameters may have custom attributes."""
-        return [one for one in tensors if isinstance(one, FakeTensor) and id(one) not in self.skeleton.states]
+        return [value for value in tensors if isinstance(value, FakeTensor) and id(value) not in self.skeleton.states]
 
     def applied(self, cls: Any, apply: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a custom autograd function and record it as one call."""
@@ -264,9 +264,9 @@ class _Tracer(Notes, TorchFunctionMode):
         self.function = cls.__name__
         try:
             with torch._C.DisableTorchFunction():
-                versions = [version_of(one) for one in given]
+                versions = [version_of(tensor) for tensor in given]
                 made = apply(*args, **kwargs)
-                changed = [one for one, before in zip(given, versions, strict=True) if version_of(one) != before]
+                changed = [value for value, before in zip(given, versions, strict=True) if version_of(value) != before]
                 self.note(cls.apply, args, kwargs, made, changed)
         finally:
             self.function = ""
@@ -314,7 +314,7 @@ class _Tracer(Notes, TorchFunctionMode):
         self.attributes.judge(lambda call: self.graph.calls[call].block, self.bar)
         tensors, self.graph.output_form = pack(made)
         refuse_objects(self.graph.output_form, "the model's output")
-        self.graph.outputs = tuple(self.number(one, "the model's output") for one in tensors)
+        self.graph.outputs = tuple(self.number(tensor, "the model's output") for tensor in tensors)
 
     def failed(self, error: Exception) -> ModelError:
         """Return the error to raise for one that occurred while tracing."""
@@ -322,12 +322,12 @@ class _Tracer(Notes, TorchFunctionMode):
         where = f" in {block!r}" if block else " between its blocks"
         kind = type(error).__name__
         if "DataDependent" in kind or "DynamicOutputShape" in kind:
-            read = [self.numbers[id(one)] for one in self.read if id(one) in self.numbers and not block]
+            read = [self.numbers[id(tensor)] for tensor in self.read if id(tensor) in self.numbers and not block]
             return Decides(
                 f"the model's forward branches on the values of a tensor{where}{line_of(error)}",
                 expected="branches on shapes and plain values only, between blocks",
                 fix="move it into a block",
-                inputs=sorted(self.graph.inputs.index(one) for one in self.graph.origins(read)[0]),
+                inputs=sorted(self.graph.inputs.index(origin) for origin in self.graph.origins(read)[0]),
             )
         told = f"while Drumline traced it: {kind}: {error}{line_of(error)}"
         return ModelError(f"the model's forward failed{where} {told}")

@@ -38,7 +38,7 @@ class Emitter:
         last: dict[int, int] = {}
         for at in order:
             last.update(
-                dict.fromkeys((*self.graph.calls[at].takes, *(one for _, one in self.graph.calls[at].makes)), at)
+                dict.fromkeys((*self.graph.calls[at].takes, *(number for _, number in self.graph.calls[at].makes)), at)
             )
         for value in kept:
             last.pop(value, None)
@@ -69,7 +69,7 @@ class Emitter:
                 f"{self._plain(name)}: {self.expression(part, values)}"
                 for name, part in zip(parts[1], parts[2:], strict=True)
             )
-            if kind == "fields" and not all(one.init for one in fields(parts[0])):
+            if kind == "fields" and not all(field.init for field in fields(parts[0])):
                 return f"{self._constant(rebuilt)}({self._constant(parts[0])}, {{{named}}})"
             stars = "**" if kind == "fields" else ""
             return f"{self._constant(parts[0])}({stars}{{{named}}})"
@@ -122,8 +122,8 @@ class Emitter:
 
     def _constant(self, value: Any) -> str:
         refuse_fake(value)
-        for name, one in self.names.items():
-            if one is value:
+        for name, key in self.names.items():
+            if key is value:
                 return name
         self.names[name := f"c{len(self.names)}"] = value
         return name

@@ -101,7 +101,7 @@ class CallGraph:
         found = set()
         for at in reversed(range(len(self.calls))):
             call = self.calls[at]
-            if call.is_plain and wanted.isdisjoint(one for _, one in call.makes):
+            if call.is_plain and wanted.isdisjoint(number for _, number in call.makes):
                 found.add(at)
             else:
                 wanted.update(call.takes)

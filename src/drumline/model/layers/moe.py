@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError, UsageError
-from drumline.model.layers.routing import Sorted, is_traced, limited
+from drumline.model.layers.routing import SortedPairs, is_traced, limited
 
 Pair = tuple[Tensor, Tensor]
 
@@ -55,7 +55,7 @@ class Experts(nn.Module):
 
         `index` and `weights` have shape (tokens, choices); an index of `num_experts` means no expert.
         """
-        pairs = Sorted.of(index, self.num_experts)
+        pairs = SortedPairs.of(index, self.num_experts)
         rows = torch.split_with_sizes(pairs.rows(tokens), pairs.counts)
         # An expert without tokens takes part too: its gradient is zero, as in one process.
         made = [self._one(*each) for each in zip(rows, self.w1.unbind(), self.w2.unbind(), strict=True)]

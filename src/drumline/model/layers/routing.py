@@ -23,7 +23,7 @@ def is_traced(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Sorted:
+class SortedPairs:
     """The pairs of tokens and chosen experts in order of experts; `counts` says how many each expert has."""
 
     order: Tensor
@@ -31,10 +31,10 @@ class Sorted:
     shape: tuple[int, int]  # tokens, and choices of each
 
     @staticmethod
-    def of(index: Tensor, num_experts: int) -> Sorted:
+    def of(index: Tensor, num_experts: int) -> SortedPairs:
         """Sort the pairs of an index of shape (tokens, choices).
 
-        >>> found = Sorted.of(torch.tensor([[2, 0], [0, 1], [2, 3]]), 3)
+        >>> found = SortedPairs.of(torch.tensor([[2, 0], [0, 1], [2, 3]]), 3)
         >>> found.order.tolist(), found.counts
         ([1, 2, 3, 0, 4], [2, 1, 2])
         """
@@ -42,9 +42,11 @@ class Sorted:
         shape = (index.shape[0], index.shape[1])
         if is_traced(index):  # any counts give the right shapes
             each = flat.numel() // num_experts
-            return Sorted(flat.argsort(), [flat.numel() - each * (num_experts - 1)] + [each] * (num_experts - 1), shape)
+            return SortedPairs(
+                flat.argsort(), [flat.numel() - each * (num_experts - 1)] + [each] * (num_experts - 1), shape
+            )
         counts = torch.bincount(flat, minlength=num_experts).tolist()[:num_experts]
-        return Sorted(flat.argsort(stable=True)[: sum(counts)], counts, shape)
+        return SortedPairs(flat.argsort(stable=True)[: sum(counts)], counts, shape)
 
     def rows(self, tokens: Tensor) -> Tensor:
         """Return the tokens of all pairs in order."""

@@ -71,7 +71,7 @@ class Stacked:
 
 
 @dataclass(frozen=True, slots=True)
-class Latent:
+class LatentLayer:
     """A whole layer whose last outputs go to this line's heads directly: the rotary keys of latent attention.
 
     Their gradient is summed over the lines; that of the other outputs is whole, as a layer by columns follows.
@@ -88,7 +88,7 @@ class Whole:
     """A module that stays as it is, although a later pattern matches it."""
 
 
-Style = Colwise | Rowwise | Vocabulary | Partial | Stacked | Latent | Once | Whole
+Style = Colwise | Rowwise | Vocabulary | Partial | Stacked | LatentLayer | Once | Whole
 
 STYLES: dict[str, Style] = {
     "colwise": Colwise(),
@@ -98,7 +98,7 @@ STYLES: dict[str, Style] = {
     "embedding": Vocabulary(),
     "partial": Partial(),
     "experts": Stacked(),
-    "latent": Latent(),
+    "latent": LatentLayer(),
     "whole": Whole(),
 }
 # What transformers calls them.
@@ -116,7 +116,7 @@ _THEIRS: dict[str, Style] = {
     "moe_tp_experts": Stacked(),
     "all_reduce": Stacked(),
     "moe_identity_expert": Once(),
-    "mla_kv_a_proj": Latent(),
+    "mla_kv_a_proj": LatentLayer(),
 }
 _EXPECTED = f"one of {', '.join(STYLES)}, dl.Colwise(...), dl.Rowwise(...), or torch's ColwiseParallel, RowwiseParallel"
 _FIX = "pass tensor_parallel={PATTERN: STYLE, ...}, such as {'*.q_proj': 'colwise', '*.o_proj': 'rowwise'}"
@@ -174,24 +174,24 @@ def _of_torch(pattern: str, given: Any) -> Style:
 
 
 def _layout(placements: Any) -> str:
-    one = placements[0] if isinstance(placements, tuple | list) and len(placements) == 1 else placements
-    dim = getattr(one, "dim", None)
-    return "R" if type(one).__name__ == "Replicate" else f"S({dim})" if isinstance(dim, int) else repr(one)
+    placement = placements[0] if isinstance(placements, tuple | list) and len(placements) == 1 else placements
+    dim = getattr(placement, "dim", None)
+    return "R" if type(placement).__name__ == "Replicate" else f"S({dim})" if isinstance(dim, int) else repr(placement)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StylePlan:
     """Styles by pattern, in order: the first that matches a module's name counts. `is_own` if the model brings it."""
 
     styles: tuple[tuple[str, Style], ...]
     is_own: bool = False
 
     @staticmethod
-    def of(given: Any, model: Any) -> Plan:
+    def of(given: Any, model: Any) -> StylePlan:
         """Return the plan that the user gives or the model brings.
 
         >>> from torch import nn
-        >>> Plan.of(None, nn.Linear(2, 2))
+        >>> StylePlan.of(None, nn.Linear(2, 2))
         Traceback (most recent call last):
         drumline.core.errors.ModelError: the mesh has an axis tp, and Linear has no tensor_parallel_plan; ...
         """
@@ -203,15 +203,15 @@ class Plan:
                     expected="a plan that says which layers to divide, and how",
                     fix=_FIX,
                 )
-            return Plan(tuple((one, style_named(one, style)) for one, style in own.items()), is_own=True)
-        if not isinstance(given, Mapping) or not given or not all(isinstance(one, str) for one in given):
+            return StylePlan(tuple((name, style_named(name, style)) for name, style in own.items()), is_own=True)
+        if not isinstance(given, Mapping) or not given or not all(isinstance(style, str) for style in given):
             raise UsageError(f"tensor_parallel is {given!r:.80}", expected="a dict from patterns to styles", fix=_FIX)
-        return Plan(tuple((one, style_named(one, style)) for one, style in given.items()))
+        return StylePlan(tuple((value, style_named(value, style)) for value, style in given.items()))
 
     def style_of(self, name: str) -> Style | None:
         """Return the style of the module with a name, None if no pattern matches.
 
-        >>> Plan((("layers.*.up", Colwise()),)).style_of("layers.3.up")
+        >>> StylePlan((("layers.*.up", Colwise()),)).style_of("layers.3.up")
         Colwise(parts=1, gather=False)
         """
         return next((style for pattern, style in self.styles if self._matches(name, pattern)), None)
@@ -222,9 +222,9 @@ class Plan:
         # In a model's own plan a star stands for a layer's number.
         return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None
 
-    def without_experts(self) -> Plan:
+    def without_experts(self) -> StylePlan:
         """Return the plan without stacked experts, which the axis ep divides."""
-        return Plan(tuple(pair for pair in self.styles if not isinstance(pair[1], Stacked | Once)), self.is_own)
+        return StylePlan(tuple(pair for pair in self.styles if not isinstance(pair[1], Stacked | Once)), self.is_own)
 
     def check(self, names: Iterable[str]) -> None:
         """Refuse a user's pattern that matches no module and no parameter."""

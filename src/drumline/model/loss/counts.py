@@ -42,7 +42,7 @@ class Counter:
     """The values of a graph that some tallies count, written out as a function of its inputs."""
 
     def __init__(self, graph: CallGraph, tallies: Sequence[Tally], calls: Callable[[list[int]], Iterable[int]]) -> None:
-        wanted = list(dict.fromkeys(value for one in tallies for value in values_of(one)))
+        wanted = list(dict.fromkeys(value for tally in tallies for value in values_of(tally)))
         emitter = Emitter(graph)
         self._places = {value: at for at, value in enumerate(wanted)}
         # Return everything that is needed, including parameters and constants.
@@ -139,9 +139,9 @@ def _works_inside(call: Call) -> bool:
     """Whether a call names dimensions, none of which is the first."""
     args, kwargs = arguments_of(call)
     named = [kwargs[key] for key in ("dim", "axis", "dims") if key in kwargs] or list(args[1:])
-    flat = [one for each in named for one in (each if isinstance(each, tuple | list) else [each])]
-    dims = [one for one in flat if isinstance(one, int) and not isinstance(one, bool)]
-    return bool(dims) and all(one == -1 or one >= 1 for one in dims)
+    flat = [value for each in named for value in (each if isinstance(each, tuple | list) else [each])]
+    dims = [number for number in flat if isinstance(number, int) and not isinstance(number, bool)]
+    return bool(dims) and all(dim == -1 or dim >= 1 for dim in dims)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,18 +176,18 @@ def weighed(
     num_rows: Count = sum(rows)
     if across is not None:
         *totals, num_rows = across([*totals, num_rows])
-    if len(columns) == 1 and not others and any(isinstance(one, Tensor) and not one.is_cpu for one in columns[0]):
+    if len(columns) == 1 and not others and any(isinstance(value, Tensor) and not value.is_cpu for value in columns[0]):
         return Weighing(_parts(columns[0], totals[0]))
-    plain = [[_plain(one) for one in column] for column in columns]
-    parts = [[float(one) for one in _parts(*each)] for each in zip(plain, map(float, totals), strict=True)]
-    return joined(parts, [one / float(num_rows) for one in rows], others=others)
+    plain = [[_plain(value) for value in column] for column in columns]
+    parts = [[float(part) for part in _parts(*each)] for each in zip(plain, map(float, totals), strict=True)]
+    return joined(parts, [row / float(num_rows) for row in rows], others=others)
 
 
 def joined(parts: Sequence[Sequence[float]], base: Sequence[float], *, others: bool) -> Weighing:
     """Return the parts' shares as one if they are alike; else `base`, which `others` have, and factors to each."""
-    if not others and parts and all(alike(parts[0], one) for one in parts[1:]):
+    if not others and parts and all(alike(parts[0], part) for part in parts[1:]):
         return Weighing(parts[0])
-    if all(alike(base, one) for one in parts):
+    if all(alike(base, part) for part in parts):
         return Weighing(base)
     factors = {at: [_over(column[at], own) for column in parts] for at, own in enumerate(base)}
     return Weighing(base, factors)
@@ -207,30 +207,30 @@ def _over(share: float, base: float) -> float:
 
 def _total(column: Sequence[Count | None]) -> Count:
     """Return the total count of a part; 0 for a sum."""
-    counts = [one for one in column if one is not None]
+    counts = [value for value in column if value is not None]
     return sum(counts[1:], start=counts[0]) if len(counts) == len(column) else 0.0
 
 
 def _parts(column: Sequence[Count | None], total: Count) -> list[Count]:
     """Return each microbatch's part of the total count; those of a sum are added as they are."""
-    counts = [one for one in column if one is not None]
+    counts = [value for value in column if value is not None]
     if len(counts) < len(column):
         return [1.0] * len(column)
     if not isinstance(total, Tensor) and not total > 0:
         raise BatchError(
             f"the microbatches' loss weights are {counts}", expected="numbers of at least 0, not all of them 0"
         )
-    return [one / total for one in counts]
+    return [count / total for count in counts]
 
 
 def _plain(count: Count | None) -> float | None:
     return None if count is None else float(count)
 
 
-def alike(one: Sequence[float], other: Sequence[float], near: float = 1e-9) -> bool:
+def alike(row: Sequence[float], other: Sequence[float], near: float = 1e-9) -> bool:
     """Whether numbers are equal, up to rounding.
 
     >>> alike([1.0, 0.3], [1.0, 0.1 + 0.2])
     True
     """
-    return all(abs(a - b) <= near * max(abs(a), abs(b)) for a, b in zip(one, other, strict=True))
+    return all(abs(a - b) <= near * max(abs(a), abs(b)) for a, b in zip(row, other, strict=True))

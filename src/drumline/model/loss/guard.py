@@ -33,6 +33,6 @@ def guard(given: Iterable[Tensor], loss: Tensor) -> None:
         return torch.where(counts[0], gradient, 0.0) if counts else gradient
 
     loss.register_hook(seen)  # type: ignore[no-untyped-call]
-    for one in given:
-        if one.requires_grad:
-            one.register_hook(without)  # type: ignore[no-untyped-call]
+    for tensor in given:
+        if tensor.requires_grad:
+            tensor.register_hook(without)  # type: ignore[no-untyped-call]

@@ -99,7 +99,7 @@ class Walk:
         self._fixed: dict[int, bool] = {}  # what was asked before
         self._known: dict[int, bool] = {}
         self._value(loss)
-        if self.has_constant and any(one.is_sum for one in self.terms):
+        if self.has_constant and any(term.is_sum for term in self.terms):
             self.others.append("a constant beside a sum")  # would be added once per microbatch
 
     def _value(self, value: int, factor: float = 1.0) -> None:
@@ -110,7 +110,7 @@ class Walk:
 
     def _multiplied_in_place(self, value: int) -> float:
         calls = (self.graph.calls[at] for at in self.changes.get(value, ()))
-        return math.prod(self._number_in(one) for one in calls if name_of(one) in _PRODUCTS | _QUOTIENTS)
+        return math.prod(self._number_in(call) for call in calls if name_of(call) in _PRODUCTS | _QUOTIENTS)
 
     def _follow(self, value: int) -> None:
         for at in self.changes.get(value, ()):
@@ -129,10 +129,10 @@ class Walk:
     def _changed(self, at: int, value: int) -> None:
         call = self.graph.calls[at]
         if name_of(call) in _SUMS:
-            for one in call.takes:
-                if one != value:
-                    self._value(one)
-        elif name_of(call) not in _PRODUCTS | _QUOTIENTS or any(not self.is_fixed(one) for one in call.takes[1:]):
+            for number in call.takes:
+                if number != value:
+                    self._value(number)
+        elif name_of(call) not in _PRODUCTS | _QUOTIENTS or any(not self.is_fixed(number) for number in call.takes[1:]):
             self.others.append(name_of(call))
 
     def _call(self, at: int) -> None:
@@ -140,15 +140,15 @@ class Walk:
         name = name_of(call)
         term = None if call.block else self._term(at)
         if term is not None:
-            inside = math.prod(self._inside(one) for one in term.data[:1])
+            inside = math.prod(self._inside(number) for number in term.data[:1])
             self.terms.append(replace(term, factor=self._factor * inside))
         elif call.block:
             self.others.append(name)
         elif name in _PASSED_ON or name in _SUMS or (name in ("mean", "sum") and self._is_of_losses(call)):
-            for one in call.takes:
-                self._value(one, 1 / len(self._stacked(call)) if name == "mean" else 1.0)
+            for number in call.takes:
+                self._value(number, 1 / len(self._stacked(call)) if name == "mean" else 1.0)
         elif name in _PRODUCTS | _QUOTIENTS:
-            varying = [one for one in call.takes if not self.is_fixed(one)]
+            varying = [number for number in call.takes if not self.is_fixed(number)]
             if len(varying) == 1 and (name in _PRODUCTS or call.takes[0] == varying[0]):
                 self._value(varying[0], self._number_in(call))
             else:
@@ -160,11 +160,11 @@ class Walk:
         """Return the number by which a call multiplies, whatever it divides by too; 1 for one that is not known."""
         args, kwargs = arguments_of(call)
         numbers = []
-        for one in (*args, *kwargs.values()):
-            if isinstance(one, Ref):
-                one = self._number_of(one.value)
-            if isinstance(one, int | float) and not isinstance(one, bool) and one:
-                numbers.append(float(one))
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, Ref):
+                argument = self._number_of(argument.value)
+            if isinstance(argument, int | float) and not isinstance(argument, bool) and argument:
+                numbers.append(float(argument))
         self.has_numbers |= bool(numbers)
         product = math.prod(numbers)
         return 1 / product if name_of(call) in _QUOTIENTS else product
@@ -175,7 +175,7 @@ class Walk:
         while (made := self.graph.made_at.get(value, -1)) >= 0 and value not in self.changes:
             call = self.graph.calls[made]
             name = name_of(call)
-            varying = [one for one in call.takes if not self.is_known(one) and not self.is_fixed(one)]
+            varying = [number for number in call.takes if not self.is_known(number) and not self.is_fixed(number)]
             if len(varying) != 1 or name not in _PASSED_ON | _PRODUCTS | _QUOTIENTS | _LINEAR:
                 break
             if name in _PRODUCTS | _QUOTIENTS:
@@ -187,14 +187,14 @@ class Walk:
         """Return the numbers by which elements are multiplied on the way to a part."""
         calls = sorted(set(self.data_calls(term)))
         named = [self.graph.calls[at] for at in calls]
-        return [self._number_in(one) for one in named if name_of(one) in _PRODUCTS | _QUOTIENTS]
+        return [self._number_in(call) for call in named if name_of(call) in _PRODUCTS | _QUOTIENTS]
 
     def _number_of(self, value: int) -> Any:
         """Return the number that was made a tensor of: torch.tensor(len(labels))."""
         made = self.graph.made_at.get(value, -1)
         if made < 0 or self.graph.calls[made].takes or value in self.changes:
             return None
-        return next((one for one in arguments_of(self.graph.calls[made])[0] if isinstance(one, int | float)), None)
+        return next((at for at in arguments_of(self.graph.calls[made])[0] if isinstance(at, int | float)), None)
 
     def _stacked(self, call: Call) -> tuple[int, ...]:
         """Return the losses over which a mean is taken."""
@@ -219,7 +219,7 @@ class Walk:
         made = self.graph.made_at.get(call.takes[0], -1) if call.takes else -1
         if made < 0 or name_of(self.graph.calls[made]) not in ("stack", "cat"):
             return False
-        return all(self.graph.values[one].num_bytes <= _SCALAR for one in self.graph.calls[made].takes)
+        return all(self.graph.values[number].num_bytes <= _SCALAR for number in self.graph.calls[made].takes)
 
     def _quotient(self, at: int, call: Call) -> Term | None:
         """Return the term of a sum divided by a sum over the inputs: a mean over what that counts."""
@@ -228,9 +228,9 @@ class Walk:
         if count is None:
             return None
         above = Walk(self.graph, top, self.known, self.fixed)
-        if above.others or not above.terms or not all(one.is_sum for one in above.terms):
+        if above.others or not above.terms or not all(term.is_sum for term in above.terms):
             return None
-        return Term(at, divided=count, data=tuple(value for one in above.terms for value in one.data))
+        return Term(at, divided=count, data=tuple(value for term in above.terms for value in term.data))
 
     def _count(self, value: int) -> int | None:
         """Return the sum that a value is, up to factors and a minimum; None if it is not a sum."""
@@ -240,7 +240,7 @@ class Walk:
         call = self.graph.calls[made]
         if name_of(call) in ("sum", "count_nonzero"):
             return value
-        varying = [one for one in call.takes if not self.is_fixed(one)]
+        varying = [number for number in call.takes if not self.is_fixed(number)]
         return self._count(varying[0]) if name_of(call) in _COUNTS and len(varying) == 1 else None
 
     def _of_torch(self, at: int, call: Call) -> Term | None:
@@ -248,7 +248,7 @@ class Walk:
         given = bound(call)
         if given is None or given.get("size_average") is not None or given.get("reduce") is not None:
             return None
-        data = tuple(one for one in call.takes if not self.is_known(one) and not self.is_fixed(one))
+        data = tuple(number for number in call.takes if not self.is_known(number) and not self.is_fixed(number))
         reduction = given.get("reduction", "mean")
         if reduction == "sum":
             return Term(at, data=data)
@@ -279,8 +279,8 @@ class Walk:
         inputs, calls = self.graph.origins([value])
         if not inputs <= set(allowed):
             return False
-        seen = {value, *inputs, *(one for at in calls for _, one in self.graph.calls[at].makes)}
-        if any(self.graph.values[one].storage in self._changed_storages for one in seen):
+        seen = {value, *inputs, *(number for at in calls for _, number in self.graph.calls[at].makes)}
+        if any(self.graph.values[number].storage in self._changed_storages for number in seen):
             return False
         return all(self.graph.calls[at].is_plain for at in calls)
 

@@ -56,7 +56,7 @@ def plain_in(attributes: Mapping[str, Any]) -> dict[str, Any]:
     >>> plain_in({"scale": 2.0, "names": ["a"]})
     {'scale': 2.0}
     """
-    return {key: one for key, one in attributes.items() if type(one) in PLAIN}
+    return {key: attribute for key, attribute in attributes.items() if type(attribute) in PLAIN}
 
 
 def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
@@ -73,24 +73,24 @@ def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
     level = [value]
     while level:
         inside: list[Any] = []
-        for one in level:
-            kind = type(one)
+        for part in level:
+            kind = type(part)
             if kind in _PLAIN:
-                state.append((kind, "nan" if kind is float and one != one else one))  # a NaN never equals itself
-            elif isinstance(one, Tensor):
-                state.append(0 if one.is_inference() else one._version)
-                same.append(one)
-            elif depth == 0 or (isinstance(one, _WHOLE) and not isinstance(one, _SIZED)):
+                state.append((kind, "nan" if kind is float and part != part else part))  # a NaN never equals itself
+            elif isinstance(part, Tensor):
+                state.append(0 if part.is_inference() else part._version)
+                same.append(part)
+            elif depth == 0 or (isinstance(part, _WHOLE) and not isinstance(part, _SIZED)):
                 state.append(None)
-                same.append(one)
-            elif kind in _ORDERED and len(one) <= _MOST:
-                state.append((kind, len(one)))
-                inside += one
-            elif kind is dict and len(one) <= _MOST:
-                state.append((kind, [*one]))
-                inside += one.values()
+                same.append(part)
+            elif kind in _ORDERED and len(part) <= _MOST:
+                state.append((kind, len(part)))
+                inside += part
+            elif kind is dict and len(part) <= _MOST:
+                state.append((kind, [*part]))
+                inside += part.values()
             else:
-                seen, more = _opened(one, kind, same)
+                seen, more = _opened(part, kind, same)
                 state.append((kind, seen))
                 inside += more
         level, depth = inside, depth - 1
@@ -116,7 +116,7 @@ def _contents(value: Any, kind: type, same: Same) -> tuple[Any, Iterable[Any]]:
     if len(value) > _MOST:
         same.append(value)
         if len(value) <= _MANY:
-            same += [one for pair in value.items() for one in pair] if isinstance(value, dict) else value
+            same += [item for pair in value.items() for item in pair] if isinstance(value, dict) else value
         return len(value), ()
     if kind not in _KINDS:
         same.append(value)
@@ -144,11 +144,11 @@ def _fields(value: Any) -> dict[str, Any] | None:
     if kind.__module__.partition(".")[0] in LIBRARIES:
         return fields if hasattr(value, "__dict__") and not callable(value) else None
     for cls in kind.__mro__[:-1]:
-        for key, one in vars(cls).items():
-            if isinstance(one, MemberDescriptorType):
+        for key, attribute in vars(cls).items():
+            if isinstance(attribute, MemberDescriptorType):
                 fields.setdefault(key, getattr(value, key, None))
-            elif type(one) in PLAIN and not key.startswith("__"):
-                fields.setdefault(key, one)
+            elif type(attribute) in PLAIN and not key.startswith("__"):
+                fields.setdefault(key, attribute)
     return fields
 
 
@@ -157,7 +157,7 @@ def state_of(value: Any) -> Any:
     fields = None if isinstance(value, (*_CHANGING, *_SETTLED)) else _fields(value)
     if fields is None:
         return fingerprint(value)
-    return {key: fingerprint(one, _DEPTH - 1) for key, one in fields.items()}
+    return {key: fingerprint(field, _DEPTH - 1) for key, field in fields.items()}
 
 
 def only_named(before: Any, now: Any) -> bool:
@@ -173,7 +173,7 @@ def only_named(before: Any, now: Any) -> bool:
     if not isinstance(before, dict) or not isinstance(now, dict):
         return False
     nothing = fingerprint(None)
-    differ = [(before.get(key, nothing), one) for key, one in now.items() if before.get(key) != one]
+    differ = [(before.get(key, nothing), entry) for key, entry in now.items() if before.get(key) != entry]
     words = all(old == nothing and isinstance(new, list) and new[0][0] is str for old, new in differ)
     return words and len(now) >= len(before)
 

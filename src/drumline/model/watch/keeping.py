@@ -55,14 +55,14 @@ def undisturbed(modules: Iterable[nn.Module] = (), loss: Any = None) -> Iterator
     [1]
     """
     roots = _behind(loss)
-    modules = [*modules, *(one for root in roots if isinstance(root, nn.Module) for one in root.modules())]
+    modules = [*modules, *(module for root in roots if isinstance(root, nn.Module) for module in root.modules())]
     memory = Memory()
     memory.note([*modules, *roots])
     variables = Surroundings(modules, roots).variables()
     memory.note(value for value, _ in variables)
     kinds = dict.fromkeys(cls for kind in dict.fromkeys(map(type, modules)) for cls in kind.__mro__)
     spaces = [(cls, _fields_of(cls)) for cls in kinds if not _is_librarys(cls)]
-    memory.note(one for _, space in spaces for one in space.values())
+    memory.note(attribute for _, space in spaces for attribute in space.values())
     try:
         yield
     finally:
@@ -88,26 +88,26 @@ def _behind(loss: Any) -> list[Any]:
     found: dict[int, Any] = {}
     waiting = [loss]
     while waiting:
-        one = waiting.pop()
-        if id(one) in found:
+        method_type = waiting.pop()
+        if id(method_type) in found:
             continue
-        found[id(one)] = one
-        if isinstance(one, partial):
-            waiting += [one.func, *one.args, *one.keywords.values()]
-        elif isinstance(one, MethodType):
-            waiting += [one.__self__, one.__func__]
-        elif isinstance(one, FunctionType) and not _is_librarys(one):
-            space = one.__globals__
-            values = [content_of(cell) for cell in one.__closure__ or ()]
-            values += [space[name] for name in one.__code__.co_names if name in space]
+        found[id(method_type)] = method_type
+        if isinstance(method_type, partial):
+            waiting += [method_type.func, *method_type.args, *method_type.keywords.values()]
+        elif isinstance(method_type, MethodType):
+            waiting += [method_type.__self__, method_type.__func__]
+        elif isinstance(method_type, FunctionType) and not _is_librarys(method_type):
+            space = method_type.__globals__
+            values = [content_of(cell) for cell in method_type.__closure__ or ()]
+            values += [space[name] for name in method_type.__code__.co_names if name in space]
             waiting += [value for value in values if isinstance(value, _USED)]
     return list(found.values())
 
 
 def _fields_of(cls: type) -> dict[str, Any]:
     """Return the values that a class holds, without its code."""
-    named = {name: one for name, one in vars(cls).items() if not name.startswith("__")}
-    return {name: one for name, one in named.items() if isinstance(one, PLAIN) or not isinstance(one, _CODE)}
+    named = {name: attribute for name, attribute in vars(cls).items() if not name.startswith("__")}
+    return {name: index for name, index in named.items() if isinstance(index, PLAIN) or not isinstance(index, _CODE)}
 
 
 def _is_librarys(kind: type | FunctionType) -> bool:
@@ -164,14 +164,14 @@ def _held(value: Any) -> tuple[PutBack | None, Sequence[Any]]:
 def _of_module(module: nn.Module) -> tuple[PutBack, Sequence[Any]]:
     """Return what puts back a module's buffers, mode and attributes, and what it holds."""
     table = dict(module._buffers)
-    copies = [(one, one.detach().clone()) for one in table.values() if one is not None]
-    attributes = {name: one for name, one in vars(module).items() if name not in _TORCHS_OWN}
+    copies = [(tensor, tensor.detach().clone()) for tensor in table.values() if tensor is not None]
+    attributes = {name: attribute for name, attribute in vars(module).items() if name not in _TORCHS_OWN}
 
     def put() -> None:
         with torch.no_grad():
-            for one, before in copies:
-                if not _same_bits(one, before):
-                    one.copy_(before)
+            for tensor, before in copies:
+                if not _same_bits(tensor, before):
+                    tensor.copy_(before)
         module._buffers.clear()
         module._buffers.update(table)
         for name in [name for name in vars(module) if name not in attributes and name not in _TORCHS_OWN]:
@@ -225,10 +225,10 @@ def _of_array(array: Any) -> PutBack:
 def _of_container(value: Any) -> PutBack:
     """Return what puts back the items of a list, a dict or a set; one that holds the same ones is left alone."""
     content = dict(value) if isinstance(value, dict) else list(value)
-    before = [id(one) for one in _items(value)]
+    before = [id(item) for item in _items(value)]
 
     def put() -> None:
-        if [id(one) for one in _items(value)] != before:
+        if [id(item) for item in _items(value)] != before:
             value.clear()
             (value.extend if isinstance(value, list | deque) else value.update)(content)
 
@@ -246,8 +246,8 @@ def _of_object(value: Any) -> tuple[PutBack | None, Sequence[Any]]:
     slots = [
         name
         for cls in type(value).__mro__
-        for name, one in vars(cls).items()
-        if isinstance(one, MemberDescriptorType) and hasattr(value, name)
+        for name, attribute in vars(cls).items()
+        if isinstance(attribute, MemberDescriptorType) and hasattr(value, name)
     ]
     inside = {name: getattr(value, name) for name in slots}
     if not isinstance(space, dict) and not slots:
@@ -255,12 +255,12 @@ def _of_object(value: Any) -> tuple[PutBack | None, Sequence[Any]]:
 
     def put() -> None:
         if isinstance(space, dict) and (
-            space.keys() != fields.keys() or any(space[key] is not one for key, one in fields.items())
+            space.keys() != fields.keys() or any(space[key] is not attribute for key, attribute in fields.items())
         ):
             space.clear()
             space.update(fields)
-        for name, one in inside.items():
-            if getattr(value, name, None) is not one:
-                object.__setattr__(value, name, one)
+        for name, attribute in inside.items():
+            if getattr(value, name, None) is not attribute:
+                object.__setattr__(value, name, attribute)
 
     return put, [*fields.values(), *inside.values()]

@@ -76,20 +76,20 @@ class Surroundings:
     def changed(self, before: Sequence[Any]) -> str:
         """Return the name of a variable that has changed, if any."""
         pairs = zip(self._readers, before, self.now(), strict=True)
-        return next((name or "a variable of a closure" for (_, name), one, now in pairs if one != now), "")
+        return next((name or "a variable of a closure" for (_, name), value, now in pairs if value != now), "")
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Restore the contents of lists, dicts and sets afterwards, and clear function caches."""
         values = [read() for read in self._readers.values()]
-        copies = [(one, copy(one)) for one in values if isinstance(one, list | dict | set)]
-        sizes = [one.cache_info().currsize for one in self._caches.values()]
+        copies = [(value, copy(value)) for value in values if isinstance(value, list | dict | set)]
+        sizes = [cache.cache_info().currsize for cache in self._caches.values()]
         try:
             yield
         finally:
-            for one, content in copies:
-                one.clear()
-                one.extend(content) if isinstance(one, list) else one.update(content)
+            for row, content in copies:
+                row.clear()
+                row.extend(content) if isinstance(row, list) else row.update(content)
             for cached, size in zip(self._caches.values(), sizes, strict=True):
                 if cached.cache_info().currsize != size:
                     cached.cache_clear()
@@ -123,10 +123,10 @@ class Surroundings:
                 self._readers[key] = read
                 space = vars(value)
                 for name in names & space.keys():
-                    one = _plain(space[name])
-                    is_code = isinstance(one, FunctionType) or _has_memory(one)
+                    item = _plain(space[name])
+                    is_code = isinstance(item, FunctionType) or _has_memory(item)
                     if is_code:
-                        self._follow(one)
+                        self._follow(item)
                     if is_code or _is_watched(space[name]):
                         self._readers[id(value), name] = partial(space.get, name, MISSING)
         elif _is_watched(value):
@@ -176,29 +176,29 @@ def _functions_of(module: nn.Module) -> Iterator[Any]:
     """Yield the functions that may run when a module is called: its methods and its hooks."""
     for cls in type(module).__mro__:
         if not _is_known(cls):
-            for one in vars(cls).values():
-                yield getattr(one, "__func__", None) or getattr(one, "fget", None) or one
-    yield from (one for one in vars(module).values() if isinstance(one, FunctionType))
+            for attribute in vars(cls).values():
+                yield getattr(attribute, "__func__", None) or getattr(attribute, "fget", None) or attribute
+    yield from (function for function in vars(module).values() if isinstance(function, FunctionType))
     for kind in FORWARD:
-        yield from (getattr(one, "__func__", one) for one in vars(module)[kind].values())
+        yield from (getattr(attribute, "__func__", attribute) for attribute in vars(module)[kind].values())
 
 
 def code_of(module: nn.Module) -> list[Any]:
     """Return the functions of a module, its own and those of its classes, without libraries' functions."""
     kind = type(module)
     found: list[Any] = [kind]
-    found += [one for one in vars(module).values() if isinstance(one, FunctionType | MethodType)]
+    found += [function for function in vars(module).values() if isinstance(function, FunctionType | MethodType)]
     for cls in kind.__mro__:
         if str(cls.__module__).partition(".")[0] not in _LIBRARIES:
-            found += [one for one in vars(cls).values() if not isinstance(one, PLAIN)]
-    return [Same(found), *[fingerprint(one) for one in found if isinstance(one, Tensor)]]
+            found += [attribute for attribute in vars(cls).values() if not isinstance(attribute, PLAIN)]
+    return [Same(found), *[fingerprint(tensor) for tensor in found if isinstance(tensor, Tensor)]]
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
     yield from code.co_names
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _names_in(one)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
 
 
 _PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__", "__dict__")
@@ -221,7 +221,7 @@ def global_hooks() -> list[Any]:
     >>> global_hooks() == global_hooks()
     True
     """
-    return [len(one) and list(one) for one in _GLOBAL]
+    return [len(entry) and list(entry) for entry in _GLOBAL]
 
 
 class Watch:
@@ -284,7 +284,7 @@ class Watch:
             modes.append(own["training"])
             found += [(kind, list(own[kind])) for kind in _HOOKS if own[kind]]
             if own["_parameters"]:
-                found.append([one is not None and one.requires_grad for one in own["_parameters"].values()])
+                found.append([param is not None and param.requires_grad for param in own["_parameters"].values()])
         for (_, key), seen in self._places.items():
             owner = seen()
             if owner is not None:
@@ -299,7 +299,7 @@ class Watch:
             if module is None:
                 continue
             children = module.__dict__["_modules"]
-            now = [(key, id(one)) for key, one in children.items()] if children else []
+            now = [(key, id(child)) for key, child in children.items()] if children else []
             if now == before:
                 continue
             keys = [key for key in {**dict(before), **dict(now)} if dict(before).get(key) != dict(now).get(key)]
@@ -317,22 +317,22 @@ class Watch:
             module = seen()
             if module is None:
                 continue
-            for key, one in module._parameters.items():
-                if one is not parameters.get(key):
+            for key, param in module._parameters.items():
+                if param is not parameters.get(key):
                     raise ModelError(
                         f"the parameter {whole_name(name, key)!r} was replaced after the pipeline was created",
                         expected="the original parameter, because the forward uses it between blocks",
                         fix="change it in place, use load_state_dict, or create a new pipeline",
                     )
-            new = [(key, one) for key, one in module._buffers.items() if one is not buffers.get(key)]
+            new = [(key, buffer) for key, buffer in module._buffers.items() if buffer is not buffers.get(key)]
             if new:
-                found += [(whole_name(name, key), one) for key, one in new if one is not None]
+                found += [(whole_name(name, key), tensor) for key, tensor in new if tensor is not None]
                 self._tables[at] = (name, seen, parameters, dict(module._buffers))
         return found
 
 
 def _children(module: nn.Module) -> list[tuple[str, int]]:
-    return [(key, id(one)) for key, one in module.__dict__["_modules"].items()]
+    return [(key, id(layer)) for key, layer in module.__dict__["_modules"].items()]
 
 
 def _of_class(module: nn.Module, key: str) -> Any:

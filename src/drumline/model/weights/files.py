@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import ModelError, nearest
-from drumline.core.files import MIB, Kind, opened, parse_object, read_object
+from drumline.core.files import MIB, FileKind, opened, parse_object, read_object
 from drumline.core.parsed import Parsed
 
 _BUFFER_BYTES = 16 * 2**20
@@ -31,8 +31,8 @@ _MAX_HEADER_BYTES = 100_000_000  # what the format allows
 _SIZE = struct.Struct("<Q")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
-_INDEX = Kind("index", ModelError, 'JSON with a "weight_map"', 64 * MIB)
-_WEIGHTS = Kind("weights file", ModelError, "a complete weights file")
+_INDEX = FileKind("index", ModelError, 'JSON with a "weight_map"', 64 * MIB)
+_WEIGHTS = FileKind("weights file", ModelError, "a complete weights file")
 _TORCH_ENDINGS = (".bin", ".pt", ".pth")
 TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -43,7 +43,7 @@ TYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """One tensor in a file: `start` is the offset of its first element; `stride` is None if contiguous."""
 
     file: Path
@@ -118,11 +118,11 @@ class Weights:
         self.path = Path(path)
         self.ignore = _patterns(ignore, "ignore")
         self.fresh = _patterns(fresh, "fresh")
-        self.tensors: dict[str, Stored] = {}
-        for one in _found(self.path):
-            first = self.tensors.setdefault(one.name, one)
-            if first is not one:
-                raise ModelError(f"{first} is in {one.file} too", expected="each tensor in only one file")
+        self.tensors: dict[str, StoredTensor] = {}
+        for tensor in _found(self.path):
+            first = self.tensors.setdefault(tensor.name, tensor)
+            if first is not tensor:
+                raise ModelError(f"{first} is in {tensor.file} too", expected="each tensor in only one file")
 
     def ignores(self, name: str) -> bool:
         """Whether to ignore a tensor that the model has no place for."""
@@ -134,7 +134,7 @@ class Weights:
 
     def described(self) -> list[tuple[str, tuple[int, ...], str]]:
         """Return what must be the same on all ranks."""
-        return [(name, one.shape, str(one.dtype)) for name, one in sorted(self.tensors.items())]
+        return [(name, tensor.shape, str(tensor.dtype)) for name, tensor in sorted(self.tensors.items())]
 
 
 def _patterns(given: Sequence[str], what: str) -> tuple[str, ...]:
@@ -143,14 +143,14 @@ def _patterns(given: Sequence[str], what: str) -> tuple[str, ...]:
     return tuple(given)
 
 
-def _found(path: Path) -> Iterator[Stored]:
+def _found(path: Path) -> Iterator[StoredTensor]:
     """Yield every tensor of a file or a folder."""
     if path.is_dir():
         yield from _in_folder(path)
     elif path.is_file():
         yield from _in_file(path)
     else:
-        beside = sorted(one.name for one in path.parent.iterdir()) if path.parent.is_dir() else []
+        beside = sorted(file.name for file in path.parent.iterdir()) if path.parent.is_dir() else []
         raise ModelError(
             f"no weights found at {path}",
             expected="a folder or a file on this machine",
@@ -158,7 +158,7 @@ def _found(path: Path) -> Iterator[Stored]:
         )
 
 
-def _in_folder(folder: Path) -> Iterator[Stored]:
+def _in_folder(folder: Path) -> Iterator[StoredTensor]:
     for index, single in zip(_INDEXES, _SINGLE, strict=True):
         if (folder / index).is_file():
             yield from _indexed(folder / index)
@@ -167,7 +167,7 @@ def _in_folder(folder: Path) -> Iterator[Stored]:
             yield from _in_file(folder / single)
             return
     endings: Iterable[tuple[str, ...]] = ((".safetensors",), _TORCH_ENDINGS)
-    for files in (sorted(one for one in folder.iterdir() if one.suffix in ending) for ending in endings):
+    for files in (sorted(path for path in folder.iterdir() if path.suffix in ending) for ending in endings):
         for file in files:
             yield from _in_file(file)
         if files:
@@ -178,7 +178,7 @@ def _in_folder(folder: Path) -> Iterator[Stored]:
     )
 
 
-def _indexed(index: Path) -> Iterator[Stored]:
+def _indexed(index: Path) -> Iterator[StoredTensor]:
     """Yield the tensors of the files that an index names, each from the file that it says."""
     try:
         table = Parsed(read_object(index, _INDEX), _INDEX)["weight_map"]
@@ -189,7 +189,7 @@ def _indexed(index: Path) -> Iterator[Stored]:
     for file in files:
         if not (index.parent / file).is_file():
             raise ModelError(f"{index} names {file}, which does not exist", fix="fetch the missing file")
-        inside = {one.name: one for one in _in_file(index.parent / file)}
+        inside = {tensor.name: tensor for tensor in _in_file(index.parent / file)}
         for name in (name for name, place in where.items() if place == file):
             if name not in inside:
                 raise ModelError(
@@ -198,7 +198,7 @@ def _indexed(index: Path) -> Iterator[Stored]:
             yield inside[name]
 
 
-def _in_file(file: Path) -> Iterator[Stored]:
+def _in_file(file: Path) -> Iterator[StoredTensor]:
     if file.suffix == ".safetensors":
         return _in_safetensors(file)
     if file.suffix in _TORCH_ENDINGS:
@@ -206,7 +206,7 @@ def _in_file(file: Path) -> Iterator[Stored]:
     raise ModelError(f"{file} does not have the name of a weights file", expected=".safetensors, .bin, .pt or .pth")
 
 
-def _in_safetensors(file: Path) -> Iterator[Stored]:
+def _in_safetensors(file: Path) -> Iterator[StoredTensor]:
     with opened(file, _WEIGHTS) as source:
         size = os.fstat(source.fileno()).st_size
         head = source.read(_SIZE.size)
@@ -226,18 +226,18 @@ def _in_safetensors(file: Path) -> Iterator[Stored]:
             shape = tuple(map(int, entry["shape"]))
             if entry["dtype"] not in TYPES:
                 raise ModelError(f"{name!r} of {file} has the dtype {entry['dtype']}", expected=", ".join(TYPES))
-            one = Stored(file, name, TYPES[entry["dtype"]], shape, begin)
+            value = StoredTensor(file, name, TYPES[entry["dtype"]], shape, begin)
             fits = _SIZE.size + length <= begin <= end <= size and min(shape, default=0) >= 0
-            if not fits or end - begin != math.prod(shape) * one.dtype.itemsize:
-                raise ModelError(f"{one} does not fit into the file", expected="a complete file", fix="copy it again")
-            yield one
+            if not fits or end - begin != math.prod(shape) * value.dtype.itemsize:
+                raise ModelError(f"{value} does not fit into the file", expected="a complete file", fix="copy it again")
+            yield value
     except ModelError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ModelError(not_this, fix="copy it again") from error
 
 
-def _in_torch(file: Path) -> Iterator[Stored]:
+def _in_torch(file: Path) -> Iterator[StoredTensor]:
     with opened(file, _WEIGHTS):
         pass  # torch would wait for a pipe
     try:
@@ -249,21 +249,21 @@ def _in_torch(file: Path) -> Iterator[Stored]:
             expected="a dict of tensors written by torch.save in its current format",
             fix="save it again: torch.save(model.state_dict(), file)",
         ) from error
-    if not isinstance(found, Mapping) or not all(isinstance(one, Tensor) for one in found.values()):
+    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
         what = f"a dict with {', '.join(map(str, found))}"[:200] if isinstance(found, Mapping) else type(found).__name__
         raise ModelError(
             f"{file} holds {what}",
             expected="a dict from names to tensors",
             fix="save model.state_dict() and nothing else",
         )
-    for name, one in found.items():
-        start = one.untyped_storage()._checkpoint_offset
+    for name, value in found.items():
+        start = value.untyped_storage()._checkpoint_offset
         assert start is not None, "torch notes where storages begin"
-        yield Stored(
+        yield StoredTensor(
             file,
             name,
-            one.dtype,
-            tuple(one.shape),
-            start + one.storage_offset() * one.element_size(),
-            None if one.is_contiguous() else tuple(one.stride()),
+            value.dtype,
+            tuple(value.shape),
+            start + value.storage_offset() * value.element_size(),
+            None if value.is_contiguous() else tuple(value.stride()),
         )

@@ -37,19 +37,19 @@ def initialise(
 
     With `parents`, modules above the owners run too; they may change what their children drew.
     """
-    run = _Run(catalogue, wanted, seed, device)
+    run = _Initialisation(catalogue, wanted, seed, device)
     owners = run.owned
     devices = [] if device.type == "cpu" else [device]
     with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices, device_type=device.type):
         for module in _children_first(catalogue.modules):
-            if module in owners or (parents and any(one in owners for one in module.modules())):
+            if module in owners or (parents and any(layer in owners for layer in module.modules())):
                 run.module(module)
     for entry in wanted:
         if run.untouched(entry):
             raise _refusal(entry)
 
 
-class _Run:
+class _Initialisation:
     """One initialisation: the wanted entries, and their state before."""
 
     def __init__(self, catalogue: Catalogue, wanted: Sequence[Entry], seed: int, device: torch.device) -> None:
@@ -67,10 +67,10 @@ class _Run:
 
     def untouched(self, entry: Entry) -> bool:
         """Whether an entry still has no value."""
-        one = entry.tensor.detach()
-        if _has_nan(one):
-            return bool(one.numel()) and bool(one.min().isnan())
-        return bool(one.numel()) and one._version == self.versions[entry]
+        tensor = entry.tensor.detach()
+        if _has_nan(tensor):
+            return bool(tensor.numel()) and bool(tensor.min().isnan())
+        return bool(tensor.numel()) and tensor._version == self.versions[entry]
 
     def module(self, module: nn.Module) -> None:
         """Run a module's initialisers, for the tensors that it owns and those below it."""
@@ -106,20 +106,20 @@ class _Run:
         """Discard what the module writes to tensors that it does not own or that are not wanted."""
         tables: list[dict[str, Any]] = [module._parameters, module._buffers]
         return put_in(
-            (table, slot, with_memory(one, torch.device("meta")))
+            (table, slot, with_memory(entry, torch.device("meta")))
             for table in tables
-            for slot, one in table.items()
-            if one is not None and not (self._is_wanted(one) and self.entries[id(one)].owner is module)
+            for slot, entry in table.items()
+            if entry is not None and not (self._is_wanted(entry) and self.entries[id(entry)].owner is module)
         )
 
     @contextmanager
     def _values_kept(self, module: nn.Module) -> Iterator[None]:
         """Refuse an initialiser that overwrites existing values of its children."""
-        below = (one for part in module.children() for one in (*part.parameters(), *part.buffers()))
-        others = [one for one in below if not one.is_meta and not self._is_wanted(one)]
-        before = [one._version for one in others]
+        below = (param for part in module.children() for param in (*part.parameters(), *part.buffers()))
+        others = [tensor for tensor in below if not tensor.is_meta and not self._is_wanted(tensor)]
+        before = [other._version for other in others]
         yield
-        if before != [one._version for one in others]:
+        if before != [other._version for other in others]:
             raise ModelError(
                 f"the initialiser of {self.names[module] or 'the model'} ({type(module).__name__}) overwrites tensors "
                 "that already have values",
@@ -174,13 +174,13 @@ def _above(catalogue: Catalogue) -> dict[nn.Module, Initialiser | None]:
 
     def visit(module: nn.Module, inherited: Initialiser | None) -> None:
         mine = getattr(module, "_init_weights", None)
-        one = mine if callable(mine) and _takes_one(mine) else inherited
+        method = mine if callable(mine) and _takes_one(mine) else inherited
         if found.get(module) is None:
-            found[module] = one
+            found[module] = method
             for child in module.children():
-                visit(child, one)
+                visit(child, method)
 
-    for top in ([catalogue.root] if catalogue.root is not None else []) + [one.module for one in catalogue.blocks]:
+    for top in ([catalogue.root] if catalogue.root is not None else []) + [block.module for block in catalogue.blocks]:
         visit(top, None)
     return found
 

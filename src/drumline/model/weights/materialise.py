@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from drumline.core.errors import ModelError, counted, nearest
 from drumline.model.block import Block
 from drumline.model.catalogue import Catalogue, Entry, with_memory
-from drumline.model.weights.files import Stored, Weights
+from drumline.model.weights.files import StoredTensor, Weights
 from drumline.model.weights.initialise import initialise
 
 
@@ -38,12 +38,12 @@ class Conversion:
 
 
 # The source of each tensor of the model, by its name in the model.
-Sources = dict[str, Stored | Conversion]
+Sources = dict[str, StoredTensor | Conversion]
 
 
 def sources_of(
-    stored: Mapping[str, Stored], names: Collection[str], root: nn.Module | None
-) -> tuple[Sources, list[Stored]]:
+    stored: Mapping[str, StoredTensor], names: Collection[str], root: nn.Module | None
+) -> tuple[Sources, list[StoredTensor]]:
     """Return the sources of the model's tensors with these names, and file tensors without a place in the model."""
     rules = _rules(root)
     if rules is not None:
@@ -55,17 +55,17 @@ def sources_of(
 
 
 def _prefixed(
-    stored: Mapping[str, Stored], names: Collection[str], prefixes: Sequence[str] | None
+    stored: Mapping[str, StoredTensor], names: Collection[str], prefixes: Sequence[str] | None
 ) -> tuple[Sources, list[str]]:
     """Match names directly, then the remaining ones with one prefix added or removed; also return those left over."""
-    sources: Sources = {name: one for name, one in stored.items() if name in names}
+    sources: Sources = {name: tensor for name, tensor in stored.items() if name in names}
     left = [name for name in stored if name not in names]
     known = set(names) - set(sources)
     if not left or not known:
         return sources, left
     on = prefixes or [name.split(".")[0] for name in known]
     off = prefixes or [name.split(".")[0] for name in left]
-    changes = [*((f"{one}.", "") for one in dict.fromkeys(on)), *(("", f"{one}.") for one in dict.fromkeys(off))]
+    changes = [*((f"{name}.", "") for name in dict.fromkeys(on)), *(("", f"{name}.") for name in dict.fromkeys(off))]
 
     def changed(put_on: str, taken_off: str) -> dict[str, str]:
         renamed = {put_on + name.removeprefix(taken_off): name for name in left if name.startswith(taken_off)}
@@ -85,13 +85,13 @@ class _Rules:
     renamings: list[Any]
     converters: list[Any]
 
-    def sort(self, stored: Mapping[str, Stored], names: Collection[str]) -> tuple[Sources, list[str]]:
+    def sort(self, stored: Mapping[str, StoredTensor], names: Collection[str]) -> tuple[Sources, list[str]]:
         """Find each tensor's place in the model, as transformers does; also return the names without one."""
         places = dict.fromkeys(names, True)
         plain: Sources = {}
         converted: Sources = {}
         left: list[str] = []
-        groups: dict[str, tuple[Any, list[tuple[str, Stored]]]] = {}
+        groups: dict[str, tuple[Any, list[tuple[str, StoredTensor]]]] = {}
         for name in sorted(stored, key=self.library.dot_natural_key):
             target, pattern = self._target(name, places)
             if target not in places:
@@ -99,7 +99,7 @@ class _Rules:
             elif pattern is None:
                 plain.setdefault(target, stored[name])
             else:
-                converter = next(one for one in self.converters if pattern in one.source_patterns)
+                converter = next(rule for rule in self.converters if pattern in rule.source_patterns)
                 groups.setdefault(target, (converter, []))[1].append((pattern, stored[name]))
         for target, (converter, parts) in groups.items():
             conversion = self._conversion(target, converter, parts)
@@ -114,16 +114,16 @@ class _Rules:
             target, pattern = rename(name, [], [], prefix, places)
         return target, pattern
 
-    def _conversion(self, target: str, converter: Any, sources: Sequence[tuple[str, Stored]]) -> Conversion:
+    def _conversion(self, target: str, converter: Any, sources: Sequence[tuple[str, StoredTensor]]) -> Conversion:
         first, *others = converter.target_patterns
-        names = (target, *(target.replace(first, one) for one in others))
+        names = (target, *(target.replace(first, copied) for copied in others))
 
         def make() -> Mapping[str, Tensor]:
-            one = copy.deepcopy(converter)
+            copied = copy.deepcopy(converter)
             for pattern, stored in sources:
-                one.add_tensor(target, stored.name, pattern, stored.read)
+                copied.add_tensor(target, stored.name, pattern, stored.read)
             try:
-                made = one.convert(target, model=self.model, config=self.model.config)
+                made = copied.convert(target, model=self.model, config=self.model.config)
             except Exception as error:
                 listed = ", ".join(str(stored) for _, stored in sources[:3])
                 raise ModelError(f"cannot build {target!r} from {listed}, ...: {error}") from error
@@ -146,8 +146,8 @@ def _rules(root: nn.Module | None) -> _Rules | None:
     return _Rules(
         root,
         core_model_loading,
-        [one for one in mapping if isinstance(one, core_model_loading.WeightRenaming)],
-        [one for one in mapping if isinstance(one, core_model_loading.WeightConverter)],
+        [renaming for renaming in mapping if isinstance(renaming, core_model_loading.WeightRenaming)],
+        [transform for transform in mapping if isinstance(transform, core_model_loading.WeightConverter)],
     )
 
 
@@ -168,8 +168,8 @@ def materialise(
 
     With weights, tensors that already have values get those of the files.
     """
-    tensors = (one for block in mine for one in (*block.module.parameters(), *block.module.buffers()))
-    if weights is None and not any(one.is_meta for one in tensors):
+    tensors = (param for block in mine for param in (*block.module.parameters(), *block.module.buffers()))
+    if weights is None and not any(value.is_meta for value in tensors):
         return
     catalogue = Catalogue(blocks, root)
     entries = catalogue.of(mine)
@@ -203,18 +203,18 @@ def _name_in(sources: Sources, entry: Entry) -> str | None:
 
 
 def _check(
-    catalogue: Catalogue, needed: Sequence[Entry], sources: Sources, unused: Sequence[Stored], weights: Weights
+    catalogue: Catalogue, needed: Sequence[Entry], sources: Sources, unused: Sequence[StoredTensor], weights: Weights
 ) -> None:
     """Refuse files that lack a tensor, contain an extra one, or have another shape or dtype."""
     missing = [entry for entry in needed if entry.saved and _name_in(sources, entry) is None]
     missing = [entry for entry in missing if not any(map(weights.leaves_fresh, entry.names))]
-    unused = [one for one in unused if not _is_expected(one.name, catalogue, weights)]
+    unused = [tensor for tensor in unused if not _is_expected(tensor.name, catalogue, weights)]
     if missing:
         name = missing[0].name
         raise ModelError(
             f"{weights.path} has no tensor for the {missing[0].kind} {name}{_more(missing)}",
             expected="a tensor for every parameter and persistent buffer of the model",
-            fix=nearest(name, [one.name for one in unused])
+            fix=nearest(name, [tensor.name for tensor in unused])
             if unused
             else f"to initialise it: weights=dl.Weights(..., fresh=[{name!r}])",
         )
@@ -227,7 +227,7 @@ def _check(
         )
     for entry in needed:
         source = sources.get(_name_in(sources, entry) or "")
-        if isinstance(source, Stored):
+        if isinstance(source, StoredTensor):
             _check_fit(entry, source, source.shape, source.dtype)
 
 
@@ -242,7 +242,7 @@ def _is_expected(name: str, catalogue: Catalogue, weights: Weights) -> bool:
     )
 
 
-def _check_fit(entry: Entry, source: Stored | str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _check_fit(entry: Entry, source: StoredTensor | str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if shape != tuple(entry.tensor.shape):
         raise ModelError(
             f"the tensor {source} has shape {shape}",
@@ -264,7 +264,7 @@ def _load(entries: Iterable[Entry], sources: Sources) -> None:
         name = _name_in(sources, entry)
         assert name is not None
         source = sources[name]
-        if isinstance(source, Stored):
+        if isinstance(source, StoredTensor):
             source.into(entry.tensor.detach())
             _check_same(entry, sources)
         else:
@@ -278,7 +278,7 @@ def _load(entries: Iterable[Entry], sources: Sources) -> None:
 
 def _check_same(entry: Entry, sources: Sources) -> None:
     """Refuse files that give one tensor different values under its two names."""
-    found = [source for name in entry.names if isinstance(source := sources.get(name), Stored)]
+    found = [source for name in entry.names if isinstance(source := sources.get(name), StoredTensor)]
     for other in found[1:]:
         alike = (other.file, other.start, other.shape) == (found[0].file, found[0].start, found[0].shape)
         if not alike and not torch.equal(other.read().to(entry.tensor.device, entry.tensor.dtype), entry.tensor):
@@ -292,8 +292,8 @@ def _refuse_hidden(catalogue: Catalogue, blocks: Sequence[Block]) -> None:
     """Refuse tensors on the meta device that are neither parameters nor buffers: nothing can give them a value."""
     for block in blocks:
         for module in block.module.modules():
-            for name, one in vars(module).items():
-                if isinstance(one, Tensor) and one.is_meta:
+            for name, tensor in vars(module).items():
+                if isinstance(tensor, Tensor) and tensor.is_meta:
                     raise ModelError(
                         f"{catalogue.modules[module]}.{name} of {type(module).__name__} is on the meta device, but is "
                         "neither a parameter nor a buffer",

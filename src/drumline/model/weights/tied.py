@@ -7,10 +7,10 @@ They are found by identity, before anything is moved or copied. A tensor is know
 model; its owner is the home rank of the first stage that holds it. Blocks of one rank share one object. Every other
 rank has a copy, which is kept equal to the last bit.
 
-A rank's blocks are copies if another rank of the same process owns tensors in them (`Copies`). With several processes,
-every rank has its own model. Ranks that take turns in one process share one model, so everything that several of them
-hold is copied: all of a stage's second copy, and tied tensors, whose blocks otherwise keep the user's own. The copies
-do not belong to the user: before every step they follow the user's tensors.
+A rank's blocks are copies if another rank of the same process owns tensors in them (`TiedCopies`). With several
+processes, every rank has its own model. Ranks that take turns in one process share one model, so everything that
+several of them hold is copied: all of a stage's second copy, and tied tensors, whose blocks otherwise keep the user's
+own. The copies do not belong to the user: before every step they follow the user's tensors.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Ties:
         self._known: dict[int, list[str]] = {}  # the model's own names; blocks may lack some of them
         self._unsaved: set[str] = set()  # names of buffers that no state has
         if isinstance(model, nn.Module):
-            for name, one in named_tensors(model):
-                self._known.setdefault(id(one), []).append(name)
+            for name, tensor in named_tensors(model):
+                self._known.setdefault(id(tensor), []).append(name)
             self._unsaved.update(place.name for place in places_in(Block("", model)) if not place.saved)
         found: dict[int, list[tuple[int, Place]]] = {}
         for number, block in enumerate(block for blocks in cuts for block in blocks):
@@ -104,14 +104,14 @@ class Ties:
             tuple(dict.fromkeys(number for number, _ in where)),
             len(where),
             where[0][1].is_parameter,
-            any(isinstance(one.module, nn.modules.batchnorm._NormBase) and not one.is_parameter for _, one in where),
+            any(isinstance(spot.module, nn.modules.batchnorm._NormBase) and not spot.is_parameter for _, spot in where),
         )
 
     def _lay_out(self, counts: Sequence[int]) -> None:
         """Find who holds what, with so many blocks in each stage."""
         stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
-        self.tensors = [self._held(one, stage_of) for one in self._uses]
-        self._by_name = {name: one for one in self.tensors for name in one.names}
+        self.tensors = [self._held(use, stage_of) for use in self._uses]
+        self._by_name = {name: tensor for tensor in self.tensors for name in tensor.names}
         self._refuse_statistics()
 
     def recut(self, counts: Sequence[int]) -> Ties:
@@ -149,12 +149,12 @@ class Ties:
     @property
     def described(self) -> list[str]:
         """The tensors that are held more than once, as text."""
-        return [" = ".join(one.names) for one in self.tensors if one.num_places > 1 or len(one.names) > 1]
+        return [" = ".join(tensor.names) for tensor in self.tensors if tensor.num_places > 1 or len(tensor.names) > 1]
 
     @property
     def edges(self) -> list[tuple[int, int]]:
         """Every directed pair of ranks that hold a tensor of several stages."""
-        return sorted({edge for one in self.tensors if one.is_tied for edge in permutations(one.ranks, 2)})
+        return sorted({edge for tensor in self.tensors if tensor.is_tied for edge in permutations(tensor.ranks, 2)})
 
     def find(self, name: str) -> HeldTensor | None:
         """Return the tensor with this name, or any of its names, if it existed when the model was cut."""
@@ -173,7 +173,7 @@ class Ties:
         ('0.weight', '1.weight')
         """
         held = self._by_name.get(name)
-        return (name,) if held is None else tuple(one for one in held.names if one not in self._unsaved)
+        return (name,) if held is None else tuple(text for text in held.names if text not in self._unsaved)
 
     def home(self, name: str, stage: int) -> int:
         """Return the owner of a tensor that a stage holds under this name."""
@@ -182,7 +182,7 @@ class Ties:
 
     def copied(self, rank: int) -> list[HeldTensor]:
         """Return the tensors of a rank that other ranks hold too, in the unsplit model's order."""
-        return [one for one in self.tensors if one.is_copied and rank in one.ranks]
+        return [tensor for tensor in self.tensors if tensor.is_copied and rank in tensor.ranks]
 
     def on(self, blocks: Iterable[tuple[int, Block]]) -> dict[str, tuple[int, Tensor]]:
         """Return the tensors of some blocks, given with their stages: each once, with its owner, by its first name.
@@ -196,8 +196,8 @@ class Ties:
                 tensor, first = place.tensor, self.first(place.name)
                 assert tensor is not None
                 name = names.setdefault(id(tensor), first)
-                _, one = found.setdefault(name, (self.home(place.name, stage), tensor))
-                if one is not tensor or (first != name and place.name in self._by_name):
+                _, value = found.setdefault(name, (self.home(place.name, stage), tensor))
+                if value is not tensor or (first != name and place.name in self._by_name):
                     raise ModelError(
                         f"{name} and {place.name} were one tensor when the pipeline was created, and are two now",
                         fix="tie them again, or create a new pipeline",
@@ -207,20 +207,20 @@ class Ties:
     def join(self, blocks: Iterable[Block]) -> None:
         """Let blocks of one rank share one object again, if moving them has created two."""
         first: dict[str, Tensor] = {}
-        for place in (one for block in blocks for one in places_in(block)):
+        for place in (spot for block in blocks for spot in places_in(block)):
             held, tensor = self._by_name.get(place.name), place.tensor
             if held is not None and tensor is not None and first.setdefault(held.name, tensor) is not tensor:
                 setattr(place.module, place.key, first[held.name])
 
 
-class Copies:
+class TiedCopies:
     """The copies of one rank.
 
     >>> from drumline.core.placement import Placement
     >>> first, last = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> last.weight = first.weight
     >>> cuts = [[Block("0", first)], [Block("1", last)]]
-    >>> (made,) = Copies(1, Ties(cuts, Placement.linear(2)), cuts).of(1, cuts[1])
+    >>> (made,) = TiedCopies(1, Ties(cuts, Placement.linear(2)), cuts).of(1, cuts[1])
     >>> made.module.weight is last.weight, made.module.bias is last.bias
     (False, True)
     """

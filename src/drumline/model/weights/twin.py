@@ -52,22 +52,22 @@ class Twin:
         before, now = self._plain, plain_in(vars(original))
         if fingerprint(now) != fingerprint(before):
             self._plain, own = now, vars(self.ours)
-            own.update((key, one) for key, one in now.items() if key not in before or before[key] is not one)
+            own.update((key, entry) for key, entry in now.items() if key not in before or before[key] is not entry)
             for key in before.keys() - now.keys():
                 own.pop(key, None)
         if (trains := _trains(original)) != self._trains and trains.keys() == self.ours._parameters.keys():
             self._trains = trains
-            for name, one in self.ours._parameters.items():
-                if one is not None:
-                    one.requires_grad_(trains[name])
+            for name, param in self.ours._parameters.items():
+                if param is not None:
+                    param.requires_grad_(trains[name])
 
 
 def _trains(module: nn.Module) -> dict[str, bool]:
     """Return which parameters of a module are not frozen."""
-    return {name: one is not None and one.requires_grad for name, one in module._parameters.items()}
+    return {name: param is not None and param.requires_grad for name, param in module._parameters.items()}
 
 
 def _containers_in(attributes: Table) -> list[Any]:
     """Return the states of lists, dicts and sets among a module's attributes."""
     kinds = (list, dict, set)
-    return [fingerprint(one) for key, one in attributes.items() if type(one) in kinds and key not in _OWN]
+    return [fingerprint(attr) for key, attr in attributes.items() if type(attr) in kinds and key not in _OWN]

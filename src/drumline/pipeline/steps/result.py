@@ -52,7 +52,7 @@ def output_of(step: Step) -> Any:
         return None
     if step.order:  # as they were given
         order = sorted(order, key=step.order.__getitem__)
-    made = [step.outputs[one] for one in order]
-    if step.apart or len({tuple(one.shape[1:] for one in pack(value)[0]) for value in made}) > 1:
+    made = [step.outputs[number] for number in order]
+    if step.apart or len({tuple(tensor.shape[1:] for tensor in pack(value)[0]) for value in made}) > 1:
         return Microbatches(made)
-    return joined(made, [step.shares[one] for one in order] if len(step.shares) else [])
+    return joined(made, [step.shares[number] for number in order] if len(step.shares) else [])

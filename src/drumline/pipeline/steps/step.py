@@ -21,11 +21,11 @@ from torch import Tensor
 from drumline.channel.channel import step_topic
 from drumline.channel.launch.stop import asked
 from drumline.core.errors import ModelError, RunError
-from drumline.engine.model.watched import Watched
+from drumline.engine.model.model_watch import WatchedModel
 from drumline.engine.program.programs import digest_of
-from drumline.engine.ranks.agreement import Followed, Given, begun
+from drumline.engine.ranks.agreement import ArgumentPrint, TracedKinds, begun
 from drumline.engine.ranks.observer import Observers
-from drumline.engine.ranks.tally import Tally, Told
+from drumline.engine.ranks.tally import RankReport, Tally
 from drumline.engine.site import Site
 from drumline.engine.stages.balance import Balance
 from drumline.runtime.batch import counted_in
@@ -38,8 +38,8 @@ _NOBODY = Observers(())  # who observes an evaluation while it runs
 class StepRun(Site):
     """The parts of a pipeline on this process, and what is attached to it; runs its steps."""
 
-    watched: Watched = field(init=False)
-    followed: Followed
+    watched: WatchedModel = field(init=False)
+    followed: TracedKinds
     balance: Balance | None
 
     def prepared(self, step: Step, given: CalledWith, program: Any) -> CalledWith:
@@ -123,7 +123,7 @@ class StepRun(Site):
                 end(step)
             return self._tell(step, given and given())
 
-    def _tell(self, step: Step, given: Given | None) -> Tally:
+    def _tell(self, step: Step, given: ArgumentPrint | None) -> Tally:
         """Tell all ranks the outcome of the step here; return a tally of what all ranks tell."""
         told = self._told(step)
         told.given, told.followed = given, self.followed.fresh()
@@ -132,7 +132,7 @@ class StepRun(Site):
             program = self.programs[step.program]
             told.program = (digest_of(program), program.name)
         told.order = step.order
-        each = [told] + [Told(train=step.train, program=told.program) for _ in self.crew.channels[1:]]
+        each = [told] + [RankReport(train=step.train, program=told.program) for _ in self.crew.channels[1:]]
         for tell in self.observers.tell:
             tell(step, each)
         topic = step_topic(step.number)
@@ -146,9 +146,9 @@ class StepRun(Site):
             heard(step, tally, each)
         return tally
 
-    def _told(self, step: Step) -> Told:
+    def _told(self, step: Step) -> RankReport:
         """Return the outcome of a step on this process: its parts of the loss, and any problem."""
-        told = Told(sorted(step.losses), train=step.train, share=step.share, stop=asked())
+        told = RankReport(sorted(step.losses), train=step.train, share=step.share, stop=asked())
         told.num_rows, told.num_tokens = counted_in(step.batch)
         losses = []
         if told.microbatches:
@@ -162,8 +162,8 @@ class StepRun(Site):
 
     def _losses(self, step: Step, microbatches: Sequence[int]) -> Tensor:
         """Return the microbatches' parts of the loss, over all lines of a mesh; these call it alike."""
-        losses = torch.stack([step.losses[one] for one in microbatches])
-        shares = torch.stack([step.shares[one] for one in microbatches]).to(losses.dtype)
+        losses = torch.stack([step.losses[microbatch] for microbatch in microbatches])
+        shares = torch.stack([step.shares[microbatch] for microbatch in microbatches]).to(losses.dtype)
         parts = torch.where(shares == 0, 0.0, losses * shares)  # the mean over nothing is NaN
-        kinds = [step.losses[one].dtype for one in microbatches if self.intake.is_counted(step, one)]
+        kinds = [step.losses[number].dtype for number in microbatches if self.intake.is_counted(step, number)]
         return self.lines.losses(parts, kinds)

@@ -13,6 +13,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+from drumline.plan.cluster.device_memory import Bytes, device_bytes, sharded
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.kernels import CAST_TWICE, memory_seconds
 from drumline.plan.cluster.layout import Layout, check
@@ -25,7 +26,6 @@ from drumline.plan.cluster.loads import (
     pipeline_seconds,
     tied_exchange,
 )
-from drumline.plan.cluster.memory import Bytes, device_bytes, sharded
 from drumline.plan.cluster.stages import stages_of
 from drumline.plan.cluster.transformer import Transformer, model_flops
 from drumline.schedules import find
@@ -112,12 +112,12 @@ def estimate(
     loads = loads_of(transformer, cluster, layout)
     tied = tied_exchange(transformer, cluster, layout)
     paces = [load.pace for load in loads]
-    busy = layout.num_microbatches * sum(one.count * one.total for one in paces) / layout.pipeline
+    busy = layout.num_microbatches * sum(memory.count * memory.total for memory in paces) / layout.pipeline
     busiest = max(loads, key=lambda load: load.pace.total)
     sent = max(load.exchange.bytes for load in loads) + tied.bytes
     volumes = device_volumes(transformer, layout, busiest.alike, sent)
     taken = pipeline_seconds(transformer, cluster, layout, loads, exact=exact, rough=rough)
-    held = max((device_bytes(transformer, layout, load.alike) for load in loads), key=lambda one: one.total)
+    held = max((device_bytes(transformer, layout, load.alike) for load in loads), key=lambda memory: memory.total)
     return Estimate(
         _seconds(cluster, layout, loads, taken, tied.once),
         held,
@@ -172,14 +172,14 @@ def _least_taken(layout: Layout, loads: Sequence[Load], hop: float) -> float:
     homes = schedule.layout(layout.pipeline, layout.stages_per_rank).homes
     forward, backward = [0.0] * layout.num_stages, [0.0] * layout.num_stages
     for load in loads:
-        both = [(one.forward.total, (one.again + one.backward_input).total) for one in load.parts]
+        both = [(part.forward.total, (part.again + part.backward_input).total) for part in load.parts]
         if not schedule.splits_backward:
-            both = [(ahead, one.backward.total) for (ahead, _), one in zip(both, load.parts, strict=True)]
+            both = [(ahead, part.backward.total) for (ahead, _), part in zip(both, load.parts, strict=True)]
         for rank in load.alike.ranks:
             stages = stages_of(layout.schedule, rank, layout.pipeline, layout.stages_per_rank)
             for (stage, _), pair in zip(stages, both, strict=True):
                 forward[stage], backward[stage] = pair
-    late = [hop if one != before else 0.0 for before, one in pairwise(homes)]
+    late = [hop if home != before else 0.0 for before, home in pairwise(homes)]
     down = list(accumulate(map(sum, zip(forward, [*late, 0.0], strict=True)), initial=0.0))  # before each stage
     up = list(accumulate(map(sum, zip(backward, [*late, 0.0], strict=True)), initial=0.0))
     least = 0.0
@@ -200,7 +200,7 @@ def _least_taken(layout: Layout, loads: Sequence[Load], hop: float) -> float:
 def _ends(schedule: str, ranks: tuple[int, ...], num_ranks: int, stages_per_rank: int) -> list[tuple[int, int]]:
     """Return the first and the last stage of ranks."""
     every = ([stage for stage, _ in stages_of(schedule, rank, num_ranks, stages_per_rank)] for rank in ranks)
-    return [(min(one), max(one)) for one in every]
+    return [(min(row), max(row)) for row in every]
 
 
 def _seconds(cluster: Cluster, layout: Layout, loads: Sequence[Load], taken: float, tied: float) -> Seconds:

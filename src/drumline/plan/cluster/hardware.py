@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import PlanError, nearest
-from drumline.core.files import Kind, named, read_object
+from drumline.core.files import FileKind, named, read_object
 from drumline.core.parsed import shown
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class DeviceLink:
     """A link as one device sees it: the latency of a message, and the bytes per second it really carries one way.
 
     `start_seconds` is what a collective takes before its first byte travels: its kernel starts, and its ranks meet.
@@ -37,7 +37,7 @@ class Link:
     def seconds(self, size: float) -> float:
         """Return the seconds for a message of `size` bytes.
 
-        >>> Link(1e-6, 1e9).seconds(1e6)
+        >>> DeviceLink(1e-6, 1e9).seconds(1e6)
         0.001001
         """
         return self.latency_seconds + size / self.bytes_per_second
@@ -101,8 +101,8 @@ class Cluster:
     device: Device
     num_devices: int
     devices_per_node: int
-    intra_node: Link
-    inter_node: Link
+    intra_node: DeviceLink
+    inter_node: DeviceLink
 
     def __post_init__(self) -> None:
         for name in ("num_devices", "devices_per_node"):
@@ -114,12 +114,12 @@ class Cluster:
         """Return the number of nodes."""
         return -(-self.num_devices // self.devices_per_node)
 
-    def link(self, size: int, stride: int) -> Link:
+    def link(self, size: int, stride: int) -> DeviceLink:
         """Return the link that a ring of `size` devices, `stride` apart, sees.
 
         A ring that leaves its node shares the node's adapters among its members there.
 
-        >>> fast, slow = Link(0.0, 200e9), Link(0.0, 20e9)
+        >>> fast, slow = DeviceLink(0.0, 200e9), DeviceLink(0.0, 20e9)
         >>> cluster = Cluster(Device("any", 1e15, 8e10, 2e12), 64, 8, fast, slow)
         >>> [cluster.link(size, stride).bytes_per_second / 1e9 for size, stride in ((8, 1), (8, 8), (16, 2))]
         [200.0, 20.0, 80.0]
@@ -141,7 +141,7 @@ NETWORK_REACH = 0.74
 # A Hopper's tensor cores exceed its power limit. From one row of Llama 3's table, 430 TFLOP/s on 8192 H100. No row has
 # been published for a B200, so it is assumed to behave the same.
 HOPPER = replace(REACH, product=0.575)
-_KIND = Kind("machine", PlanError, "a JSON file that describes a machine")
+_KIND = FileKind("machine", PlanError, "a JSON file that describes a machine")
 # What a collective of a current library takes at least, by its own benchmarks; not fitted.
 NODE_START = 15e-6
 NETWORK_START = 20e-6
@@ -168,8 +168,10 @@ class Machine:
             self.device,
             num_devices,
             self.devices_per_node,
-            Link(_NODE_LATENCY, self.node_bytes_per_second * self.node_reach, self.node_start_seconds),
-            Link(_NETWORK_LATENCY, self.network_bytes_per_second * self.network_reach, self.network_start_seconds),
+            DeviceLink(_NODE_LATENCY, self.node_bytes_per_second * self.node_reach, self.node_start_seconds),
+            DeviceLink(
+                _NETWORK_LATENCY, self.network_bytes_per_second * self.network_reach, self.network_start_seconds
+            ),
         )
 
 
@@ -222,7 +224,7 @@ def machine(table: Any) -> Machine:
     """
     values = _checked(table, {**_DEVICE, **_LINKS, "reach": dict}, "machine")
     reach = _checked(values.pop("reach", {}), dict.fromkeys(asdict(REACH), float), "machine's reach")
-    needed = [one.name for of in (Device, Machine) for one in fields(of) if one.default is MISSING]
+    needed = [field.name for of in (Device, Machine) for field in fields(of) if field.default is MISSING]
     missing = [name for name in needed if name != "device" and name not in values]
     if missing:
         kinds = {_WORDS[{**_DEVICE, **_LINKS}[name]] for name in missing}
@@ -249,7 +251,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "devices_per_node": (1, 1e6),
 }
 _KINDS: dict[object, type] = {"str": str, "int": int, "float": float}
-_DEVICE, _LINKS = ({one.name: _KINDS[one.type] for one in fields(of) if one.type in _KINDS} for of in (Device, Machine))
+_DEVICE, _LINKS = ({f.name: _KINDS[f.type] for f in fields(of) if f.type in _KINDS} for of in (Device, Machine))
 _WORDS = {str: "text", int: "a whole number", float: "a number", dict: "an object"}
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import PlanError
-from drumline.core.files import Kind, named, read_object
+from drumline.core.files import FileKind, named, read_object
 from drumline.core.parsed import shown
-from drumline.plan.cluster.transformer import Details, Experts, Latent, Transformer
+from drumline.plan.cluster.transformer import Details, ExpertShape, LatentAttention, Transformer
 
 # Values that configs store under different names.
 _NAMES = {
@@ -33,7 +33,7 @@ _NAMES = {
     "num_dense_layers": ("first_k_dense_replace",),
 }
 _KEYS = frozenset(key for keys in _NAMES.values() for key in keys)
-_KIND = Kind("config", PlanError, "the config.json of a Hugging Face model")
+_KIND = FileKind("config", PlanError, "the config.json of a Hugging Face model")
 # Far more than any model has, but few enough to plan for.
 _MOST_LAYERS, _MOST = 10_000, 2**31
 _NEEDED = ("num_layers", "hidden", "num_heads", "vocabulary")
@@ -84,7 +84,7 @@ def transformer_of(config: Any, *, name: str) -> Transformer:
         width = found["expert_width"] or found["feedforward"]
         wide = _whole(config, _SHARED, _MOST)
         num_shared = found["num_shared"] or -(-wide // max(width, 1))
-        experts = Experts(found["num_experts"], max(found["per_token"], 1), width, num_shared)
+        experts = ExpertShape(found["num_experts"], max(found["per_token"], 1), width, num_shared)
     shared, latent = found["num_key_value_heads"], _latent(config)
     if config.get("multi_query") is True and config.get("new_decoder_architecture") is not True:
         shared = 1
@@ -197,9 +197,9 @@ def details_of(config: Mapping[str, Any], *, read: frozenset[str], gated: bool) 
     )
 
 
-def _latent(config: Mapping[str, Any]) -> Latent | None:
+def _latent(config: Mapping[str, Any]) -> LatentAttention | None:
     widths = [_whole(config, name, _MOST) for name in _LATENT]
-    return Latent(*widths) if all(widths[1:]) else None
+    return LatentAttention(*widths) if all(widths[1:]) else None
 
 
 def _rotary_base(config: Mapping[str, Any]) -> float:
@@ -233,7 +233,7 @@ def _others(config: Mapping[str, Any], understood: set[str], gated: bool) -> Ite
 
 def _is_full(value: Any) -> bool:
     """Whether all layers attend to all tokens."""
-    return isinstance(value, list) and all(one == "full_attention" for one in value)
+    return isinstance(value, list) and all(item == "full_attention" for item in value)
 
 
 def _phrase(key: str, value: Any) -> str:

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from drumline.plan.cluster.hardware import Cluster, Device, Link
+from drumline.plan.cluster.hardware import Cluster, Device, DeviceLink
 from drumline.plan.cluster.layers import (
     WORD,
-    Message,
+    AxisMessage,
     Operation,
     Product,
     exchange,
@@ -69,10 +69,10 @@ def attention_seconds(device: Device, flops: float) -> float:
     return flops / (device.flops_per_second * device.reach.attention) + device.reach.launch_seconds
 
 
-def gather_seconds(link: Link, num_devices: int, size: float) -> float:
+def gather_seconds(link: DeviceLink, num_devices: int, size: float) -> float:
     """Return the seconds of an all-gather or a reduce-scatter with `size` bytes in total, round a ring.
 
-    >>> gather_seconds(Link(0.0, 1e9), 4, 4e9), gather_seconds(Link(0.0, 1e9, start_seconds=0.5), 4, 4e9)
+    >>> gather_seconds(DeviceLink(0.0, 1e9), 4, 4e9), gather_seconds(DeviceLink(0.0, 1e9, start_seconds=0.5), 4, 4e9)
     (3.0, 3.5)
     """
     if num_devices == 1:
@@ -80,12 +80,12 @@ def gather_seconds(link: Link, num_devices: int, size: float) -> float:
     return link.start_seconds + (num_devices - 1) * (link.latency_seconds + size / num_devices / link.bytes_per_second)
 
 
-def reduce_seconds(link: Link, num_devices: int, size: float) -> float:
+def reduce_seconds(link: DeviceLink, num_devices: int, size: float) -> float:
     """Return the seconds of an all-reduce of `size` bytes: round a ring, or up and down a tree if that is faster.
 
     A ring sends fewer bytes, a tree takes fewer hops.
 
-    >>> reduce_seconds(Link(0.0, 1e9), 4, 4e9), reduce_seconds(Link(1.0, 1e9), 64, 1e9)
+    >>> reduce_seconds(DeviceLink(0.0, 1e9), 4, 4e9), reduce_seconds(DeviceLink(1.0, 1e9), 64, 1e9)
     (6.0, 14.0)
     """
     if num_devices == 1:
@@ -175,7 +175,7 @@ class Ops(NamedTuple):
         )
 
 
-class Times(NamedTuple):
+class KernelTimes(NamedTuple):
     """Compute seconds of one operation: forward, for gradients of inputs, of weights; and of its forward's products."""
 
     forward: float
@@ -184,15 +184,15 @@ class Times(NamedTuple):
     products: float
 
 
-def operation_times(cluster: Cluster, share: Share, one: Operation) -> Times:
+def operation_times(cluster: Cluster, share: Share, operation: Operation) -> KernelTimes:
     """Return the compute seconds of an operation of a layer."""
     device = cluster.device
-    products, by_input, by_weight = product_times(cluster, share, one.products)
-    launches = one.num_kernels * device.reach.launch_seconds
-    passes, passes_back = (memory_seconds(device, size) + launches for size in one.bytes)
-    scores = sum(product_seconds(device, *product[:4]) for product in one.scores)
-    attend, attend_back = (attention_seconds(device, flops) if flops else 0.0 for flops in one.flops)
-    return Times(
+    products, by_input, by_weight = product_times(cluster, share, operation.products)
+    launches = operation.num_kernels * device.reach.launch_seconds
+    passes, passes_back = (memory_seconds(device, size) + launches for size in operation.bytes)
+    scores = sum(product_seconds(device, *product[:4]) for product in operation.scores)
+    attend, attend_back = (attention_seconds(device, flops) if flops else 0.0 for flops in operation.flops)
+    return KernelTimes(
         products + passes + scores + attend,
         by_input + passes_back + 2 * scores + attend_back,
         by_weight,
@@ -203,27 +203,27 @@ def operation_times(cluster: Cluster, share: Share, one: Operation) -> Times:
 def product_times(cluster: Cluster, share: Share, products: Sequence[Product]) -> tuple[float, float, float]:
     """Return the seconds of products: forward, gradients of their inputs, gradients of their weights."""
     forward = by_input = by_weight = 0.0
-    for one in products:
-        rows, columns, depth, times, _ = one
-        fp8 = one.fp8 and share.practice.fp8
+    for product in products:
+        rows, columns, depth, times, _ = product
+        fp8 = product.fp8 and share.practice.fp8
         forward += product_seconds(cluster.device, rows, columns, depth, times, fp8=fp8)
         by_input += product_seconds(cluster.device, rows, depth, columns, times, fp8=fp8)
         by_weight += product_seconds(cluster.device, depth, columns, rows, times, fp8=fp8)
         if fp8:
-            casts = _casts(cluster, share, one)
+            casts = _casts(cluster, share, product)
             forward, by_input, by_weight = forward + casts[0], by_input + casts[1], by_weight + casts[2]
     return forward, by_input, by_weight
 
 
-def _casts(cluster: Cluster, share: Share, one: Product) -> tuple[float, float, float]:
+def _casts(cluster: Cluster, share: Share, product: Product) -> tuple[float, float, float]:
     """Return the seconds of the casts of a product in its three passes.
 
     What software does not keep in 8 bits is cast for every pass that needs it.
     """
     practice = share.practice
-    inputs, weights = one.rows * one.depth * one.times, one.depth * one.columns * one.times
+    inputs, weights = product.rows * product.depth * product.times, product.depth * product.columns * product.times
     forward = cast_seconds(cluster, inputs, CAST_TWICE if practice.keeps_fp8_inputs else CAST_ONCE)
-    by_input = cast_seconds(cluster, one.rows * one.columns * one.times, CAST_TWICE)
+    by_input = cast_seconds(cluster, product.rows * product.columns * product.times, CAST_TWICE)
     by_weight = 0.0 if practice.keeps_fp8_inputs else cast_seconds(cluster, inputs, CAST_ONCE)
     if share.holds_fp8:
         return forward, by_input, by_weight
@@ -236,7 +236,7 @@ def cast_seconds(cluster: Cluster, count: float, size: int = CAST_TWICE) -> floa
     return memory_seconds(cluster.device, size * count) + _CAST_KERNELS * cluster.device.reach.launch_seconds
 
 
-def message_seconds(cluster: Cluster, share: Share, message: Message) -> float:
+def message_seconds(cluster: Cluster, share: Share, message: AxisMessage) -> float:
     """Return the seconds of a message that travels once.
 
     Tensor-parallel ranks meet in an all-reduce; a reduce-scatter and an all-gather take the same. Keys and values
@@ -268,10 +268,10 @@ def layer_ops(
     if recomputed is None:
         recomputed = WHOLE if share.recompute == "full" else recomputed_ops(share)
     layer, ops = layers_of(transformer, share)[experts], Ops()
-    times = [operation_times(cluster, share, one) for one in layer.operations]
-    whole = Times(*map(sum, zip(*times, strict=True)))
-    for one, own in zip(layer.operations, times, strict=True):
-        ops = ops + _operation_ops(cluster, share, one, own, whole, repeats=one.name in recomputed)
+    times = [operation_times(cluster, share, operation) for operation in layer.operations]
+    whole = KernelTimes(*map(sum, zip(*times, strict=True)))
+    for operation, own in zip(layer.operations, times, strict=True):
+        ops = ops + _operation_ops(cluster, share, operation, own, whole, repeats=operation.name in recomputed)
     parameters = layer.parameters + layer.expert_parameters
     added = Spent(memory_seconds(cluster.device, share.practice.accumulation_bytes * parameters))
     forward = _hosted(ops.forward, share)
@@ -283,10 +283,12 @@ def layer_ops(
     )
 
 
-def _operation_ops(cluster: Cluster, share: Share, one: Operation, own: Times, whole: Times, *, repeats: bool) -> Ops:
+def _operation_ops(
+    cluster: Cluster, share: Share, op: Operation, own: KernelTimes, whole: KernelTimes, *, repeats: bool
+) -> Ops:
     """Return the seconds of an operation with its messages; `own` and `whole` are its compute and the whole layer's."""
     forward, again, back = Spent(own.forward), Spent(own.forward), Spent(own.by_input)
-    if (message := one.message) is not None:
+    if (message := op.message) is not None:
         seconds = message_seconds(cluster, share, message)
         hidden, hidden_back = _hidden(share, message, own, whole)
         there = message.forward * seconds
@@ -294,12 +296,12 @@ def _operation_ops(cluster: Cluster, share: Share, one: Operation, own: Times, w
         sent_back = exposed(message.backward * seconds, hidden_back) + message.waited * seconds
         forward, back = forward + Spent(**{message.axis: sent}), back + Spent(**{message.axis: sent_back})
         again = again + Spent(**{message.axis: there if message.axis == "expert" else sent})
-    if one.output and share.practice.fp8 and share.practice.keeps_fp8_inputs:
-        again = again + Spent(cast_seconds(cluster, one.output))
+    if op.output and share.practice.fp8 and share.practice.keeps_fp8_inputs:
+        again = again + Spent(cast_seconds(cluster, op.output))
     return Ops(forward, again if repeats else Spent(), back, Spent(own.by_weight))
 
 
-def _hidden(share: Share, message: Message, own: Times, whole: Times) -> tuple[float, float]:
+def _hidden(share: Share, message: AxisMessage, own: KernelTimes, whole: KernelTimes) -> tuple[float, float]:
     """Return the compute that an operation's messages travel behind, forward and backward.
 
     Tokens travel to experts and back beside as much compute of another microbatch.

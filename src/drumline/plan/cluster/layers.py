@@ -1,8 +1,8 @@
 """What a layer does for one microbatch on one device of a layout: a list of operations, made once.
 
-Everything else sums over that list: seconds (`kernels.py`), bytes kept until the backward (`memory.py`), bytes sent
-(`loads.py`). With t tensor-parallel ranks, each product's weight is divided by t, alternately along its columns and its
-rows, so that only the layer's two blocks end with an exchange:
+Everything else sums over that list: seconds (`kernels.py`), bytes kept until the backward (`device_memory.py`),
+bytes sent (`loads.py`). With t tensor-parallel ranks, each product's weight is divided by t, alternately along its
+columns and its rows, so that only the layer's two blocks end with an exchange:
 
     norm │ qkv (columns) │ attention │ out (rows) │ exchange │ dropout, sum
     norm │ up (columns)  │ gelu      │ down (rows) │ exchange │ dropout, sum
@@ -35,7 +35,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from drumline.plan.cluster.layout import Layout, Share
-from drumline.plan.cluster.transformer import Experts, Transformer
+from drumline.plan.cluster.transformer import ExpertShape, Transformer
 
 WORD = 2  # bytes of a 16-bit number
 
@@ -50,7 +50,7 @@ class Product(NamedTuple):
     fp8: bool = True
 
 
-class Message(NamedTuple):
+class AxisMessage(NamedTuple):
     """What `num_devices`, `stride` apart on an axis, exchange: `size` bytes in total; each sends `sent`, alone nothing.
 
     It travels so many times `forward` and `backward`, and `waited` times more in backward with nothing to hide behind.
@@ -80,7 +80,7 @@ class Operation(NamedTuple):
     flops: tuple[float, float] = (0.0, 0.0)
     bytes: tuple[float, float] = (0.0, 0.0)
     num_kernels: int = 0
-    message: Message | None = None
+    message: AxisMessage | None = None
     kept: float = 0.0
     within: str = ""
     output: float = 0.0
@@ -103,7 +103,7 @@ def layers_of(transformer: Transformer, share: Share) -> tuple[Layer, Layer]:
     """Return what a dense layer and a layer with experts do on one device.
 
     >>> gpt = Transformer("tiny", 1, hidden=64, num_heads=4, vocabulary=10, sequence=8)
-    >>> [one.name for one in layers_of(gpt, Layout(batch=1).share)[0].operations]
+    >>> [operation.name for operation in layers_of(gpt, Layout(batch=1).share)[0].operations]
     ['norms', 'sums', 'heads', 'attention', 'out', 'feed-forward', 'activation']
     """
     whole = transformer.whole_parameters
@@ -127,7 +127,7 @@ def fp8_weights(transformer: Transformer, layout: Layout, *, experts: bool) -> f
     True
     """
     operations = layers_of(transformer, layout.share)[experts].operations
-    return sum(one.columns * one.depth * one.times for op in operations for one in op.products if one.fp8)
+    return sum(p.columns * p.depth * p.times for op in operations for p in op.products if p.fp8)
 
 
 def tokens_of(transformer: Transformer, share: Layout | Share) -> float:
@@ -193,7 +193,7 @@ def _between(transformer: Transformer, share: Share) -> list[Operation]:
     ]
 
 
-def exchange(transformer: Transformer, share: Share) -> Message:
+def exchange(transformer: Transformer, share: Share) -> AxisMessage:
     """Return the exchange at the end of each of a layer's two blocks.
 
     In backward, each block exchanges the gradient of its input. Nothing else in the block waits for it, so it can be
@@ -202,7 +202,7 @@ def exchange(transformer: Transformer, share: Share) -> Message:
     """
     ranks, size = share.tensor, WORD * tokens_of(transformer, share) * transformer.hidden
     waited = 1 if share.sequence_parallel else 0
-    return Message("tensor", ranks, 1, size, 2 * size * (ranks - 1) / ranks, forward=2, backward=2, waited=waited)
+    return AxisMessage("tensor", ranks, 1, size, 2 * size * (ranks - 1) / ranks, forward=2, backward=2, waited=waited)
 
 
 def _projections(transformer: Transformer, share: Share) -> list[Operation]:
@@ -264,14 +264,14 @@ def _attention(transformer: Transformer, share: Share) -> list[Operation]:
     return [attention, Operation("out", [out], kept=word * width)]
 
 
-def _ring(transformer: Transformer, share: Share) -> Message:
+def _ring(transformer: Transformer, share: Share) -> AxisMessage:
     """Return the message with keys and values.
 
     Forward gathers them from all context-parallel ranks. Backward gathers them again, and sums and scatters their
     gradients. Latent attention sends keys and values of all heads, as frameworks do, not the latents.
     """
     ranks, size = share.context, ring_bytes(transformer, share)
-    return Message("context", ranks, share.tensor, size, size * (ranks - 1) / ranks, forward=1, backward=2)
+    return AxisMessage("context", ranks, share.tensor, size, size * (ranks - 1) / ranks, forward=1, backward=2)
 
 
 def _feedforward(transformer: Transformer, share: Share) -> list[Operation]:
@@ -283,7 +283,7 @@ def _feedforward(transformer: Transformer, share: Share) -> list[Operation]:
     ]
 
 
-def _routed(transformer: Transformer, share: Share, experts: Experts) -> list[Operation]:
+def _routed(transformer: Transformer, share: Share, experts: ExpertShape) -> list[Operation]:
     """Return the feed-forward block of a layer with experts: those that tokens are sent to, shared ones, the router.
 
     Tokens are spread evenly. A token is copied for every expert that it goes to, there and back.
@@ -298,7 +298,7 @@ def _routed(transformer: Transformer, share: Share, experts: Experts) -> list[Op
         Operation(
             "experts",
             _up_down(transformer, tokens * experts.per_token / local, width, local),
-            message=Message("expert", share.expert, share.tensor, sent, sent, forward=2, backward=2),
+            message=AxisMessage("expert", share.expert, share.tensor, sent, sent, forward=2, backward=2),
             kept=word * inputs + _up_bytes(transformer) * routed,
         ),
         Operation("copies", bytes=(copies, copies)),

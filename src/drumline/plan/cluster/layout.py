@@ -181,7 +181,7 @@ class Layout:
             return f"{'no' if self.recompute == 'none' else self.recompute} recomputation"
         if self.recompute.startswith("full:"):
             return f"full recomputation of {counted(int(self.recompute[5:]), 'layer')} per stage"
-        *others, last = (_NAMED.get(one, one) for one in self.recompute.split("+"))
+        *others, last = (_NAMED.get(name, name) for name in self.recompute.split("+"))
         return f"recomputation of {', '.join(others)}{' and ' if others else ''}{last}"
 
     @property
@@ -271,7 +271,7 @@ class StageLayers:
             (whole - first, True, WHOLE),
             (self.experts - whole + first, True, rest),
         )
-        return [one for one in every if one[0]]
+        return [entry for entry in every if entry[0]]
 
 
 def is_recomputation(name: str) -> bool:
@@ -331,7 +331,7 @@ def check_recomputation(transformer: Transformer, recompute: str) -> None:
     drumline.core.errors.PlanError: recompute is 'norms+projections', but tiny has no latent attention...
     """
     if transformer.latent is None and "projections" in recompute.split("+"):
-        others = "+".join(one for one in recompute.split("+") if one != "projections") or "none"
+        others = "+".join(name for name in recompute.split("+") if name != "projections") or "none"
         raise PlanError(
             f"recompute is {recompute!r}, but {transformer.name} has no latent attention",
             expected="projections only for a model whose queries, keys and values are projected up from latents",

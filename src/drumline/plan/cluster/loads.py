@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from drumline.plan.cluster.hardware import Cluster, Link
+from drumline.plan.cluster.device_memory import WEIGHT_BYTES, device_parameters, held_fp8, keeps_gradients
+from drumline.plan.cluster.hardware import Cluster, DeviceLink
 from drumline.plan.cluster.kernels import Ops, Spent, exposed, gather_seconds, reduce_seconds, slice_ops
 from drumline.plan.cluster.layers import WORD, layers_of, tokens_of
 from drumline.plan.cluster.layout import WHOLE, Layout
-from drumline.plan.cluster.memory import WEIGHT_BYTES, device_parameters, held_fp8, keeps_gradients
 from drumline.plan.cluster.stages import (
     Alike,
     alike,
@@ -95,7 +95,7 @@ def tied_exchange(transformer: Transformer, cluster: Cluster, layout: Layout) ->
     return ExchangeCost(once=reduce_seconds(pipeline_link(cluster, layout), 2, size), bytes=size)
 
 
-def pipeline_link(cluster: Cluster, layout: Layout) -> Link:
+def pipeline_link(cluster: Cluster, layout: Layout) -> DeviceLink:
     """Return the slowest link between neighbours of a pipeline: the one between nodes, if there are several nodes."""
     return cluster.intra_node if layout.num_devices <= cluster.devices_per_node else cluster.inter_node
 
@@ -131,9 +131,9 @@ def device_volumes(transformer: Transformer, layout: Layout, rank: Alike, data: 
     sent = {"tensor": 0.0, "context": 0.0, "expert": 0.0}
     for slice_, part in rank.slices:
         for count, experts, recomputed in slice_.parts(layout):
-            for one in layers[experts].operations:
-                if (message := one.message) is not None:
-                    forwards = 2 if recomputed == WHOLE or one.name in recomputed else 1
+            for operation in layers[experts].operations:
+                if (message := operation.message) is not None:
+                    forwards = 2 if recomputed == WHOLE or operation.name in recomputed else 1
                     each = forwards * message.forward + message.backward + message.waited
                     sent[message.axis] += times * part * count * each * message.sent
     sides = sum(part * (2 - slice_.is_first - slice_.is_last) for slice_, part in rank.slices)
@@ -172,18 +172,18 @@ def loads_of(transformer: Transformer, cluster: Cluster, layout: Layout) -> list
     _, waiting = hop_seconds(transformer, cluster, layout)
     share, counts = layout.share, counts_of(transformer, layout)
     ranks = alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
-    slices = {slice_ for one in ranks for slice_, _ in one.slices}
+    slices = {slice_ for rank in ranks for slice_, _ in rank.slices}
     known = {slice_: slice_ops(transformer, cluster, share, slice_) for slice_ in slices}
     layers, found = layers_of(transformer, share), []
-    for one in ranks:
-        parts, ops = tuple(known[slice_] for slice_, _ in one.slices), Ops()
-        for own, (_, part) in zip(parts, one.slices, strict=True):
+    for rank in ranks:
+        parts, ops = tuple(known[slice_] for slice_, _ in rank.slices), Ops()
+        for own, (_, part) in zip(parts, rank.slices, strict=True):
             ops = ops + own.times(part)
         forward, backward = ops.forward.total, ops.backward.total
-        cast, parameters = held_fp8(transformer, layout, one), device_parameters(transformer, layout, one, layers)
-        num_layers = sum(slice_.num_layers for slice_, _ in one.slices)
+        cast, parameters = held_fp8(transformer, layout, rank), device_parameters(transformer, layout, rank, layers)
+        num_layers = sum(slice_.num_layers for slice_, _ in rank.slices)
         exchange = data_exchange(cluster, layout, parameters, forward, backward, num_layers)
-        found.append(Load(one, ops, parts, waiting * one.sides, parameters, exchange, cast))
+        found.append(Load(rank, ops, parts, waiting * rank.sides, parameters, exchange, cast))
     return found
 
 
@@ -211,7 +211,7 @@ def stage_ops(
     _, waiting = hop_seconds(transformer, cluster, layout)
     found = [Ops()] * layout.num_stages
     for load in loads or loads_of(transformer, cluster, layout):
-        forward, backward = (one / layout.stages_per_rank for one in (load.exchange.forward, load.exchange.backward))
+        forward, backward = (item / layout.stages_per_rank for item in (load.exchange.forward, load.exchange.backward))
         for rank in load.alike.ranks:
             stages = stages_of(layout.schedule, rank, layout.pipeline, layout.stages_per_rank)
             for (stage, _), own in zip(stages, load.parts, strict=True):

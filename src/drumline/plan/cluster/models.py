@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from drumline.core.errors import PlanError, nearest
-from drumline.plan.cluster.transformer import Details, Experts, Latent, Transformer
+from drumline.plan.cluster.transformer import Details, ExpertShape, LatentAttention, Transformer
 
 
 def _gpt(name: str, num_layers: int, hidden: int, num_heads: int, vocabulary: int = 51200) -> Transformer:
@@ -21,8 +21,8 @@ def _llama(name: str, num_layers: int, hidden: int, num_heads: int, feedforward:
 
 
 MODELS = {
-    one.name: one
-    for one in (
+    transformer.name: transformer
+    for transformer in (
         # Table 1 of Megatron-LM's SC'21 paper.
         _gpt("gpt-1.7b", 24, 2304, 24),
         _gpt("gpt-3.6b", 30, 3072, 32),
@@ -62,7 +62,7 @@ MODELS = {
             sequence=4096,
             num_key_value_heads=8,
             feedforward=14336,
-            experts=Experts(8, 2, 14336),
+            experts=ExpertShape(8, 2, 14336),
             details=Details(rotary_base=1000000.0),
         ),
         _modern(
@@ -73,9 +73,9 @@ MODELS = {
             vocabulary=129280,
             sequence=4096,
             feedforward=18432,
-            experts=Experts(256, 8, 2048, num_shared=1),
+            experts=ExpertShape(256, 8, 2048, num_shared=1),
             num_dense_layers=3,
-            latent=Latent(queries=1536, keys_values=512, head=128, rotary_head=64, value_head=128),
+            latent=LatentAttention(queries=1536, keys_values=512, head=128, rotary_head=64, value_head=128),
             details=Details(
                 rotary_base=10000.0,
                 others=(

@@ -199,9 +199,9 @@ def simulated(
     per_rank = max(len(stages) // num_ranks, 1)
     program = _program(schedule, num_ranks, num_microbatches, per_rank)
     costs = Costs(
-        forward=[one.forward.total for one in stages],
-        backward_input=[one.again.total + one.backward_input.total for one in stages],
-        backward_weight=[one.backward_weight.total for one in stages],
+        forward=[stage.forward.total for stage in stages],
+        backward_input=[stage.again.total + stage.backward_input.total for stage in stages],
+        backward_weight=[stage.backward_weight.total for stage in stages],
         comm=hop_seconds,
     )
     return simulate(program, costs)
@@ -238,7 +238,7 @@ def formula_holds(layout: Layout, stages: Sequence[Ops]) -> bool:
 
 def _totals(stages: Sequence[Ops]) -> list[float]:
     """Return the seconds of a microbatch in each stage, all passes together."""
-    return [sum(one.total for one in ops) for ops in stages]
+    return [sum(op.total for op in ops) for ops in stages]
 
 
 def _final_pace(simulation: Simulation, schedule: str, stages: Sequence[Ops], hop_seconds: float) -> float:

@@ -14,14 +14,14 @@ from drumline.core.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True)
-class Latent:
+class LatentAttention:
     """Attention through narrow projections (MLA): their widths, and those of a head with and without positions.
 
     A token is projected down to a latent for queries and one for keys and values. Each is normalised, and projected up
     to all heads. Positions enter through a part of each head's query and through one key that all heads share.
     `queries` is 0 if queries are projected directly.
 
-    >>> Latent(queries=1536, keys_values=512, head=128, rotary_head=64, value_head=128).scored
+    >>> LatentAttention(queries=1536, keys_values=512, head=128, rotary_head=64, value_head=128).scored
     192
     """
 
@@ -52,7 +52,7 @@ class Latent:
     def down(self, hidden: int) -> list[tuple[int, int]]:
         """Return the inputs and outputs of every projection to a latent, the shared key's with that of keys and values.
 
-        >>> Latent(1536, 512, 128, 64, 128).down(7168)
+        >>> LatentAttention(1536, 512, 128, 64, 128).down(7168)
         [(7168, 1536), (7168, 576)]
         """
         queries = [(hidden, self.queries)] if self.queries else []
@@ -61,7 +61,7 @@ class Latent:
     def up(self, hidden: int) -> list[tuple[int, int]]:
         """Return the inputs of every projection to the heads, with the outputs of one head: queries, keys and values.
 
-        >>> Latent(1536, 512, 128, 64, 128).up(7168)
+        >>> LatentAttention(1536, 512, 128, 64, 128).up(7168)
         [(1536, 192), (512, 256)]
         """
         return [(self.queries or hidden, self.scored), (self.keys_values, self.head + self.value_head)]
@@ -93,7 +93,7 @@ PLAIN = Details()
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertShape:
     """The experts of a layer: `num_experts`, of which each token uses `per_token`, and `num_shared` that all use."""
 
     num_experts: int
@@ -138,12 +138,12 @@ class Transformer:
     gated: bool = False
     tied: bool = True
     learned_positions: bool = True
-    experts: Experts | None = None
+    experts: ExpertShape | None = None
     num_dense_layers: int = 0
     head_width: int = 0
     biased: bool = True
     dropout: bool = True
-    latent: Latent | None = None
+    latent: LatentAttention | None = None
     details: Details = PLAIN
 
     def __post_init__(self) -> None:
@@ -186,12 +186,12 @@ class Transformer:
         DeepSeek-V3: 7168 x 1536 + 1536 x 128 x 192 for queries, 7168 x 576 + 512 x 128 x 256 for keys and values, and
         128 x 128 x 7168 for the output.
 
-        >>> latent = Latent(queries=1536, keys_values=512, head=128, rotary_head=64, value_head=128)
+        >>> latent = LatentAttention(queries=1536, keys_values=512, head=128, rotary_head=64, value_head=128)
         >>> Transformer("v3", 61, 7168, 128, vocabulary=129280, sequence=4096, latent=latent).attention_weights
         187105280
         """
         if (latent := self.latent) is not None:
-            up = sum(one * each for one, each in latent.up(self.hidden))
+            up = sum(number * each for number, each in latent.up(self.hidden))
             return self._weights_down + self.num_heads * (up + self.value_width * self.hidden)
         return self.hidden * (self.head_width + self.value_width) * (self.num_heads + self.num_key_value_heads)
 
@@ -214,7 +214,7 @@ class Transformer:
 
     @property
     def _weights_down(self) -> int:
-        return sum(one * outputs for one, outputs in self.latent.down(self.hidden)) if self.latent else 0
+        return sum(number * outputs for number, outputs in self.latent.down(self.hidden)) if self.latent else 0
 
     def feedforward_parameters(self, width: int) -> int:
         """Return the parameters of a feed-forward block of this inner width, without its normalisation."""

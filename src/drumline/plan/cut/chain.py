@@ -54,18 +54,18 @@ class BlockTable:
 
     def __init__(self, blocks: Sequence[BlockCosts]) -> None:
         self.num_blocks = len(blocks)
-        until = (one.held_until_weight_bytes for one in blocks)
+        until = (block.held_until_weight_bytes for block in blocks)
         self.seconds, self._full, self._static = (
-            sums([getattr(one, name) for one in blocks]) for name in ("seconds", "activation_bytes", "static_bytes")
+            sums([getattr(block, name) for block in blocks]) for name in ("seconds", "activation_bytes", "static_bytes")
         )
         self._until = sums([full if own is None else own for full, own in zip(np.diff(self._full), until, strict=True)])
         self._start, self._checkpoint, self._again, outputs = (
-            np.array([float(getattr(one, name)) for one in blocks])
+            np.array([float(getattr(block, name)) for block in blocks])
             for name in ("start_bytes", "checkpoint_bytes", "again_bytes", "output_bytes")
         )
         self._outputs = np.append(0.0, outputs)
-        tied = {name: size for one in blocks for name, size in one.tied}
-        self._tied = [(size, sums([name in dict(one.tied) for one in blocks])) for name, size in tied.items()]
+        tied = {name: size for block in blocks for name, size in block.tied}
+        self._tied = [(size, sums([name in dict(block.tied) for block in blocks])) for name, size in tied.items()]
 
     @property
     def grid(self) -> tuple[Ints, Ints]:
@@ -96,7 +96,7 @@ class BlockTable:
         return rank.stash(self.pairs(firsts, ends, again)) + static
 
 
-class Chain:
+class CutChain:
     """The blocks on ranks, with what each rank holds of its stages; some stages may be recomputed."""
 
     def __init__(

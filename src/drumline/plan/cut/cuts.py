@@ -42,8 +42,8 @@ def suffixes(cost: Sequence[Floats], join: np.ufunc) -> list[Floats]:
     """Return, for every stage and first block, the smallest joined cost of this stage and those after it."""
     num_blocks = cost[0].shape[0]
     table = [np.where(np.arange(num_blocks + 1) == num_blocks, 0.0, np.inf)]
-    for one in reversed(cost):
-        best = np.min(join(one, table[0][None, :]), axis=1)
+    for array in reversed(cost):
+        best = np.min(join(array, table[0][None, :]), axis=1)
         table.insert(0, np.append(best, np.inf))
     return table
 
@@ -64,7 +64,7 @@ def shortest_largest(seconds: Sequence[Floats], then: Sequence[Floats] | None = 
 
 def shortest_step(seconds: Sequence[Floats], num_microbatches: int) -> Counts | None:
     """Return the blocks per stage that minimise sum + (M - 1) x largest; None if no cut is allowed."""
-    lengths = np.unique(np.concatenate([one[np.isfinite(one)] for one in seconds]))
+    lengths = np.unique(np.concatenate([duration[np.isfinite(duration)] for duration in seconds]))
     least_largest = float(suffixes(seconds, np.maximum)[0][0])
     if least_largest == np.inf:
         return None
@@ -83,12 +83,12 @@ def _shortest_sum(
     seconds: Sequence[Floats], largest: float, then: Sequence[Floats] | None = None
 ) -> tuple[float, Counts]:
     """Return the smallest sum with no stage above `largest`, and its cut."""
-    allowed = [np.where(one <= largest, cost, np.inf) for one, cost in zip(seconds, then or seconds, strict=True)]
+    allowed = [np.where(length <= largest, cost, np.inf) for length, cost in zip(seconds, then or seconds, strict=True)]
     table = suffixes(allowed, np.add)
     ends = [0]
-    for stage, one in enumerate(allowed):
-        ends.append(int(np.argmin(one[ends[-1]] + table[stage + 1])))
-    return float(table[0][0]), tuple(int(one) for one in np.diff(ends))
+    for stage, length in enumerate(allowed):
+        ends.append(int(np.argmin(length[ends[-1]] + table[stage + 1])))
+    return float(table[0][0]), tuple(int(length) for length in np.diff(ends))
 
 
 def dealt(num_blocks: int, owners: Sequence[int], extra: Sequence[float], *, late: bool = False) -> Counts:
@@ -114,7 +114,7 @@ def dealt(num_blocks: int, owners: Sequence[int], extra: Sequence[float], *, lat
     for stage, owner in enumerate(owners):
         ranks[owner] += stages[stage]
     for _ in range(num_blocks - len(owners)):
-        stage = min(range(len(owners)), key=lambda one: (ranks[owners[one]], stages[one], ties[one]))
+        stage = min(range(len(owners)), key=lambda number: (ranks[owners[number]], stages[number], ties[number]))
         counts[stage] += 1
         stages[stage] += 1
         ranks[owners[stage]] += 1
@@ -134,7 +134,7 @@ def climb(
 
     With `singly`, a step tries moves of two boundaries, which are many, only if no single move is better.
 
-    >>> climb([(1, 4)], lambda many: [abs(one[0] - one[1]) for one in many], rounds=10)
+    >>> climb([(1, 4)], lambda many: [abs(value[0] - value[1]) for value in many], rounds=10)
     (2, 3)
     """
     value, best = _least(values, starts)
@@ -198,4 +198,4 @@ def every_cut(num_blocks: int, num_stages: int) -> list[Counts]:
     [(1, 2), (2, 1)]
     """
     inner = combinations(range(1, num_blocks), num_stages - 1)
-    return [tuple(j - i for i, j in pairwise((0, *one, num_blocks))) for one in inner]
+    return [tuple(j - i for i, j in pairwise((0, *entry, num_blocks))) for entry in inner]

@@ -28,7 +28,7 @@ import numpy as np
 from drumline.core.errors import PlanError, counted
 from drumline.core.graph import Floats, Ints
 from drumline.core.timeline.idle import Limit
-from drumline.plan.cut.chain import BlockCosts, BlockTable, Chain
+from drumline.plan.cut.chain import BlockCosts, BlockTable, CutChain
 from drumline.plan.cut.cuts import (
     SLACK,
     Counts,
@@ -78,12 +78,12 @@ def partition(
         )
     if max_bytes is not None and not held:
         raise PlanError("max_bytes needs held", expected="what every rank holds, from held_by(program)")
-    chain = Chain(BlockTable(blocks), num_stages, held)
+    chain = CutChain(BlockTable(blocks), num_stages, held)
     counts, is_exact = _best(chain, Limit(max_bytes=max_bytes).most_bytes)
     return partition_at(chain, counts, is_exact, knows_bytes=bool(held))
 
 
-def partition_at(chain: Chain, counts: Counts, is_exact: bool, *, knows_bytes: bool = True) -> Partition:
+def partition_at(chain: CutChain, counts: Counts, is_exact: bool, *, knows_bytes: bool = True) -> Partition:
     """Return a cut as a result, after checking that every block is in exactly one stage."""
     assert len(counts) == chain.num_stages, "a stage is missing"
     assert min(counts) >= 1, "a stage is empty"
@@ -93,7 +93,7 @@ def partition_at(chain: Chain, counts: Counts, is_exact: bool, *, knows_bytes: b
     return Partition(counts, tuple(seconds.tolist()), sizes, is_exact)
 
 
-def _best(chain: Chain, limit: float) -> tuple[Counts, bool]:
+def _best(chain: CutChain, limit: float) -> tuple[Counts, bool]:
     """Return the best cut within the limit, and whether it is proven."""
     bounds = Bounds(chain, limit)
     found = bounds.best_cut()
@@ -112,7 +112,7 @@ def _best(chain: Chain, limit: float) -> tuple[Counts, bool]:
 
     least = even if limit == math.inf else _climbed(even, sizes)
     if found is not None:
-        begun = [_climbed(one, fitting) for one in (found, least)]
+        begun = [_climbed(entry, fitting) for entry in (found, least)]
         (excess, _), start = min(zip(fitting(begun), begun, strict=True), key=lambda pair: pair[0])
         search = Search(bounds, None if excess > 0 else start)
         if search.best is not None:
@@ -131,7 +131,7 @@ def _climbed(begun: Counts, values: Values) -> Counts:
     return climb([begun], values, rounds=rounds, reach=_REACH)
 
 
-def _too_small(chain: Chain, limit: float, smallest: int, is_exact: bool) -> PlanError:
+def _too_small(chain: CutChain, limit: float, smallest: int, is_exact: bool) -> PlanError:
     """Return the error that names the smallest limit that works."""
     error = PlanError(
         f"no cut {'of' if is_exact else 'was found of'} {counted(chain.table.num_blocks, 'block')} into"
@@ -146,7 +146,7 @@ def _too_small(chain: Chain, limit: float, smallest: int, is_exact: bool) -> Pla
 class Bounds:
     """For every (stage, first block): the best that this and later stages can do, each alone on its ranks."""
 
-    def __init__(self, chain: Chain, limit: float) -> None:
+    def __init__(self, chain: CutChain, limit: float) -> None:
         self.chain, self.limit = chain, limit
         firsts, ends = chain.table.grid
         self.seconds = np.where(firsts < ends, chain.table.seconds[ends] - chain.table.seconds[firsts], np.inf)
@@ -175,19 +175,19 @@ class Search:
     smallest: bool = False
     value: tuple[float, float] = (math.inf, math.inf)
     nodes: int = 0
-    chain: Chain = field(init=False)
+    chain: CutChain = field(init=False)
 
     def __post_init__(self) -> None:
         self.chain = chain = self.bounds.chain
         stages = range(chain.num_stages)
         # The ranks that have each stage, with what they have so far.
         self._holders = [
-            [rank.only([one for one in rank.stages if one <= stage]) for rank in chain.held if stage in rank.stages]
+            [rank.only([at for at in rank.stages if at <= stage]) for rank in chain.held if stage in rank.stages]
             for stage in stages
         ]
         # The ranks that have a stage after each one: the remaining work goes to them.
         self._open = [
-            [at for at, rank in enumerate(chain.held) if any(one > stage for one in rank.stages)] for stage in stages
+            [at for at, rank in enumerate(chain.held) if any(n > stage for n in rank.stages)] for stage in stages
         ]
         if self.best is not None:
             largest = float(chain.rank_bytes([self.best]).max())

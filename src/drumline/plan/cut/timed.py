@@ -23,7 +23,7 @@ from drumline.core.program import Program, once_per_program
 from drumline.core.prove.frozen import prune
 from drumline.core.simulate.simulate import makespans
 from drumline.core.timeline.idle import Limit
-from drumline.plan.cut.chain import BlockCosts, BlockTable, Chain
+from drumline.plan.cut.chain import BlockCosts, BlockTable, CutChain
 from drumline.plan.cut.cuts import Counts, climb, ends_of, neighbours
 from drumline.plan.cut.partition import Partition, partition, partition_at
 from drumline.plan.cut.peaks import held_by
@@ -35,7 +35,7 @@ Steps = Callable[[Program, Sequence[Counts]], Floats]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TimedCut:
     """A cut, the seconds of its step, every rank's peak, and the sum of shares by which ranks exceed their limits."""
 
     counts: Counts
@@ -75,11 +75,11 @@ class TimedCuts:
 
     @cached_property
     def _trains(self) -> list[bool]:
-        return [one.trains for one in self.blocks]
+        return [block.trains for block in self.blocks]
 
-    def chain(self, program: Program) -> Chain:
+    def chain(self, program: Program) -> CutChain:
         """Return the blocks on the ranks of a program."""
-        return Chain(self.table, program.num_stages, held_by(program), self.recompute)
+        return CutChain(self.table, program.num_stages, held_by(program), self.recompute)
 
     def pruned(self, counts: Counts) -> Program:
         """Return the program without the backwards that stages of this cut do not need."""
@@ -91,29 +91,29 @@ class TimedCuts:
             return (True,) * len(counts)
         return tuple(any(self._trains[i:j]) for i, j in pairwise(ends_of(counts)))
 
-    def timed(self, many: Sequence[Counts]) -> list[Cut]:
+    def timed(self, many: Sequence[Counts]) -> list[TimedCut]:
         """Time all of these cuts at once."""
         alike: dict[tuple[bool, ...], list[Counts]] = {}
         for counts in many:
             alike.setdefault(self._trained(counts), []).append(counts)
-        found: dict[Counts, Cut] = {}
+        found: dict[Counts, TimedCut] = {}
         limits = np.array(self.limits or [np.inf])
         for trained, cuts in alike.items():
             program = _pruned(self.program, trained)
             seconds, sizes = self.steps(program, cuts), self.chain(program).rank_bytes(cuts)
             over = (np.maximum(sizes - limits, 0.0) / np.where(np.isfinite(limits), limits, 1.0)).max(axis=1)
             each = zip(cuts, seconds.tolist(), map(tuple, sizes.tolist()), over.tolist(), strict=True)
-            found.update((counts, Cut(counts, *taken)) for counts, *taken in each)
+            found.update((counts, TimedCut(counts, *taken)) for counts, *taken in each)
         return [found[counts] for counts in many]
 
-    def moved(self, starts: Sequence[Counts], value: Callable[[Cut], Any], **how: Any) -> Cut:
+    def moved(self, starts: Sequence[Counts], value: Callable[[TimedCut], Any], **how: Any) -> TimedCut:
         """Return the cut with the smallest value reachable from the best of `starts`; `how` is for `climb`."""
-        tried: dict[Counts, Cut] = {}
+        tried: dict[Counts, TimedCut] = {}
 
         def values(many: Sequence[Counts]) -> list[Any]:
             found = self.timed(many)
-            tried.update((one.counts, one) for one in found)
-            return [value(one) for one in found]
+            tried.update((cut.counts, cut) for cut in found)
+            return [value(cut) for cut in found]
 
         return tried[climb(starts, values, **how)]
 
@@ -127,19 +127,19 @@ class TimedCuts:
         """
         limit = Limit(max_bytes=max_bytes)
 
-        def seconds(cut: Cut) -> float:
+        def seconds(cut: TimedCut) -> float:
             return cut.seconds if limit.admits_bytes(max(cut.rank_bytes)) else np.inf
 
         begun, problem = self._evenest(max_bytes)
-        fitting = [one for one in self.timed([one.counts for one in begun]) if seconds(one) < np.inf]
+        fitting = [cut for cut in self.timed([value.counts for value in begun]) if seconds(cut) < np.inf]
         if not fitting:
             assert problem is not None, "the most even cut fits, or is rejected"
             raise problem
         start = min(fitting, key=seconds).counts
         actions = sum(map(len, self.program.rows)) * sum(1 for _ in neighbours(start))
         rounds = _MAX_TIMED // max(actions, 1)
-        found = self.moved([start], seconds, rounds=rounds, better=lambda one, now: one < now * (1 - _GAIN)).counts
-        is_exact = next(one.is_exact for one in begun if one.counts == start)
+        found = self.moved([start], seconds, rounds=rounds, better=lambda value, now: value < now * (1 - _GAIN)).counts
+        is_exact = next(value.is_exact for value in begun if value.counts == start)
         return partition_at(self.chain(self.pruned(found)), found, is_exact)
 
     def _evenest(self, max_bytes: float | None) -> tuple[list[Partition], PlanError | None]:

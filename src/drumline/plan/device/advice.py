@@ -62,11 +62,11 @@ class Advice:
         return self.remedies if self.best is None else self.remedies[1:]
 
     def __str__(self) -> str:
-        return " ".join([self.sentence, *(f"{one}." for one in self.others)])
+        return " ".join([self.sentence, *(f"{other}." for other in self.others)])
 
     def to_json(self) -> dict[str, Any]:
         """Return the advice as a JSON object."""
-        return {"sentence": self.sentence, "remedies": [asdict(one) for one in self.remedies]}
+        return {"sentence": self.sentence, "remedies": [asdict(remedy) for remedy in self.remedies]}
 
 
 def predicted(gain: float) -> str:
@@ -88,7 +88,7 @@ def lost_and_saved(chosen: Any, other: Any, least: float = 0.0) -> tuple[Items, 
     ([('tensor', 3), ('pipeline', 1)], [('context', 2)])
     """
     mine, theirs = asdict(chosen), asdict(other)
-    by = sorted(((item, theirs[item] - mine[item]) for item in mine), key=lambda one: -one[1])
+    by = sorted(((item, theirs[item] - mine[item]) for item in mine), key=lambda pair: -pair[1])
     lost = [(item, more) for item, more in by if more > least]
     return lost or by[:1], [(item, -more) for item, more in reversed(by) if more < -least]
 

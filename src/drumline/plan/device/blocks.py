@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from drumline.core.costs import Costs
 from drumline.core.errors import ModelError, PlanError
-from drumline.core.files import Kind, parse_object
+from drumline.core.files import FileKind, parse_object
 from drumline.core.parsed import LARGEST, Parsed
 from drumline.core.placement import Placement
 from drumline.plan.cut.chain import BlockCosts
@@ -19,7 +19,7 @@ NOISY = 0.05  # above this share, a profile says more about the machine than abo
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class OpTimes:
     """Seconds of F, of the whole B, and of its halves I and W; `taped` is F when it keeps a tape for I and W."""
 
     forward: float
@@ -31,7 +31,7 @@ class Times:
     def forward_for(self, *, split: float) -> float:
         """Return the seconds of F if this share of the backwards is split.
 
-        >>> Times(2.0, 2.0, 1.0, 1.0, taped=3.0).forward_for(split=0.5)
+        >>> OpTimes(2.0, 2.0, 1.0, 1.0, taped=3.0).forward_for(split=0.5)
         2.5
         """
         return self.forward if self.taped is None else (1 - split) * self.forward + split * self.taped
@@ -47,7 +47,7 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ProfiledBlock:
     """One block: seconds and bytes of one microbatch.
 
     `activation_bytes` are kept from F on, beyond what earlier blocks keep; `held_until_weight_bytes` from I to W. A
@@ -61,7 +61,7 @@ class Layer:
     """
 
     name: str
-    times: Times
+    times: OpTimes
     activation_bytes: int
     held_until_weight_bytes: int
     start_bytes: int
@@ -71,7 +71,7 @@ class Layer:
     tied: tuple[tuple[str, int, int], ...] = ()
     checkpoint_bytes: int = 0
     again_bytes: int = 0
-    spreads: Times | None = None
+    spreads: OpTimes | None = None
 
     @property
     def trains(self) -> bool:
@@ -83,8 +83,8 @@ class Layer:
 class Profile:
     """What every block costs, and the fixed cost of calling any stage. Times are medians over `num_runs`."""
 
-    layers: tuple[Layer, ...]
-    overhead: Times
+    layers: tuple[ProfiledBlock, ...]
+    overhead: OpTimes
     device: str
     num_runs: int
 
@@ -92,9 +92,9 @@ class Profile:
     def noise(self) -> float:
         """The median over blocks of the relative distance of the quartiles of F and B from the middle."""
         shares = sorted(
-            (one.spreads.forward + one.spreads.backward) / (one.times.forward + one.times.backward)
-            for one in self.layers
-            if one.spreads is not None and one.times.forward + one.times.backward > 0
+            (layer.spreads.forward + layer.spreads.backward) / (layer.times.forward + layer.times.backward)
+            for layer in self.layers
+            if layer.spreads is not None and layer.times.forward + layer.times.backward > 0
         )
         return shares[len(shares) // 2] if shares else 0.0
 
@@ -128,15 +128,15 @@ class Profile:
 
         def seconds(op: str) -> list[float]:
             own = self.overhead.of(op, split=split)
-            return [own + sum(one.times.of(op, split=split) for one in stage) for stage in stages]
+            return [own + sum(block.times.of(op, split=split) for block in stage) for stage in stages]
 
         def size(what: str) -> list[float]:
-            return [sum(getattr(one, what) for one in stage) for stage in stages]
+            return [sum(getattr(block, what) for block in stage) for stage in stages]
 
         weights, gradients = _static(stages, placement)
         again = [False] * len(stages) if recompute is None else list(recompute)
-        kept = [stage[-1].checkpoint_bytes if one else 0 for one, stage in zip(again, stages, strict=True)]
-        twice = [stage[-1].again_bytes if one else 0 for one, stage in zip(again, stages, strict=True)]
+        kept = [stage[-1].checkpoint_bytes if flag else 0 for flag, stage in zip(again, stages, strict=True)]
+        twice = [stage[-1].again_bytes if flag else 0 for flag, stage in zip(again, stages, strict=True)]
         received = [0.0, *(float(self.layers[end - 1].output_bytes) for end in ends[1:-1])]
         return Costs(
             forward=seconds("forward"),
@@ -153,31 +153,31 @@ class Profile:
             checkpoint_bytes=tuple(map(sum, zip(received, kept, strict=True))) if any(again) else 0.0,
             weight_bytes=weights,
             gradient_bytes=gradients,
-            optimizer_bytes=[optimizer_states * one for one in gradients],
+            optimizer_bytes=[optimizer_states * gradient for gradient in gradients],
         )
 
     def blocks(self, *, split: float, optimizer_states: int = 2) -> list[BlockCosts]:
         """Return the blocks for cutting, with whole or split backwards."""
         return [
             BlockCosts(
-                one.times.total(split=split),
-                one.activation_bytes,
-                one.held_until_weight_bytes,
-                one.start_bytes,
-                one.weight_bytes + (1 + optimizer_states) * one.gradient_bytes,
-                tuple((name, weight + (1 + optimizer_states) * gradient) for name, weight, gradient in one.tied),
-                one.output_bytes,
-                one.checkpoint_bytes,
-                one.again_bytes,
-                one.trains,
+                layer.times.total(split=split),
+                layer.activation_bytes,
+                layer.held_until_weight_bytes,
+                layer.start_bytes,
+                layer.weight_bytes + (1 + optimizer_states) * layer.gradient_bytes,
+                tuple((name, weight + (1 + optimizer_states) * gradient) for name, weight, gradient in layer.tied),
+                layer.output_bytes,
+                layer.checkpoint_bytes,
+                layer.again_bytes,
+                layer.trains,
             )
-            for one in self.layers
+            for layer in self.layers
         ]
 
     def to_json(self) -> str:
         """Return the profile as a JSON object.
 
-        >>> profile = Profile((), Times(1, 2, 1, 1), "cpu", 5)
+        >>> profile = Profile((), OpTimes(1, 2, 1, 1), "cpu", 5)
         >>> Profile.from_json(profile.to_json()) == profile
         True
         """
@@ -189,15 +189,15 @@ class Profile:
         return profile_from(Parsed(parse_object(text, _KIND), _KIND))
 
 
-_KIND = Kind("profile", PlanError, "the JSON of a profile")
-_LAYER = tuple(one.name for one in fields(Layer))
+_KIND = FileKind("profile", PlanError, "the JSON of a profile")
+_LAYER = tuple(field.name for field in fields(ProfiledBlock))
 _BYTES = tuple(name for name in _LAYER if name.endswith("_bytes"))
-_TIMES = tuple(one.name for one in fields(Times))
+_TIMES = tuple(field.name for field in fields(OpTimes))
 
 
 def profile_from(table: Parsed) -> Profile:
     """Read a profile from a JSON object."""
-    table.only(one.name for one in fields(Profile))
+    table.only(field.name for field in fields(Profile))
     return Profile(
         tuple(map(_layer_from, table["layers"].each())),
         _times_from(table["overhead"]),
@@ -206,11 +206,11 @@ def profile_from(table: Parsed) -> Profile:
     )
 
 
-def _layer_from(table: Parsed) -> Layer:
+def _layer_from(table: Parsed) -> ProfiledBlock:
     table.only(_LAYER)
     sizes = {name: table[name].whole() for name in _BYTES if name in table.value or not name.startswith(_LATER)}
     tied, spreads = table.get("tied"), table.get("spreads")
-    return Layer(
+    return ProfiledBlock(
         table["name"].text(),
         _times_from(table["times"]),
         tied=() if tied is None else tuple(map(_tied_from, tied.each())),
@@ -229,21 +229,21 @@ def _tied_from(row: Parsed) -> tuple[str, int, int]:
     return name.text(), weight.whole(), gradient.whole()
 
 
-def _times_from(table: Parsed, least: float = 0.0) -> Times:
+def _times_from(table: Parsed, least: float = 0.0) -> OpTimes:
     table.only(_TIMES)
     taped = table.get("taped")
     seconds = {name: table[name].number(least) for name in _TIMES if name != "taped"}
-    return Times(**seconds, taped=None if taped is None or taped.value is None else taped.number(least))
+    return OpTimes(**seconds, taped=None if taped is None or taped.value is None else taped.number(least))
 
 
-def _static(stages: Sequence[Sequence[Layer]], placement: Placement | None) -> tuple[list[float], list[float]]:
+def _static(stages: Sequence[Sequence[ProfiledBlock]], placement: Placement | None) -> tuple[list[float], list[float]]:
     """Return every stage's bytes of weights and of gradients; tied weights count once per rank."""
     weights, gradients = [], []
     ranks = [{stage} if placement is None else set(placement.ranks_of(stage)) for stage in range(len(stages))]
     for stage, layers in enumerate(stages):
-        before = (stages[one] for one in range(stage) if ranks[one] & ranks[stage])
+        before = (stages[number] for number in range(stage) if ranks[number] & ranks[stage])
         seen = {name for other in before for layer in other for name, _, _ in layer.tied}
-        weight, gradient = sum(one.weight_bytes for one in layers), sum(one.gradient_bytes for one in layers)
+        weight, gradient = sum(layer.weight_bytes for layer in layers), sum(layer.gradient_bytes for layer in layers)
         for name, again, trained in (tied for layer in layers for tied in layer.tied):
             if name in seen:
                 weight, gradient = weight - again, gradient - trained

@@ -16,7 +16,7 @@ from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.plan.cut.cuts import ends_of
 from drumline.plan.cut.peaks import held_by
-from drumline.plan.cut.timed import Cut
+from drumline.plan.cut.timed import TimedCut
 from drumline.plan.device.advice import Remedy, lost_and_saved
 from drumline.plan.device.model_profile import ModelProfile
 from drumline.plan.device.plan import Plan, RankBytes, StepSeconds
@@ -39,7 +39,7 @@ class Candidate:
     """A program on its ranks, with a cut and microbatches of `rows`."""
 
     stages: Stages
-    cut: Cut
+    cut: TimedCut
     rows: int
     batch: int
     searched: bool = False
@@ -140,18 +140,18 @@ class Candidate:
         pairs = table.pairs(ends[:-1], ends[1:], np.array(self.stages.recompute))
         received = table.received(ends[:-1])[:, None]
         kept, running, until = np.split(pairs, 3, axis=-1)
-        bare = [np.maximum(one - received, 0.0) for one in (kept, kept + running, until)]
+        bare = [np.maximum(array - received, 0.0) for array in (kept, kept + running, until)]
         own_pairs = np.concatenate([bare[0], bare[1] - bare[0], bare[2]], axis=-1)
-        whole, own = ([float(rank.stash(one[list(rank.stages)])) for rank in held] for one in (pairs, own_pairs))
+        whole, own = ([float(rank.stash(array[list(rank.stages)])) for rank in held] for array in (pairs, own_pairs))
         trained = [kind.name == "WHOLE" for kind in program.backwards]
         weight, gradient, optimizer = (
             self.costs.per_stage(f"{name}_bytes", stages) for name in ("weight", "gradient", "optimizer")
         )
         return tuple(
             RankBytes(
-                sum(weight[one] for one in here),
-                sum(gradient[one] * trained[one] for one in here),
-                sum(optimizer[one] * trained[one] for one in here),
+                sum(weight[number] for number in here),
+                sum(gradient[number] * trained[number] for number in here),
+                sum(optimizer[number] * trained[number] for number in here),
                 own[rank],
                 whole[rank] - own[rank],
             )

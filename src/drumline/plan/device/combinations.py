@@ -39,9 +39,9 @@ class Question:
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise PlanError(f"unknown optimizer {self.optimizer!r}", fix=nearest(self.optimizer, OPTIMIZERS))
-        for one in self.checkpoint:
-            if one not in CHECKPOINTING:
-                raise PlanError(f"unknown checkpointing {one!r}", fix=nearest(one, CHECKPOINTING))
+        for name in self.checkpoint:
+            if name not in CHECKPOINTING:
+                raise PlanError(f"unknown checkpointing {name!r}", fix=nearest(name, CHECKPOINTING))
         if isinstance(self.batch, bool) or not isinstance(self.batch, int) or self.batch < 1:
             raise PlanError(f"the batch has {self.batch!r} rows", expected="a whole number of 1 or more")
         if self.ranks.num_ranks > len(self.profile.layers):

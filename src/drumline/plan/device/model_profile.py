@@ -17,10 +17,10 @@ from statistics import median
 from typing import Any, ClassVar, Self
 
 from drumline.core.errors import PlanError
-from drumline.core.files import MIB, Kind, named, opened, parse_object, read_text
+from drumline.core.files import MIB, FileKind, named, opened, parse_object, read_text
 from drumline.core.parsed import Parsed, shown
-from drumline.plan.device.blocks import Layer, Profile, Times, profile_from
-from drumline.plan.device.overheads import Line, Overheads
+from drumline.plan.device.blocks import OpTimes, Profile, ProfiledBlock, profile_from
+from drumline.plan.device.overheads import MessageTime, Overheads
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class ProfiledLink:
     source: int
     target: int
     points: tuple[tuple[int, float], ...]
-    line: Line
+    line: MessageTime
 
 
 class Saved(ABC):
     """A value stored as a JSON file that names its format (`KIND`) and version (`HEAD`)."""
 
     __slots__ = ()
-    KIND: ClassVar[Kind]
+    KIND: ClassVar[FileKind]
     HEAD: ClassVar[dict[str, Any]]
     AGAIN: ClassVar[str]  # how to replace a file that another version wrote
 
@@ -102,12 +102,12 @@ class ModelProfile(Saved):
     source: str = ""  # FILE.py:NAME or a config.json, where the model came from one
     sequence: int = 0  # tokens of a row, of a config.json
 
-    KIND = Kind("profile", PlanError, "a JSON file that `drumline profile --out FILE.json` wrote", 16 * MIB)
+    KIND = FileKind("profile", PlanError, "a JSON file that `drumline profile --out FILE.json` wrote", 16 * MIB)
     HEAD: ClassVar = {"format": "drumline profile", "version": 1}
     AGAIN = "measure it again"
 
     @property
-    def layers(self) -> tuple[Layer, ...]:
+    def layers(self) -> tuple[ProfiledBlock, ...]:
         """The blocks, at the smallest size."""
         return self.sizes[0][1].layers
 
@@ -119,8 +119,8 @@ class ModelProfile(Saved):
     def at(self, rows: float) -> Profile:
         """Return the blocks at a microbatch size between the smallest and the largest measured ones.
 
-        >>> one, four = (Profile((), Times(rows, rows, rows, rows), "cpu", 5) for rows in (1.0, 4.0))
-        >>> found = ModelProfile(Identity("m", 0, ""), "cpu", 1, 1, ((1, one), (4, four)))
+        >>> value, four = (Profile((), OpTimes(rows, rows, rows, rows), "cpu", 5) for rows in (1.0, 4.0))
+        >>> found = ModelProfile(Identity("m", 0, ""), "cpu", 1, 1, ((1, value), (4, four)))
         >>> found.at(2).overhead.forward
         2.0
         """
@@ -156,13 +156,13 @@ class ModelProfile(Saved):
             "overheads": self.overheads.to_json(),
             "links": [
                 {
-                    "from": one.source,
-                    "to": one.target,
-                    "points": one.points,
-                    "latency": one.line.seconds,
-                    "seconds_per_byte": one.line.seconds_per_byte,
+                    "from": link.source,
+                    "to": link.target,
+                    "points": link.points,
+                    "latency": link.line.seconds,
+                    "seconds_per_byte": link.line.seconds_per_byte,
                 }
-                for one in self.links
+                for link in self.links
             ],
             "sizes": [{"rows": rows, "profile": asdict(profile)} for rows, profile in self.sizes],
         }
@@ -170,14 +170,14 @@ class ModelProfile(Saved):
 
     @classmethod
     def _read(cls, table: Parsed) -> ModelProfile:
-        sizes = tuple((one["rows"].whole(1), profile_from(one["profile"])) for one in table["sizes"].each())
-        paces = tuple(one.number() for one in table["paces"].each())
+        sizes = tuple((entry["rows"].whole(1), profile_from(entry["profile"])) for entry in table["sizes"].each())
+        paces = tuple(entry.number() for entry in table["paces"].each())
         if len(paces) not in (0, len(sizes)):
             raise PlanError(f"the profile has {len(paces)} paces for {len(sizes)} sizes", expected="one for each")
         if not sizes or [rows for rows, _ in sizes] != sorted({rows for rows, _ in sizes}):
             raise PlanError(f"microbatch sizes are {[rows for rows, _ in sizes]}", expected="one or more, rising")
-        names = [one.name for one in sizes[0][1].layers]
-        if not names or any([layer.name for layer in one.layers] != names for _, one in sizes):
+        names = [layer.name for layer in sizes[0][1].layers]
+        if not names or any([layer.name for layer in profile.layers] != names for _, profile in sizes):
             raise PlanError("the sizes have different blocks", expected="the same blocks at every size")
         return cls(
             identity_from(table["model"]),
@@ -215,7 +215,7 @@ def merged(profiles: Sequence[Profile]) -> Profile:
 
 def identity_from(table: Parsed) -> Identity:
     """Read the identity of a model from a JSON object."""
-    table.only(one.name for one in fields(Identity))
+    table.only(entry.name for entry in fields(Identity))
     return Identity(table["name"].text(), table["num_parameters"].whole(), table["fingerprint"].text())
 
 
@@ -226,39 +226,39 @@ def _link_from(table: Parsed) -> ProfiledLink:
             raise point.refuse("bytes and seconds")
         size, seconds = point.each()
         points.append((size.whole(), seconds.number()))
-    line = Line(table["latency"].number(), table["seconds_per_byte"].number())
+    line = MessageTime(table["latency"].number(), table["seconds_per_byte"].number())
     return ProfiledLink(table["from"].whole(), table["to"].whole(), tuple(points), line)
 
 
 _TIMES = ("forward", "backward", "backward_input", "backward_weight")
-_BYTES = tuple(one.name for one in fields(Layer) if one.name.endswith("_bytes"))
+_BYTES = tuple(entry.name for entry in fields(ProfiledBlock) if entry.name.endswith("_bytes"))
 
 
 def _blend(profiles: Sequence[Profile], how: Callable[[Sequence[float]], float], *, pace: float = 1.0) -> Profile:
     """Combine several profiles with the same blocks into one, number by number."""
 
-    def times(each: Sequence[Times]) -> Times:
-        taped = [one.taped for one in each if one.taped is not None]
-        told = {name: pace * how([getattr(one, name) for one in each]) for name in _TIMES}
-        return Times(**told, taped=pace * how(taped) if len(taped) == len(each) else None)
+    def times(each: Sequence[OpTimes]) -> OpTimes:
+        taped = [op_times.taped for op_times in each if op_times.taped is not None]
+        told = {name: pace * how([getattr(op_times, name) for op_times in each]) for name in _TIMES}
+        return OpTimes(**told, taped=pace * how(taped) if len(taped) == len(each) else None)
 
     first = profiles[0]
-    if any([one.name for one in other.layers] != [one.name for one in first.layers] for other in profiles):
+    if any([layer.name for layer in other.layers] != [layer.name for layer in first.layers] for other in profiles):
         raise PlanError("the profiles have different blocks", expected="the same model in all of them")
     layers = []
-    for each in zip(*(one.layers for one in profiles), strict=True):
-        sizes = {name: round(how([getattr(one, name) for one in each])) for name in _BYTES}
-        spreads = [one.spreads for one in each if one.spreads is not None]
+    for each in zip(*(profile.layers for profile in profiles), strict=True):
+        sizes = {name: round(how([getattr(item, name) for item in each])) for name in _BYTES}
+        spreads = [item.spreads for item in each if item.spreads is not None]
         layers.append(
-            Layer(
+            ProfiledBlock(
                 each[0].name,
-                times([one.times for one in each]),
+                times([item.times for item in each]),
                 tied=each[0].tied,
                 spreads=times(spreads) if len(spreads) == len(each) else None,
                 **sizes,
             )
         )
-    return Profile(tuple(layers), times([one.overhead for one in profiles]), first.device, first.num_runs)
+    return Profile(tuple(layers), times([profile.overhead for profile in profiles]), first.device, first.num_runs)
 
 
 def refuse_other(mine: Identity, other: Identity, what: str) -> None:

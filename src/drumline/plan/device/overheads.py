@@ -4,8 +4,8 @@
     rank 1             │flight│take│ 1F0 │own│   waking up, which occupies no rank, and copying it in
 
 A rank cannot compute while it copies, so the copy belongs to the action that makes or needs the message. At the end of
-a step a rank checks its gradients, which takes longer with more gradients. Seconds that grow with bytes are a `Line`: a
-latency and a bandwidth, fitted to the measurements.
+a step a rank checks its gradients, which takes longer with more gradients. Seconds that grow with bytes are a
+`MessageTime`: a latency and a bandwidth, fitted to the measurements.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Numbers = TypeVar("Numbers", float, Floats)
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class MessageTime:
     """`seconds` for an empty message, plus `seconds_per_byte` for each byte.
 
-    >>> Line(1.0, 0.5).at(4)
+    >>> MessageTime(1.0, 0.5).at(4)
     3.0
     """
 
@@ -46,7 +46,7 @@ class Line:
         return 1 / self.seconds_per_byte if self.seconds_per_byte > 0 else math.inf
 
 
-def fitted(points: Sequence[tuple[float, float]]) -> Line:
+def fitted(points: Sequence[tuple[float, float]]) -> MessageTime:
     """Return the least-squares line through (bytes, seconds), with errors relative to the seconds.
 
     Neither latency nor bandwidth is ever negative: if the best line has a negative one, it is fixed at 0.
@@ -64,13 +64,13 @@ def fitted(points: Sequence[tuple[float, float]]) -> Line:
         (latency, slope), *_ = np.linalg.lstsq(columns, weight * seconds, rcond=None)
         slope = slope / size.max()
         if latency >= 0 and slope >= 0:
-            return Line(float(latency), float(slope))
+            return MessageTime(float(latency), float(slope))
         if slope >= 0:
-            return Line(0.0, float((weight**2 * size * seconds).sum() / (weight**2 * size * size).sum()))
-    return Line(float((weight**2 * seconds).sum() / (weight**2).sum()), 0.0)
+            return MessageTime(0.0, float((weight**2 * size * seconds).sum() / (weight**2 * size * size).sum()))
+    return MessageTime(float((weight**2 * seconds).sum() / (weight**2).sum()), 0.0)
 
 
-_NOTHING = Line()
+_NOTHING = MessageTime()
 _LINES = ("send", "take", "end")
 
 
@@ -81,9 +81,9 @@ class Overheads:
     `end` depends on a rank's bytes of gradients.
     """
 
-    send: Line = _NOTHING
-    take: Line = _NOTHING
-    end: Line = _NOTHING
+    send: MessageTime = _NOTHING
+    take: MessageTime = _NOTHING
+    end: MessageTime = _NOTHING
     flight: float = 0.0
     action: float = 0.0
     begin: float = 0.0
@@ -98,15 +98,15 @@ class Overheads:
         (3.0, 0.5)
         """
         middle = {
-            name: sorted(getattr(one, name) for _, one in measured)[len(measured) // 2]
+            name: sorted(getattr(handling, name) for _, handling in measured)[len(measured) // 2]
             for name in ("flight", "action", "begin")
         }
-        send, take = (fitted([(size, getattr(one, name)) for size, one in measured]) for name in ("send", "take"))
+        send, take = (fitted([(size, getattr(h, name)) for size, h in measured]) for name in ("send", "take"))
         return Overheads(send, take, fitted(ends), **middle)
 
     def to_json(self) -> dict[str, Any]:
         """Return the overheads as a JSON object."""
-        table = {one.name: getattr(self, one.name) for one in fields(self)}
+        table = {field.name: getattr(self, field.name) for field in fields(self)}
         return table | {name: [table[name].seconds, table[name].seconds_per_byte] for name in _LINES}
 
     @staticmethod
@@ -114,20 +114,20 @@ class Overheads:
         """Read the overheads from the object that `to_json` returned.
 
         >>> from drumline.core.errors import PlanError
-        >>> from drumline.core.files import Kind
-        >>> one = Overheads(send=Line(1.0, 0.5), action=0.25)
-        >>> Overheads.from_json(Parsed(one.to_json(), Kind("profile", PlanError, "a profile"))) == one
+        >>> from drumline.core.files import FileKind
+        >>> value = Overheads(send=MessageTime(1.0, 0.5), action=0.25)
+        >>> Overheads.from_json(Parsed(value.to_json(), FileKind("profile", PlanError, "a profile"))) == value
         True
         """
-        table.only(one.name for one in fields(Overheads))
+        table.only(field.name for field in fields(Overheads))
         send, take, end = (_line_from(table[name]) for name in _LINES)
         # The rest of a step, divided among its actions, may be negative.
         action = table["action"].number(-LARGEST)
         return Overheads(send, take, end, table["flight"].number(), action, table["begin"].number())
 
 
-def _line_from(pair: Parsed) -> Line:
+def _line_from(pair: Parsed) -> MessageTime:
     if len(pair.each()) != 2:
         raise pair.refuse("seconds, and seconds per byte")
     seconds, slope = pair.each()
-    return Line(seconds.number(), slope.number())
+    return MessageTime(seconds.number(), slope.number())

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from drumline.core.errors import PlanError, ProgramError
-from drumline.core.files import MIB, Kind
+from drumline.core.files import MIB, FileKind
 from drumline.core.parsed import LARGEST, Parsed
 from drumline.core.program import Program
 from drumline.plan.device.model_profile import Identity, Saved, identity_from
@@ -36,7 +36,7 @@ class StepSeconds:
     @property
     def total(self) -> float:
         """The seconds of the step."""
-        return float(sum(getattr(self, one.name) for one in fields(self)))
+        return float(sum(getattr(self, field.name) for field in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class RankBytes:
     @property
     def total(self) -> float:
         """The peak."""
-        return float(sum(getattr(self, one.name) for one in fields(self)))
+        return float(sum(getattr(self, field.name) for field in fields(self)))
 
     @property
     def stash(self) -> float:
@@ -81,7 +81,7 @@ class Plan(Saved):
     optimizer: str = "adam"
     searched: bool = False
 
-    KIND = Kind("plan", PlanError, "a JSON file that `drumline plan PROFILE.json --out PLAN.json` wrote", 16 * MIB)
+    KIND = FileKind("plan", PlanError, "a JSON file that `drumline plan PROFILE.json --out PLAN.json` wrote", 16 * MIB)
     HEAD: ClassVar = {"format": "drumline plan", "version": 1}
     AGAIN = "plan again"
 
@@ -141,7 +141,7 @@ class Plan(Saved):
             "step_seconds": self.step_seconds,
             "bubble": self.bubble,
             "seconds": asdict(self.seconds),
-            "rank_bytes": [{**asdict(one), "total": one.total} for one in self.rank_bytes],
+            "rank_bytes": [{**asdict(rank_bytes), "total": rank_bytes.total} for rank_bytes in self.rank_bytes],
             "limits": None if self.limits is None else list(self.limits),
         }
 
@@ -153,12 +153,12 @@ class Plan(Saved):
     @classmethod
     def _read(cls, table: Parsed) -> Plan:
         program = _program_from(table["program"], table["schedule"].text())
-        counts = tuple(one.whole(1) for one in table["counts"].each())
-        checkpoint = tuple(_is_full(one) for one in table["checkpoint"].each())
-        cuts = tuple(one.text() for one in table["cuts"].each())
-        peaks = ({name: one[name].number() for name in _ITEMS} for one in table["rank_bytes"].each())
-        rank_bytes = tuple(RankBytes(**one) for one in peaks)
-        limits = None if table["limits"].value is None else tuple(float(one.number()) for one in table["limits"].each())
+        counts = tuple(entry.whole(1) for entry in table["counts"].each())
+        checkpoint = tuple(_is_full(entry) for entry in table["checkpoint"].each())
+        cuts = tuple(entry.text() for entry in table["cuts"].each())
+        peaks = ({name: entry[name].number() for name in _ITEMS} for entry in table["rank_bytes"].each())
+        rank_bytes = tuple(RankBytes(**peak) for peak in peaks)
+        limits = None if table["limits"].value is None else tuple(float(e.number()) for e in table["limits"].each())
         stages, ranks = (program.num_stages, "stages"), (program.num_ranks, "ranks")
         for name, given, (wanted, of) in (
             ("counts", counts, stages),
@@ -200,5 +200,5 @@ def _is_full(how: Parsed) -> bool:
     return bool(how.value == "full")
 
 
-_ITEMS = tuple(one.name for one in fields(RankBytes))
-_SECONDS = tuple(one.name for one in fields(StepSeconds))
+_ITEMS = tuple(field.name for field in fields(RankBytes))
+_SECONDS = tuple(field.name for field in fields(StepSeconds))

@@ -79,10 +79,10 @@ def plan(
     for ranks that differ, `links` for messages over links that were not profiled. `seconds` is the budget for searching
     programs; 0 disables the search.
 
-    >>> from drumline.plan.device.blocks import Layer, Profile, Times
+    >>> from drumline.plan.device.blocks import ProfiledBlock, Profile, OpTimes
     >>> from drumline.plan.device.model_profile import Identity
-    >>> layers = [Layer(name, Times(1.0, 2.0, 1.0, 1.0), 8, 4, 0, 2, 2, 1) for name in "abcd"]
-    >>> one_row = Profile(tuple(layers), Times(0.0, 0.0, 0.0, 0.0), "cpu", 5)
+    >>> layers = [ProfiledBlock(name, OpTimes(1.0, 2.0, 1.0, 1.0), 8, 4, 0, 2, 2, 1) for name in "abcd"]
+    >>> one_row = Profile(tuple(layers), OpTimes(0.0, 0.0, 0.0, 0.0), "cpu", 5)
     >>> known = ModelProfile(Identity("abcd", 4, ""), "cpu", 2, 1, ((1, one_row),))
     >>> best = plan(known, num_ranks=2, batch=8, schedules=["gpipe", "1f1b"], seconds=0).best
     >>> best.schedule, best.counts, best.step_seconds
@@ -101,33 +101,33 @@ def plan(
         known, ranks, batch, optimizer, _names(schedules), tuple(checkpoint), seconds, progress, stages_per_rank
     )
     found = list(question.combinations())
-    fitting, rejected = [one for one in found if one.fits], [one for one in found if not one.fits]
+    fitting, rejected = [candidate for candidate in found if candidate.fits], [c for c in found if not c.fits]
     if not fitting:
-        raise _nothing_fits(question, sorted(rejected, key=lambda one: one.largest_share))
-    fitting.sort(key=lambda one: one.step_seconds)
+        raise _nothing_fits(question, sorted(rejected, key=lambda candidate: candidate.largest_share))
+    fitting.sort(key=lambda candidate: candidate.step_seconds)
     fitting = _with_searched(question, fitting)
     best = _chosen(fitting)
-    fitting = [best, *(one for one in fitting if one is not best)]
-    rejected.sort(key=lambda one: one.cut.excess)
+    fitting = [best, *(candidate for candidate in fitting if candidate is not best)]
+    rejected.sort(key=lambda candidate: candidate.cut.excess)
     return Planned(best.plan(question.profile, question.optimizer), tuple(fitting), tuple(rejected))
 
 
 def _with_searched(question: Question, fitting: list[Candidate]) -> list[Candidate]:
     """Return the candidates plus programs that were searched for the best few, the shortest step first."""
     kinds: dict[object, Candidate] = {}
-    for one in fitting:
-        kinds.setdefault((one.rows, one.program.placement.homes, one.stages.recompute), one)
-    wanted = [one for one in kinds.values() if _is_whole(one)][:_SEARCHED]
+    for candidate in fitting:
+        kinds.setdefault((candidate.rows, candidate.program.placement.homes, candidate.stages.recompute), candidate)
+    wanted = [kind for kind in kinds.values() if _is_whole(kind)][:_SEARCHED]
     found, began = list(fitting), time.monotonic()
-    for number, one in enumerate(wanted):
+    for number, candidate in enumerate(wanted):
         left = (question.seconds - (time.monotonic() - began)) / (len(wanted) - number)
         if left <= 0:
             break
-        question.say(f"searching programs like {one.program.name} ({number + 1} of {len(wanted)}) ...")
-        better = _searched(question, one, left)
+        question.say(f"searching programs like {candidate.program.name} ({number + 1} of {len(wanted)}) ...")
+        better = _searched(question, candidate, left)
         if better is not None:
             found.append(better)
-    return sorted(found, key=lambda one: one.step_seconds)
+    return sorted(found, key=lambda candidate: candidate.step_seconds)
 
 
 def _searched(question: Question, start: Candidate, seconds: float) -> Candidate | None:
@@ -136,7 +136,7 @@ def _searched(question: Question, start: Candidate, seconds: float) -> Candidate
     limit = None
     if question.ranks.is_limited:
         # The search takes one limit for all ranks; ranks with a smaller limit count as already holding the difference.
-        most = max(one for one in question.ranks.limits if one < math.inf)
+        most = max(value for value in question.ranks.limits if value < math.inf)
         weights = list(costs.per_stage("weight_bytes", placement.num_stages))
         for rank, own in enumerate(question.ranks.limits):
             if own < most:
@@ -160,7 +160,7 @@ def _is_suited(schedule: Schedule) -> bool:
 
 def _names(asked: Sequence[str] | None) -> tuple[str, ...]:
     """Return the schedules to try: the requested ones, or all that can be planned."""
-    suited = tuple(name for name, one in schedules().items() if _is_suited(one) and not one.baseline)
+    suited = tuple(name for name, schedule in schedules().items() if _is_suited(schedule) and not schedule.baseline)
     if asked is None:
         return suited
     for name in asked:
@@ -177,11 +177,11 @@ def _names(asked: Sequence[str] | None) -> tuple[str, ...]:
 
 def _chosen(fitting: Sequence[Candidate]) -> Candidate:
     """Return the best of what fits, by the objective."""
-    shortest = min(one.step_seconds for one in fitting)
-    near = [one for one in fitting if one.step_seconds <= shortest * (1 + EQUAL)]
-    smallest = min(one.peak for one in near)
-    near = [one for one in near if one.peak <= smallest * (1 + EQUAL)]
-    return min(near, key=lambda one: (one.sent_bytes, one.searched, one.step_seconds))
+    shortest = min(candidate.step_seconds for candidate in fitting)
+    near = [candidate for candidate in fitting if candidate.step_seconds <= shortest * (1 + EQUAL)]
+    smallest = min(candidate.peak for candidate in near)
+    near = [candidate for candidate in near if candidate.peak <= smallest * (1 + EQUAL)]
+    return min(near, key=lambda candidate: (candidate.sent_bytes, candidate.searched, candidate.step_seconds))
 
 
 def _is_whole(candidate: Candidate) -> bool:
@@ -227,9 +227,9 @@ def _mends(question: Question, nearest: Candidate) -> Iterator[str]:
     """Yield changes that would each be enough, for the schedule that is nearest to fitting."""
     quiet = replace(question, seconds=0.0, progress=None, schedules=(nearest.program.name,), only=(nearest.rows,))
     if "full" not in question.checkpoint:
-        fitting = [one for one in replace(quiet, checkpoint=("none", "full")).combinations() if one.fits]
+        fitting = [rival for rival in replace(quiet, checkpoint=("none", "full")).combinations() if rival.fits]
         if fitting:
-            fewest = min(fitting, key=lambda one: sum(one.stages.recompute))
+            fewest = min(fitting, key=lambda candidate: sum(candidate.stages.recompute))
             homes = zip(fewest.program.placement.homes, fewest.stages.recompute, strict=True)
             there = sorted({home for home, again in homes if again})
             yield f"full checkpointing on {'rank' if len(there) == 1 else 'ranks'} {', '.join(map(str, there))}"
@@ -246,4 +246,4 @@ def _mends(question: Question, nearest: Candidate) -> Iterator[str]:
 
 
 def _some_fit(question: Question) -> bool:
-    return any(one.fits for one in question.combinations())
+    return any(combination.fits for combination in question.combinations())

@@ -46,11 +46,11 @@ class Ranks:
         speeds = [1.0] * num_ranks if rank_speeds is None else list(rank_speeds)
         memory = [math.inf if memory_bytes is None else float(memory_bytes)] * num_ranks
         if rank_memory is not None:
-            memory = [float(one) for one in rank_memory]
+            memory = [float(value) for value in rank_memory]
         for what, values in (("speeds", speeds), ("memory sizes", memory)):
             if len(values) != num_ranks:
                 raise PlanError(f"got {len(values)} {what}", expected=f"one for each of {counted(num_ranks, 'rank')}")
-            if any(math.isnan(one) or one <= 0 for one in values):
+            if any(math.isnan(value) or value <= 0 for value in values):
                 raise PlanError(f"the {what} are {values}", expected="more than 0 each")
         for source, target in links or {}:
             if not (source in range(num_ranks) and target in range(num_ranks) and source != target):
@@ -65,7 +65,7 @@ class Ranks:
     @property
     def limits(self) -> tuple[float, ...]:
         """The bytes that each rank may hold."""
-        return tuple(one * (1 - self.headroom) for one in self.memory)
+        return tuple(value * (1 - self.headroom) for value in self.memory)
 
     @property
     def is_limited(self) -> bool:
@@ -82,7 +82,7 @@ class Ranks:
         seen = set()
         every = permutations(range(self.num_ranks)) if not alike and self.num_ranks <= _MOST_PERMUTED else []
         for order in [tuple(range(self.num_ranks)), *every]:
-            kind = tuple((self.speeds[one], self.memory[one], one if self.edges else 0) for one in order)
+            kind = tuple((self.speeds[number], self.memory[number], number if self.edges else 0) for number in order)
             if kind not in seen:
                 seen.add(kind)
                 yield order

@@ -23,9 +23,9 @@ from drumline.core.program import Program, once_per_program
 from drumline.core.simulate.simulate import makespans
 from drumline.plan.cut.chain import sums
 from drumline.plan.cut.cuts import Counts, ends_of, even_cut, every_cut, shortest_largest, shortest_step
-from drumline.plan.cut.timed import Cut, TimedCuts
+from drumline.plan.cut.timed import TimedCut, TimedCuts
 from drumline.plan.device.blocks import Profile
-from drumline.plan.device.overheads import Line, Numbers, Overheads
+from drumline.plan.device.overheads import MessageTime, Numbers, Overheads
 from drumline.plan.device.ranks import Ranks
 
 OPS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
@@ -57,9 +57,9 @@ class Stages:
         plain, taped = (self.costs(counts, split=share) for share in (0.0, 1.0))
         names = ("forward", "backward_input")
         stages = self.program.num_stages
-        (forward, own), (longer, _) = ([one.per_stage(name, stages) for name in names] for one in (plain, taped))
+        (forward, own), (longer, _) = ([costs.per_stage(name, stages) for name in names] for costs in (plain, taped))
         tape = [max(b - a, 0.0) for a, b in zip(forward, longer, strict=True)]
-        return replace(plain, backward_input=[one + more for one, more in zip(own, tape, strict=True)])
+        return replace(plain, backward_input=[value + more for value, more in zip(own, tape, strict=True)])
 
     def costs(self, counts: Counts, *, messages: bool = True, split: float | None = None) -> Costs:
         """Return the costs of a cut's stages, including handling; without `messages`, as if messages were free.
@@ -68,7 +68,7 @@ class Stages:
         """
         overheads = self.overheads
         if not messages:
-            overheads = replace(overheads, send=Line(), take=Line(), flight=0.0)
+            overheads = replace(overheads, send=MessageTime(), take=MessageTime(), flight=0.0)
         ends = np.array(ends_of(counts))
         each = self._seconds(ends[:-1], ends[1:], overheads=overheads, split=split)
         seconds: dict[str, Any] = dict(zip(FIELD.values(), each.tolist(), strict=True))
@@ -112,14 +112,14 @@ class Stages:
 
     def _plain(self, op: Op, firsts: Ints, ends: Ints, *, split: float) -> Floats:
         """Return the seconds of an op, with the cost of calling a stage; `split` is the share of split backwards."""
-        whole = sums([one.times.of(FIELD[op], split=split) for one in self.profile.layers])
+        whole = sums([layer.times.of(FIELD[op], split=split) for layer in self.profile.layers])
         found: Floats = whole[ends] - whole[firsts] + self.profile.overhead.of(FIELD[op], split=split)
         return found
 
     def _steps(self, program: Program, many: Sequence[Counts]) -> Floats:
         """Return the predicted step of every cut: the simulated time, plus the time before and after it."""
         ends = np.array([ends_of(counts) for counts in many])
-        gradients = np.diff(sums([one.gradient_bytes for one in self.profile.layers])[ends], axis=1)
+        gradients = np.diff(sums([layer.gradient_bytes for layer in self.profile.layers])[ends], axis=1)
         held = (list(program.placement.stages_of(rank)) for rank in range(program.num_ranks))
         around: Floats = self._around(np.max([gradients[:, stages].sum(axis=1) for stages in held], axis=0))
         if self.ranks.edges:
@@ -137,7 +137,7 @@ class Stages:
     def _around(self, gradient_bytes: Numbers) -> Numbers:
         return self.overheads.begin + self.overheads.end.at(gradient_bytes)
 
-    def best(self) -> tuple[Cut, Cut]:
+    def best(self) -> tuple[TimedCut, TimedCut]:
         """Return the best cut within the limits and the best of all, which may be the same.
 
         If no cut is within them, the first is the one with the least excess.
@@ -145,16 +145,16 @@ class Stages:
         num_blocks, num_stages = len(self.profile.layers), self.program.num_stages
         if math.comb(num_blocks - 1, num_stages - 1) <= _EVERY:
             found = self.cuts.timed(every_cut(num_blocks, num_stages))
-            return min(found, key=lambda one: one.order), min(found, key=lambda one: one.seconds)
-        free = self._moved(even_cut(num_blocks, num_stages), self.tables(limited=False), lambda one: one.seconds)
+            return min(found, key=lambda cut: cut.order), min(found, key=lambda cut: cut.seconds)
+        free = self._moved(even_cut(num_blocks, num_stages), self.tables(limited=False), lambda cut: cut.seconds)
         if free.excess == 0:
             return free, free
-        return self._moved(free.counts, self.tables(), lambda one: one.order), free
+        return self._moved(free.counts, self.tables(), lambda cut: cut.order), free
 
-    def _moved(self, begun: Counts, tables: Sequence[Floats], value: Callable[[Cut], Any]) -> Cut:
+    def _moved(self, begun: Counts, tables: Sequence[Floats], value: Callable[[TimedCut], Any]) -> TimedCut:
         """Return the best cut found from the exact ones, moving to the best neighbour as long as that helps."""
         exact = shortest_largest(tables), shortest_step(tables, self.program.num_microbatches)
-        starts = dict.fromkeys(one for one in (begun, *exact) if one is not None)
+        starts = dict.fromkeys(entry for entry in (begun, *exact) if entry is not None)
         return self.cuts.moved(list(starts), value, rounds=_ROUNDS, singly=True)
 
     def tables(self, *, limited: bool = True) -> list[Floats]:

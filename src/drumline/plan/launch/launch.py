@@ -79,14 +79,14 @@ class Launch:
         """
         own = self.of(framework)
         named = replace(own, command=own.command.replace(own.file, shlex.quote(file)), file=file)
-        return Launch(tuple(named if one is own else one for one in self.configs))
+        return Launch(tuple(named if config is own else config for config in self.configs))
 
     def to_json(self) -> dict[str, Any]:
         """Return the configs by name."""
         names = ("command", "starts", "file", "text")
         return {
-            one.framework: {**{name: getattr(one, name) for name in names}, "missing": list(one.missing)}
-            for one in self.configs
+            config.framework: {**{name: getattr(config, name) for name in names}, "missing": list(config.missing)}
+            for config in self.configs
         }
 
 
@@ -117,7 +117,7 @@ def _own(transformer: Transformer, cluster: Cluster, layout: Layout, source: str
     """Return what Drumline itself is told."""
     reasons = tuple(not_run(transformer, cluster, layout, source=source))
     others = tuple(differs(transformer, layout, source=source))
-    said = [f"Not run by `drumline train`: {one}" for one in reasons] or [f"Not expressed: {one}" for one in others]
+    said = [f"Not run by `drumline train`: {name}" for name in reasons] or [f"Not expressed: {name}" for name in others]
     text = train_config(transformer, layout, source=source, said=said, program_file=program_file)
     if reasons:
         shown = f"drumline show {program_file}" if program_file else show_command(layout)
@@ -132,9 +132,9 @@ def train_command(cluster: Cluster) -> str:
     >>> train_command(cluster("h100", 4))
     'drumline train plan.toml'
     """
-    one = cluster.num_devices <= cluster.devices_per_node
+    flag = cluster.num_devices <= cluster.devices_per_node
     train = "drumline train plan.toml"
-    return train if one else f"{torchrun(cluster, backend='drumline')} -m {train}"
+    return train if flag else f"{torchrun(cluster, backend='drumline')} -m {train}"
 
 
 def torchrun(cluster: Cluster, *, backend: str = "c10d") -> str:
@@ -161,7 +161,7 @@ def torchrun_between_hosts(nodes: str, per_node: str, *, backend: str, interface
     """
     words = ["torchrun", "--nnodes", nodes, "--nproc-per-node", per_node, "--rdzv-backend", backend]
     words += ["--rdzv-endpoint", "$HEAD_NODE:29500", *(["--rdzv-conf", f"interface={interface}"] if interface else [])]
-    return " ".join(one if one.startswith("$") else shlex.quote(one) for one in words)
+    return " ".join(word if word.startswith("$") else shlex.quote(word) for word in words)
 
 
 def show_command(layout: Layout) -> str:
@@ -185,12 +185,12 @@ def train_config(
     """
     nested = ("experts", "latent", "details", "sequence")
     model: dict[str, Any] = {"kind": "hf", "path": source} if source else {}
-    model |= {one.name: getattr(transformer, one.name) for one in fields(transformer) if one.name not in nested}
+    model |= {field.name: getattr(transformer, field.name) for field in fields(transformer) if field.name not in nested}
     details = transformer.details
     for name, part in (("experts", transformer.experts), ("latent", transformer.latent)):
         if part is not None:
-            model |= {f"{name}_{one}": value for one, value in asdict(part).items()}
-    own = (one.name for one in fields(details))
+            model |= {f"{name}_{text}": value for text, value in asdict(part).items()}
+    own = (field.name for field in fields(details))
     model |= {name: getattr(details, name) for name in own if getattr(details, name) != getattr(PLAIN, name)}
     if drops_less(transformer, layout, source=source):
         model["attention_dropout"] = 0.0

@@ -33,7 +33,7 @@ def megatron(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, 
     missing.append("the length of the run and the learning rate: add --train-iters and --lr")
     missing.append("the data: add --data-path and arguments for the tokenizer, or --mock-data to try the plan")
     written = f"# Written by `drumline plan` for the arguments of Megatron-LM {RELEASE}. Not expressed:"
-    head = [written, *(f"# - {one}" for one in missing)]
+    head = [written, *(f"# - {name}" for name in missing)]
     return "\n".join([*head, *lines]), tuple(missing)
 
 
@@ -41,8 +41,8 @@ def _unsaid(transformer: Transformer) -> Iterator[str]:
     """Yield what has no argument."""
     if transformer.details.alibi:
         yield "ALiBi positions: Megatron-LM does not support them, and no others are written"
-    for one in transformer.details.others:
-        yield f"{one}: add the arguments for it yourself, if there are any"
+    for other in transformer.details.others:
+        yield f"{other}: add the arguments for it yourself, if there are any"
 
 
 def _sizes(transformer: Transformer) -> Iterator[str]:

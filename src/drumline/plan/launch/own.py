@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from drumline.core.units import size_text
+from drumline.plan.cluster.device_memory import OPTIMIZER_BYTES, device_bytes, device_parameters, peak_bytes
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.memory import OPTIMIZER_BYTES, device_bytes, device_parameters, peak_bytes
 from drumline.plan.cluster.stages import alike, counts_of
 from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules import find
@@ -94,9 +94,9 @@ def more_bytes(transformer: Transformer, layout: Layout) -> float:
     if zero_of(layout) == 0 or lines == 0:
         return 0.0
     held, whole, counts = [], replace(layout, zero=0), counts_of(transformer, layout)
-    for one in alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank):
-        saved = OPTIMIZER_BYTES * sum(device_parameters(transformer, layout, one)) * (1 - 1 / lines)
-        held.append(device_bytes(transformer, whole, one).total - saved)
+    for twin in alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank):
+        saved = OPTIMIZER_BYTES * sum(device_parameters(transformer, layout, twin)) * (1 - 1 / lines)
+        held.append(device_bytes(transformer, whole, twin).total - saved)
     return max(held) - peak_bytes(transformer, layout)
 
 

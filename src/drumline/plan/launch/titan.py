@@ -47,7 +47,7 @@ def titan(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...
         missing.append("tied embeddings: torchtitan does not tie weights across stages")
     missing.append(f"the model: choose or write the flavor for {transformer.name}: {described(transformer)}")
     first = f"Written by `drumline plan` for torchtitan {RELEASE}, the last release with TOML files. Not expressed:"
-    comment = "\n".join([first, *(f"- {one}" for one in missing)])
+    comment = "\n".join([first, *(f"- {name}" for name in missing)])
     text = written(
         {
             **(_float8(transformer) if layout.practice.fp8 else {}),

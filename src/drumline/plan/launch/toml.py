@@ -30,7 +30,7 @@ def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Mapping):
-        return f"{{ {', '.join(f'{key} = {_value(one)}' for key, one in value.items())} }}"
+        return f"{{ {', '.join(f'{key} = {_value(item)}' for key, item in value.items())} }}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_value, value))}]"
     # A JSON string is a TOML string, except for characters that JSON may leave unescaped.

@@ -48,10 +48,10 @@ class Choice:
     @property
     def plainness(self) -> tuple[object, ...]:
         """Return the sort key from the plainest layout to the most involved, the faster first of equally plain ones."""
-        one = self.layout
-        again = (one.recompute.startswith("full"), len(recomputed_ops(one)))
-        plain = (one.stages_per_rank, list(schedules()).index(one.schedule), one.zero, again)
-        return (self.program is not None, *plain, one.microbatch, self.mesh, self.seconds, one.recompute, one.counts)
+        plan = self.layout
+        again = (plan.recompute.startswith("full"), len(recomputed_ops(plan)))
+        plain = (plan.stages_per_rank, list(schedules()).index(plan.schedule), plan.zero, again)
+        return (self.program is not None, *plain, plan.microbatch, self.mesh, self.seconds, plan.recompute, plan.counts)
 
     @property
     def schedule(self) -> str:

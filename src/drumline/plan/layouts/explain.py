@@ -18,7 +18,7 @@ from drumline.plan.device.advice import Remedy
 from drumline.plan.launch.launch import AXES, Launch, first_places, launch, links
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.planner import OBJECTIVE, ClusterPlan
-from drumline.plan.layouts.searched import Searched, costs_of
+from drumline.plan.layouts.program_search import LayoutProgram, costs_of
 from drumline.plan.layouts.what_if import ScalePoint, against_fsdp, changes, margins, pareto, scaling
 from drumline.plan.layouts.why import Alternative, why_not
 
@@ -102,9 +102,9 @@ class Explanation:
             "num_evaluated": plan.survey.num_evaluated,
             "plan_seconds": plan.seconds,
             "chosen": _layout_json(plan, plan.chosen),
-            "band": [_layout_json(plan, one) for one in plan.band],
-            "searched": [_searched_json(plan, one) for one in plan.searched],
-            "best": [{**_layout_json(plan, one.choice), "why": one.sentence} for one in self.best],
+            "band": [_layout_json(plan, choice) for choice in plan.band],
+            "searched": [_searched_json(plan, program) for program in plan.searched],
+            "best": [{**_layout_json(plan, rival.choice), "why": rival.sentence} for rival in self.best],
             "ranks": {
                 "order": list(AXES),
                 "sizes": {axis: getattr(layout, axis) for axis in AXES},
@@ -122,7 +122,7 @@ def brief(plan: ClusterPlan, *, source: str = "", program_file: str = "plan.csv"
 
     `program_file` is where a searched program is written.
     """
-    best = [why_not(plan.chosen, one, plan.limit_bytes) for one in plan.best]
+    best = [why_not(plan.chosen, choice, plan.limit_bytes) for choice in plan.best]
     file = program_file if plan.chosen.program is not None else ""
     how = launch(plan.transformer, plan.cluster, plan.chosen.layout, source=source, program_file=file)
     return Explanation(plan, best, how)
@@ -144,26 +144,26 @@ def explain(plan: ClusterPlan, *, source: str = "", program_file: str = "plan.cs
 def _reasons_json(plan: ClusterPlan, reasons: Reasons) -> dict[str, Any]:
     return {
         "changes": [
-            {"what": one.kind, "why": one.sentence, **_layout_json(plan, one.choice)} for one in reasons.changes
+            {"what": edit.kind, "why": edit.sentence, **_layout_json(plan, edit.choice)} for edit in reasons.changes
         ],
         "more": [
             {
-                "what": one.kind,
-                "sentence": one.sentence,
-                **one.settings,
-                "gain": one.gain,
-                "best": _layout_json(plan, one.choice) if isinstance(one, Alternative) else None,
+                "what": margin.kind,
+                "sentence": margin.sentence,
+                **margin.settings,
+                "gain": margin.gain,
+                "best": _layout_json(plan, margin.choice) if isinstance(margin, Alternative) else None,
             }
-            for one in reasons.margins
+            for margin in reasons.margins
         ],
-        "pareto": [_layout_json(plan, one) for one in reasons.pareto],
+        "pareto": [_layout_json(plan, choice) for choice in reasons.pareto],
         "scaling": {name: _curve_json(plan, points) for name, points in reasons.scaling.items()},
-        "traffic": [{"name": name, **_layout_json(plan, one)} for name, one in reasons.traffic],
+        "traffic": [{"name": name, **_layout_json(plan, choice)} for name, choice in reasons.traffic],
         "timeline": None if reasons.drawing is None else reasons.drawing.to_json(),
     }
 
 
-def _searched_json(plan: ClusterPlan, found: Searched) -> dict[str, Any]:
+def _searched_json(plan: ClusterPlan, found: LayoutProgram) -> dict[str, Any]:
     assert found.choice.program is not None, "a search finds a program"
     lines = found.choice.program.format().split("\n")
     more = {"start": found.start.layout.schedule, "gain": found.gain, "gap": found.gap, "program": lines}
@@ -173,13 +173,13 @@ def _searched_json(plan: ClusterPlan, found: Searched) -> dict[str, Any]:
 def _curve_json(plan: ClusterPlan, points: Sequence[ScalePoint]) -> list[dict[str, Any]]:
     return [
         {
-            "devices": one.devices,
-            "batch": one.batch,
-            "tokens_per_second": None if one.best is None else plan.tokens_per_second(one.best),
-            "efficiency": one.efficiency,
-            "best": None if one.best is None else _layout_json(plan, one.best),
+            "devices": point.devices,
+            "batch": point.batch,
+            "tokens_per_second": None if point.best is None else plan.tokens_per_second(point.best),
+            "efficiency": point.efficiency,
+            "best": None if point.best is None else _layout_json(plan, point.best),
         }
-        for one in points
+        for point in points
     ]
 
 

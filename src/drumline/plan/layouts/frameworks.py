@@ -57,8 +57,8 @@ class Runs(NamedTuple):
         >>> FRAMEWORKS["torchtitan"].schedule("dualpipe-v"), FRAMEWORKS["torchtitan"].schedule("dualpipe")
         (True, False)
         """
-        one = find(name)
-        return (self.two_copies or not one.two_directions) if self.any_schedule else one.in_megatron
+        schedule = find(name)
+        return (self.two_copies or not schedule.two_directions) if self.any_schedule else schedule.in_megatron
 
 
 # `drumline train` recomputes nothing or everything. It runs ZeRO 3 too, but gathers whole stages: only if it is pinned.

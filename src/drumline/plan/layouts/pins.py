@@ -45,7 +45,7 @@ def tried_schedules() -> dict[str, tuple[int, ...]]:
     >>> tried_schedules()["zb-v"]
     (2,)
     """
-    return {name: one.planned_with for name, one in schedules().items() if one.planned_with}
+    return {name: schedule.planned_with for name, schedule in schedules().items() if schedule.planned_with}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +101,10 @@ class Pins:
         if not name:
             return
         if self.is_fp8 and not runs.fp8:
-            others = (one for one, other in FRAMEWORKS.items() if one and other.fp8)
+            others = (text for text, other in FRAMEWORKS.items() if text and other.fp8)
             raise PlanError(f"{name} has no FP8 products", expected=" or ".join(others), fix="or plan in bf16")
-        own = [one for one in tried_schedules() if runs.schedule(one)]
-        if self.schedules and not any(runs.schedule(one) for one in self.schedules):
+        own = [schedule for schedule in tried_schedules() if runs.schedule(schedule)]
+        if self.schedules and not any(runs.schedule(schedule) for schedule in self.schedules):
             raise PlanError(
                 f"{name} does not run the schedule {' or '.join(self.schedules)}", expected=" or ".join(own)
             )

@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from drumline.core.errors import PlanError, counted
+from drumline.plan.cluster.device_memory import peak_bytes
 from drumline.plan.cluster.estimate import estimate, least_seconds
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout, check_precision
-from drumline.plan.cluster.memory import peak_bytes
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.pins import Degrees, Pins
-from drumline.plan.layouts.searched import Searched, check_search, searched
+from drumline.plan.layouts.program_search import LayoutProgram, check_search, searched
 from drumline.plan.layouts.survey import Evaluator, Survey
 from drumline.plan.layouts.why import nothing_fits
 
@@ -58,7 +58,7 @@ class ClusterPlan:
     survey: Survey = field(repr=False)
     seconds: float
     band: tuple[Choice, ...] = ()
-    searched: tuple[Searched, ...] = ()
+    searched: tuple[LayoutProgram, ...] = ()
 
     @property
     def chosen(self) -> Choice:
@@ -125,8 +125,8 @@ def plan(
         raise nothing_fits(survey, limit, headroom)
     found = searched(transformer, cluster, near, limit, search_seconds, say) if search_seconds else []
     if found:
-        near = band([*near, *(one.choice for one in found)])
-        best = [near[0], *(one for one in best if one.mesh != near[0].mesh)][:top]
+        near = band([*near, *(program.choice for program in found)])
+        best = [near[0], *(choice for choice in best if choice.mesh != near[0].mesh)][:top]
     took = clock() - began
     return ClusterPlan(
         transformer, cluster, batch, survey.pins, headroom, tuple(best), survey, took, tuple(near), tuple(found)
@@ -147,17 +147,17 @@ def _answer(survey: Survey, limit: float, top: int, pairs: int) -> tuple[list[Ch
     if not exact:
         return [], []
     first: dict[Degrees, Choice] = {}
-    for one in sorted(exact, key=lambda one: one.rank):
-        first.setdefault(one.mesh, one)
+    for choice in sorted(exact, key=lambda choice: choice.rank):
+        first.setdefault(choice.mesh, choice)
     near = band(exact)
     chosen = near[0]
-    for one in found:
-        if one.mesh not in first and len(first) < top:
-            known = one if survey.refine is None else survey.cut(one.layout, limit)
+    for choice in found:
+        if choice.mesh not in first and len(first) < top:
+            known = choice if survey.refine is None else survey.cut(choice.layout, limit)
             if known.bytes <= limit:
-                first.setdefault(one.mesh, known)
-    others = (one for mesh, one in first.items() if mesh != chosen.mesh)
-    return [chosen, *sorted(others, key=lambda one: one.rank)][:top], near
+                first.setdefault(choice.mesh, known)
+    others = (choice for mesh, choice in first.items() if mesh != chosen.mesh)
+    return [chosen, *sorted(others, key=lambda choice: choice.rank)][:top], near
 
 
 def _near_best(survey: Survey, limit: float, top: int, pairs: int) -> tuple[list[Choice], list[Choice]]:
@@ -167,22 +167,22 @@ def _near_best(survey: Survey, limit: float, top: int, pairs: int) -> tuple[list
     """
     if survey.refine is None:
         found = survey.best(limit, top=top, margin=BAND)
-        return found, [one for one in found if one.seconds <= found[0].seconds * (1 + BAND)]
+        return found, [choice for choice in found if choice.seconds <= found[0].seconds * (1 + BAND)]
     margin, exact, spent = (1 + BAND) / (1 - MISS) - 1, dict[Layout, Choice](), 0
     while True:
         found = survey.best(limit, top=top, margin=margin)
-        for one in found:
-            if one.layout in exact or one.seconds > found[0].seconds * (1 + margin):
+        for choice in found:
+            if choice.layout in exact or choice.seconds > found[0].seconds * (1 + margin):
                 continue
             if spent > pairs and any(other.bytes <= limit for other in exact.values()):
                 break
-            known = exact[one.layout] = survey.cut(one.layout, limit)
-            if known.is_exact and one.layout.pipeline > 1:
-                spent += one.layout.num_stages * one.layout.num_microbatches
+            known = exact[choice.layout] = survey.cut(choice.layout, limit)
+            if known.is_exact and choice.layout.pipeline > 1:
+                spent += choice.layout.num_stages * choice.layout.num_microbatches
         within = [other for other in exact.values() if other.bytes <= limit]
         if not found or (not within and margin > _WIDEST):
             return found, []
-        needed = _WIDEST * 2 if not within else min(one.seconds for one in within) / found[0].seconds
+        needed = _WIDEST * 2 if not within else min(choice.seconds for choice in within) / found[0].seconds
         needed = needed * (1 + BAND) / (1 - MISS) - 1
         if within and (needed <= margin or spent > pairs):
             return found, within
@@ -194,16 +194,16 @@ def band(choices: Sequence[Choice]) -> list[Choice]:
 
     Fewer bytes sent come first, then the plainer layout: what is hidden in an estimate may show in a run.
     """
-    least = min(one.seconds for one in choices)
-    near = (one for one in choices if one.seconds <= least * (1 + BAND))
-    return sorted(near, key=lambda one: (one.sent_bytes, one.plainness))
+    least = min(choice.seconds for choice in choices)
+    near = (choice for choice in choices if choice.seconds <= least * (1 + BAND))
+    return sorted(near, key=lambda choice: (choice.sent_bytes, choice.plainness))
 
 
 def limit_of(cluster: Cluster, headroom: float) -> float:
     """Return the bytes that a device may hold.
 
-    >>> from drumline.plan.cluster.hardware import Device, Link
-    >>> link = Link(1e-5, 1e11)
+    >>> from drumline.plan.cluster.hardware import Device, DeviceLink
+    >>> link = DeviceLink(1e-5, 1e11)
     >>> limit_of(Cluster(Device("fast", 1e15, 100, 1e12), 4, 4, link, link), 0.1)
     90.0
     """

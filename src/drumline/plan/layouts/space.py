@@ -40,8 +40,8 @@ SHORTEST = 4096  # the fewest tokens on a context-parallel rank
 def meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) -> list[Degrees]:
     """Return every mesh that uses all devices and supports the batch, or raise an error that names the contradiction.
 
-    >>> from drumline.plan.cluster.hardware import Cluster, Device, Link
-    >>> link = Link(1e-5, 1e11)
+    >>> from drumline.plan.cluster.hardware import Cluster, Device, DeviceLink
+    >>> link = DeviceLink(1e-5, 1e11)
     >>> cluster = Cluster(Device("fast", 1e15, 2**36, 1e12), 4, 4, link, link)
     >>> gpt = Transformer("tiny", 2, 64, 4, vocabulary=1000, sequence=128)
     >>> print(", ".join(map(str, meshes(gpt, cluster, 4, Pins()))))
@@ -167,8 +167,8 @@ def _contradiction(transformer: Transformer, cluster: Cluster, batch: int, pins:
 
 def _instead(transformer: Transformer, devices: int, batch: int, given: dict[str, int], *, is_whole: bool) -> str:
     """Return which degree to change, the last that will do, and to what: the nearest below and above."""
-    for name in sorted(given, key=lambda one: (one == "DP", list(given).index(one)), reverse=True):
-        rest, odd = divmod(devices, prod(degree for one, degree in given.items() if one != name))
+    for name in sorted(given, key=lambda text: (text == "DP", list(given).index(text)), reverse=True):
+        rest, odd = divmod(devices, prod(degree for text, degree in given.items() if text != name))
         fits: dict[str, Callable[[int], bool]] = {
             "TP": lambda degree: _unfit(transformer, degree) is None,
             "PP": lambda degree: degree <= transformer.num_layers,
@@ -178,7 +178,7 @@ def _instead(transformer: Transformer, devices: int, batch: int, given: dict[str
         if odd or not rest:
             continue
         good = [degree for degree in ((rest,) if is_whole else divisors(rest)) if fits[name](degree)]
-        near = [*[one for one in good if one < given[name]][-1:], *[one for one in good if one > given[name]][:1]]
+        near = [*[index for index in good if index < given[name]][-1:], *[at for at in good if at > given[name]][:1]]
         if near:
             return f"use {name} {' or '.join(map(str, near))}"
     return ""
@@ -191,8 +191,8 @@ def divisors(number: int) -> tuple[int, ...]:
     >>> divisors(12)
     (1, 2, 3, 4, 6, 12)
     """
-    small = [one for one in range(1, int(number**0.5) + 1) if number % one == 0]
-    return tuple(dict.fromkeys([*small, *(number // one for one in reversed(small))]))
+    small = [index for index in range(1, int(number**0.5) + 1) if number % index == 0]
+    return tuple(dict.fromkeys([*small, *(number // index for index in reversed(small))]))
 
 
 def schedules_of(transformer: Transformer, mesh: Degrees, num_microbatches: int, pins: Pins) -> list[tuple[str, int]]:

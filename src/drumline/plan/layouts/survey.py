@@ -23,14 +23,14 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
+from drumline.plan.cluster.device_memory import peak_bytes
 from drumline.plan.cluster.estimate import Estimate, Least
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout, includes
-from drumline.plan.cluster.memory import peak_bytes
 from drumline.plan.cluster.stages import even_counts, layer_counts, stage_weights
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.choice import Choice
-from drumline.plan.layouts.moved import MovedLayers, moves
+from drumline.plan.layouts.layer_moves import MovedLayers, moves
 from drumline.plan.layouts.pins import Degrees, Pins
 from drumline.plan.layouts.space import layout_of, meshes, schedules_of
 from drumline.schedules import DEFAULT, find
@@ -102,9 +102,9 @@ class _Best:
     def add(self, choice: Choice) -> None:
         """Keep a layout if it is the best of its mesh or near the best of all."""
         held = self._held.setdefault(choice.mesh, [])
-        insort(held, choice, key=lambda one: one.rank)
+        insort(held, choice, key=lambda option: option.rank)
         self._least = min(self._least, choice.seconds)
-        held[1:] = [one for one in held[1:] if self.margin and one.seconds <= self._near]
+        held[1:] = [option for option in held[1:] if self.margin and option.seconds <= self._near]
         firsts = sorted(held[0].seconds for held in self._held.values())
         if len(firsts) >= self.top:
             self._last = firsts[self.top - 1]
@@ -112,9 +112,9 @@ class _Best:
     def candidates(self) -> list[Choice]:
         """Return the first of each of the best meshes, and all that are near the best, in order."""
         chosen = sorted(self._held.values(), key=lambda held: held[0].rank)
-        near = [one for held in chosen for one in held if self.margin and one.seconds <= self._near]
+        near = [choice for held in chosen for choice in held if self.margin and choice.seconds <= self._near]
         firsts = [held[0] for held in chosen[: self.top]]
-        return sorted({one.layout: one for one in [*firsts, *near]}.values(), key=lambda one: one.rank)
+        return sorted({choice.layout: choice for choice in [*firsts, *near]}.values(), key=lambda choice: choice.rank)
 
 
 def other_cuts(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
@@ -158,9 +158,9 @@ class Survey:
         self._families = sorted(self._enumerated(), key=self._floor)
         # Per mesh, the family with the smallest microbatches: if it holds too much, all of them do.
         self._least: dict[Degrees, _Family] = {}
-        for one in self._families:
-            if one.mesh not in self._least or one.microbatch < self._least[one.mesh].microbatch:
-                self._least[one.mesh] = one
+        for family in self._families:
+            if family.mesh not in self._least or family.microbatch < self._least[family.mesh].microbatch:
+                self._least[family.mesh] = family
 
     def exact(self, layout: Layout) -> Choice:
         """Return the costs of the layout as exactly as known; formulas handle the longest pipelines."""
@@ -182,8 +182,8 @@ class Survey:
         cuts = other_cuts(self.transformer.num_layers, layout.num_stages)
         others = [self.exact(replace(layout, counts=counts)) for counts in cuts if counts != layout.counts]
 
-        def order(one: Choice) -> tuple[object, ...]:
-            return (one.bytes > limit_bytes, one.rank)
+        def order(choice: Choice) -> tuple[object, ...]:
+            return (choice.bytes > limit_bytes, choice.rank)
 
         best = min([first, *others], key=order)
         if best.bytes > limit_bytes or self.weigh is None:
@@ -219,9 +219,9 @@ class Survey:
     def num_layouts(self) -> int:
         """Return the number of layouts."""
         return sum(
-            (len(self._kinds) + self._largest_stage(one.mesh, schedule) - 1) * len(self.pins.zero_stages(one.mesh))
-            for one in self._families
-            for schedule in one.schedules
+            (len(self._kinds) + self._largest_stage(kind.mesh, schedule) - 1) * len(self.pins.zero_stages(kind.mesh))
+            for kind in self._families
+            for schedule in kind.schedules
         )
 
     def _largest_stage(self, mesh: Degrees, schedule: tuple[str, int]) -> int:
@@ -240,17 +240,17 @@ class Survey:
         opened = [_Open(self._floor(family), next(numbers), family) for family in self._families]
         heapify(opened)
         while opened and _BOUNDED * opened[0].least <= found.threshold:
-            one = heappop(opened)
-            bound = found.bound(one.family.mesh)
-            if _BOUNDED * one.least > bound:
+            branch = heappop(opened)
+            bound = found.bound(branch.family.mesh)
+            if _BOUNDED * branch.least > bound:
                 continue
-            if one.key is not None and one.is_weighed:
-                choice = self._seen(one.family, one.key)
+            if branch.key is not None and branch.is_weighed:
+                choice = self._seen(branch.family, branch.key)
                 if choice.seconds <= bound:
                     found.add(choice)
                 continue
-            for least, key in self._weighed(one, limit_bytes) if one.key else self._split(one.family):
-                heappush(opened, _Open(least, next(numbers), one.family, key, one.key is not None))
+            for least, key in self._weighed(branch, limit_bytes) if branch.key else self._split(branch.family):
+                heappush(opened, _Open(least, next(numbers), branch.family, key, branch.key is not None))
         return found.candidates()
 
     def smallest(self) -> Choice | None:
@@ -262,7 +262,7 @@ class Survey:
             for zero in self.pins.zero_stages(family.mesh)[-2:]
             for most in self._kinds[:-3:-1]
         )
-        found = min(every, key=lambda one: one[:2], default=None)
+        found = min(every, key=lambda entry: entry[:2], default=None)
         return None if found is None else self._seen(found[2], found[3])
 
     def _enumerated(self) -> Iterator[_Family]:
@@ -287,13 +287,13 @@ class Survey:
                 key = (schedule, zero, self._kinds[0])
                 yield self._bounded(family, key), key
 
-    def _weighed(self, one: _Open, limit: float) -> Iterator[tuple[float, _Key]]:
+    def _weighed(self, branch: _Open, limit: float) -> Iterator[tuple[float, _Key]]:
         """Yield a schedule with as much recomputation as it needs within the limit, and its bound."""
-        assert one.key is not None, "families are split first"
-        schedule, zero, _ = one.key
-        for recompute in self._recomputations(one.family, schedule, zero, limit):
+        assert branch.key is not None, "families are split first"
+        schedule, zero, _ = branch.key
+        for recompute in self._recomputations(branch.family, schedule, zero, limit):
             key = (schedule, zero, recompute)
-            yield self._bounded(one.family, key), key
+            yield self._bounded(branch.family, key), key
 
     def _recomputations(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> Iterator[str]:
         """Yield the least recomputations of every layer within the limit, and that of the fewest whole layers."""
@@ -301,7 +301,7 @@ class Survey:
         if not found or found == ["none"] or self.pins.recompute is not None or not self.pins.runs.some_layers:
             yield from found
             return
-        yield from (one for one in found if one != "full")
+        yield from (name for name in found if name != "full")
         fewest = self._fewest_within(family, schedule, zero, limit)
         if self._bytes(family, (schedule, zero, fewest)) <= limit:
             yield fewest
@@ -325,20 +325,20 @@ class Survey:
         for tried in (least, family):
             # A layer that is recomputed as a whole needs room for all of it: the one before the last may hold less.
             if schedule in tried.schedules and all(
-                self._bytes(tried, (schedule, zero, one)) > limit for one in again[:-3:-1]
+                self._bytes(tried, (schedule, zero, name)) > limit for name in again[:-3:-1]
             ):
                 return []
         found: list[str] = []
         over: list[str] = []
-        for one in (again[0], *again[:0:-1]):  # what is included in something that does not fit does not fit either
-            if not any(includes(more, one) for more in over):
-                if self._bytes(family, (schedule, zero, one)) <= limit:
-                    found.append(one)
-                elif one != "full":
-                    over.append(one)
+        for name in (again[0], *again[:0:-1]):  # what is included in something that does not fit does not fit either
+            if not any(includes(more, name) for more in over):
+                if self._bytes(family, (schedule, zero, name)) <= limit:
+                    found.append(name)
+                elif name != "full":
+                    over.append(name)
             if found == [again[0]]:
                 break
-        return [one for one in found if not any(includes(one, less) for less in found if less != one)]
+        return [name for name in found if not any(includes(name, less) for less in found if less != name)]
 
     def _bytes(self, family: _Family, key: _Key) -> float:
         if key not in family.weighed:

@@ -41,9 +41,9 @@ def margins(plan: ClusterPlan) -> list[Remedy]:
         more = nodes * per_node - devices
         if more <= per_node:
             continue
-        one = _devices(plan, more, f"{more} more GPUs")
-        if one.gain >= _NOTHING:
-            found.append(one)
+        remedy = _devices(plan, more, f"{more} more GPUs")
+        if remedy.gain >= _NOTHING:
+            found.append(remedy)
             break
     roomier = plan.limit_bytes + _GIB
     found.append(_margin(plan, "one more GiB per device", devices, roomier, _fastest(plan.survey, roomier)))
@@ -103,11 +103,11 @@ def pareto(plan: ClusterPlan) -> list[Choice]:
     assert smallest is not None, "a plan has a layout"
     low, high = smallest.bytes, _ROOMIEST * plan.limit_bytes
     limits = [low + (high - low) * at / (_LIMITS - 1) for at in range(_LIMITS)]
-    found = [plan.chosen, *(one for limit in limits for one in chosen_of(plan.survey, limit))]
+    found = [plan.chosen, *(choice for limit in limits for choice in chosen_of(plan.survey, limit))]
     front: list[Choice] = []
-    for one in sorted(found, key=lambda one: (one.bytes, one.seconds)):
-        if not front or one.seconds < front[-1].seconds:
-            front.append(one)
+    for choice in sorted(found, key=lambda choice: (choice.bytes, choice.seconds)):
+        if not front or choice.seconds < front[-1].seconds:
+            front.append(choice)
     return front
 
 
@@ -115,7 +115,7 @@ def changes(plan: ClusterPlan) -> list[Alternative]:
     """Return the chosen layout with every single setting changed, whether it fits or not, the fastest first."""
     limit = plan.limit_bytes
     found = [why_not(plan.chosen, plan.survey.cut(layout, limit), limit, what) for what, layout in _changed(plan)]
-    return sorted(found, key=lambda one: (one.choice.bytes > limit, one.choice.seconds))
+    return sorted(found, key=lambda alternative: (alternative.choice.bytes > limit, alternative.choice.seconds))
 
 
 def _changed(plan: ClusterPlan) -> Iterator[tuple[str, Layout]]:
@@ -147,15 +147,15 @@ def against_fsdp(plan: ClusterPlan) -> list[tuple[str, Choice]]:
     """
     rows = [("chosen", plan.chosen)]
     if plan.chosen.layout.pipeline == 1:
-        rows += [("with a pipeline", one) for one in plan.best if one.layout.pipeline > 1][:1]
+        rows += [("with a pipeline", choice) for choice in plan.best if choice.layout.pipeline > 1][:1]
     pins = Pins(pipeline=1, zero=3, overlaps=plan.pins.overlaps, precision=plan.pins.precision)
     try:
         every = list(layouts(plan.transformer, plan.cluster, plan.batch, pins))
     except PlanError:  # fewer sequences than devices, even with a whole node per sequence
         return rows
     sharded = [plan.survey.exact(layout) for layout in every]
-    fitting = [one for one in sharded if one.bytes <= plan.limit_bytes] or sharded
-    return [*rows, ("FSDP, no pipeline", min(fitting, key=lambda one: one.rank))]
+    fitting = [choice for choice in sharded if choice.bytes <= plan.limit_bytes] or sharded
+    return [*rows, ("FSDP, no pipeline", min(fitting, key=lambda choice: choice.rank))]
 
 
 TIMES = (Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(2), Fraction(4))

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from drumline.plan.search.bounds.instance import F, I, Instance, Rows, W
-from drumline.plan.search.bounds.relaxed import Relaxed
+from drumline.plan.search.bounds.relaxed import Relaxation
 
 _UNKNOWN = math.inf
 
 
 @dataclass(slots=True, eq=False)
-class _State:
+class _BeamState:
     """What is done, when every rank is free, what it holds, and how it got there."""
 
     done: list[int]
@@ -34,7 +34,7 @@ class _State:
     held: list[float]
     ready: list[float]
     passed: frozenset[int]
-    parent: _State | None
+    parent: _BeamState | None
     last: int
     promise: float = 0.0
 
@@ -45,9 +45,9 @@ class Beam:
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.timeline.idle import Limit
     >>> from drumline.core.placement import Placement
-    >>> one = Instance(Costs(), Placement.v(2), 2, Limit(max_activations=2))
-    >>> rows = Beam(one, random.Random(0)).run(width=20)
-    >>> rows is not None and all(one.fits(row, rank) for rank, row in enumerate(rows))
+    >>> value = Instance(Costs(), Placement.v(2), 2, Limit(max_activations=2))
+    >>> rows = Beam(value, random.Random(0)).run(width=20)
+    >>> rows is not None and all(value.fits(row, rank) for rank, row in enumerate(rows))
     True
     """
 
@@ -62,11 +62,11 @@ class Beam:
         self.of_rank: list[list[int]] = [[] for _ in instance.lanes]
         for at, (rank, _) in enumerate(self.lanes):
             self.of_rank[rank].append(at)
-        relaxed = Relaxed(instance)
+        relaxed = Relaxation(instance)
         stages = [lane.stage for lanes in instance.lanes for lane in lanes]
         # The remaining work of a lane after n F, I or W; and the path after its last F and its last I.
         taken = [[[instance.seconds[n + op] for n in actions[::-1]] for op in (F, I, W)] for _, actions in self.lanes]
-        self.left = [[list(accumulate(one, initial=0.0))[::-1] for one in ops] for ops in taken]
+        self.left = [[list(accumulate(op, initial=0.0))[::-1] for op in ops] for ops in taken]
         self.way_back = [relaxed.way_back[s] - relaxed.seconds[s, F] + relaxed.way_out[s] for s in stages]
         self.way_out = [relaxed.way_out[s] for s in stages]
         self.num_resources = len(instance.resources)
@@ -76,7 +76,7 @@ class Beam:
     ) -> Rows | None:
         """Return the best rows that a beam of this width finds; None if it reaches only dead ends, or is stopped."""
         ranks, lanes = self.instance.num_ranks, len(self.lanes)
-        first = _State(
+        first = _BeamState(
             [0] * (3 * lanes),
             [0.0] * ranks,
             [0.0] * (ranks * self.num_resources),
@@ -89,7 +89,7 @@ class Beam:
         for _ in range(sum(3 * len(actions) for _, actions in self.lanes)):
             if not keep_on(len(beam)):
                 return None
-            best: dict[tuple[int, ...], _State] = {}
+            best: dict[tuple[int, ...], _BeamState] = {}
             for state in beam:
                 for child in self._children(state):
                     child.promise = self._promise(child) * (1 + noise * self.rng.random())
@@ -97,10 +97,10 @@ class Beam:
                     other = best.get(key)
                     if other is None or child.promise < other.promise:
                         best[key] = child
-            beam = sorted(best.values(), key=lambda one: one.promise)[:width]
-        return self._rows(min(beam, key=lambda one: max(one.free))) if beam else None
+            beam = sorted(best.values(), key=lambda beam_state: beam_state.promise)[:width]
+        return self._rows(min(beam, key=lambda beam_state: max(beam_state.free))) if beam else None
 
-    def _children(self, state: _State) -> Iterator[_State]:
+    def _children(self, state: _BeamState) -> Iterator[_BeamState]:
         offers, soonest, rank = [], _UNKNOWN, -1
         for lane in range(len(self.lanes)):
             for start, number in self._offers(state, lane):
@@ -108,17 +108,15 @@ class Beam:
                 if end < soonest:
                     soonest, rank = end, self.lanes[lane][0]
                 offers.append((lane, start, number))
-        rivals = [
-            one for one in offers if self.lanes[one[0]][0] == rank and (one[1] < soonest or one[1] == state.free[rank])
-        ]
+        rivals = [o for o in offers if self.lanes[o[0]][0] == rank and (o[1] < soonest or o[1] == state.free[rank])]
         for lane, start, number in rivals:
             yield self._after(state, lane, start, number)
         if self.num_resources and rivals and all(number & 3 == F for _, _, number in rivals):
             passed = state.passed | {lane for lane, _, _ in rivals}
-            held_back = _State(state.done, state.free, state.held, state.ready, passed, state.parent, state.last)
+            held_back = _BeamState(state.done, state.free, state.held, state.ready, passed, state.parent, state.last)
             yield from self._children(held_back)
 
-    def _offers(self, state: _State, lane: int) -> Iterator[tuple[float, int]]:
+    def _offers(self, state: _BeamState, lane: int) -> Iterator[tuple[float, int]]:
         rank, actions = self.lanes[lane]
         forwards, firsts, seconds = state.done[3 * lane : 3 * lane + 3]
         ready, need, time = state.ready, self.instance.need, state.free[rank]
@@ -135,14 +133,14 @@ class Beam:
             if at != _UNKNOWN and self._fits(state, rank, number):
                 yield (at if at > time else time), number
 
-    def _fits(self, state: _State, rank: int, number: int) -> bool:
-        for at, one in enumerate(self.instance.resources):
+    def _fits(self, state: _BeamState, rank: int, number: int) -> bool:
+        for at, resource in enumerate(self.instance.resources):
             held = state.held[rank * self.num_resources + at]
-            if one.always[rank] + (held + one.during[number]) > one.most:
+            if resource.always[rank] + (held + resource.during[number]) > resource.most:
                 return False
         return True
 
-    def _after(self, state: _State, lane: int, start: float, number: int) -> _State:
+    def _after(self, state: _BeamState, lane: int, start: float, number: int) -> _BeamState:
         rank, op = self.lanes[lane][0], number & 3
         done, free, held, ready = state.done.copy(), state.free.copy(), state.held, state.ready.copy()
         done[3 * lane + op] += 1
@@ -150,12 +148,12 @@ class Beam:
         ready[number] = end + self.instance.latency[number]
         if self.num_resources:
             held = held.copy()
-            for at, one in enumerate(self.instance.resources):
-                held[rank * self.num_resources + at] += one.after[number]
+            for at, resource in enumerate(self.instance.resources):
+                held[rank * self.num_resources + at] += resource.after[number]
         passed = state.passed and state.passed.difference(self.of_rank[rank])
-        return _State(done, free, held, ready, passed, state, number)
+        return _BeamState(done, free, held, ready, passed, state, number)
 
-    def _promise(self, state: _State) -> float:
+    def _promise(self, state: _BeamState) -> float:
         done, free, left = state.done, state.free, self.left
         worst = total = 0.0
         for rank, lanes in enumerate(self.of_rank):
@@ -173,7 +171,7 @@ class Beam:
             total += rest
         return worst + 0.2 * total / len(free)
 
-    def _rows(self, state: _State | None) -> Rows:
+    def _rows(self, state: _BeamState | None) -> Rows:
         rows: Rows = [[] for _ in self.of_rank]
         while state is not None and state.last >= 0:
             rows[self.instance.rank[state.last // 4]].append(state.last)

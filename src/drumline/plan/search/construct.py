@@ -26,7 +26,7 @@ _UNKNOWN = math.inf
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class LaneRule:
     """The penalties of one lane, how many forwards it may run ahead, and whether it runs whole backwards (`joined`)."""
 
     forward: float = 0.0
@@ -40,13 +40,13 @@ class Rule:
 class Policy:
     """How one rank chooses: a rule per lane, its idle budget, and extra idle budget after its forwards are done."""
 
-    rules: tuple[Rule, ...]
+    rules: tuple[LaneRule, ...]
     idle: float = math.inf
     late_idle: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class TimedRows:
     """Rows, with every rank's first start and last end by the clock."""
 
     rows: Rows
@@ -59,9 +59,9 @@ class Builder:
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.timeline.idle import Limit
     >>> from drumline.core.placement import Placement
-    >>> one = Instance(Costs(), Placement.linear(2), 3, Limit(max_activations=2))
-    >>> built = Builder(one).build([Policy((Rule(forward=0.2, weight=0.9),))] * 2)
-    >>> print(one.program(built.rows))
+    >>> value = Instance(Costs(), Placement.linear(2), 3, Limit(max_activations=2))
+    >>> built = Builder(value).build([Policy((LaneRule(forward=0.2, weight=0.9),))] * 2)
+    >>> print(value.program(built.rows))
     0F0,0F1,0I0,0W0,0I1,0F2,0W1,0I2,0W2
     1F0,1I0,1F1,1I1,1W0,1W1,1F2,1I2,1W2
     """
@@ -80,12 +80,12 @@ class Builder:
             for lanes in self.lanes
         ]
 
-    def build(self, policies: Sequence[Policy], order: Rows | None = None) -> Built | None:
+    def build(self, policies: Sequence[Policy], order: Rows | None = None) -> TimedRows | None:
         """Build a program with one policy per rank; None if they reach a dead end.
 
         With an `order`, forwards and backwards follow it, and only W is free to fill gaps.
         """
-        return _Run(self, policies, order).run()
+        return _Build(self, policies, order).run()
 
 
 def _room(resource: Resource, lanes: Sequence[Sequence[int]]) -> float:
@@ -107,7 +107,7 @@ class _Lane:
 
     __slots__ = ("actions", "backward", "backwards", "count", "forwards", "owed", "room", "rule", "weights")
 
-    def __init__(self, actions: list[int], rule: Rule, room: list[float]) -> None:
+    def __init__(self, actions: list[int], rule: LaneRule, room: list[float]) -> None:
         self.actions, self.rule, self.room = actions, rule, room
         self.count = len(actions)
         self.backward = B if rule.joined else I
@@ -115,14 +115,14 @@ class _Lane:
         self.owed: deque[int] = deque()
 
 
-class _Run:
+class _Build:
     """One build: the state of every rank, and a queue of the moments at which a rank must choose."""
 
     def __init__(self, builder: Builder, policies: Sequence[Policy], order: Rows | None) -> None:
         instance = builder.instance
         self.seconds, self.latency, self.need = instance.seconds, instance.latency, instance.need
         self.taken_on, self.lane_of = builder.taken_on, builder.lane_of
-        self.limits = [(one.during, one.after, one.always, one.most) for one in instance.resources]
+        self.limits = [(device.during, device.after, device.always, device.most) for device in instance.resources]
         self.lanes = [
             [_Lane(*parts) for parts in zip(lanes, policy.rules, room, strict=True)]
             for lanes, policy, room in zip(builder.lanes, policies, builder.room, strict=True)
@@ -140,7 +140,7 @@ class _Run:
         self.forwards_left = [sum(lane.count for lane in lanes) for lanes in self.lanes]
         self.queue = [(0.0, rank) for rank in range(num_ranks)]
 
-    def run(self) -> Built | None:
+    def run(self) -> TimedRows | None:
         wakes, queue, pop, push = self.wakes, self.queue, heapq.heappop, heapq.heappush
         while queue:
             time, rank = pop(queue)
@@ -156,7 +156,7 @@ class _Run:
                 self._take(rank, time, offer[2])
         if any(lane.weights < lane.count for lanes in self.lanes for lane in lanes):
             return None
-        return Built(self.rows, list(zip(self.begun, self.free, strict=True)))
+        return TimedRows(self.rows, list(zip(self.begun, self.free, strict=True)))
 
     def _choose(self, rank: int, time: float) -> tuple[float, float, int] | None:
         """Return (price, start, action) of the rank's next action; None if no action is available yet."""

@@ -44,8 +44,8 @@ class Neighbourhood:
         per_stage = 4 * self.instance.num_microbatches
         if first // per_stage != second // per_stage:
             return False
-        one, other = first % 4, second % 4
-        return one == other or (one != F and other != F and B in (one, other))
+        number, other = first % 4, second % 4
+        return number == other or (number != F and other != F and B in (number, other))
 
     def moved(self, row: list[int], rank: int, source: int, target: int, length: int = 1) -> list[int] | None:
         """Return the row with `length` actions from `source` moved to begin at `target`; None if not allowed."""
@@ -53,11 +53,11 @@ class Neighbourhood:
         changed = [*rest[:target], *piece, *rest[target:]]
         return self.allowed(row, changed, rank, min(source, target), max(source, target) + length)
 
-    def swapped(self, row: list[int], rank: int, one: int, other: int) -> list[int] | None:
+    def swapped(self, row: list[int], rank: int, number: int, other: int) -> list[int] | None:
         """Return the row with two actions exchanged, which hardly changes what is held."""
         changed = list(row)
-        changed[one], changed[other] = row[other], row[one]
-        return self.allowed(row, changed, rank, min(one, other), max(one, other) + 1)
+        changed[number], changed[other] = row[other], row[number]
+        return self.allowed(row, changed, rank, min(number, other), max(number, other) + 1)
 
     def allowed(self, row: list[int], changed: list[int], rank: int, low: int, high: int) -> list[int] | None:
         """Return the changed row (it differs in [low, high)), repaired if it holds too much; None if not allowed."""
@@ -71,7 +71,7 @@ class Neighbourhood:
 
     def repaired(self, row: list[int], rank: int) -> list[int] | None:
         """Return the row with W moved ahead of whatever would hold too much; None if that is not enough."""
-        limits = [(one.during, one.after, one.always[rank], one.most) for one in self.instance.resources]
+        limits = [(device.during, device.after, device.always[rank], device.most) for device in self.instance.resources]
         held = [0.0] * len(limits)
         made: list[int] = []
         owed: list[int] = []
@@ -145,10 +145,10 @@ class Annealer:
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.placement import Placement
-    >>> one = Instance(Costs(), Placement.linear(2), 2)
-    >>> annealer = Annealer(Objective(one), random.Random(0))
-    >>> value, rows = annealer.run(one.rows_of(one.plain), num_steps=400, heat=0.02)
-    >>> value, one.program(rows).format()
+    >>> item = Instance(Costs(), Placement.linear(2), 2)
+    >>> annealer = Annealer(Objective(item), random.Random(0))
+    >>> value, rows = annealer.run(item.rows_of(item.plain), num_steps=400, heat=0.02)
+    >>> value, item.program(rows).format()
     (7.0, '0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1')
     """
 
@@ -204,9 +204,9 @@ class Annealer:
         """Return the row with something moved to either end of the block, or across it, or swapped near it."""
         rng, kind = self.rng, self.rng.random()
         if kind < 0.3:
-            one = rng.randrange(low, high + 1)
-            other = min(max(one + rng.randrange(-_REACH, _REACH + 1), 0), len(row) - 1)
-            return self.around.swapped(row, rank, one, other)
+            number = rng.randrange(low, high + 1)
+            other = min(max(number + rng.randrange(-_REACH, _REACH + 1), 0), len(row) - 1)
+            return self.around.swapped(row, rank, number, other)
         if kind < 0.45:
             length = rng.choice((2, 2, 3))
             source = rng.randrange(low, high + 1)

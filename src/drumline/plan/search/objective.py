@@ -19,7 +19,7 @@ import numpy as np
 from drumline.core.errors import CostsError, nearest
 from drumline.core.graph import Floats
 from drumline.plan.search.bounds.instance import B, I, Instance, Rows
-from drumline.plan.search.times import Ends, clock, clock_many
+from drumline.plan.search.row_times import Ends, clock, clock_many
 
 OBJECTIVES = ("makespan", "span", "steady")
 _STEPS = 12  # after this many steps the time of a step has settled, or oscillates around its mean
@@ -67,8 +67,8 @@ class Objective:
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.placement import Placement
-    >>> one = Instance(Costs(), Placement.linear(2), num_microbatches=1)
-    >>> [Objective(one, name).measure(one.rows_of(one.plain)).value for name in OBJECTIVES]
+    >>> value = Instance(Costs(), Placement.linear(2), num_microbatches=1)
+    >>> [Objective(value, name).measure(value.rows_of(value.plain)).value for name in OBJECTIVES]
     [5.0, 5.0, 5.0]
     """
 

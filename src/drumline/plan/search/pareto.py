@@ -55,7 +55,7 @@ class Pareto:
     def front(self) -> tuple[Point, ...]:
         """The searched programs that no other beats in both memory and bubble, the smallest first."""
         best, found = float("inf"), []
-        for point in sorted(self.searched, key=lambda one: (one.memory, one.bubble)):
+        for point in sorted(self.searched, key=lambda other: (other.memory, other.bubble)):
             if point.bubble < best:
                 best = point.bubble
                 found.append(point)
@@ -119,21 +119,21 @@ def pareto(
     if not placements:
         raise refused[names[0]]
     # With several placements, stages are cut finer if a rank holds several.
-    parts = [one.num_stages // num_ranks if placement is None else 1 for one in placements.values()]
+    parts = [layout.num_stages // num_ranks if placement is None else 1 for layout in placements.values()]
     instances = [
-        Instance(cut_finer(costs, part), one, num_microbatches)
-        for part, one in zip(parts, placements.values(), strict=True)
+        Instance(cut_finer(costs, part), layout, num_microbatches)
+        for part, layout in zip(parts, placements.values(), strict=True)
     ]
     in_bytes = costs.activation_bytes is not None
-    known = [(one, start) for one in instances for start in starts(one, Objective(one, objective))]
+    known = [(problem, start) for problem in instances for start in starts(problem, Objective(problem, objective))]
     hand_made = []
-    for one, start in known:
-        peak, bubble = _peak(one, start.program, in_bytes), _bubble(one, start.program, start.value)
-        hand_made.append(Point(start.name, one.placement.name, peak, bubble))
+    for problem, start in known:
+        peak, bubble = _peak(problem, start.program, in_bytes), _bubble(problem, start.program, start.value)
+        hand_made.append(Point(start.name, problem.placement.name, peak, bubble))
     jobs = [
-        (one, memory)
-        for one in instances
-        for memory in _limits(one, in_bytes, [dot.memory for dot in hand_made if dot.placement == one.placement.name])
+        (p, memory)
+        for p in instances
+        for memory in _limits(p, in_bytes, [dot.memory for dot in hand_made if dot.placement == p.placement.name])
     ]
     searched = []
     for instance, memory in jobs:
@@ -175,8 +175,8 @@ def _peak(instance: Instance, program: Program, in_bytes: bool) -> float:
     """Return the largest rank's peak: bytes, or pairs divided by the stages per rank."""
     found = holdings(program, instance.costs)
     if in_bytes:
-        return max(one.peak_bytes or 0.0 for one in found)
-    return max(one.peak_pairs for one in found) * instance.num_ranks / instance.num_stages
+        return max(holding.peak_bytes or 0.0 for holding in found)
+    return max(holding.peak_pairs for holding in found) * instance.num_ranks / instance.num_stages
 
 
 def _bubble(instance: Instance, program: Program, value: float) -> float:

@@ -28,12 +28,12 @@ from drumline.core.units import number
 from drumline.plan.search.bounds.instance import Instance
 from drumline.plan.search.bounds.lower_bounds import Bound
 from drumline.plan.search.objective import Jitter, Objective
-from drumline.plan.search.run import SAME, SECONDS, Budget, SearchRun
+from drumline.plan.search.search_run import SAME, SECONDS, Budget, SearchRun
 from drumline.plan.search.starts import Start
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The result of a search: a proven program, its timeline, its value under the objective, and its bound."""
 
     program: Program
@@ -78,7 +78,7 @@ def search(
     tries: int | None = None,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
-) -> Found:
+) -> SearchResult:
     """Return the best program found for these costs on this placement within the limit.
 
     `seconds` is the budget, 10 unless given. The search ends earlier if it reaches the bound or has tried `tries`
@@ -104,7 +104,7 @@ def search(
     program = run.program or instance.program(run.rows or [])
     violations = validate(program, limit=instance.limit, costs=costs)
     assert not violations, f"the search made a program that breaks a rule: {violations[0]}"
-    return Found(
+    return SearchResult(
         program,
         simulate(program, costs, limit=instance.limit or None),
         objective,
@@ -121,9 +121,9 @@ def search(
 def _check_limit(instance: Instance) -> None:
     """Reject a limit that not even one microbatch after another fits in, and name the smallest that works."""
     programs = (instance.plain, instance.joined)
-    if any(instance.rows_fit(one) for one in programs):  # they break no other rule
+    if any(instance.rows_fit(program) for program in programs):  # they break no other rule
         return
-    limit, holding = instance.limit, [holdings(one, instance.costs) for one in programs]
+    limit, holding = instance.limit, [holdings(program, instance.costs) for program in programs]
     pairs = min(max(rank.peak_pairs for rank in ranks) for ranks in holding)
     size = min(max(rank.peak_bytes or 0.0 for rank in ranks) for ranks in holding)
     if limit.max_activations is not None and not limit.admits_pairs(pairs):
@@ -184,10 +184,10 @@ def admitted(
     return found, left_out
 
 
-class Everywhere(list[Found]):
+class Everywhere(list[SearchResult]):
     """The results on every placement, the best first, and why placements were left out, by name."""
 
-    def __init__(self, results: Iterable[Found], left_out: Mapping[str, PlanError] | None = None) -> None:
+    def __init__(self, results: Iterable[SearchResult], left_out: Mapping[str, PlanError] | None = None) -> None:
         super().__init__(results)
         self.left_out = dict(left_out or {})
 
@@ -231,4 +231,4 @@ def search_all(
     in_order = {name: left_out[name] for name in PLACEMENTS if name in left_out}
     if not found:
         raise next(iter(in_order.values()))
-    return Everywhere(sorted(found, key=lambda one: one.value), in_order)
+    return Everywhere(sorted(found, key=lambda result: result.value), in_order)

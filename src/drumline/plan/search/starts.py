@@ -25,7 +25,7 @@ from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
 from drumline.plan.search.bounds.instance import B, F, I, Instance, Rows, W
 from drumline.plan.search.objective import Objective
-from drumline.plan.search.times import clock
+from drumline.plan.search.row_times import clock
 from drumline.schedules import schedules
 from drumline.schedules.formulas import Pace, Paces
 from drumline.schedules.registry import Schedule
@@ -54,10 +54,10 @@ def starts(instance: Instance, objective: Objective, *, is_late: Callable[[], bo
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.timeline.idle import Limit
     >>> from drumline.core.placement import Placement
-    >>> one = Instance(Costs(), Placement.linear(4), 8, Limit(max_activations=4))
-    >>> [(start.name, start.value) for start in starts(one, Objective(one))][:4]
+    >>> value = Instance(Costs(), Placement.linear(4), 8, Limit(max_activations=4))
+    >>> [(start.name, start.value) for start in starts(value, Objective(value))][:4]
     [('zb-h1', 27.0), ('interleaved-zb', 27.0), ('1f1b', 33.0), ('one by one', 72.0)]
-    >>> [start.name for start in starts(one, Objective(one), is_late=lambda: True)]
+    >>> [start.name for start in starts(value, Objective(value), is_late=lambda: True)]
     ['zb-h1', 'one by one', 'one by one, joined']
     """
     found: dict[int, Start] = {}
@@ -89,10 +89,10 @@ def _hand_made(instance: Instance, first: int) -> Iterator[tuple[int, Program]]:
     each = [sum(instance.seconds[op::4]) / instance.num_microbatches / instance.num_ranks for op in (F, I, W)]
     paces = Paces([Pace(instance.num_ranks, *each)], instance.num_microbatches, per_rank)
 
-    def promise(one: tuple[int, Schedule]) -> float:
-        return math.inf if one[1].makespan is None else one[1].makespan(paces)
+    def promise(pair: tuple[int, Schedule]) -> float:
+        return math.inf if pair[1].makespan is None else pair[1].makespan(paces)
 
-    known = [one for one in enumerate(schedules().values(), first) if one[1].refusal(*counts) is None]
+    known = [pair for pair in enumerate(schedules().values(), first) if pair[1].refusal(*counts) is None]
     for place, schedule in sorted(known, key=promise):
         if not schedule.trains or not schedule.flushed or schedule.two_directions != bool(placement.mirrored):
             continue
@@ -124,7 +124,7 @@ def split(rows: Rows) -> Rows:
     >>> split([[4, 7]])
     [[4, 5, 6]]
     """
-    return [[one for n in row for one in ((n - B + I, n - 1) if n % 4 == B else (n,))] for row in rows]
+    return [[number for n in row for number in ((n - B + I, n - 1) if n % 4 == B else (n,))] for row in rows]
 
 
 def stretched(few: Instance, rows: Rows, more: Instance) -> Iterator[Rows]:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from drumline.plan.search.bounds.instance import F, Instance, Rows, W
-from drumline.plan.search.bounds.relaxed import Relaxed
-from drumline.plan.search.construct import Builder, Built, Policy, Rule
+from drumline.plan.search.bounds.relaxed import Relaxation
+from drumline.plan.search.construct import Builder, LaneRule, Policy, TimedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +59,16 @@ class Styles:
         pairs = len(instance.rank)
         self._forward = sum(instance.seconds[F::4]) / pairs
         self._weight = sum(instance.seconds[W::4]) / pairs or self._forward
-        relaxed = Relaxed(instance)
+        relaxed = Relaxation(instance)
         self._fewest = [
             [
-                relaxed.way_back[lane.stage] / (sum(relaxed.exact[one.stage, 0] for one in lanes) or 1.0)
+                relaxed.way_back[lane.stage] / (sum(relaxed.exact[stage_lane.stage, 0] for stage_lane in lanes) or 1.0)
                 for lane in lanes
             ]
             for lanes in instance.lanes
         ]
 
-    def build(self, style: Style, order: Rows | None = None) -> Built | None:
+    def build(self, style: Style, order: Rows | None = None) -> TimedRows | None:
         """Return the program of a style; with an order, only W is placed."""
         return self.builder.build(self.policies(style), order)
 
@@ -77,7 +77,7 @@ class Styles:
         found, last = [], max(len(self._fewest) - 1, 1)
         for rank, fewest in enumerate(self._fewest):
             rules = tuple(
-                Rule(
+                LaneRule(
                     (style.forward + style.lane * at) * self._forward,
                     style.back * at * self._forward,
                     style.weight * self._weight,
@@ -124,27 +124,27 @@ WOVEN = (
     Style(weight=0.75, idle=4.0),
     Style(weight=1.0, idle=1.0),
 )
-assert {one.name for one in fields(Style)} == {*_CHOICES, "joined"}
+assert {field.name for field in fields(Style)} == {*_CHOICES, "joined"}
 
 
 def climb(
     styles: Styles,
-    value: Callable[[Built], float],
+    value: Callable[[TimedRows], float],
     rng: random.Random,
     *,
     given: Sequence[Style] = FIRST,
     num_drawn: int = 18,
     order: Rows | None = None,
     is_late: Callable[[], bool] = lambda: False,
-) -> Iterator[tuple[float, Style, Built]]:
+) -> Iterator[tuple[float, Style, TimedRows]]:
     """Yield values, styles and programs until it is late: first given and random styles, then variations of the best.
 
     With an `order`, forwards and backwards follow it, and a style only decides where W goes.
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.placement import Placement
-    >>> one = Styles(Instance(Costs(), Placement.linear(2), 4), may_join=False)
-    >>> made = climb(one, lambda built: max(end for _, end in built.ends), random.Random(0))
+    >>> value = Styles(Instance(Costs(), Placement.linear(2), 4), may_join=False)
+    >>> made = climb(value, lambda built: max(end for _, end in built.ends), random.Random(0))
     >>> min(next(made)[0] for _ in range(20))
     13.0
     """
@@ -164,5 +164,5 @@ def climb(
                 return  # nothing fits except one microbatch after another
             continue
         found = value(built)
-        best = sorted([*best, (found, style)], key=lambda one: one[0])[:8]
+        best = sorted([*best, (found, style)], key=lambda pair: pair[0])[:8]
         yield found, style, built

@@ -21,7 +21,7 @@ _REMEDIES = (recut, equal_stages, other_counts, slow_link, other_schedule, lost_
 def advise(seen: Evidence) -> Advice:
     """Return the changes that are predicted to shorten a step; those that rely on assumptions count half."""
     found = [remedy for remedies in _REMEDIES for remedy in remedies(seen)]
-    ordered = tuple(sorted(found, key=lambda one: -one.weight))
+    ordered = tuple(sorted(found, key=lambda remedy: -remedy.weight))
     if seen.plan is not None:
         return Advice(ordered)
     return Advice(

@@ -90,7 +90,7 @@ def slowest_rank(seconds: Sequence[float]) -> str:
     return f"Rank {rank} is {more:.0%} slower" if more >= _SLOWER else "The stages are uneven"
 
 
-def moves(blocks: Blocks, counts: Counts) -> Iterator[str]:
+def moves(blocks: RunBlocks, counts: Counts) -> Iterator[str]:
     """Yield which blocks move where; neighbours that move together count as one move."""
     old, new = _stages(blocks.counts), _stages(counts)
     homes = blocks.program.placement.homes
@@ -119,7 +119,7 @@ def _named(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class RunBlocks:
     """The blocks of a run: their names, how many each stage has, and seconds per op; `speed` is a factor per rank."""
 
     names: tuple[str, ...]
@@ -140,7 +140,7 @@ class Blocks:
         return replace(self.measured, **found, activation_bytes=None, held_until_weight_bytes=None)
 
 
-def blocks_of(plan: Mapping[str, Any], program: Program, costs: Costs) -> Blocks | None:
+def blocks_of(plan: Mapping[str, Any], program: Program, costs: Costs) -> RunBlocks | None:
     r"""Return the blocks in a run's plan, or None if it has none.
 
     >>> program = Program.parse("0F0,0B0\n1F0,1B0")
@@ -156,17 +156,17 @@ def blocks_of(plan: Mapping[str, Any], program: Program, costs: Costs) -> Blocks
     taken = {op: costs.per_stage(op, len(stages)) for op in OPS}
     profiled = (plan.get("predicted") or {}).get("blocks")
     if profiled is not None and len(profiled) == len(names):
-        seconds = {op: tuple(float(one[op]) for one in profiled) for op in OPS}
+        seconds = {op: tuple(float(block[op]) for block in profiled) for op in OPS}
         if not any(taken["backward_weight"]):  # its backward was never split
-            whole = tuple(float(one["backward"]) for one in profiled)
+            whole = tuple(float(block["backward"]) for block in profiled)
             seconds |= {"backward_input": whole, "backward_weight": (0.0,) * len(names)}
-        return Blocks(names, counts, seconds, _speed(seconds, taken, counts, program), "profile", program, costs)
+        return RunBlocks(names, counts, seconds, _speed(seconds, taken, counts, program), "profile", program, costs)
     guessed: Sequence[float] = plan.get("guessed_costs") or ()
     known = len(guessed) == len(names) and min(guessed) > 0
-    shares = [float(one) for one in guessed] if known else [1.0] * len(names)
+    shares = [float(block) for block in guessed] if known else [1.0] * len(names)
     seconds = {op: _shared(taken[op], shares, counts) for op in OPS}
     level = (1.0,) * program.num_ranks
-    return Blocks(names, counts, seconds, level, "parameters" if known else "evenly", program, costs)
+    return RunBlocks(names, counts, seconds, level, "parameters" if known else "evenly", program, costs)
 
 
 def _shared(stages: Sequence[float], shares: Sequence[float], counts: Counts) -> tuple[float, ...]:

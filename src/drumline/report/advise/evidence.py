@@ -45,7 +45,7 @@ class Evidence:
     @property
     def line(self) -> Mapping[str, Any]:
         """The metrics of the step; empty if there are none."""
-        return next((one for one in self.metrics if one["step"] == self.step), {})
+        return next((metric for metric in self.metrics if metric["step"] == self.step), {})
 
     @cached_property
     def middle(self) -> Simulation:

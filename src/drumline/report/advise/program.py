@@ -84,9 +84,9 @@ def _others(program: Program, *, elsewhere: bool) -> Iterator[Program]:
 
 
 def _faster(seen: Evidence, now: Simulation, others: list[Simulation], assumes: str) -> Iterator[Remedy]:
-    gains = [(_gain(seen, one, one.program.num_actions / now.program.num_actions), one) for one in others]
+    gains = [(_gain(seen, other, other.program.num_actions / now.program.num_actions), other) for other in others]
     # Among equal gains, to a thousandth, the one that holds the least.
-    gain, best = max(gains, key=lambda one: (round(one[0], 3), -max(one[1].peak_activations)), default=(0.0, now))
+    gain, best = max(gains, key=lambda pair: (round(pair[0], 3), -max(pair[1].peak_activations)), default=(0.0, now))
     if gain >= LEAST_GAIN:
         name, held, holds = best.program.name, max(now.peak_activations), max(best.peak_activations)
         memory = f", holding {holds} activations instead of {held}" if holds > held else ""
@@ -96,8 +96,8 @@ def _faster(seen: Evidence, now: Simulation, others: list[Simulation], assumes: 
 
 def _smaller(now: Simulation, others: list[Simulation]) -> Iterator[Remedy]:
     """Yield the schedule that holds the least in the same time."""
-    as_fast = [one for one in others if one.makespan <= now.makespan * 1.005]
-    least = min(as_fast, key=lambda one: max(one.peak_activations), default=now)
+    as_fast = [other for other in others if other.makespan <= now.makespan * 1.005]
+    least = min(as_fast, key=lambda simulation: max(simulation.peak_activations), default=now)
     held, holds = max(now.peak_activations), max(least.peak_activations)
     if holds < held:
         sentence = (
@@ -108,8 +108,8 @@ def _smaller(now: Simulation, others: list[Simulation]) -> Iterator[Remedy]:
 
 def _at_best(seen: Evidence, now: Simulation, others: list[Simulation], split: bool) -> Iterator[Remedy]:
     """Yield the fastest schedule that holds no more, both without transfer and overhead."""
-    smaller = [one for one in others if max(one.peak_activations) <= max(now.peak_activations)]
-    best = min(smaller, key=lambda one: one.makespan, default=now)
+    smaller = [other for other in others if max(other.peak_activations) <= max(now.peak_activations)]
+    best = min(smaller, key=lambda simulation: simulation.makespan, default=now)
     if best is not now:
         guessed = not split and Op.BACKWARD_WEIGHT in best.program.columns.ops
         sentence = (
@@ -133,10 +133,10 @@ def _gain(seen: Evidence, changed: Simulation, actions: float) -> float:
 
 
 def _scaled(costs: Costs, num_stages: int, factor: float) -> Costs:
-    scaled: dict[str, Any] = {op: [one * factor for one in costs.per_stage(op, num_stages)] for op in OPS}
+    scaled: dict[str, Any] = {op: [value * factor for value in costs.per_stage(op, num_stages)] for op in OPS}
     return replace(costs, **scaled)
 
 
 def _halved(costs: Costs, num_stages: int) -> Costs:
-    halves = [one / 2 for one in costs.per_stage("backward_input", num_stages)]
+    halves = [value / 2 for value in costs.per_stage("backward_input", num_stages)]
     return replace(costs, backward_input=halves, backward_weight=halves)

@@ -87,7 +87,7 @@ def lost_time(seen: Evidence) -> Iterator[Remedy]:
 
 def _transfer(seen: Evidence, cost: str) -> str:
     transfers = seen.measured.transfers
-    sizes = [one.num_bytes for one in transfers if one.num_bytes]
+    sizes = [transfer.num_bytes for transfer in transfers if transfer.num_bytes]
     each = f", {size_text(max(sizes))} each" if sizes else ""
     return (
         f"Messages are the bottleneck: waiting for messages on their way {cost} ({len(transfers)} messages{each}). "

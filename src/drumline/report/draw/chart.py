@@ -55,7 +55,7 @@ def chart(
     >>> picture.count("<polyline"), "utilisation" in picture
     (1, True)
     """
-    points = [point for one in series for point in one.points]
+    points = [point for curve in series for point in curve.points]
     if not points or not all(math.isfinite(x) and math.isfinite(y) for x, y in points):
         raise UsageError("the chart has no points, or one that is not finite", expected="finite numbers to draw")
     if log_x and min(x for x, _ in points) <= 0:
@@ -66,11 +66,11 @@ def chart(
     up = Axis(min(0.0, *ys), max(ys), height - _BOTTOM, _TOP)
     lines = [*level(up, across.start, across.end, most=6), *_marks(across, up.start)]
     lines.append(text((across.start + across.end) / 2, height - 10, x_label, anchor="middle", fill=MUTED))
-    for at, one in enumerate(series):
+    for at, curve in enumerate(series):
         hue = HUES[at % len(HUES)]
         later = {point for other in series[at + 1 :] if other.marks for point in other.points}
-        lines.append(grouped(_drawn(one, hue, across, up, later, (x_label, y_label))))
-        lines += _entry(one, hue, height + 12 + at * _ENTRY)
+        lines.append(grouped(_drawn(curve, hue, across, up, later, (x_label, y_label))))
+        lines += _entry(curve, hue, height + 12 + at * _ENTRY)
     return sheet(lines, width=width, height=height + 10 + len(series) * _ENTRY, title=title, about=y_label)
 
 
@@ -96,7 +96,7 @@ def _drawn(
         yield f'<polyline points="{corners}" fill="none" {_stroke(series, hue)}/>'
     for place, (x, y) in zip(places, series.points, strict=True):
         radius = 4.5 if series.marks else 2.5
-        if any(math.dist(place, one) < 4.5 for one in covers):
+        if any(math.dist(place, cover) < 4.5 for cover in covers):
             radius = 7.5
         yield circle(*place, radius, hue, note=f"{series.name}: {labels[0]} {number(x, 4)}, {labels[1]} {number(y, 4)}")
 
@@ -142,13 +142,13 @@ def bars(
     """
     if not rows:
         raise UsageError("there are no bars", expected="something to draw")
-    names = min(_NAMES, 30 + 6.5 * max(len(one.name) for one in rows))
-    axis = Axis(0, max(sum(one.parts.values()) for one in rows) or 1.0, names, width - right)
+    names = min(_NAMES, 30 + 6.5 * max(len(bar.name) for bar in rows))
+    axis = Axis(0, max(sum(bar.parts.values()) for bar in rows) or 1.0, names, width - right)
     bottom = _ABOVE + row * len(rows)
-    shown = [part for part in hues if any(one.parts.get(part, 0.0) > 0 for one in rows)]
+    shown = [part for part in hues if any(bar.parts.get(part, 0.0) > 0 for bar in rows)]
     lines = [*upright(axis, _ABOVE - 4, bottom + 3, most=8)]
-    for at, one in enumerate(rows):
-        lines.append(grouped(_bar(one, hues, axis, _ABOVE + at * row, row, unit)))
+    for at, bar in enumerate(rows):
+        lines.append(grouped(_bar(bar, hues, axis, _ABOVE + at * row, row, unit)))
     for at, part in enumerate(shown):
         x, y = 16 + at % 4 * (width - 32) / 4, bottom + 40 + 20 * (at // 4)
         lines += [rect(x, y - 9, 14, 11, hues[part], corner=2), text(x + 20, y, part, fill=MUTED)]

@@ -165,9 +165,9 @@ def _common_unit(seconds: list[float]) -> float | None:
     >>> _common_unit([2.0, 3.0]), _common_unit([0.5, 1.0]), _common_unit([1.0, math.pi])
     (1.0, 0.5, None)
     """
-    unit = min((one for one in seconds if one > 0), default=0.0)
+    unit = min((duration for duration in seconds if duration > 0), default=0.0)
     for _ in range(64 if unit > 0 else 0):
-        rests = [abs(one - unit * round(one / unit)) for one in seconds]
+        rests = [abs(duration - unit * round(duration / unit)) for duration in seconds]
         if max(rests) <= 1e-6 * unit:
             return unit
         unit = min(rest for rest in rests if rest > 1e-9 * unit)

@@ -14,7 +14,7 @@ _POINTS = 400  # of a curve; more steps than that share one
 _WIDTH, _HEIGHT = 1000, 100
 
 
-class Part(NamedTuple):
+class BarPart(NamedTuple):
     """A part of a bar: its class, its size, and its tooltip."""
 
     kind: str
@@ -31,10 +31,10 @@ def safe(text: object) -> str:
     return escape(str(text).encode("utf-8", "replace").decode())
 
 
-def bar(parts: Iterable[Part], whole: float, *, said: str) -> str:
+def bar(parts: Iterable[BarPart], whole: float, *, said: str) -> str:
     """Return a stacked bar; `said` is its description for screen readers.
 
-    >>> bar([Part("busy", 1, "busy 1 s")], 2, said="rank 0").count("<rect")
+    >>> bar([BarPart("busy", 1, "busy 1 s")], 2, said="rank 0").count("<rect")
     1
     """
     rects, at = [], 0.0
@@ -49,12 +49,12 @@ def bar(parts: Iterable[Part], whole: float, *, said: str) -> str:
     return f'<svg class="bar" role="img" aria-label="{safe(said)}">{"".join(rects)}</svg>'
 
 
-def bar_row(name: str, parts: Sequence[Part], whole: float, value: str, *, about: str = "", kind: str = "") -> str:
+def bar_row(name: str, parts: Sequence[BarPart], whole: float, value: str, *, about: str = "", kind: str = "") -> str:
     """Return a stacked bar between its name and its total; `kind` holds classes of the row.
 
     Tooltips and the description for screen readers begin with `about`, or with the name.
 
-    >>> bar_row("rank 0", [Part("busy", 1, "busy 1 s")], 2, "1 s").count('aria-label="rank 0: busy 1 s"')
+    >>> bar_row("rank 0", [BarPart("busy", 1, "busy 1 s")], 2, "1 s").count('aria-label="rank 0: busy 1 s"')
     1
     """
     about = about or name
@@ -66,7 +66,7 @@ def bar_row(name: str, parts: Sequence[Part], whole: float, value: str, *, about
 def bar_rows(rows: Iterable[str]) -> str:
     """Return rows of bars as one picture: the page's script lets the keyboard go from part to part.
 
-    >>> bar_rows([bar_row("rank 0", [Part("busy", 1, "busy 1 s")], 2, "1 s")]).startswith('<div class="bars">')
+    >>> bar_rows([bar_row("rank 0", [BarPart("busy", 1, "busy 1 s")], 2, "1 s")]).startswith('<div class="bars">')
     True
     """
     return f'<div class="bars">{"".join(rows)}</div>'
@@ -113,7 +113,7 @@ def table_html(header: Sequence[str], rows: Iterable[Sequence[str]], *, words: S
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
-class Curve(NamedTuple):
+class PlotLine(NamedTuple):
     """A line: its class, its name, and (step, value) in step order."""
 
     kind: str
@@ -123,7 +123,7 @@ class Curve(NamedTuple):
 
 def curves(
     name: str,
-    lines: Sequence[Curve],
+    lines: Sequence[PlotLine],
     written: Callable[[float], str],
     *,
     low: float,
@@ -132,7 +132,7 @@ def curves(
 ) -> str:
     """Return curves over steps in one frame from `low` to `high`; `written` writes a value, `marks` are steps to mark.
 
-    >>> text = curves("loss", [Curve("one", "run", [(0, 2.0), (1, 1.0)])], "{:.1f}".format, low=1, high=2)
+    >>> text = curves("loss", [PlotLine("one", "run", [(0, 2.0), (1, 1.0)])], "{:.1f}".format, low=1, high=2)
     >>> text.count("<path"), "step 1: 1.0" in text
     (1, True)
     """
@@ -143,8 +143,8 @@ def curves(
         for line in lines
         if line.points
     ]
-    inside = [one for one in marks if first <= one <= last]
-    places = (_Frame(first, last, low, high).place(one, low)[0] for one in inside)
+    inside = [mark for mark in marks if first <= mark <= last]
+    places = (_Frame(first, last, low, high).place(number, low)[0] for number in inside)
     paths += [f'<path class="line mark" d="M{at:.1f} 0V{_HEIGHT}"/>' for at in places]
     drawn = "".join(paths) + _titles(lines, written, _Frame(first, last, low, high))
     frame = (
@@ -176,7 +176,7 @@ def _path(points: Sequence[tuple[int, float]], frame: _Frame) -> str:
     every = -(-2 * len(points) // _POINTS)
     if every > 2:
         groups = (points[at : at + every] for at in range(0, len(points), every))
-        points = [one for group in groups for one in sorted({min(group, key=_value), max(group, key=_value)})]
+        points = [pair for group in groups for pair in sorted({min(group, key=_value), max(group, key=_value)})]
     return "M" + "L".join("{:.1f} {:.1f}".format(*frame.place(*point)) for point in points)
 
 
@@ -184,7 +184,7 @@ def _value(point: tuple[int, float]) -> float:
     return point[1]
 
 
-def _titles(lines: Sequence[Curve], written: Callable[[float], str], frame: _Frame) -> str:
+def _titles(lines: Sequence[PlotLine], written: Callable[[float], str], frame: _Frame) -> str:
     """Return invisible stripes whose tooltips show the values of a step; `data-dots` are their places on the curves."""
     said: dict[int, list[tuple[str, float]]] = {}
     for line in lines:

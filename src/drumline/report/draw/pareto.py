@@ -97,8 +97,8 @@ def pareto_table(picture: Pareto, *, width: int = 120) -> str:
     """
     rows = []
     for point in picture.front:
-        fitting = [one for one in picture.hand_made if one.memory <= point.memory * (1 + 1e-12)]
-        best = min(fitting, key=lambda one: one.bubble, default=None)
+        fitting = [other for other in picture.hand_made if other.memory <= point.memory * (1 + 1e-12)]
+        best = min(fitting, key=lambda other: other.bubble, default=None)
         memory = size_text(point.memory) if picture.unit == "bytes" else number(point.memory)
         hand_made = [best.name, f"{best.bubble:.2%}"] if best else ["none", ""]
         rows.append([memory, f"{point.bubble:.2%}", f"{point.bound or 0.0:.2%}", point.placement, *hand_made])
@@ -191,11 +191,11 @@ class _Labels:
             left, base = x + right, y + down
             box = (left, base - 9, left + wide, base + 3)
             inside = box[0] >= self._plane.memory.start and box[2] <= self._plane.memory.end + _RIGHT
-            if inside and box[3] < self._plane.bubble.start and not any(_meet(box, one) for one in self._taken):
+            if inside and box[3] < self._plane.bubble.start and not any(_meet(box, entry) for entry in self._taken):
                 self._taken.append(box)
                 yield text(left, base, words, fill=MUTED)
                 return
 
 
-def _meet(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
-    return one[0] < other[2] and one[2] > other[0] and one[1] < other[3] and one[3] > other[1]
+def _meet(entry: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+    return entry[0] < other[2] and entry[2] > other[0] and entry[1] < other[3] and entry[3] > other[1]

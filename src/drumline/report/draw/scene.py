@@ -80,8 +80,8 @@ def document(
     ('1f1b: 2 ranks, 2 microbatches', 1, [])
     """
     scenes = [scene(timeline, explained=explained) for timeline in timelines]
-    for one, name in zip(scenes, names or (), strict=names is not None):
-        one["name"] = name
+    for entry, name in zip(scenes, names or (), strict=names is not None):
+        entry["name"] = name
     if title is None:
         title = _titled(scenes)
     return {
@@ -268,7 +268,7 @@ def _critical(timeline: Timeline) -> dict[str, Any]:
     ranks: list[int] = []
     indices: list[int] = []
     at = [len(track.actions) for track in timeline.tracks]
-    for span in reversed([one for one in timeline.critical_path if one.lane is SpanLane.COMPUTE]):
+    for span in reversed([interval for interval in timeline.critical_path if interval.lane is SpanLane.COMPUTE]):
         at[span.rank] = _before(timeline.tracks[span.rank], at[span.rank], span.start, span.action)
         ranks.append(span.rank)
         indices.append(at[span.rank])

@@ -56,9 +56,9 @@ class Axis:
             if len(steps) < 2:
                 return [self.low]
             first, last = math.ceil(self.low / steps[1] - 1e-9), math.floor(self.high / steps[1] + 1e-9)
-            return [float(f"{one * steps[1]:.12g}") for one in range(first, last + 1)]
+            return [float(f"{index * steps[1]:.12g}") for index in range(first, last + 1)]
         first, last = math.ceil(math.log2(self.low)), math.floor(math.log2(self.high))
-        return [2.0**one for one in range(first, last + 1)]
+        return [2.0**index for index in range(first, last + 1)]
 
 
 def ticks(extent: float, *, most: int = 10) -> Sequence[float]:
@@ -72,7 +72,7 @@ def ticks(extent: float, *, most: int = 10) -> Sequence[float]:
     if not extent > 0:
         return [0]
     power = math.floor(math.log10(extent / most))
-    step = next(one for one in (1, 2, 5, 10) if one * 10.0**power * most >= extent * (1 - 1e-9))
+    step = next(index for index in (1, 2, 5, 10) if index * 10.0**power * most >= extent * (1 - 1e-9))
     count = math.floor(extent / (step * 10.0**power) + 1e-9)
     return plain(np.round(np.arange(count + 1) * step * 10.0**power, max(0, -power)))
 

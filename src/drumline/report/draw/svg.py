@@ -102,12 +102,12 @@ def _row(timeline: Timeline, rank: int, layout: _RankRows) -> Iterator[str]:
 def _idle(idle: Sequence[Idle], y: float, layout: _RankRows, *, titled: bool) -> Iterator[str]:
     """Yield a rank's idle time: hatched by cause, one path each, and invisible boxes with the reason as tooltip."""
     paths: dict[Cause, str] = {}
-    for one in idle:
-        left, width = layout.x(one.start), layout.x(one.end) - layout.x(one.start)
-        paths[one.cause] = paths.get(one.cause, "") + hatched(left, y, width, layout.row, IDLE[one.cause].lines)
-        note = f"{one.cause}: {one.why}" if titled else ""
+    for gap in idle:
+        left, width = layout.x(gap.start), layout.x(gap.end) - layout.x(gap.start)
+        paths[gap.cause] = paths.get(gap.cause, "") + hatched(left, y, width, layout.row, IDLE[gap.cause].lines)
+        note = f"{gap.cause}: {gap.why}" if titled else ""
         tint = _NARROW if width < APART else _TINT
-        yield rect(left, y, width, layout.row, IDLE[one.cause].light, note=note, opacity=tint)
+        yield rect(left, y, width, layout.row, IDLE[gap.cause].light, note=note, opacity=tint)
     for cause, path in paths.items():
         yield f'<path class="idle {cause}" d="{path}" stroke="{IDLE[cause].light}" fill="none" pointer-events="none"/>'
 
@@ -164,7 +164,7 @@ def _entries(timeline: Timeline) -> Iterator[tuple[list[tuple[float, float, floa
         yield [(0, 0, 18, 11, forward.even), (0, 8.5, 18, 2.5, forward.edge)], note, None
     if any(action.parts for action in actions):
         yield [(0, 0, 18, 5.5, forward.even), (0, 5.5, 18, 5.5, backward.even)], "overlapped pair", None
-    present = {one.cause for one in timeline.causes}
+    present = {idle.cause for idle in timeline.causes}
     for cause, hatch in IDLE.items():
         if cause in present:
             yield [(0, 0, 18, 11, TRACK)], f"idle: {cause}", hatch

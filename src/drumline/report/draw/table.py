@@ -68,7 +68,7 @@ def _shown(
     shown = list(range(len(header)))
 
     def excess_of(columns: Sequence[int]) -> int:
-        return _width([headings[one] for one in columns], [[row[one] for one in columns] for row in rows]) - width
+        return _width([headings[column] for column in columns], [[row[col] for col in columns] for row in rows]) - width
 
     for at in sorted(shown[fixed:], key=lambda at: (header[at] in keep, -at)):
         excess = excess_of(shown)

@@ -77,11 +77,11 @@ def _zipped(listed: list[Event], other: Event) -> bytes:
 
 def _events(timeline: Timeline) -> Iterator[Event]:
     """Yield the trace's events, names of processes and threads first."""
-    clock = _TraceTime(min((one.start for one in timeline.between), default=timeline.start))
+    clock = _TraceTime(min((interval.start for interval in timeline.between), default=timeline.start))
     threads = _Threads(clock)
-    messages = threads.of([(one.source, f"to rank {one.target}", one.start, one.end) for one in timeline.transfers])
-    exchanges = threads.of([(one.rank, "exchange", one.start, one.end) for one in timeline.exchanges])
-    between = threads.of([(one.rank, "between steps", one.start, one.end) for one in timeline.between])
+    messages = threads.of([(t.source, f"to rank {t.target}", t.start, t.end) for t in timeline.transfers])
+    exchanges = threads.of([(swap.rank, "exchange", swap.start, swap.end) for swap in timeline.exchanges])
+    between = threads.of([(period.rank, "between steps", period.start, period.end) for period in timeline.between])
     yield from _names(timeline, threads)
     for rank, track in enumerate(timeline.tracks):
         for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):

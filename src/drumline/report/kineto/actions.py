@@ -44,7 +44,7 @@ _FIX = (
 )
 
 
-class Labelled(NamedTuple):
+class LabelledAction(NamedTuple):
     """An action, and the interval in which the host was in it."""
 
     action: Action
@@ -52,52 +52,54 @@ class Labelled(NamedTuple):
     end: int
 
 
-def spelled(marks: Iterable[Mark]) -> list[Labelled]:
+def spelled(marks: Iterable[Mark]) -> list[LabelledAction]:
     """Return the actions in full labels; other text after PP: is not an action.
 
     >>> spelled([Mark("PP:2F0", 0, 5), Mark("PP:warmup", 5, 6)])
-    [Labelled(action=2F0, start=0, end=5)]
+    [LabelledAction(action=2F0, start=0, end=5)]
     """
     found = []
     for name, start, end in marks:
         if name.startswith("PP:"):
             try:
-                found.append(Labelled(Action.parse(name.removeprefix("PP:")), start, end))
+                found.append(LabelledAction(Action.parse(name.removeprefix("PP:")), start, end))
             except ProgramError:
                 continue
     return found
 
 
-def numbered(marks: Iterable[Mark], stage: int) -> list[Labelled]:
+def numbered(marks: Iterable[Mark], stage: int) -> list[LabelledAction]:
     """Return the actions of labels with only op and microbatch; `stage` is the rank's one stage.
 
     >>> numbered([Mark("Backward 3", 0, 5)], stage=1)
-    [Labelled(action=1B3, start=0, end=5)]
+    [LabelledAction(action=1B3, start=0, end=5)]
     """
     matches = ((_NUMBERED.fullmatch(name), start, end) for name, start, end in marks)
     return [
-        Labelled(Action(stage, _OPS[match[1]], int(match[2])), start, end) for match, start, end in matches if match
+        LabelledAction(Action(stage, _OPS[match[1]], int(match[2])), start, end)
+        for match, start, end in matches
+        if match
     ]
 
 
-def numbered_on(labelled: Sequence[Labelled]) -> list[Labelled]:
+def numbered_on(labelled: Sequence[LabelledAction]) -> list[LabelledAction]:
     """Return the same with continued microbatch numbers if a step runs its schedule more than once.
 
-    >>> twice = [Labelled(Action.parse(text), at, at + 1) for at, text in enumerate(["0F0", "0B0", "0F0", "0B0"])]
-    >>> [one.action for one in numbered_on(twice)]
+    >>> twice = [LabelledAction(Action.parse(text), at, at + 1) for at, text in enumerate(["0F0", "0B0", "0F0", "0B0"])]
+    >>> [value.action for value in numbered_on(twice)]
     [0F0, 0B0, 0F1, 0B1]
     """
-    parts = (part.microbatch for one in labelled for part in one.action.work)
+    parts = (part.microbatch for action in labelled for part in action.action.work)
     count = 1 + max((number for number in parts if number is not None), default=-1)
     seen: Counter[Action] = Counter()
     found = []
-    for one in labelled:
-        found.append(one._replace(action=one.action.later(seen[one.action] * count)))
-        seen[one.action] += 1
+    for action in labelled:
+        found.append(action._replace(action=action.action.later(seen[action.action] * count)))
+        seen[action.action] += 1
     return found
 
 
-def unlabelled(recording: RankTrace, stage: int, start: int, end: int) -> list[Labelled]:
+def unlabelled(recording: RankTrace, stage: int, start: int, end: int) -> list[LabelledAction]:
     """Return the forwards and backwards that a rank with only the stage `stage` ran from `start` to `end`."""
     forwards, backwards = _found(recording, start, end)
     if backwards and len(forwards) != len(backwards):
@@ -106,7 +108,7 @@ def unlabelled(recording: RankTrace, stage: int, start: int, end: int) -> list[L
     return _in_order(recording, stage, forwards, backwards)
 
 
-def until_the_end(recording: RankTrace, stage: int) -> list[Labelled]:
+def until_the_end(recording: RankTrace, stage: int) -> list[LabelledAction]:
     """Return the same for a whole trace, which may end within a step; for stage 0, also unfinished forwards."""
     start, end = recording.bounds
     forwards, backwards = _found(recording, start, end + 1)
@@ -131,15 +133,15 @@ def _under_way(recording: RankTrace) -> Stretches:
     return [runs[at - 1][:2] for at in sends[1:] if runs[at - 1][2] == "F"]
 
 
-def _in_order(recording: RankTrace, stage: int, forwards: Stretches, backwards: Stretches) -> list[Labelled]:
+def _in_order(recording: RankTrace, stage: int, forwards: Stretches, backwards: Stretches) -> list[LabelledAction]:
     """Return forwards and backwards as actions in order; reject a trace whose links contradict this."""
     _check_links(recording, forwards, backwards)
     found = [
-        Labelled(Action(stage, op, number), *stretch)
+        LabelledAction(Action(stage, op, number), *stretch)
         for op, stretches in ((Op.FORWARD, forwards), (Op.BACKWARD, backwards))
         for number, stretch in enumerate(stretches)
     ]
-    return sorted(found, key=lambda one: one.start)
+    return sorted(found, key=lambda action: action.start)
 
 
 def _found(recording: RankTrace, start: int, end: int) -> tuple[Stretches, Stretches]:
@@ -159,8 +161,8 @@ def _sought(recording: RankTrace, start: int, end: int) -> tuple[Stretches, Stre
     if frames:
         if any("backward_weight" in mark.name for mark in frames):
             raise TraceError(f"{recording.path} has split backwards without labels", expected=_EXPECTED, fix=_FIX)
-        forwards = [(one.start, one.end) for one in frames if ": forward" in one.name]
-        return forwards, [(one.start, one.end) for one in frames if ": backward" in one.name]
+        forwards = [(frame.start, frame.end) for frame in frames if ": forward" in frame.name]
+        return forwards, [(frame.start, frame.end) for frame in frames if ": backward" in frame.name]
     links = recording.links
     engine = links.backward[(links.backward[:, 0] >= start) & (links.backward[:, 0] < end)]
     linked = np.unique(links.pairs[:, 0])
@@ -172,7 +174,7 @@ def _sought(recording: RankTrace, start: int, end: int) -> tuple[Stretches, Stre
 
 def _runs(forward: Ints, backward: Ints, calls: Iterable[MessageEnd]) -> list[tuple[int, int, str]]:
     """Return the unbroken runs of forward ops (F) and of backward steps (B), and messages (s, r)."""
-    tokens = [(*one, "F") for one in forward.tolist()] + [(*one, "B") for one in backward.tolist()]
+    tokens = [(*number, "F") for number in forward.tolist()] + [(*number, "B") for number in backward.tolist()]
     runs: list[tuple[int, int, str]] = []
     for low, high, kind in sorted(tokens + [(call.start, call.start, "s" if call.sends else "r") for call in calls]):
         if runs and kind in ("F", "B") and kind == runs[-1][2]:

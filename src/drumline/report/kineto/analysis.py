@@ -24,7 +24,7 @@ from drumline.plan.device.advice import Advice
 from drumline.report.advise.adviser import advise
 from drumline.report.advise.evidence import Evidence
 from drumline.report.kineto.load import Traces, described, load
-from drumline.report.kineto.timeline import NANO, Traced
+from drumline.report.kineto.timeline import NANO, TracedStep
 from drumline.report.summary import figures, summarize
 
 _POSTED = re.compile(r"\d+(?:SEND|RECV)_[FB]\d+|posting a .*")
@@ -69,7 +69,7 @@ class Analysis:
     """One recorded step, and what else its traces show."""
 
     traces: Traces
-    timeline: Traced
+    timeline: TracedStep
 
     def __repr__(self) -> str:
         return f"Analysis(step={self.timeline.step}, {self.timeline!r})"
@@ -95,13 +95,13 @@ class Analysis:
     def costs(self) -> Costs:
         """The stages' seconds as costs; a backward that was never split counts as its first half."""
         found = stage_costs(medians(self.timeline), len(self.stages))
-        whole = [one.total - (one.forward or 0.0) if one.backward is None else one.backward for one in self.stages]
+        whole = [s.total - (s.forward or 0.0) if s.backward is None else s.backward for s in self.stages]
         return Costs(**found, backward=whole)
 
     @property
     def slowest(self) -> StageSeconds:
         """The slowest stage."""
-        return max(self.stages, key=lambda one: one.total)
+        return max(self.stages, key=lambda seconds: seconds.total)
 
     @cached_property
     def overhead(self) -> dict[str, list[float]]:
@@ -130,23 +130,23 @@ class Analysis:
             "step": timeline.step,
             "step_seconds": timeline.step_seconds,
             "steps": [
-                {"step": number, "step_seconds": one.step_seconds, "makespan": one.makespan, "bubble": one.bubble}
-                for number, one in traces.steps.items()
+                {"step": number, "step_seconds": step.step_seconds, "makespan": step.makespan, "bubble": step.bubble}
+                for number, step in traces.steps.items()
             ],
             "incomplete_steps": list(traces.incomplete),
             "steps_by_flushes": traces.by_flushes,
             "flushes": timeline.num_flushes,
             "found_by": traces.found_by,
-            "traces": [str(one.path) for one in traces.members],
-            "global_ranks": [one.rank for one in traces.members],
+            "traces": [str(member.path) for member in traces.members],
+            "global_ranks": [member.rank for member in traces.members],
             "other_pipelines": traces.num_others,
             "kernel_seconds": None if timeline.kernel_seconds is None else list(timeline.kernel_seconds),
             "overhead_by_kind": self.overhead,
-            "stage_seconds": [{**asdict(one), "total": one.total} for one in self.stages],
+            "stage_seconds": [{**asdict(stage), "total": stage.total} for stage in self.stages],
             "slowest_stage": self.slowest.stage,
             "ideal": None if self.ideal is None else {**figures(self.ideal), "spans": _spans(self.ideal)},
             "clocks": {
-                "hosts": [one.host for one in traces.members],
+                "hosts": [member.host for member in traces.members],
                 "shift_seconds": [shift * NANO for shift in alignment.shifts],
                 "error_seconds": [error * NANO if math.isfinite(error) else None for error in alignment.errors],
                 "contradiction_seconds": alignment.contradiction * NANO,
@@ -155,13 +155,13 @@ class Analysis:
             "violations": [str(violation) for violation in self.violations],
             "spans": _spans(timeline),
             "intervals": [
-                {"rank": one.rank, "start": one.start, "end": one.end, "cause": one.cause.value, "why": one.why}
-                for one in timeline.causes
+                {"rank": idle.rank, "start": idle.start, "end": idle.end, "cause": idle.cause.value, "why": idle.why}
+                for idle in timeline.causes
             ],
             "transfers": [
-                {"send": str(one.action), "source": one.source, "target": one.target, "made": one.made}
-                | {"start": one.start, "end": one.end, "consumed": one.consumed, "bytes": one.num_bytes}
-                for one in timeline.transfers
+                {"send": str(move.action), "source": move.source, "target": move.target, "made": move.made}
+                | {"start": move.start, "end": move.end, "consumed": move.consumed, "bytes": move.num_bytes}
+                for move in timeline.transfers
             ],
         }
 
@@ -182,9 +182,7 @@ def analyze(
 
 
 def _spans(timeline: Timeline) -> list[dict[str, Any]]:
-    return [
-        {"rank": one.rank, "action": str(one.action), "start": one.start, "end": one.end} for one in timeline.spans()
-    ]
+    return [{"rank": s.rank, "action": str(s.action), "start": s.start, "end": s.end} for s in timeline.spans()]
 
 
 def _kind(idle: Idle) -> str:

@@ -28,7 +28,7 @@ _NAMES_BY_SIZE = {
 _SIZES = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names}
 
 
-class Posted(NamedTuple):
+class PostedEvent(NamedTuple):
     """One event about a send or a receive; `source` says which kind: c10d, metadata, or a backend."""
 
     sends: bool
@@ -53,26 +53,26 @@ class MessageEnd(NamedTuple):
     on_device: bool = False
 
 
-def calls_of(posted: Sequence[Posted], moved: Sequence[tuple[int, int, int]]) -> tuple[MessageEnd, ...]:
+def calls_of(posted: Sequence[PostedEvent], moved: Sequence[tuple[int, int, int]]) -> tuple[MessageEnd, ...]:
     """Return the calls in order; `moved` are the kernels that move messages, as (launch, start, end).
 
-    >>> op, annotation = Posted(False, 0, 10, None, "c10d"), Posted(False, 4, 90, 64.0, "gloo")
+    >>> op, annotation = PostedEvent(False, 0, 10, None, "c10d"), PostedEvent(False, 4, 90, 64.0, "gloo")
     >>> calls_of([op, annotation], [])
     (MessageEnd(sends=False, start=0, end=10, begun=0, done=90, num_bytes=64.0, on_device=False),)
     >>> calls_of([op], [(12, 40, 95)])
     (MessageEnd(sends=False, start=0, end=10, begun=40, done=95, num_bytes=None, on_device=True),)
     """
-    ordered = sorted(posted, key=lambda one: (one.start, -one.end))
-    ops = [one for one in ordered if one.source == "c10d"] or [one for one in ordered if one.source != "metadata"]
-    starts = [one.start for one in ordered]
+    ordered = sorted(posted, key=lambda event: (event.start, -event.end))
+    ops = [event for event in ordered if event.source == "c10d"] or [e for e in ordered if e.source != "metadata"]
+    starts = [event.start for event in ordered]
     return tuple(_on_device([_call(op, ordered, starts) for op in ops], moved))
 
 
-def _call(op: Posted, ordered: Sequence[Posted], starts: Sequence[int]) -> MessageEnd:
+def _call(op: PostedEvent, ordered: Sequence[PostedEvent], starts: Sequence[int]) -> MessageEnd:
     within = ordered[bisect_left(starts, op.start) : bisect_right(starts, op.end)]
-    said = [one for one in within if one.sends == op.sends and one.source != "c10d"]
-    waited = [one.end for one in (op, *said) if one.source in _ON_HOST]
-    sizes = [one.num_bytes for one in (*said, op) if one.num_bytes is not None]
+    said = [event for event in within if event.sends == op.sends and event.source != "c10d"]
+    waited = [event.end for event in (op, *said) if event.source in _ON_HOST]
+    sizes = [event.num_bytes for event in (*said, op) if event.num_bytes is not None]
     return MessageEnd(op.sends, op.start, op.end, op.start, max(waited, default=None), sizes[0] if sizes else None)
 
 

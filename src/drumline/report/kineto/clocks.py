@@ -83,5 +83,5 @@ def _connected(closed: Floats) -> list[list[int]]:
     for clock in range(len(near)):
         joined = [group for group in groups if near[clock, group].any()]
         groups = [group for group in groups if group not in joined]
-        groups.append(sorted([clock, *(one for group in joined for one in group)]))
+        groups.append(sorted([clock, *(number for group in joined for number in group)]))
     return groups

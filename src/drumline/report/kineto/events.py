@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from drumline.core.errors import DrumlineError, TraceError
-from drumline.core.files import MIB, Kind, opened
+from drumline.core.files import MIB, FileKind, opened
 
 Event = dict[str, Any]
 
@@ -28,7 +28,7 @@ _AGAIN = "record or copy the trace again"
 _PIECE = 1 << 20
 _LARGEST_VALUE = 64 << 20  # characters of one event; anything larger is not an event
 _EXPECTED = "a trace as torch.profiler's export_chrome_trace writes it, .json or .json.gz"
-_KIND = Kind("trace", TraceError, _EXPECTED, 2**14 * MIB)
+_KIND = FileKind("trace", TraceError, _EXPECTED, 2**14 * MIB)
 # Traces compress to between a tenth and a thirtieth; one that expands beyond this is built to exhaust memory and time.
 _MOST_GROWTH, _GROWTH_FROM = 200, 64 * MIB
 _MOST_NAMES = 1000  # besides the events

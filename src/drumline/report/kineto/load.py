@@ -25,8 +25,8 @@ from drumline.report.kineto.clocks import Alignment, align
 from drumline.report.kineto.members import ONE_RUN, Member, check_recorded_together, crew_of, trace_files
 from drumline.report.kineto.rank import RankStep, rank_step
 from drumline.report.kineto.recording import RankTrace, read
-from drumline.report.kineto.steps import LABELS, HostStep, found_by, steps_of
-from drumline.report.kineto.timeline import Traced
+from drumline.report.kineto.step_bounds import LABELS, HostStep, found_by, steps_of
+from drumline.report.kineto.timeline import TracedStep
 from drumline.schedules.registry import recipe_of
 
 
@@ -38,7 +38,7 @@ class Traces:
     num_others: int  # other pipelines in the traces
     found_by: str
     alignment: Alignment
-    steps: Mapping[int, Traced]
+    steps: Mapping[int, TracedStep]
     incomplete: tuple[int, ...]
     by_flushes: bool = False  # whether only the empty pipeline separates steps
 
@@ -51,7 +51,7 @@ class Traces:
         middle = median_low(spans.values())
         return next(number for number, makespan in spans.items() if makespan == middle)
 
-    def step(self, number: int | None = None) -> Traced:
+    def step(self, number: int | None = None) -> TracedStep:
         """Return the timeline of a step; the typical one by default."""
         chosen = self.typical() if number is None else number
         if chosen not in self.steps:
@@ -77,16 +77,16 @@ def load(paths: Sequence[str | Path], *, progress: Callable[[str], None] | None 
         if progress is not None:
             progress(f"reading {member.path}")
         recordings.append(read(member.path))
-    check_recorded_together(members, [one.bounds for one in recordings])
+    check_recorded_together(members, [recording.bounds for recording in recordings])
     known_by = found_by(recordings)
     stretches, by_flushes = steps_of(recordings, known_by)
     complete, incomplete = _complete(_rank_steps(recordings, stretches), labelled=known_by in LABELS)
     _check_messages(members, next(iter(complete.values())))
     timelines = [_timeline(number, steps) for number, steps in complete.items()]
     alignment = _alignment(members, timelines)
-    aligned = {one.step: replace(one, shifts=alignment.shifts) for one in timelines}
-    for one in aligned.values():
-        _check_together(members, one)
+    aligned = {timeline.step: replace(timeline, shifts=alignment.shifts) for timeline in timelines}
+    for step in aligned.values():
+        _check_together(members, step)
     return Traces(tuple(members), num_others, known_by, alignment, aligned, incomplete, by_flushes)
 
 
@@ -94,7 +94,7 @@ def _rank_steps(
     recordings: Sequence[RankTrace], stretches: Sequence[Mapping[int, HostStep]]
 ) -> list[dict[int, RankStep]]:
     """Return the steps of every rank, by number."""
-    every = [one.action for steps in stretches for step in steps.values() for one in step.labelled]
+    every = [action.action for steps in stretches for step in steps.values() for action in step.labelled]
     _check_numbers(every)
     num_stages = 1 + max((part.stage for action in every for part in action.work), default=-1)
     return [
@@ -126,15 +126,15 @@ def _complete(
     A labelled step is complete if it is as long as the rank's longest one. Without labels every rank has one stage: a
     step is complete if all ranks have the same number of forwards and, unless nothing trains, of backwards.
     """
-    longest = [max((len(one.order) for one in steps.values()), default=0) for steps in by_rank]
-    trains = any(_counted(one)[1] for steps in by_rank for one in steps.values())
+    longest = [max((len(step.order) for step in steps.values()), default=0) for steps in by_rank]
+    trains = any(_counted(step)[1] for steps in by_rank for step in steps.values())
     numbers = sorted(set().union(*by_rank))
     complete = {}
     for number in numbers:
         ranks = [steps[number] for steps in by_rank if number in steps]
-        counts = {_counted(one) for one in ranks}
+        counts = {_counted(rank) for rank in ranks}
         if labelled:
-            whole = [len(one.order) for one in ranks] == longest
+            whole = [len(rank.order) for rank in ranks] == longest
         else:
             whole = len(counts) == 1 and all(forwards == backwards or not trains for forwards, backwards in counts)
         if whole and len(ranks) == len(by_rank):
@@ -171,7 +171,7 @@ def _check_messages(members: Sequence[Member], steps: Sequence[RankStep]) -> Non
                     )
 
 
-def _check_together(members: Sequence[Member], step: Traced) -> None:
+def _check_together(members: Sequence[Member], step: TracedStep) -> None:
     """Reject ranks whose steps with the same number did not run at the same time."""
     end, first = min((end, rank) for rank, (_, end) in enumerate(step.bounds))
     start, last = max((start, -rank) for rank, (start, _) in enumerate(step.bounds))
@@ -186,15 +186,15 @@ def _check_together(members: Sequence[Member], step: Traced) -> None:
 _named = lru_cache(maxsize=8)(recipe_of)  # all steps of a run have the same program
 
 
-def _timeline(number: int, steps: Sequence[RankStep]) -> Traced:
-    program = _named(Program.of([[one.action for one in step.ran] for step in steps], "trace"))
+def _timeline(number: int, steps: Sequence[RankStep]) -> TracedStep:
+    program = _named(Program.of([[execution.action for execution in step.ran] for step in steps], "trace"))
     ran = Program.of([step.order for step in steps], program.name)
-    return Traced(program, ran, number, tuple(steps), shifts=(0,) * len(steps))
+    return TracedStep(program, ran, number, tuple(steps), shifts=(0,) * len(steps))
 
 
-def _alignment(members: Sequence[Member], timelines: Sequence[Traced]) -> Alignment:
+def _alignment(members: Sequence[Member], timelines: Sequence[TracedStep]) -> Alignment:
     """Return what to add to each rank's times; ranks of one host share a clock."""
-    names = [one.host if one.host is not None else f"\0{rank}" for rank, one in enumerate(members)]
+    names = [member.host if member.host is not None else f"\0{rank}" for rank, member in enumerate(members)]
     clocks = {name: number for number, name in enumerate(dict.fromkeys(names))}
     messages = [
         (clocks[names[source]], clocks[names[target]], sent.begun, received.done)
@@ -205,13 +205,13 @@ def _alignment(members: Sequence[Member], timelines: Sequence[Traced]) -> Alignm
     found = align(len(clocks), messages)
     of_rank = [clocks[name] for name in names]
     return Alignment(
-        tuple(found.shifts[one] for one in of_rank), tuple(found.errors[one] for one in of_rank), found.contradiction
+        tuple(found.shifts[at] for at in of_rank), tuple(found.errors[index] for index in of_rank), found.contradiction
     )
 
 
 def described(traces: Traces) -> str:
     """Describe what is known about the ranks' clocks."""
-    alignment, hosts = traces.alignment, {one.host for one in traces.members}
+    alignment, hosts = traces.alignment, {member.host for member in traces.members}
     if len(traces.members) == 1:
         return "one rank, one clock"
     if alignment.contradiction:

@@ -51,9 +51,9 @@ def trace_files(paths: Sequence[Path]) -> list[Path]:
             names = os.listdir(path)
         except OSError as error:
             raise TraceError(f"cannot read {path}: {error.strerror}", expected="a folder of traces") from None
-        inside = sorted(path / one for one in names if one.endswith((".json", ".json.gz")) and is_regular(path / one))
+        inside = sorted(path / key for key in names if key.endswith((".json", ".json.gz")) and is_regular(path / key))
         if not inside:
-            deeper = sorted({one.parent for one in path.glob("*/*.json*")})
+            deeper = sorted({file.parent for file in path.glob("*/*.json*")})
             record = "record with torch.profiler's export_chrome_trace on every rank"
             raise TraceError(
                 f"{path} contains no trace",
@@ -69,20 +69,20 @@ def crew_of(paths: Sequence[Path]) -> tuple[list[Member], int]:
 
     If there are several, it returns the one with the lowest rank. It reads only the start of each trace.
     """
-    members = sorted(map(_member, paths), key=lambda one: one.rank)
-    for one, other in pairwise(members):
-        if one.rank == other.rank:
-            raise TraceError(f"{one.path} and {other.path} are both from rank {one.rank}", expected=ONE_RUN)
+    members = sorted(map(_member, paths), key=lambda member: member.rank)
+    for member, other in pairwise(members):
+        if member.rank == other.rank:
+            raise TraceError(f"{member.path} and {other.path} are both from rank {member.rank}", expected=ONE_RUN)
         for what in ("world_size", "backend"):
-            mine, theirs = one.info.get(what), other.info.get(what)
+            mine, theirs = member.info.get(what), other.info.get(what)
             if mine is not None and theirs is not None and mine != theirs:
                 here, there = (shown(value).strip(_QUOTE) for value in (mine, theirs))
-                raise TraceError(f"{what} is {here} in {one.path}, but {there} in {other.path}", expected=ONE_RUN)
-    groups = {one.rank: _pipeline(one) for one in members}
+                raise TraceError(f"{what} is {here} in {member.path}, but {there} in {other.path}", expected=ONE_RUN)
+    groups = {member.rank: _pipeline(member) for member in members}
     wanted = groups[members[0].rank]
     if wanted is None:
         return members, 0
-    given = {one.rank: one for one in members}
+    given = {member.rank: member for member in members}
     if missing := [rank for rank in wanted if rank not in given]:
         raise TraceError(
             f"there is no trace of {_ranks(missing)}, but the pipeline has {_ranks(wanted)}",
@@ -134,6 +134,6 @@ def _pipeline(member: Member) -> tuple[int, ...] | None:
         if not isinstance(group, dict) or not _PIPELINE.search(str(group.get("pg_desc", ""))):
             continue
         ranks = group.get("ranks")
-        if isinstance(ranks, list) and member.rank in ranks and all(type(one) is int for one in ranks):
+        if isinstance(ranks, list) and member.rank in ranks and all(type(rank) is int for rank in ranks):
             return tuple(dict.fromkeys(ranks))
     return None

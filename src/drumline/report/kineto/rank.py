@@ -24,10 +24,10 @@ import numpy as np
 from drumline.core import rules
 from drumline.core.action import TRANSFER_OPS, Action, Op
 from drumline.core.errors import TraceError
-from drumline.report.kineto.actions import Labelled
+from drumline.report.kineto.actions import LabelledAction
 from drumline.report.kineto.calls import MessageEnd
 from drumline.report.kineto.recording import Kernels, Mark, RankTrace
-from drumline.report.kineto.steps import HostStep
+from drumline.report.kineto.step_bounds import HostStep
 
 
 class Ran(NamedTuple):
@@ -62,16 +62,16 @@ class RankStep:
 def rank_step(recording: RankTrace, step: HostStep, num_stages: int) -> RankStep:
     """Return what a rank did in a step."""
     labelled, start, end = step
-    computed = [one for one in labelled if one.action.is_compute]
+    computed = [action for action in labelled if action.action.is_compute]
     calls = [call for call in recording.calls if start <= call.start < end]
-    spelled = any(one.action.op in TRANSFER_OPS for one in labelled)
+    spelled = any(action.action.op in TRANSFER_OPS for action in labelled)
     path, device = recording.path, recording.has_device
     halves = dict(_by_label(labelled, calls) if spelled else _by_neighbour(path, computed, calls, num_stages, end))
     ran = _on_device(computed, recording.kernels) if device else _on_host(computed, halves, calls, num_stages)
     return RankStep(
         start,
         end,
-        tuple(one.action for one in labelled),
+        tuple(action.action for action in labelled),
         tuple(_in_turn(ran)),
         halves,
         tuple(sorted(_others(recording, step, calls), key=lambda mark: mark.start)),
@@ -79,7 +79,7 @@ def rank_step(recording: RankTrace, step: HostStep, num_stages: int) -> RankStep
     )
 
 
-def _by_label(labelled: Sequence[Labelled], calls: Sequence[MessageEnd]) -> Iterator[tuple[Action, MessageEnd]]:
+def _by_label(labelled: Sequence[LabelledAction], calls: Sequence[MessageEnd]) -> Iterator[tuple[Action, MessageEnd]]:
     """Yield the messages' ends when sends and receives are labelled: the calls within the label."""
     for action, start, end in labelled:
         if action.op in TRANSFER_OPS:
@@ -89,27 +89,27 @@ def _by_label(labelled: Sequence[Labelled], calls: Sequence[MessageEnd]) -> Iter
 
 
 def _by_neighbour(
-    path: Path, computed: Sequence[Labelled], calls: Sequence[MessageEnd], num_stages: int, end: int
+    path: Path, computed: Sequence[LabelledAction], calls: Sequence[MessageEnd], num_stages: int, end: int
 ) -> Iterator[tuple[Action, MessageEnd]]:
     """Yield the messages' ends when only compute is labelled: receives go with the next action, sends with the last."""
     receives = [call for call in calls if not call.sends]
     sends = [call for call in calls if call.sends]
     freed = 0
-    for one, after in pairwise([*computed, None]):
-        assert one is not None
-        awaited = [call for call in receives if freed <= call.start < one.end]
-        handed = [call for call in sends if one.start <= call.start < (after.start if after else end)]
-        need, made = next(_needs(one.action, num_stages), None), rules.message(one.action, num_stages)
-        if one.action.op is Op.FORWARD:
+    for action, after in pairwise([*computed, None]):
+        assert action is not None
+        awaited = [call for call in receives if freed <= call.start < action.end]
+        handed = [call for call in sends if action.start <= call.start < (after.start if after else end)]
+        need, made = next(_needs(action.action, num_stages), None), rules.message(action.action, num_stages)
+        if action.action.op is Op.FORWARD:
             if awaited and need is None:
-                raise _no_neighbour(f"{path}: {one.action} receives its input", "before", num_stages)
+                raise _no_neighbour(f"{path}: {action.action} receives its input", "before", num_stages)
             if handed and made is None:
-                raise _no_neighbour(f"{path}: the output of {one.action} is sent on", "after", num_stages)
+                raise _no_neighbour(f"{path}: the output of {action.action} is sent on", "after", num_stages)
         if awaited and need is not None:
             yield need, _together(awaited)
         if handed and made is not None:
             yield made.send, _together(handed)
-        freed = one.end
+        freed = action.end
 
 
 def _no_neighbour(what: str, where: str, num_stages: int) -> TraceError:
@@ -140,7 +140,10 @@ def _needs(action: Action, num_stages: int) -> Iterator[Action]:
 
 
 def _on_host(
-    computed: Sequence[Labelled], halves: Mapping[Action, MessageEnd], calls: Sequence[MessageEnd], num_stages: int
+    computed: Sequence[LabelledAction],
+    halves: Mapping[Action, MessageEnd],
+    calls: Sequence[MessageEnd],
+    num_stages: int,
 ) -> Iterator[Ran]:
     """Yield each action from the arrival of its input to the posting of its output."""
     for action, start, end in computed:
@@ -152,7 +155,7 @@ def _on_host(
         yield Ran(action, begins, ends, ends - begins, start if begins > start else 0)
 
 
-def _on_device(computed: Sequence[Labelled], kernels: Kernels) -> Iterator[Ran]:
+def _on_device(computed: Sequence[LabelledAction], kernels: Kernels) -> Iterator[Ran]:
     """Yield each action from the start of its first kernel to the end of its last; without kernels it takes no time."""
     for action, start, end in computed:
         first, last = np.searchsorted(kernels.launch, (start, end + 1))
@@ -173,35 +176,35 @@ def _union(starts: Sequence[int], ends: Sequence[int]) -> int:
 def _in_turn(ran: Iterable[Ran]) -> Iterator[Ran]:
     """Yield the actions without overlaps: an action ends where the next one starts."""
     freed = 0
-    for one in ran:
-        start = max(one.start, freed)
-        end = max(one.end, start)
-        yield one._replace(start=start, end=end, kernel_ns=min(one.kernel_ns, end - start))
+    for execution in ran:
+        start = max(execution.start, freed)
+        end = max(execution.end, start)
+        yield execution._replace(start=start, end=end, kernel_ns=min(execution.kernel_ns, end - start))
         freed = end
 
 
 def _others(recording: RankTrace, step: HostStep, calls: Sequence[MessageEnd]) -> Iterator[Mark]:
     """Yield everything with a name that is not compute: labels of messages and state, calls, annotations, launches."""
     labelled, start, end = step
-    computed = [one for one in labelled if one.action.is_compute]
-    labels = [Mark(str(one.action), one.start, one.end) for one in labelled if not one.action.is_compute]
+    computed = [action for action in labelled if action.action.is_compute]
+    labels = [Mark(str(action.action), action.start, action.end) for action in labelled if not action.action.is_compute]
     named = [mark for mark in recording.others if start <= mark.start < end and not _encloses(mark, computed)]
     yield from (*labels, *named)
     yield from (Mark(f"posting a {'send' if call.sends else 'receive'}", call.start, call.end) for call in calls)
     if recording.has_device:
-        yield from (Mark(f"launching {one.action}", one.start, one.end) for one in computed)
+        yield from (Mark(f"launching {action.action}", action.start, action.end) for action in computed)
         marks = sorted([*labels, *named], key=lambda mark: (mark.start, -mark.end))
         yield from _other_kernels(recording.kernels, computed, marks, start, end)
 
 
-def _encloses(mark: Mark, computed: Sequence[Labelled]) -> bool:
+def _encloses(mark: Mark, computed: Sequence[LabelledAction]) -> bool:
     """Whether a mark contains a whole action: then it names a part of the step, and explains no gap in it."""
-    at = bisect_left(computed, mark.start, key=lambda one: one.start)
+    at = bisect_left(computed, mark.start, key=lambda action: action.start)
     return at < len(computed) and computed[at].end <= mark.end
 
 
 def _other_kernels(
-    kernels: Kernels, computed: Sequence[Labelled], named: Sequence[Mark], start: int, end: int
+    kernels: Kernels, computed: Sequence[LabelledAction], named: Sequence[Mark], start: int, end: int
 ) -> Iterator[Mark]:
     """Yield the kernels that no action launched, named after what launched them, if that has a name."""
     first, last = np.searchsorted(kernels.launch, (start, end))

@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeGuard
 import numpy as np
 
 from drumline.core.graph import Ints
-from drumline.report.kineto.calls import MessageEnd, Posted, args_of, calls_of, elements_bytes, shape_bytes
+from drumline.report.kineto.calls import MessageEnd, PostedEvent, args_of, calls_of, elements_bytes, shape_bytes
 from drumline.report.kineto.events import Event, events
 
 _STEP = re.compile(r"ProfilerStep#([0-9]{1,15})")
@@ -115,7 +115,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.marks: dict[str, list[Mark]] = defaultdict(list)  # actions, frames, steps, messages, others
-        self.posted: list[Posted] = []
+        self.posted: list[PostedEvent] = []
         self.ops, self.engine = array("q"), array("q")  # start, end
         self.kernels = array("q")  # correlation, start, end, moves
         self.launches: dict[int, int] = {}  # launch time by correlation
@@ -145,7 +145,7 @@ class _Reader:
         else:
             kind = "messages"
             if message[2] != "coalesced":
-                self.posted.append(Posted(message[2] == "send", *mark[1:], shape_bytes(event), message[1]))
+                self.posted.append(PostedEvent(message[2] == "send", *mark[1:], shape_bytes(event), message[1]))
         self.marks[kind].append(mark)
 
     def frame(self, event: Event) -> None:
@@ -159,13 +159,13 @@ class _Reader:
             self.engine.extend(mark[1:])
         elif mark.name.startswith("c10d::"):
             if mark.name in _SENDS:
-                self.posted.append(Posted(_SENDS[mark.name], *mark[1:], shape_bytes(event), "c10d"))
+                self.posted.append(PostedEvent(_SENDS[mark.name], *mark[1:], shape_bytes(event), "c10d"))
             else:
                 self.marks["others"].append(mark)
         elif mark.name == "record_param_comms":
             kind = args_of(event).get("Collective name")
             if kind in ("send", "recv"):
-                self.posted.append(Posted(kind == "send", *mark[1:], elements_bytes(event), "metadata"))
+                self.posted.append(PostedEvent(kind == "send", *mark[1:], elements_bytes(event), "metadata"))
         elif "Sequence number" in args_of(event):
             self.ops.extend(mark[1:])
 
@@ -195,7 +195,7 @@ class _Reader:
             return tuple(sorted(shifted, key=lambda mark: (mark.start, -mark.end)))
 
         kernels = self._kernels(zero)
-        posted = [one._replace(start=one.start + zero, end=one.end + zero) for one in self.posted]
+        posted = [event._replace(start=event.start + zero, end=event.end + zero) for event in self.posted]
         return RankTrace(
             path,
             tuple(sorted(in_order("actions"), key=lambda mark: (mark.start, mark.end))),  # one after the other
@@ -209,7 +209,7 @@ class _Reader:
 
     def _kernels(self, zero: int) -> Kernels:
         rows = np.array(self.kernels, dtype=np.int64).reshape(-1, 4)
-        launch = np.array([self.launches.get(one, -1) for one in rows[:, 0].tolist()], dtype=np.int64)
+        launch = np.array([self.launches.get(row, -1) for row in rows[:, 0].tolist()], dtype=np.int64)
         known = launch >= 0
         rows, launch = rows[known], launch[known]
         order = np.lexsort((rows[:, 1], launch))
@@ -218,7 +218,7 @@ class _Reader:
 
     def _linked(self, zero: int) -> Ints:
         sources, targets = self.links["s"], self.links["f"]
-        found = sorted((sources[one] + zero, targets[one] + zero) for one in sources.keys() & targets.keys())
+        found = sorted((sources[number] + zero, targets[number] + zero) for number in sources.keys() & targets.keys())
         return np.array(found, dtype=np.int64).reshape(-1, 2)
 
 
@@ -227,7 +227,7 @@ def _launched(kernels: Kernels, marks: Sequence[Mark]) -> list[tuple[int, int, i
     launch, start, end = (column[kernels.moves == 1] for column in kernels[:3])
     moved = list(zip(launch.tolist(), start.tolist(), end.tolist(), strict=True))
     bounds = (np.searchsorted(launch, (low, high + 1)) for _, low, high in marks)
-    return sorted({one for first, last in bounds for one in moved[first:last]})
+    return sorted({entry for first, last in bounds for entry in moved[first:last]})
 
 
 def _pairs(flat: array[int], zero: int) -> Ints:

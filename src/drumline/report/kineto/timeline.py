@@ -31,13 +31,13 @@ from drumline.core.timeline.spans import Track, Transfer, on_top
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.kineto.calls import MessageEnd
 from drumline.report.kineto.rank import RankStep
-from drumline.report.kineto.steps import num_flushes
+from drumline.report.kineto.step_bounds import num_flushes
 
 NANO = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Kept(Idle):
+class NamedIdle(Idle):
     """An idle interval in which something named (`kind`) kept the rank busy, or its input was made but not sent."""
 
     @property
@@ -50,7 +50,7 @@ class Kept(Idle):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Traced(Timeline):
+class TracedStep(Timeline):
     """The timeline of one recorded step, in seconds from its first action.
 
     `program` is the compute that ran, `ran` includes everything labelled: messages, parameters, gradients. `shifts` are
@@ -65,7 +65,7 @@ class Traced(Timeline):
     @cached_property
     def zero(self) -> int:
         """The nanosecond, by the common clock, at which the first action started."""
-        return min(one.ran[0].start + shift for one, shift in zip(self.ranks, self.shifts, strict=True))
+        return min(rank.ran[0].start + shift for rank, shift in zip(self.ranks, self.shifts, strict=True))
 
     def seconds(self, rank: int, moment: int) -> float:
         """Convert a moment of a rank's clock to seconds of this timeline."""
@@ -74,16 +74,16 @@ class Traced(Timeline):
     @property
     def bounds(self) -> list[tuple[int, int]]:
         """The nanoseconds, by the common clock, at which each rank began and ended the step."""
-        return [(one.start + shift, one.end + shift) for one, shift in zip(self.ranks, self.shifts, strict=True)]
+        return [(rank.start + shift, rank.end + shift) for rank, shift in zip(self.ranks, self.shifts, strict=True)]
 
     @cached_property
     def tracks(self) -> Sequence[Track]:
         """Every rank's actions."""
         return [
             Track(
-                tuple(one.action for one in step.ran),
-                [self.seconds(rank, one.start) for one in step.ran],
-                [self.seconds(rank, one.end) for one in step.ran],
+                tuple(execution.action for execution in step.ran),
+                [self.seconds(rank, execution.start) for execution in step.ran],
+                [self.seconds(rank, execution.end) for execution in step.ran],
             )
             for rank, step in enumerate(self.ranks)
         ]
@@ -106,9 +106,9 @@ class Traced(Timeline):
     @property
     def kernel_seconds(self) -> tuple[float, ...] | None:
         """Per rank, how long kernels ran within its actions; None without a device."""
-        if not all(one.has_device for one in self.ranks):
+        if not all(rank.has_device for rank in self.ranks):
             return None
-        return tuple(sum(one.kernel_ns for one in rank.ran) * NANO for rank in self.ranks)
+        return tuple(sum(execution.kernel_ns for execution in rank.ran) * NANO for rank in self.ranks)
 
     @cached_property
     def causes(self) -> tuple[Idle, ...]:
@@ -118,10 +118,10 @@ class Traced(Timeline):
     @cached_property
     def messages(self) -> Mapping[Action, tuple[int, int, MessageEnd, MessageEnd]]:
         """By send: source and target rank of every message, and its two ends."""
-        receives = {action: (rank, half) for rank, one in enumerate(self.ranks) for action, half in one.halves.items()}
+        receives = {action: (rank, half) for rank, s in enumerate(self.ranks) for action, half in s.halves.items()}
         found = {}
-        for source, one in enumerate(self.ranks):
-            for send, half in one.halves.items():
+        for source, rank in enumerate(self.ranks):
+            for send, half in rank.halves.items():
                 message = rules.message_of(send)
                 if message.send == send and message.recv in receives:
                     target, other = receives[message.recv]
@@ -142,28 +142,28 @@ class Traced(Timeline):
             start = min(max(made, self.seconds(source, sent.begun), self.seconds(target, received.begun)), end)
             size = sent.num_bytes if sent.num_bytes is not None else received.num_bytes
             found.append(Transfer(send, source, target, made, start, end, max(taken, end), size or 0.0))
-        return sorted(found, key=lambda one: (one.source, one.start))
+        return sorted(found, key=lambda transfer: (transfer.source, transfer.start))
 
     def _made(self, send: Action) -> float | None:
         """Return when what `send` carries was made."""
-        places = (self.located.get(one[:3]) for one in rules.producers(send))
+        places = (self.located.get(producer[:3]) for producer in rules.producers(send))
         return next((self.tracks[rank].ends[at] for rank, at in filter(None, places)), None)
 
     def _taken(self, send: Action) -> float | None:
         """Return when what `send` carries was used."""
-        places = (self.located.get(one[:3]) for one in rules.consumers(rules.message_of(send).recv))
+        places = (self.located.get(consumer[:3]) for consumer in rules.consumers(rules.message_of(send).recv))
         return next((self.tracks[rank].starts[at] for rank, at in filter(None, places)), None)
 
 
 class _IdleWalk:
     """One rank's track, walked once from left to right."""
 
-    def __init__(self, timeline: Traced, rank: int) -> None:
+    def __init__(self, timeline: TracedStep, rank: int) -> None:
         self.timeline = timeline
         self.rank = rank
         self.track = timeline.tracks[rank]
         self.step = timeline.ranks[rank]
-        self.awaited = {str(one): one._replace(op=AWAITED[one.op]) for one in self.step.order if one.op in WAIT_OPS}
+        self.awaited = {str(act): act._replace(op=AWAITED[act.op]) for act in self.step.order if act.op in WAIT_OPS}
         seconds = partial(timeline.seconds, rank)
         self.others = [(seconds(start), seconds(end), name) for name, start, end in self.step.others]
         # The start of a long mark does not show whether it reaches into a gap.
@@ -193,7 +193,7 @@ class _IdleWalk:
         if made > low:
             yield Idle(self.rank, low, made, waiting, action, needed, on_rank)
         if sent > made:
-            yield Kept(self.rank, made, sent, Cause.OVERHEAD, action, needed, on_rank)
+            yield NamedIdle(self.rank, made, sent, Cause.OVERHEAD, action, needed, on_rank)
         if moving > sent:
             yield from self.named(sent, moving, action)
         if arrived > moving:
@@ -223,7 +223,7 @@ class _IdleWalk:
             if name in self.awaited:
                 yield Idle(self.rank, start, end, Cause.TRANSFER, before, self.awaited[name], self.rank)
             elif name:
-                yield Kept(self.rank, start, end, Cause.OVERHEAD, before, kind=name)
+                yield NamedIdle(self.rank, start, end, Cause.OVERHEAD, before, kind=name)
             elif before is None:
                 on_rank, last = self.timeline.last_action
                 yield Idle(self.rank, start, end, Cause.DRAIN, None, last, on_rank)

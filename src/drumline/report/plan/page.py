@@ -16,7 +16,7 @@ from drumline.plan.layouts.explain import Explanation, Reasons
 from drumline.plan.layouts.planner import ClusterPlan
 from drumline.report.draw.chart import Bar, Series, bars, chart
 from drumline.report.draw.html import asset, page_with
-from drumline.report.draw.markup import Part, bar_row, bar_rows, card, cards, legend_html, safe, table_html
+from drumline.report.draw.markup import BarPart, bar_row, bar_rows, card, cards, legend_html, safe, table_html
 from drumline.report.draw.scene import document
 from drumline.report.plan import text
 
@@ -95,11 +95,9 @@ def _cards(told: Explanation) -> str:
 
 def _seconds(plan: ClusterPlan) -> str:
     """Return the seconds of the best layouts, each as a stacked bar."""
-    longest = max(one.seconds for one in plan.best)
-    rows = [_bar(one, one.estimate.seconds, text.SECONDS, longest, _time, one.seconds) for one in plan.best]
-    spent = {
-        item for item in text.SECONDS for one in plan.best if getattr(one.estimate.seconds, item) > 1e-9 * one.seconds
-    }
+    longest = max(choice.seconds for choice in plan.best)
+    rows = [_bar(choice, choice.estimate.seconds, text.SECONDS, longest, _time, choice.seconds) for choice in plan.best]
+    spent = {item for item in text.SECONDS for c in plan.best if getattr(c.estimate.seconds, item) > 1e-9 * c.seconds}
     used = [(item, name) for item, name in text.SECONDS.items() if item in spent]
     table = table_html(["part of the chosen step", "seconds", "share"], text.seconds_rows(plan.chosen, _time))
     note = "The table shows the busiest rank. The others wait longer: the bubble is the idle share of all ranks."
@@ -109,7 +107,7 @@ def _seconds(plan: ClusterPlan) -> str:
 def _bytes(plan: ClusterPlan) -> str:
     """Return the bytes of the best layouts, compared with what a device may hold."""
     limit = plan.limit_bytes
-    rows = [_bar(one, one.estimate.bytes, text.BYTES, limit, size_text, one.bytes) for one in plan.best]
+    rows = [_bar(choice, choice.estimate.bytes, text.BYTES, limit, size_text, choice.bytes) for choice in plan.best]
     table = table_html(["part of the fullest device", "bytes", "share"], text.bytes_rows(plan.chosen))
     note = f'<p class="note">A full bar is {size_text(limit)}, the most that a device may hold.</p>'
     return card("What a device holds", bar_rows(rows) + legend_html(text.BYTES.items()) + note + table)
@@ -118,10 +116,10 @@ def _bytes(plan: ClusterPlan) -> str:
 def _best(told: Explanation) -> str:
     header = ["", "mesh", "settings", "step", "bubble", "per device", "why it loses"]
     rows = []
-    for number, one in enumerate(told.best, 1):
-        choice = one.choice
+    for number, plan in enumerate(told.best, 1):
+        choice = plan.choice
         took = (_time(choice.seconds), f"{choice.estimate.bubble:.1%}", size_text(choice.bytes))
-        rows.append([str(number), str(choice.mesh), text.settings_text(choice), *took, one.sentence or "chosen"])
+        rows.append([str(number), str(choice.mesh), text.settings_text(choice), *took, plan.sentence or "chosen"])
     survey = told.plan.survey
     note = (
         f'<p class="note">The best layout of each mesh, out of {counted(survey.num_layouts, "layout")}; '
@@ -132,15 +130,13 @@ def _best(told: Explanation) -> str:
 
 
 def _changes(reasons: Reasons) -> str:
-    rows = [[one.kind, _time(one.choice.seconds), size_text(one.choice.bytes), one.sentence] for one in reasons.changes]
+    rows = [[c.kind, _time(c.choice.seconds), size_text(c.choice.bytes), c.sentence] for c in reasons.changes]
     listed = table_html(["change", "step", "per device", "result"], rows, words=(3,))
     return card("The choice with one setting changed", listed, wide=True)
 
 
 def _more(reasons: Reasons) -> str:
-    items = "".join(
-        f"<li><b class='gain'>{_gain(one.gain)}</b><span>{safe(str(one))}</span></li>" for one in reasons.margins
-    )
+    items = "".join(f"<li><b class='gain'>{_gain(m.gain)}</b><span>{safe(str(m))}</span></li>" for m in reasons.margins)
     return card("What more hardware would gain", f'<ol class="remedies">{items}</ol>')
 
 
@@ -168,12 +164,12 @@ def _ranks(plan: ClusterPlan) -> str:
 def _launch(launch: Launch) -> str:
     parts = []
     for config in launch.configs:
-        missing = "".join(f"<li>{safe(one)}</li>" for one in config.missing)
+        missing = "".join(f"<li>{safe(name)}</li>" for name in config.missing)
         said = f"<p class='note'>The file cannot express:</p><ul>{missing}</ul>" if missing and config.starts else ""
         start = f"<pre>{safe(config.command)}</pre>"
         if not config.starts:
             lines = text.not_started(config, alone=len(launch.configs) == 1)
-            start = "".join(f"<p class='note'>{safe(one)}</p>" for one in lines)
+            start = "".join(f"<p class='note'>{safe(line)}</p>" for line in lines)
         parts.append(
             f"<h3>{safe(config.framework)}</h3>{start}{said}"
             f"<details><summary>{safe(config.file)}</summary><pre>{safe(config.text)}</pre></details>"
@@ -186,14 +182,14 @@ def _bar(
 ) -> str:
     """Return a row: a layout's mesh, its items as a stacked bar, and their total."""
     sizes = {item: getattr(items, item) for item in names}
-    parts = [Part(item, size, f"{names[item]} {written(size)}") for item, size in sizes.items() if size > 0]
+    parts = [BarPart(item, size, f"{names[item]} {written(size)}") for item, size in sizes.items() if size > 0]
     return bar_row(str(choice.mesh), parts, whole, written(total))
 
 
 def best_svg(plan: ClusterPlan) -> str:
     """Return the best layout of each mesh as stacked bars of seconds."""
-    took = [{name: getattr(one.estimate.seconds, item) for item, name in text.SECONDS.items()} for one in plan.best]
-    rows = [Bar(str(one.mesh), parts, duration(one.seconds)) for one, parts in zip(plan.best, took, strict=True)]
+    took = [{name: getattr(rival.estimate.seconds, item) for item, name in text.SECONDS.items()} for rival in plan.best]
+    rows = [Bar(str(rival.mesh), parts, duration(rival.seconds)) for rival, parts in zip(plan.best, took, strict=True)]
     hues = {text.SECONDS[item]: hue for item, hue in HUES.items()}
     title = f"{plan.transformer.name} on {plan.cluster.num_devices} x {plan.cluster.device.name}"
     return bars(rows, hues, title=title, x_label="seconds per step, best layout of each mesh", width=900)
@@ -205,10 +201,10 @@ def pareto_chart(plan: ClusterPlan, reasons: Reasons) -> str:
     def point(choice: Choice) -> tuple[float, float]:
         return choice.bytes / _GIB, plan.tokens_per_second(choice) / 1e3
 
-    front, limit = [point(one) for one in reasons.pareto], plan.limit_bytes / _GIB
-    others = [point(one) for one in (*plan.best[1:], *(change.choice for change in reasons.changes))]
+    front, limit = [point(choice) for choice in reasons.pareto], plan.limit_bytes / _GIB
+    others = [point(choice) for choice in (*plan.best[1:], *(change.choice for change in reasons.changes))]
     most = 1.05 * max(x for x, _ in front)
-    shown = [one for one in others if one[0] <= most]
+    shown = [other for other in others if other[0] <= most]
     series = [
         Series("fastest layout with this much memory", front),
         Series("limit of a device", [(limit, 0.0), (limit, max(y for _, y in front))], dashed=True),
@@ -230,7 +226,7 @@ def scaling_chart(reasons: Reasons) -> str:
     """Plot strong and weak scaling: throughput per device, relative to the smallest cluster."""
     series = []
     for name, words in (("strong", "strong: the same batch"), ("weak", "weak: the batch grows with the devices")):
-        points = [(float(one.devices), one.efficiency) for one in reasons.scaling[name] if one.efficiency is not None]
+        points = [(float(dot.devices), dot.efficiency) for dot in reasons.scaling[name] if dot.efficiency is not None]
         if points:
             series.append(Series(words, points))
     return chart(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from drumline.core.action import Op
 from drumline.core.files import MIB
-from drumline.plan.device.blocks import Profile, Times
+from drumline.plan.device.blocks import OpTimes, Profile
 from drumline.plan.device.model_profile import ModelProfile
 from drumline.report.draw.chart import Bar, bars
 from drumline.report.draw.html import picture_page
@@ -41,7 +41,7 @@ def profile_text(profile: ModelProfile, *, width: int = 120) -> str:
     lines += [
         "",
         f"each action adds {own.action * 1e6:.0f} us in a pipeline, where blocks take"
-        f" {' '.join(f'{one:.2f}' for one in profile.paces) or '1.00'} times as long (by rows)",
+        f" {' '.join(f'{pace:.2f}' for pace in profile.paces) or '1.00'} times as long (by rows)",
         f"a step begins with {own.begin * 1e6:.0f} us, and ends with {own.end.seconds * 1e6:.0f} us plus"
         f" {own.end.seconds_per_byte * MIB * 1e6:.0f} us per MiB of gradients",
     ]
@@ -51,22 +51,26 @@ def profile_text(profile: ModelProfile, *, width: int = 120) -> str:
 def _blocks(profile: Profile, width: int) -> str:
     header = ["block", "F ms", "B ms", "I ms", "W ms", "held MiB", "until W", "recomputed", "weights", "output"]
     rows = []
-    for at, one in enumerate(profile.layers):
+    for at, layer in enumerate(profile.layers):
         received = profile.layers[at - 1].output_bytes if at else 0
-        held = (one.activation_bytes + one.start_bytes, one.held_until_weight_bytes, received + one.checkpoint_bytes)
-        sizes = (f"{size / MIB:.2f}" for size in (*held, one.weight_bytes, one.output_bytes))
-        rows.append([one.name, *(f"{getattr(one.times, name) * 1e3:.2f}" for name in _TIMES), *sizes])
+        held = (
+            layer.activation_bytes + layer.start_bytes,
+            layer.held_until_weight_bytes,
+            received + layer.checkpoint_bytes,
+        )
+        sizes = (f"{size / MIB:.2f}" for size in (*held, layer.weight_bytes, layer.output_bytes))
+        rows.append([layer.name, *(f"{getattr(layer.times, name) * 1e3:.2f}" for name in _TIMES), *sizes])
     return table(header, rows, width=width)
 
 
 def _sizes(profile: ModelProfile, width: int) -> str:
     header = ["rows", "F ms", "B ms", "I + W ms", "ms per row", "held MiB", "until W MiB", "largest message MiB"]
     lines = []
-    for rows, one in profile.sizes:
-        total = Times(*(sum(getattr(each.times, name) for each in one.layers) for name in _TIMES))
-        held = sum(each.activation_bytes for each in one.layers)
-        until = sum(each.held_until_weight_bytes for each in one.layers)
-        message = max((each.output_bytes for each in one.layers[:-1]), default=0)
+    for rows, other in profile.sizes:
+        total = OpTimes(*(sum(getattr(each.times, name) for each in other.layers) for name in _TIMES))
+        held = sum(each.activation_bytes for each in other.layers)
+        until = sum(each.held_until_weight_bytes for each in other.layers)
+        message = max((each.output_bytes for each in other.layers[:-1]), default=0)
         split = total.backward_input + total.backward_weight
         seconds = (total.forward, total.backward, split, total.total(split=False) / rows)
         sizes = (f"{size / MIB:.2f}" for size in (held, until, message))
@@ -77,19 +81,19 @@ def _sizes(profile: ModelProfile, width: int) -> str:
 def _links(profile: ModelProfile, width: int) -> str:
     header = ["link", "latency us", "GB/s", *(f"{size / 1024:.0f} KiB us" for size, _ in profile.links[0].points)]
     rows = []
-    for one in profile.links:
-        speed = one.line.bytes_per_second / 1e9
-        points = (f"{seconds * 1e6:.0f}" for _, seconds in one.points)
-        rows.append([f"{one.source} -> {one.target}", f"{one.line.seconds * 1e6:.0f}", f"{speed:.2f}", *points])
+    for link in profile.links:
+        speed = link.line.bytes_per_second / 1e9
+        points = (f"{seconds * 1e6:.0f}" for _, seconds in link.points)
+        rows.append([f"{link.source} -> {link.target}", f"{link.line.seconds * 1e6:.0f}", f"{speed:.2f}", *points])
     return table(header, rows, width=width)
 
 
 def profile_svg(profile: ModelProfile) -> str:
     """Return an SVG document: every block's seconds as a bar of F, I and W, at the largest microbatch size."""
     rows, largest = profile.sizes[-1]
-    parts = ({letter: 1e3 * getattr(one.times, name) for name, (letter, _) in _PARTS.items()} for one in largest.layers)
+    parts = ({letter: 1e3 * getattr(p.times, name) for name, (letter, _) in _PARTS.items()} for p in largest.layers)
     return bars(
-        [Bar(one.name, times) for one, times in zip(largest.layers, parts, strict=True)],
+        [Bar(part.name, times) for part, times in zip(largest.layers, parts, strict=True)],
         {letter: SHADES[op].edge for letter, op in _PARTS.values()},
         title=f"{profile.model.name}: microbatch of {rows}, milliseconds per block",
         x_label=f"{profile.device}, {profile.num_ranks} ranks at once",

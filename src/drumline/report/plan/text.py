@@ -46,7 +46,7 @@ def plan_text(told: Explanation, *, width: int = 100, framework: str = "drumline
     if told.reasons is not None:
         traffic = ["sent per step", "mesh", *VOLUMES, "step", "fits"]
         parts += [
-            _wrapped(["What more hardware would gain:", *(f"- {one}" for one in told.reasons.margins)], width),
+            _wrapped(["What more hardware would gain:", *(f"- {margin}" for margin in told.reasons.margins)], width),
             table(SCALING, scaling_rows(told.plan, told.reasons), width=width),
             table(traffic, traffic_rows(told.plan, told.reasons), width=width, left=2),
         ]
@@ -83,15 +83,13 @@ def settings_text(choice: Choice) -> str:
 def seconds_rows(chosen: Choice, written: Callable[[float], str] = duration) -> list[list[str]]:
     """Return seconds and shares of a step as rows of text, without items of 0."""
     took = {name: getattr(chosen.estimate.seconds, item) for item, name in SECONDS.items()}
-    return [
-        [name, written(one), f"{one / chosen.seconds:.1%}"] for name, one in took.items() if one > 1e-9 * chosen.seconds
-    ]
+    return [[name, written(v), f"{v / chosen.seconds:.1%}"] for name, v in took.items() if v > 1e-9 * chosen.seconds]
 
 
 def bytes_rows(chosen: Choice, *, every: bool = True) -> list[list[str]]:
     """Return what a device holds and its shares as rows of text, without items of 0 unless `every`."""
     held = {name: getattr(chosen.estimate.bytes, item) for item, name in BYTES.items()}
-    return [[name, size_text(one), f"{one / chosen.bytes:.1%}"] for name, one in held.items() if every or one > 0]
+    return [[name, size_text(item), f"{item / chosen.bytes:.1%}"] for name, item in held.items() if every or item > 0]
 
 
 def _items(chosen: Choice, width: int) -> str:
@@ -105,14 +103,14 @@ def _items(chosen: Choice, width: int) -> str:
 def _best(told: Explanation, width: int) -> str:
     header = ["", "mesh", "schedule", "microbatch", "ZeRO", "recompute", "step", "bubble", "per device"]
     rows = []
-    for number, one in enumerate(told.plan.best, 1):
-        layout = one.layout
+    for number, choice in enumerate(told.plan.best, 1):
+        layout = choice.layout
         stages = f" x{layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
-        schedule = one.schedule + stages if layout.pipeline > 1 else "-"
-        settings = (number, one.mesh, schedule, layout.microbatch, layout.zero, layout.recompute)
-        figures = (duration(one.seconds), f"{one.estimate.bubble:.1%}", size_text(one.bytes))
+        schedule = choice.schedule + stages if layout.pipeline > 1 else "-"
+        settings = (number, choice.mesh, schedule, layout.microbatch, layout.zero, layout.recompute)
+        figures = (duration(choice.seconds), f"{choice.estimate.bubble:.1%}", size_text(choice.bytes))
         rows.append([*map(str, settings), *figures])
-    reasons = [f"{number}. {one}" for number, one in enumerate(told.best, 1) if one.sentence]
+    reasons = [f"{number}. {alternative}" for number, alternative in enumerate(told.best, 1) if alternative.sentence]
     count = f"The best layout of each mesh, out of {counted(told.plan.survey.num_layouts, 'layout')}:"
     shown = [_wrapped([count], width), "", table(header, rows, width=width, left=3, keep=("mesh", "step"))]
     if reasons:
@@ -127,18 +125,18 @@ def _best(told: Explanation, width: int) -> str:
 def searched_lines(plan: ClusterPlan) -> Iterator[str]:
     """Yield what searching for programs found."""
     yield "Searched programs, which count if they are more than 1% faster than every schedule:"
-    for one in plan.searched:
-        away = f"at most {one.gap:.1%} from the shortest" if one.gap > _PROVEN else "proven to be the shortest"
-        saved = f"{one.gain:.1%} less than with" if one.gain > _PROVEN else "not less than with"
-        stages = f"{one.start.layout.schedule} x{one.start.layout.stages_per_rank}"
-        yield f"- {one.choice.mesh}: {duration(one.choice.seconds)}, {saved} {stages}; its program is {away}"
+    for program in plan.searched:
+        away = f"at most {program.gap:.1%} from the shortest" if program.gap > _PROVEN else "proven to be the shortest"
+        saved = f"{program.gain:.1%} less than with" if program.gain > _PROVEN else "not less than with"
+        stages = f"{program.start.layout.schedule} x{program.start.layout.stages_per_rank}"
+        yield f"- {program.choice.mesh}: {duration(program.choice.seconds)}, {saved} {stages}; its program is {away}"
     if plan.chosen.program is not None:
         yield "--out plan.csv writes the program, and --out plan.toml writes it beside the config."
 
 
 def band_lines(plan: ClusterPlan) -> list[str]:
     """Return the layouts that are as fast as the choice, within what an estimate can tell."""
-    lines = [f"- {one.mesh}: {settings_text(one)}; {duration(one.seconds)}" for one in plan.band[:_SHOWN]]
+    lines = [f"- {choice.mesh}: {settings_text(choice)}; {duration(choice.seconds)}" for choice in plan.band[:_SHOWN]]
     more = len(plan.band) - _SHOWN
     rest = [f"- and {counted(more, 'other')}"] if more > 0 else []
     return ["Within 1% of the fastest; of these, the first sends the fewest bytes:", *lines, *rest]
@@ -160,9 +158,9 @@ def scaling_rows(plan: ClusterPlan, reasons: Reasons) -> list[list[str]]:
 def traffic_rows(plan: ClusterPlan, reasons: Reasons) -> list[list[str]]:
     """Return what a device sends, as rows of text."""
     rows = []
-    for name, one in reasons.traffic:
-        sent = (size_text(getattr(one.estimate.volumes, volume)) for volume in VOLUMES)
-        rows.append([name, str(one.mesh), *sent, duration(one.seconds), "yes" if plan.fits(one) else "no"])
+    for name, choice in reasons.traffic:
+        sent = (size_text(getattr(choice.estimate.volumes, volume)) for volume in VOLUMES)
+        rows.append([name, str(choice.mesh), *sent, duration(choice.seconds), "yes" if plan.fits(choice) else "no"])
     return rows
 
 
@@ -171,14 +169,14 @@ def _launch(config: Config, width: int, *, alone: bool = False) -> str:
         return _wrapped(list(not_started(config, alone=alone)), width)
     lines = [f"{'On every node' if '--nnodes' in config.command else 'Start it'}: {config.command}"]
     if config.missing:
-        lines += ["The file cannot express:", *(f"- {one}" for one in config.missing)]
+        lines += ["The file cannot express:", *(f"- {name}" for name in config.missing)]
     return _wrapped(lines, width)
 
 
 def not_started(config: Config, *, alone: bool = False) -> Iterator[str]:
     """Yield why Drumline does not run a plan, and what does; nothing else does if it is `alone`."""
     yield "`drumline train` does not run this plan:"
-    yield from (f"- {one}" for one in config.missing)
+    yield from (f"- {name}" for name in config.missing)
     yield "With --launch drumline, plans have only the ZeRO stages and the recomputation that it runs."
     if not alone:
         yield "--launch torchtitan and --launch megatron print commands that do."

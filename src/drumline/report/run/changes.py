@@ -27,10 +27,10 @@ def changes_of(decisions: Sequence[Line]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for line in decisions:
         if "of" in line:
-            for one in found:
-                if one["decided"] == line["of"] and one["kind"] == line["kind"]:
-                    one |= {"real": _number(line, "real"), "without": _number(line, "without")}
-                    one["kept"] = line.get("kept") is not False
+            for entry in found:
+                if entry["decided"] == line["of"] and entry["kind"] == line["kind"]:
+                    entry |= {"real": _number(line, "real"), "without": _number(line, "without")}
+                    entry["kept"] = line.get("kept") is not False
         elif line.get("kind") == "move":
             before, after = (_blocks(line.get(f"balance_{when}")) for when in ("before", "after"))
             seconds = line.get("seconds")

@@ -120,7 +120,7 @@ class LiveRun:
         """Return the share of the makespan in which each rank did not compute."""
         makespan = self.line.get("pp/makespan_seconds")
         busy = (self.line.get(f"pp/rank{rank}/busy_seconds") for rank in range(self.program.num_ranks))
-        return [None if one is None or not makespan else max(0.0, 1.0 - one / makespan) for one in busy]
+        return [None if share is None or not makespan else max(0.0, 1.0 - share / makespan) for share in busy]
 
     def _queues(self) -> dict[tuple[int, int], float]:
         found = ((_EDGE.fullmatch(name), depth) for name, depth in self.line.items())

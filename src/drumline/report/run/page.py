@@ -14,8 +14,8 @@ from drumline.core.timeline.timeline import Timeline
 from drumline.core.units import duration, number, percent, size_text
 from drumline.report.draw.html import asset, page_with
 from drumline.report.draw.markup import (
-    Curve,
-    Part,
+    BarPart,
+    PlotLine,
     bar_row,
     bar_rows,
     card,
@@ -43,13 +43,13 @@ def run_page(reports: Sequence[RunReport], *, opening: str = "") -> str:
     """Return the page of one run, or of several side by side; `opening` is markup to begin with."""
     timelines: list[Timeline] = []
     names = []
-    for one in reports:
-        prefix = f"{one.name}: " if len(reports) > 1 else ""
-        timelines += [one.seen.measured, one.seen.simulated]
-        names += [f"{prefix}measured, step {one.seen.step}", f"{prefix}simulated, same seconds of every action"]
+    for report in reports:
+        prefix = f"{report.name}: " if len(reports) > 1 else ""
+        timelines += [report.seen.measured, report.seen.simulated]
+        names += [f"{prefix}measured, step {report.seen.step}", f"{prefix}simulated, same seconds of every action"]
     data = document(timelines, title=_title(reports), advice=_advice(reports), names=names, seconds=True)
     data["strips"] = len(reports) == 1  # memory and queues, which the toolbar shows and hides
-    figures = [one.figures() for one in reports]
+    figures = [report.figures() for report in reports]
     above = _contents(figures) + opening + _above(figures)
     return page_with(data, panel=above, below=_below(figures), style=asset("report.css"))
 
@@ -64,16 +64,16 @@ def _title(reports: Sequence[RunReport]) -> str:
 def _advice(reports: Sequence[RunReport]) -> str:
     if len(reports) == 1:
         return reports[0].advice.sentence
-    busy = [one for one in reports if one.steadiness.busy]
+    busy = [report for report in reports if report.steadiness.busy]
     if busy:
         return f"{busy[0].name}: {busy[0].steadiness.sentence} Times of these runs cannot be compared."
     fastest, *others = sorted(reports, key=_makespan)
-    best, least = _makespan(fastest), max(_TOLD_APART, *(one.steadiness.spread or 0.0 for one in reports))
-    near = [one for one in others if _makespan(one) <= (1 + least) * best]
+    best, least = _makespan(fastest), max(_TOLD_APART, *(report.steadiness.spread or 0.0 for report in reports))
+    near = [other for other in others if _makespan(other) <= (1 + least) * best]
     if not near:
         less = 1 - best / _makespan(others[0])
         return f"{fastest.name} has the shortest step: {duration(best)}, {less:.0%} less than {others[0].name}."
-    named = [one.name for one in (fastest, *near)]
+    named = [report.name for report in (fastest, *near)]
     listed = f"{', '.join(named[:-1])} and {named[-1]}" if len(near) <= _LISTED else f"{len(named)} runs"
     return (
         f"{listed} take about the same time for a step: {duration(best)} to {duration(_makespan(near[-1]))}."
@@ -138,10 +138,10 @@ def _cards(run: Figures) -> str:
 
 def _remedies(run: Figures) -> str:
     items = []
-    for one in run["advice"]["remedies"]:
-        gain = f'<b class="gain">{-one["gain"]:+.0%}</b>' if one["gain"] > 0 else '<b class="gain none"></b>'
-        note = f' <span class="note">{safe(one["assumes"])}</span>' if one["assumes"] else ""
-        items.append(f"<li>{gain}<span>{safe(one['sentence'])}{note}</span></li>")
+    for remedy in run["advice"]["remedies"]:
+        gain = f'<b class="gain">{-remedy["gain"]:+.0%}</b>' if remedy["gain"] > 0 else '<b class="gain none"></b>'
+        note = f' <span class="note">{safe(remedy["assumes"])}</span>' if remedy["assumes"] else ""
+        items.append(f"<li>{gain}<span>{safe(remedy['sentence'])}{note}</span></li>")
     listed = f'<ol class="remedies">{"".join(items)}</ol>' if items else f"<p>{safe(run['advice']['sentence'])}</p>"
     return card("What to change", listed, wide=True)
 
@@ -152,7 +152,7 @@ def _comparison(runs: Sequence[Figures]) -> str:
         ("simulated", lambda run: run["simulated_makespan"], _time),
         ("bubble", lambda run: run["bubble"], percent),
         ("overhead and jitter", lambda run: run["overhead_share"], percent),
-        ("slowest stage", lambda run: max(one["seconds"] for one in run["per_stage"]), _time),
+        ("slowest stage", lambda run: max(stage["seconds"] for stage in run["per_stage"]), _time),
     ]
     least = [min(value(run) for run in runs) for _, value, _ in columns]
     rows = []
@@ -164,7 +164,7 @@ def _comparison(runs: Sequence[Figures]) -> str:
         ]
         swatch = f'<svg class="swatch"><rect class="part {run_class(order)}"/></svg>'
         plain = (run["schedule"], run["ranks"], run["microbatches"], fullest(run["per_rank"]), run["num_steps"])
-        cells += [f"<td>{safe(one)}</td>" for one in plain]
+        cells += [f"<td>{safe(cell)}</td>" for cell in plain]
         rows.append(f"<tr><td>{swatch} {safe(run['name'])}</td>{''.join(cells)}</tr>")
     names = ["run", *(name for name, _, _ in columns), "schedule", "ranks", "microbatches", "peak stash", "steps"]
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
@@ -173,12 +173,12 @@ def _comparison(runs: Sequence[Figures]) -> str:
 
 def _ranks(run: Figures) -> str:
     """Return every rank's step by what it did, as bars and as a table."""
-    longest = max(one["step_seconds"] for one in run["per_rank"])
+    longest = max(rank["step_seconds"] for rank in run["per_rank"])
     bars, rows = [], []
-    for one in run["per_rank"]:
-        parts = [Part(part, one[part], f"{part} {_time(one[part])}") for part in PARTS]
-        bars.append(bar_row(f"rank {one['rank']}", parts, longest, _time(one["step_seconds"])))
-        rows.append([str(one["rank"]), *(_time(one[part]) for part in PARTS), percent(one["idle_share"])])
+    for rank in run["per_rank"]:
+        parts = [BarPart(part, rank[part], f"{part} {_time(rank[part])}") for part in PARTS]
+        bars.append(bar_row(f"rank {rank['rank']}", parts, longest, _time(rank["step_seconds"])))
+        rows.append([str(rank["rank"]), *(_time(rank[part]) for part in PARTS), percent(rank["idle_share"])])
     keys = legend_html((part, part) for part in PARTS)
     table = table_html(["rank", *PARTS, "idle"], rows)
     return card("Where each rank's step went", f"{bar_rows(bars)}{keys}{table}")
@@ -197,7 +197,7 @@ def _causes(run: Figures) -> str:
         ):
             found = run[which]["idle_by_cause"]
             idle = {cause: found[cause][rank] for cause in causes if cause in found}
-            parts = [Part(cause, seconds, f"{cause} {_time(seconds)}") for cause, seconds in idle.items()]
+            parts = [BarPart(cause, seconds, f"{cause} {_time(seconds)}") for cause, seconds in idle.items()]
             kind = "thin" if which == "simulated" else ""
             about = f"rank {rank}, {which}"
             bars.append(bar_row(name, parts, whole, percent(share), about=about, kind=kind))
@@ -207,25 +207,25 @@ def _causes(run: Figures) -> str:
 
 def _stages(run: Figures) -> str:
     """Return the seconds of a microbatch in every stage, with the slowest marked."""
-    slowest = max(one["seconds"] for one in run["per_stage"])
+    slowest = max(stage["seconds"] for stage in run["per_stage"])
     bars = []
-    for one in run["per_stage"]:
-        parts = [Part(op, one[op], f"{op} {_time(one[op])}") for op in ("forward", "backward")]
-        kind = "slowest" if one["stage"] == run["slowest_stage"] else ""
-        bars.append(bar_row(f"stage {one['stage']}", parts, slowest, _time(one["seconds"]), kind=kind))
-        if one["blocks"]:
-            ranks = " and ".join(map(str, one["ranks"]))
-            bars.append(f'<p class="note under">{safe(_blocks(one["blocks"]))}, rank {ranks}</p>')
+    for stage in run["per_stage"]:
+        parts = [BarPart(op, stage[op], f"{op} {_time(stage[op])}") for op in ("forward", "backward")]
+        kind = "slowest" if stage["stage"] == run["slowest_stage"] else ""
+        bars.append(bar_row(f"stage {stage['stage']}", parts, slowest, _time(stage["seconds"]), kind=kind))
+        if stage["blocks"]:
+            ranks = " and ".join(map(str, stage["ranks"]))
+            bars.append(f'<p class="note under">{safe(_blocks(stage["blocks"]))}, rank {ranks}</p>')
     keys = legend_html((op, op) for op in ("forward", "backward"))
     return card("Seconds of a microbatch by stage", f"{bar_rows(bars)}{keys}")
 
 
 def _held(run: Figures) -> str:
     """Return peaks: what each rank stashed, and how many messages waited on each edge."""
-    weighed = all(one["peak_stash_bytes"] is not None for one in run["per_rank"])
+    weighed = all(rank["peak_stash_bytes"] is not None for rank in run["per_rank"])
     key = "peak_stash_bytes" if weighed else "peak_pairs"
     written: Callable[[Any], str] = size_text if weighed else partial(counted, word="pair")
-    stashes = {f"rank {one['rank']}": one[key] for one in run["per_rank"]}
+    stashes = {f"rank {rank['rank']}": rank[key] for rank in run["per_rank"]}
     queues = {edge.replace("->", " → "): depth for edge, depth in run["measured"]["peak_queue"].items()}
     waiting = f"<h3>Most messages waiting</h3>{_peaks('queue', queues, str)}" if queues else ""
     return card("Peak stash", _peaks("stash", stashes, written) + waiting)
@@ -234,7 +234,7 @@ def _held(run: Figures) -> str:
 def _peaks(kind: str, peaks: Mapping[str, float], written: Callable[[Any], str]) -> str:
     most = max(peaks.values())
     shown = ((name, peak, written(peak)) for name, peak in peaks.items())
-    return bar_rows(bar_row(name, [Part(kind, peak, text)], most, text) for name, peak, text in shown)
+    return bar_rows(bar_row(name, [BarPart(kind, peak, text)], most, text) for name, peak, text in shown)
 
 
 def _steps(runs: Sequence[Figures]) -> str:
@@ -248,12 +248,12 @@ def _steps(runs: Sequence[Figures]) -> str:
     ]
     figures = []
     for key, name, written, from_zero in wanted:
-        known = [[(one["step"], one[key]) for one in run["per_step"] if one[key] is not None] for run in runs]
-        lines = [Curve(run_class(at), run["name"], known[at]) for at, run in enumerate(runs)]
+        known = [[(step["step"], step[key]) for step in run["per_step"] if step[key] is not None] for run in runs]
+        lines = [PlotLine(run_class(at), run["name"], known[at]) for at, run in enumerate(runs)]
         values = [value for line in lines for _, value in line.points]
         if len(values) > 1:
             high, low = max(values), 0.0 if from_zero else min(values)
-            marks = [one["step"] for run in runs for one in run["changes"]]
+            marks = [change["step"] for run in runs for change in run["changes"]]
             figures.append(curves(name, lines, written, low=low, high=high, marks=marks))
     if not figures:
         return ""
@@ -267,7 +267,7 @@ def _changes(run: Figures) -> str:
     """Return what was changed while the run went on, as a table; empty if nothing was."""
     if not run["changes"]:
         return ""
-    rows = [cells(one) for one in run["changes"]]
+    rows = [cells(change) for change in run["changes"]]
     table = table_html(HEADER, rows, words=(1, 2, 3, 4))
     return f'<section class="report">{card("What was changed while it ran", table, wide=True)}</section>'
 

@@ -38,7 +38,7 @@ def plots(reports: Sequence[RunReport], *, file_type: str) -> bytes:
     matplotlib = needed("matplotlib", extra="viz")
     pyplot = needed("matplotlib.figure", extra="viz")
     with matplotlib.rc_context(_STYLE):
-        heights = [1.2 + 0.5 * one.seen.program.num_ranks for one in reports]
+        heights = [1.2 + 0.5 * run_report.seen.program.num_ranks for run_report in reports]
         figure = pyplot.Figure(figsize=(11, sum(heights) + 0.4 * len(heights)), layout="constrained")
         rows = figure.subfigures(len(reports), 1, squeeze=False, height_ratios=heights)
         for (row,), report in zip(rows, reports, strict=True):
@@ -98,9 +98,9 @@ def _timeline(axis: Any, timeline: Timeline, name: str, *, end: float) -> None:
             linewidth=0.3,
         )
         for cause, hatch in IDLE.items():
-            gaps = [one for one in timeline.causes_by_rank[rank] if one.cause is cause]
+            gaps = [idle for idle in timeline.causes_by_rank[rank] if idle.cause is cause]
             axis.broken_barh(
-                [((one.start - timeline.start) * _MILLI, one.seconds * _MILLI) for one in gaps],
+                [((gap.start - timeline.start) * _MILLI, gap.seconds * _MILLI) for gap in gaps],
                 (rank - 0.4, 0.8),
                 facecolors="none",
                 edgecolor=hatch.light,
@@ -120,7 +120,7 @@ def _causes(axis: Any, report: RunReport) -> None:
     found = idle_by_cause(measured)
     ranks = range(measured.num_ranks)
     left = [0.0] * len(ranks)
-    for cause in (one for one in Cause if one in found):
+    for cause in (reason for reason in Cause if reason in found):
         shares = [100 * seconds / measured.makespan for seconds in found[cause]]
         axis.barh(ranks, shares, left=left, height=0.7, color=IDLE[cause].light, label=cause.value)
         left = [a + b for a, b in zip(left, shares, strict=True)]
@@ -130,10 +130,10 @@ def _causes(axis: Any, report: RunReport) -> None:
 
 
 def _steps(axis: Any, report: RunReport) -> None:
-    points = [(one["step"], 100 * one["utilisation"]) for one in report.steps if one["utilisation"] is not None]
+    points = [(step["step"], 100 * step["utilisation"]) for step in report.steps if step["utilisation"] is not None]
     axis.plot([step for step, _ in points], [share for _, share in points], color="#0b6aa8", linewidth=1)
-    for one in report.changes:
-        axis.axvline(one["step"], color=MUTED, linewidth=0.8, linestyle="--")
+    for change in report.changes:
+        axis.axvline(change["step"], color=MUTED, linewidth=0.8, linestyle="--")
     axis.set_ylim(0, 100)
     axis.set_title("utilisation by step, %", loc="left", fontsize=8)
     axis.set_xlabel("step")

@@ -42,7 +42,7 @@ CURVES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observed(Evidence):
+class ObservedStep(Evidence):
     """One step of our own run; its costs come from `pooled` similar steps."""
 
     measured: Measured
@@ -50,7 +50,7 @@ class Observed(Evidence):
     pooled: tuple[int, ...]
 
 
-def observe(run: Run, step: int | None = None) -> Observed:
+def observe(run: Run, step: int | None = None) -> ObservedStep:
     """Collect what a report needs; RecordError says what is missing."""
     steps, metrics = run.steps, run.metrics()
     near = [step] if step is not None else _typical(_of_one_program(metrics), steps)
@@ -58,8 +58,8 @@ def observe(run: Run, step: int | None = None) -> Observed:
     measured = run.timeline(chosen)
     number = measured.records[0].step
     pooled = tuple(near or [number])
-    timelines = [measured if one == number else run.timeline(one) for one in pooled]
-    return Observed(
+    timelines = [measured if index == number else run.timeline(index) for index in pooled]
+    return ObservedStep(
         measured=measured,
         simulated=replay(measured),
         costs=costs_of(timelines),
@@ -74,7 +74,7 @@ def observe(run: Run, step: int | None = None) -> Observed:
 def _of_one_program(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the lines of the steps that ran by the program of most steps: others take other times.
 
-    >>> [one["step"] for one in _of_one_program([{"step": 0}, {"step": 1, "program": 2}, {"step": 2}])]
+    >>> [value["step"] for value in _of_one_program([{"step": 0}, {"step": 1, "program": 2}, {"step": 2}])]
     [0, 2]
     """
     counts = Counter(_program_in(line) for line in metrics)
@@ -93,7 +93,7 @@ def _typical(metrics: Sequence[dict[str, Any]], steps: Sequence[int]) -> list[in
     [2, 3, 1]
     """
     known = set(steps)
-    timed = [(one[MAKESPAN], one["step"]) for one in metrics if one.get(MAKESPAN) is not None and one["step"] in known]
+    timed = [(m[MAKESPAN], m["step"]) for m in metrics if m.get(MAKESPAN) is not None and m["step"] in known]
     ordered = [step for _, step in sorted(timed[1:] or timed)]
     first = max(0, (len(ordered) - _POOLED) // 2)
     return ordered[first : first + _POOLED]
@@ -103,7 +103,7 @@ def _typical(metrics: Sequence[dict[str, Any]], steps: Sequence[int]) -> list[in
 class RunReport:
     """One run: what was observed, and what to change."""
 
-    seen: Observed
+    seen: ObservedStep
     advice: Advice
     name: str
 
@@ -119,9 +119,9 @@ class RunReport:
             return Steadiness()  # steps are not equal work: rows and arrivals are the clients'
         mine = self.seen.measured.records[0].program
         lengths = [
-            one["makespan"]
-            for one in self.steps[1:]
-            if one["makespan"] is not None and one.get("program", mine) == mine
+            step["makespan"]
+            for step in self.steps[1:]
+            if step["makespan"] is not None and step.get("program", mine) == mine
         ]
         return Steadiness(spread_of(lengths), *machine_load(self.run.environment))
 
@@ -172,11 +172,11 @@ class RunReport:
         """Every step in the metrics: loss, throughput, times, and the share of time that ranks computed."""
         found = []
         for line in self.seen.metrics:
-            one = {name: line.get(metric) for name, metric in CURVES.items()}
-            bubble = one["bubble"]
+            entry = {name: line.get(metric) for name, metric in CURVES.items()}
+            bubble = entry["bubble"]
             if (number := _program_in(line)) or self._runs_several:
-                one["program"] = number
-            found.append({"step": line["step"], **one, "utilisation": None if bubble is None else 1.0 - bubble})
+                entry["program"] = number
+            found.append({"step": line["step"], **entry, "utilisation": None if bubble is None else 1.0 - bubble})
         return found
 
     @cached_property
@@ -190,7 +190,7 @@ class RunReport:
 
     def _middle(self, name: str) -> float | None:
         """Return the median of a metric over steps, if any has it."""
-        values = [one[name] for one in self.steps if one[name] is not None]
+        values = [step[name] for step in self.steps if step[name] is not None]
         return median(values) if values else None
 
     @property
@@ -274,11 +274,11 @@ def machine_load(environment: Mapping[str, Any]) -> tuple[float | None, int | No
     """
     ranks = environment.get("ranks")
     known = []
-    for one in ranks if isinstance(ranks, list) else ():
-        load, cores = (one.get("load"), one.get("cores")) if isinstance(one, dict) else (None, None)
+    for rank in ranks if isinstance(ranks, list) else ():
+        load, cores = (rank.get("load"), rank.get("cores")) if isinstance(rank, dict) else (None, None)
         if isinstance(load, int | float) and isinstance(cores, int) and cores:
             known.append((float(load), cores))
-    return max(known, key=lambda one: one[0] / one[1], default=(None, None))
+    return max(known, key=lambda pair: pair[0] / pair[1], default=(None, None))
 
 
 def reports_of(runs: Sequence[Run], *, step: int | None = None) -> list[RunReport]:
@@ -295,7 +295,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
     """
     parts = [path.resolve().parts for path in paths]
     for length in range(1, max(map(len, parts), default=0)):
-        names = ["/".join(one[-length:]) for one in parts]
+        names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(set(parts)):
             return names
     return [str(path) for path in paths]

@@ -18,7 +18,7 @@ from drumline.report.summary import counts
 
 def reports_text(reports: Sequence[RunReport], *, width: int = 100, colour: bool = False) -> str:
     """Return several reports one after the other, with a table that compares them on top."""
-    parts = [report_text(one, width=width, colour=colour) for one in reports]
+    parts = [report_text(report, width=width, colour=colour) for report in reports]
     if len(reports) > 1:
         parts.insert(0, runs_table(reports, width=width))
     return "\n\n".join(parts)
@@ -38,7 +38,7 @@ def report_text(report: RunReport, *, width: int = 100, colour: bool = False) ->
         *slow_link(report, slowest["seconds"]),
     ]
     picture = grid(seen.measured, width=width, colour=colour, figures=False)
-    advice = [report.advice.sentence, *(f"- {one}" for one in report.advice.others)]
+    advice = [report.advice.sentence, *(f"- {other}" for other in report.advice.others)]
     parts = [_wrapped(head, width), ranks_table(report, width=width), picture, *_changed(report, width)]
     return "\n\n".join([*parts, _wrapped(advice, width)])
 
@@ -46,8 +46,8 @@ def report_text(report: RunReport, *, width: int = 100, colour: bool = False) ->
 def _changed(report: RunReport, width: int) -> Iterator[str]:
     """Yield the table of what was changed while the run went on, if anything was."""
     if report.changes:
-        rows = [[cell for name, cell in zip(HEADER, cells(one), strict=True) if name != "why"]
-                for one in report.changes]  # fmt: skip
+        rows = [[cell for name, cell in zip(HEADER, cells(change), strict=True) if name != "why"]
+                for change in report.changes]  # fmt: skip
         header = [name for name in HEADER if name != "why"]
         yield table(header, rows, width=width, left=4, keep=("predicted", "real"))
 
@@ -56,7 +56,7 @@ def slow_link(report: RunReport, stage_seconds: float) -> Iterator[str]:
     """Yield the slowest link if a message takes longer there than the slowest stage computes."""
     edges = report.seen.costs.edges
     if edges:
-        (source, target), edge = max(edges.items(), key=lambda one: one[1].latency)
+        (source, target), edge = max(edges.items(), key=lambda entry: entry[1].latency)
         if edge.latency > stage_seconds:
             told = f"slowest link from rank {source} to rank {target}: {duration(edge.latency)} per message"
             yield f"{told}, longer than any stage takes for a microbatch"
@@ -69,10 +69,10 @@ def _wrapped(lines: Sequence[str], width: int) -> str:
 def ranks_table(report: RunReport, *, width: int = 100) -> str:
     """Return the table of ranks: seconds by what they did, idle share, peak stash."""
     rows = []
-    for one in report.ranks:
-        cells = [str(one["rank"]), " ".join(map(str, report.seen.program.placement.stages_of(one["rank"])))]
-        cells += [duration(one[part]) for part in PARTS]
-        rows.append([*cells, f"{one['idle_share']:.1%}", held(one)])
+    for rank in report.ranks:
+        cells = [str(rank["rank"]), " ".join(map(str, report.seen.program.placement.stages_of(rank["rank"])))]
+        cells += [duration(rank[part]) for part in PARTS]
+        rows.append([*cells, f"{rank['idle_share']:.1%}", held(rank)])
     return table(["rank", "stages", *PARTS, "idle", "peak stash"], rows, width=width, left=2, keep=("idle",))
 
 
@@ -91,7 +91,7 @@ def runs_table(reports: Sequence[RunReport], *, width: int = 100) -> str:
 
 def fullest(ranks: Sequence[dict[str, Any]]) -> str:
     """Return what the fullest rank held."""
-    return held(max(ranks, key=lambda one: (one["peak_stash_bytes"] or 0, one["peak_pairs"])))
+    return held(max(ranks, key=lambda entry: (entry["peak_stash_bytes"] or 0, entry["peak_pairs"])))
 
 
 def held(rank: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ from torch import nn
 
 from drumline.core.errors import ModelError, nearest
 from drumline.model.blocks.pieces import Piece
-from drumline.model.loss.sheet import stay_out_of_compiled_code
+from drumline.model.loss.factors import stay_out_of_compiled_code
 from drumline.runtime.backward.facts import needs_triton
 from drumline.runtime.backward.split_backend import AotEager, Inductor, at, uncompiled
 
@@ -64,7 +64,7 @@ class Compiler:
 
     def shared(self, modules: Sequence[nn.Module], split: bool) -> Any:
         """Return the compiled function for modules with the same structure as these."""
-        made_like = tuple((type(one), repr(one), _shapes(one)) for one in modules)
+        made_like = tuple((type(module), repr(module), _shapes(module)) for module in modules)
         key = (split, made_like)
         if key not in self._shared:
             self._shared[key] = self.compiled(_through, split)
@@ -207,7 +207,7 @@ def _patches(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shapes(module: nn.Module) -> tuple[Any, ...]:
     named = (*module.named_parameters(), *module.named_buffers())
-    return tuple((name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in named)
+    return tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in named)
 
 
 def _through(modules: Sequence[Callable[[Any], Any]], value: Any) -> Any:

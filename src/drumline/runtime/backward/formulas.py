@@ -127,9 +127,9 @@ class LinearOwner(WithFormula):
         """Return one record with all rows."""
         inputs = [self._input(record).detach() for record in records]
         gradients = [cast(Tensor, record.gradients[0]) for record in records]
-        one = OwnerCall(self, (torch.cat([taken.reshape(-1, taken.shape[-1]) for taken in inputs]),), ())
-        one.gradients = (torch.cat([gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]),)
-        return [one]
+        call = OwnerCall(self, (torch.cat([taken.reshape(-1, taken.shape[-1]) for taken in inputs]),), ())
+        call.gradients = (torch.cat([gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]),)
+        return [call]
 
 
 class LayerNormOwner(WithFormula):

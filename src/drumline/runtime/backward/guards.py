@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from drumline.core.errors import ModelError
-from drumline.model.patches import Patch, Replaced
+from drumline.model.patches import Patch, Replacement
 from drumline.runtime.backward.tape import Tape
 
 
@@ -55,7 +55,7 @@ def leaves_of(roots: Sequence[GradientEdge]) -> Iterator[Tensor]:
 
     >>> from torch.autograd.graph import get_gradient_edge
     >>> x = nn.Parameter(nn.Linear(2, 2).weight)
-    >>> [one is x for one in leaves_of([get_gradient_edge(x * 3)])]
+    >>> [leaf is x for leaf in leaves_of([get_gradient_edge(x * 3)])]
     [True]
     """
     seen: set[Node] = set()
@@ -68,7 +68,7 @@ def leaves_of(roots: Sequence[GradientEdge]) -> Iterator[Tensor]:
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):
             yield leaf
-        todo += [one for one, _ in node.next_functions]
+        todo += [source for source, _ in node.next_functions]
 
 
 def refuse_foreign(
@@ -84,7 +84,7 @@ def refuse_foreign(
     `names` are the blocks that built it, `begins` the tensors with which their graph may begin. With `has_loss`, a
     loss function built it too.
     """
-    known = {id(one) for one in (*own, *begins)}
+    known = {id(tensor) for tensor in (*own, *begins)}
     for leaf in leaves_of(roots):
         if id(leaf) in known:
             continue
@@ -125,7 +125,7 @@ def looked_after(received: Sequence[Tensor]) -> AbstractContextManager[None]:
     Traceback (most recent call last):
     drumline.core.errors.ModelError: a block takes the gradient of one of 2 tensors that it received from the ...
     """
-    apart = [one for one in received if one.is_floating_point() or one.is_complex()]
+    apart = [tensor for tensor in received if tensor.is_floating_point() or tensor.is_complex()]
     return _several(apart) if len(apart) > 1 else NOTHING
 
 
@@ -135,8 +135,8 @@ def _several(apart: Sequence[Tensor]) -> Iterator[None]:
         if _is_asked(traceback.walk_stack(sys._getframe()), apart):
             raise _refusal(len(apart))
 
-    without = [one for one in apart if not one.requires_grad]
-    hooks = [one.register_hook(arrived) for one in apart if one.requires_grad]  # type: ignore[no-untyped-call]
+    without = [tensor for tensor in apart if not tensor.requires_grad]
+    hooks = [tensor.register_hook(arrived) for tensor in apart if tensor.requires_grad]  # type: ignore[no-untyped-call]
     try:
         yield
     except RuntimeError as error:
@@ -146,7 +146,7 @@ def _several(apart: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-    if not torch.is_grad_enabled() and any(one.requires_grad for one in without):
+    if not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in without):
         raise _refusal(len(apart))  # this stage does not train, so the forward took its gradient
 
 
@@ -157,7 +157,7 @@ def _is_asked(frames: Iterable[tuple[FrameType, int]], tensors: Sequence[Tensor]
         if frame.f_code in _ASKING:
             inputs = frame.f_locals.get("inputs")
             asked += [inputs] if isinstance(inputs, Tensor) else inputs or ()
-    return any(one is other for one in asked for other in tensors)
+    return any(value is other for value in asked for other in tensors)
 
 
 def _refusal(number: int) -> ModelError:
@@ -211,7 +211,7 @@ def begin_again() -> None:
 class _Engine:
     """Replaces autograd's engine: all calls from Python pass through here."""
 
-    def __init__(self, replaced: Replaced) -> None:
+    def __init__(self, replaced: Replacement) -> None:
         self._replaced = replaced
 
     def __getattr__(self, name: str) -> Any:
@@ -224,7 +224,7 @@ class _Engine:
         return self._replaced.found.run_backward(*args, **kwargs)
 
 
-def _hooking(replaced: Replaced) -> Callable[..., Any]:
+def _hooking(replaced: Replacement) -> Callable[..., Any]:
     def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
         """Register a hook, unless a gradient that a record needs would bypass it."""
         if (lookout := replaced.watcher) is not None:

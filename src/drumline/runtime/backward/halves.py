@@ -53,8 +53,8 @@ def halves(whole: GraphModule, weights: Collection[int]) -> Halves:
     """
     graph = whole.graph
     outputs: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
-    late = [place for place, one in enumerate(outputs) if isinstance(one, Node) and place in weights]
-    soon = [place for place, one in enumerate(outputs) if isinstance(one, Node) and place not in weights]
+    late = [place for place, output in enumerate(outputs) if isinstance(output, Node) and place in weights]
+    soon = [place for place, output in enumerate(outputs) if isinstance(output, Node) and place not in weights]
     acting = [node for node in graph.nodes if node.op.startswith("call_") and node.is_impure()]
     first = _leading_to([*(outputs[place] for place in soon), *acting])
     _separate(graph, first)
@@ -104,13 +104,13 @@ def _separate(graph: Graph, first: set[Node]) -> None:
         wanted: Sequence[bool] = node.args[place]
         waiting = {user.args[1] for user in late}
         with graph.inserting_after(node):
-            twin = graph.node_copy(node, lambda one: one)
-        for one, waits in ((node, False), (twin, True)):
+            twin = graph.node_copy(node, lambda half: half)
+        for half, waits in ((node, False), (twin, True)):
             mask = [want and (at in waiting) is waits for at, want in enumerate(wanted)]
-            one.args = (*one.args[:place], mask, *one.args[place + 1 :])
-            value = one.meta.get("val")
+            half.args = (*half.args[:place], mask, *half.args[place + 1 :])
+            value = half.meta.get("val")
             if value is not None:
-                one.meta["val"] = type(value)(made if kept else None for made, kept in zip(value, mask, strict=True))
+                half.meta["val"] = type(value)(made if kept else None for made, kept in zip(value, mask, strict=True))
         for user in late:
             user.replace_input_with(node, twin)
 

@@ -36,7 +36,7 @@ class GeneralOwner(ModuleOwner):
 
     def __init__(self, module: nn.Module, tape: Tape) -> None:
         super().__init__(module, tape)
-        self.parameters = [one for one in module.parameters() if one.requires_grad]
+        self.parameters = [param for param in module.parameters() if param.requires_grad]
         self.plain = module.forward
         self.looked_at = False  # whether it was checked that its graph has only its own parameters
         self.spark = begun(torch.zeros((), requires_grad=True))  # requires grad, or there would be no graph
@@ -56,8 +56,8 @@ class GeneralOwner(ModuleOwner):
         leaves, ends, output_form = own
         reached = [index for index, end in enumerate(ends) if end.requires_grad]
         if not self.looked_at:
-            known = {id(one) for one in (*self.parameters, *leaves)}
-            if any(id(one) not in known for one in leaves_of([place_of(ends[index]) for index in reached])):
+            known = {id(param) for param in (*self.parameters, *leaves)}
+            if any(id(leaf) not in known for leaf in leaves_of([place_of(ends[index]) for index in reached])):
                 begin_again()  # it uses a tensor besides its arguments, whose gradient would be lost here
             self.looked_at = True
         places = tuple(place_of(made[index]) for index in reached)
@@ -76,7 +76,7 @@ class GeneralOwner(ModuleOwner):
             [end for end, _ in pairs], self.parameters, [given for _, given in pairs], allow_unused=True
         )
         # One tensor may be the gradient of several parameters: each needs its own copy.
-        return [(one, grad.clone()) for one, grad in zip(self.parameters, found, strict=True) if grad is not None]
+        return [(param, grad.clone()) for param, grad in zip(self.parameters, found, strict=True) if grad is not None]
 
 
 class _OwnGraph(torch.autograd.Function):
@@ -84,13 +84,13 @@ class _OwnGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: list[Any], run: Callable[..., Any], spark: Tensor, *tensors: Tensor) -> Any:
-        leaves = [one.detach().requires_grad_(one.requires_grad) for one in tensors]
+        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         with torch.enable_grad():
             ends, form = pack(run(leaves))
         ctx.leaves, ctx.ends = leaves, ends
         own += [leaves, ends, form]
         made = tuple(end.detach() for end in ends)
-        ctx.mark_non_differentiable(*(one for one, end in zip(made, ends, strict=True) if not end.requires_grad))
+        ctx.mark_non_differentiable(*(tensor for tensor, end in zip(made, ends, strict=True) if not end.requires_grad))
         ctx.set_materialize_grads(False)
         return made
 
@@ -118,7 +118,7 @@ _WHOLE = (nn.MultiheadAttention,)
 def owners_in(module: nn.Module, tape: Tape) -> Iterator[ModuleOwner]:
     """Yield the owners in a module's tree.
 
-    >>> [type(one).__name__ for one in owners_in(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1)), Tape())]
+    >>> [type(owner).__name__ for owner in owners_in(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1)), Tape())]
     ['LinearOwner', 'GeneralOwner']
 
     Modules that own only vectors, as norms do, are not owners: their gradients are sums, which cost less than keeping a
@@ -139,7 +139,7 @@ def owners_in(module: nn.Module, tape: Tape) -> Iterator[ModuleOwner]:
 def _formula(module: nn.Module) -> type[WithFormula] | None:
     if type(module) not in _FORMULAS or "forward" in vars(module):
         return None
-    if module._parameters.get("weight") is None or any(one.is_complex() for one in module.parameters()):
+    if module._parameters.get("weight") is None or any(param.is_complex() for param in module.parameters()):
         return None
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
         return None
@@ -155,7 +155,7 @@ class Splitter:
         self.tape = Tape()
         owners = {id(owner.module): owner for module in modules for owner in owners_in(module, self.tape)}
         self.owners = list(owners.values())
-        self._device = next((one.device.type for module in modules for one in module.parameters()), "cpu")
+        self._device = next((param.device.type for module in modules for param in module.parameters()), "cpu")
         # A module's namespace, the replacement there, and what it replaces: for most modules nothing.
         self._places = [(vars(owner.module), owner.forward, vars(owner.module).get("forward")) for owner in self.owners]
 
@@ -167,7 +167,7 @@ class Splitter:
     @property
     def begins(self) -> list[Tensor]:
         """The tensors with which the graph of a recorded forward begins instead of parameters."""
-        return [one for owner in self.owners for one in owner.begins if one is not None]
+        return [tensor for owner in self.owners for tensor in owner.begins if tensor is not None]
 
     def start(self, tape: Tape) -> None:
         """Let the owners record on `tape` until `stop`."""

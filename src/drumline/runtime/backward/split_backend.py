@@ -33,7 +33,7 @@ CompileHalf = Callable[[GraphModule, Sequence[Any]], Boxed]
 
 
 @dataclass(slots=True, eq=False)
-class Waiting(OwnerCall):
+class DeferredWeights(OwnerCall):
     """A weight half that waits for W: what it needs, and the parameters that its results belong to."""
 
     parameters: Sequence[nn.Parameter] = ()
@@ -53,7 +53,7 @@ class WeightHalf(Owner):
 
     def gradients(self, record: OwnerCall) -> Gradients:
         """Run the half with what was left for it."""
-        assert isinstance(record, Waiting)
+        assert isinstance(record, DeferredWeights)
         left, record.inputs = record.inputs, []
         if _versions(left) != record.versions:
             raise changed_in_place("a tensor that a weight gradient needs")
@@ -79,8 +79,8 @@ class ParameterPlaces:
     def among(cls, inputs: Sequence[Any]) -> ParameterPlaces:
         """Find them among the inputs for which code is compiled."""
         placed = list(enumerate(inputs))
-        tensors = tuple(place for place, one in placed if isinstance(one, Tensor))
-        trained = (place for place, one in placed if isinstance(one, nn.Parameter) and one.requires_grad)
+        tensors = tuple(place for place, value in placed if isinstance(value, Tensor))
+        trained = (place for place, param in placed if isinstance(param, nn.Parameter) and param.requires_grad)
         return cls(len(placed), tensors, tuple(trained))
 
 
@@ -102,15 +102,15 @@ def split(whole: GraphModule, examples: Sequence[Any], places: ParameterPlaces, 
         left = [arguments[place] for place in cut.kept]
         made = input_half(arguments)
         found: list[Any] = [None] * cut.num_outputs
-        for place, one in zip(cut.inputs, made, strict=False):
-            found[place] = one
+        for place, value in zip(cut.inputs, made, strict=False):
+            found[place] = value
         left += made[len(cut.inputs) :]
         if tape is not None and parameters is not None:
             # Records are processed from the end: what autograd reached first is added first.
-            tape.records.insert(0, Waiting(owner, left, (), parameters=parameters, versions=_versions(left)))
+            tape.records.insert(0, DeferredWeights(owner, left, (), parameters=parameters, versions=_versions(left)))
         else:
-            for place, one in zip(cut.weights, owner.results(left), strict=True):
-                found[place] = one
+            for place, result in zip(cut.weights, owner.results(left), strict=True):
+                found[place] = result
         return found
 
     run._boxed_call = True  # type: ignore[attr-defined]
@@ -125,17 +125,17 @@ def _apart(run: Boxed) -> Callable[[list[Any]], list[Any]]:
     """
 
     def run_apart(arguments: list[Any]) -> list[Any]:
-        given = [(ref(one), _memory(one)) for one in arguments if isinstance(one, Tensor)]
+        given = [(ref(argument), _memory(argument)) for argument in arguments if isinstance(argument, Tensor)]
         found = []
         made = run(arguments)
-        seen = {memory for one, memory in given if one() is not None}
-        for one in made:
-            if isinstance(one, Tensor) and one.layout is torch.strided:
-                memory = _memory(one)
-                found.append(one.clone() if memory in seen or _is_shared(one) else one)
+        seen = {memory for reference_type, memory in given if reference_type() is not None}
+        for tensor in made:
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                memory = _memory(tensor)
+                found.append(tensor.clone() if memory in seen or _is_shared(tensor) else tensor)
                 seen.add(memory)
             else:
-                found.append(one)
+                found.append(tensor)
         return found
 
     run_apart._boxed_call = True  # type: ignore[attr-defined]
@@ -160,12 +160,12 @@ def _owners(edges: Sequence[int], num_inputs: int) -> list[nn.Parameter] | None:
         return None
     found: list[Any] = [getattr(following[edge][0], "variable", None) for edge in edges]
     # A hook needs to see the gradient when autograd reaches it.
-    plain = all(isinstance(one, nn.Parameter) and not one._backward_hooks for one in found)
+    plain = all(isinstance(param, nn.Parameter) and not param._backward_hooks for param in found)
     return found if plain else None
 
 
 def _versions(values: Sequence[Any]) -> list[int]:
-    return [one._version for one in values if isinstance(one, Tensor)]
+    return [value._version for value in values if isinstance(value, Tensor)]
 
 
 class _At(threading.local):

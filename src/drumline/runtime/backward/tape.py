@@ -144,7 +144,7 @@ class Tape:
             start, last = last, last + len(record.places)
             record.gradients = found[start:last]
             record.places = ()  # the graph is no longer needed
-        self.early += [(one, grad) for one, grad in zip(parameters, found[last:], strict=True) if grad is not None]
+        self.early += [(param, grad) for param, grad in zip(parameters, found[last:], strict=True) if grad is not None]
         return found[:first]
 
     @torch.no_grad()
@@ -153,13 +153,13 @@ class Tape:
         total: dict[nn.Parameter, Tensor] = {}
         # Last used, first added: the order in which autograd sums the uses of one parameter.
         reached = [record for record in reversed(self.records) if record.reached]
-        _add(total, (pair for one in reached if not one.owner.by_autograd for pair in one.owner.gradients(one)))
+        _add(total, (pair for call in reached if not call.owner.by_autograd for pair in call.owner.gradients(call)))
         for parameter, gradient in total.items():
             # Under autocast, all uses share one cast of the parameter, so autograd adds them before casting back.
             total[parameter] = _hooked(parameter, gradient.to(parameter.dtype))
-        _add(total, (pair for one in reached if one.owner.by_autograd for pair in one.owner.gradients(one)))
+        _add(total, (pair for call in reached if call.owner.by_autograd for pair in call.owner.gradients(call)))
         # Autograd may give one tensor to several parameters and to the previous stage, so keep a copy here.
-        _add(total, ((one, gradient if one in total else gradient.clone()) for one, gradient in self.early))
+        _add(total, ((param, gradient if param in total else gradient.clone()) for param, gradient in self.early))
         self.records, self.early = [], []
         return list(total.items())
 
@@ -180,7 +180,7 @@ def _hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
 def merged(tapes: Sequence[Tape]) -> Gradients:
     """Return the summed weight gradients of several microbatches; those of a linear layer as one larger product."""
     first, *others = tapes
-    alike = all([one.owner for one in tape.records] == [one.owner for one in first.records] for tape in others)
+    alike = all([record.owner for record in tape.records] == [call.owner for call in first.records] for tape in others)
     if not others or not alike:
         return [pair for tape in tapes for pair in tape.weight_gradients()]
     whole = Tape()

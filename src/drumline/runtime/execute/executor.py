@@ -6,7 +6,7 @@ The row, with explicit communication, is translated once into jobs. A job that c
 
 A step then runs the jobs, in one loop for all schedules: wait for the job's messages, take, compute, put. If a message
 has not arrived, the run yields what it waits for; its driver then blocks on the channel, or lets another rank continue.
-What only some steps do, and schedules without a flush, are other jobs, not other loops: see `replaced.py`.
+What only some steps do, and schedules without a flush, are other jobs, not other loops: see `replacements.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from drumline.model.values import pack, unpack
 from drumline.model.weights.tied import Ties
 from drumline.runtime.draft import BEGIN, NOTE, POST, Clock, Draft
 from drumline.runtime.execute.jobs import Job, absent, merge, nothing
-from drumline.runtime.execute.replaced import in_turns, is_whole, weighed
+from drumline.runtime.execute.replacements import in_turns, is_whole, weighed
 from drumline.runtime.gradients.exchange import Ending, GradientExchange
 from drumline.runtime.gradients.lines import Shards, Sums
 from drumline.runtime.gradients.summed import SummedExchange
@@ -339,7 +339,7 @@ class Executor:
     def hand_over(self, start: int, target: int, receive: Action, tensors: tuple[Tensor, ...], form: Any) -> None:
         """Send a message, and record it; `start` is when this began."""
         self.channel.send(receive, target, tensors, form)
-        self.draft.sent(receive, target, sum([one.nbytes for one in tensors]), start, self.clock.now())
+        self.draft.sent(receive, target, sum([tensor.nbytes for tensor in tensors]), start, self.clock.now())
 
     def message(self, job: Job) -> tuple[Action, tuple[Tensor, ...], Any]:
         """Release what a job sends: return the action that receives it, its tensors and their form."""

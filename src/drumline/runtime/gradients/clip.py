@@ -30,13 +30,13 @@ def check(max_norm: Any, norm_type: Any) -> None:
 def norms_of(parameters: Iterable[nn.Parameter], norm_type: float) -> list[float | None]:
     """Return each parameter's gradient norm, None if it has no gradient."""
     listed = list(parameters)
-    present = [_numbers(one.grad) for one in listed if one.grad is not None]
+    present = [_numbers(param.grad) for param in listed if param.grad is not None]
     norms = iter(
-        torch.stack([one.to(_norm_type(one)) for one in torch._foreach_norm(present, norm_type)]).tolist()
+        torch.stack([tensor.to(_norm_type(tensor)) for tensor in torch._foreach_norm(present, norm_type)]).tolist()
         if present
         else []
     )
-    return [next(norms) if one.grad is not None else None for one in listed]
+    return [next(norms) if param.grad is not None else None for param in listed]
 
 
 def _norm_type(gradient: Tensor) -> torch.dtype:
@@ -74,17 +74,17 @@ def factor(total: Tensor, max_norm: float) -> Tensor:
 
 def scale(parameters: Iterable[nn.Parameter], total: Tensor, max_norm: float) -> None:
     """Scale the gradients of parameters down to `max_norm`."""
-    multiply([one.grad for one in parameters if one.grad is not None], factor(total, max_norm))
+    multiply([param.grad for param in parameters if param.grad is not None], factor(total, max_norm))
 
 
 def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply gradients by a factor, in place."""
-    dense = [one for one in gradients if one.layout is torch.strided]
+    dense = [gradient for gradient in gradients if gradient.layout is torch.strided]
     if dense:
         torch._foreach_mul_(dense, factor.to(dense[0].device))
-    for one in gradients:
-        if one.layout is not torch.strided:
-            one.mul_(factor.to(one.device))
+    for gradient in gradients:
+        if gradient.layout is not torch.strided:
+            gradient.mul_(factor.to(gradient.device))
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool | Tensor:
@@ -97,7 +97,7 @@ def all_finite(tensors: Sequence[Tensor]) -> bool | Tensor:
     """
     if not tensors:
         return True
-    tensors = [torch.view_as_real(one) if one.is_complex() else one for one in tensors]
+    tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     device = tensors[0].device
     if device.type != "cpu":
         norms = torch._foreach_norm(list(tensors), float("inf"))

@@ -51,16 +51,16 @@ class GradientExchange:
         self.placement = placement
         self.ties = ties
         copied = [] if ties is None else ties.copied(rank)
-        self.tied = [one for one in copied if one.is_tied and one.is_parameter]
+        self.tied = [tensor for tensor in copied if tensor.is_tied and tensor.is_parameter]
         self._partners = {
             other: both
             for other in range(placement.num_ranks)
-            if other != rank and (both := [one for one in self.tied if other in one.ranks])
+            if other != rank and (both := [tensor for tensor in self.tied if other in tensor.ranks])
         }
         # Whether gradients of any parameters are exchanged: those of whole stages, or of tied parameters.
         self._is_whole = bool(placement.mirrored) or self.is_summed
         self.has_any = self._is_whole or bool(self.tied)
-        self._buffers = {name for one in copied if not one.is_parameter for name in one.names}
+        self._buffers = {name for tensor in copied if not tensor.is_parameter for name in tensor.names}
         self._steady: list[Place] = []
         self._marks: list[tuple[int, int]] = []
         self._by_name: dict[str, nn.Parameter] = {}
@@ -72,7 +72,7 @@ class GradientExchange:
         blocks = [(index, block) for index, stage in self.stages.items() for block in stage.blocks]
         if self.ties is not None and self.tied:
             found = self.ties.on(blocks)
-            self._by_name = {one.name: found[one.name][1] for one in self.tied}  # type: ignore[misc]
+            self._by_name = {tensor.name: found[tensor.name][1] for tensor in self.tied}  # type: ignore[misc]
         if self._buffers:
             places = (place for _, block in blocks for place in places_in(block))
             self._steady = [place for place in places if place.name in self._buffers and not place.is_parameter]
@@ -80,8 +80,8 @@ class GradientExchange:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters whose gradients are exchanged."""
-        copies = [one for stage in self.stages.values() for one in stage.parameters] if self._is_whole else []
-        return [one for one in dict.fromkeys([*copies, *self._by_name.values()]) if one.requires_grad]
+        copies = [param for stage in self.stages.values() for param in stage.parameters] if self._is_whole else []
+        return [copy for copy in dict.fromkeys([*copies, *self._by_name.values()]) if copy.requires_grad]
 
     def begin(self) -> None:
         """Start a step."""
@@ -119,7 +119,7 @@ class GradientExchange:
     def offer_tied(self, microbatch: int | None = None) -> None:
         """Offer the gradients of tied parameters to all that hold them: those of a step, or up to a microbatch."""
         for other, both in self._partners.items():
-            self._send(_meeting(both, microbatch), other, [self._by_name[one.name] for one in both])
+            self._send(_meeting(both, microbatch), other, [self._by_name[tensor.name] for tensor in both])
 
     def sum_tied(
         self, clock: Clock, draft: Draft, start: int, microbatch: int | None = None
@@ -130,12 +130,12 @@ class GradientExchange:
         totals: dict[str, Tensor | None] = {}
         for rank in sorted((self.rank, *self._partners)):
             if rank == self.rank:
-                both, parts = self.tied, [_part(self._by_name[one.name]) for one in self.tied]
+                both, parts = self.tied, [_part(self._by_name[tensor.name]) for tensor in self.tied]
             else:
                 both = self._partners[rank]
                 parts = yield from self._taken(_meeting(both, microbatch), rank, clock, draft)
-            for one, part in zip(both, parts, strict=True):
-                self._add(totals, rank, one.name, part)
+            for tensor, part in zip(both, parts, strict=True):
+                self._add(totals, rank, tensor.name, part)
         for name, total in totals.items():
             _put(self._by_name[name], total)
         draft.exchanges.extend((_meeting(self.tied).stage, start, clock.now()))
@@ -146,7 +146,8 @@ class GradientExchange:
         if trains is (part is False):
             state = ("frozen", "trained") if trains else ("trained", "frozen")
             raise MismatchError(
-                f"{name} is {state[0]} on {self.channel.called.one(rank)} and {state[1]} on another rank that holds it",
+                f"{name} is {state[0]} on {self.channel.called.rank(rank)} and {state[1]} on another rank that "
+                "holds it",
                 expected="the same on all ranks",
             )
         if trains:
@@ -155,11 +156,11 @@ class GradientExchange:
     def _own(self, stage: Stage) -> list[nn.Parameter]:
         """Return what the copies of a stage exchange: its parameters without tied ones."""
         apart = set(self._by_name.values())
-        return [one for one in stage.parameters if one not in apart]
+        return [param for param in stage.parameters if param not in apart]
 
     def _send(self, action: Action, other: int, parameters: Sequence[nn.Parameter]) -> None:
         self.channel.post(action, other)
-        self.channel.send(action, other, *pack([_told(_part(one)) for one in parameters]))
+        self.channel.send(action, other, *pack([_told(_part(param)) for param in parameters]))
 
     def _taken(self, action: Action, other: int, clock: Clock, draft: Draft) -> Generator[Wait, None, list[Any]]:
         """Wait for the gradients of another rank."""
@@ -196,23 +197,23 @@ def share(exchange: GradientExchange) -> Generator[Wait, None, None]:
     found = exchange.ties.on((index, block) for index, stage in exchange.stages.items() for block in stage.blocks)
     channel.begin(_BEFORE_ALL_STEPS)
     others = [other for other in range(exchange.placement.num_ranks) if other != rank]
-    asked = {home: both for home in others if (both := [one for one in copied if one.home == home])}
+    asked = {home: both for home in others if (both := [tensor for tensor in copied if tensor.home == home])}
     for home, both in asked.items():
         channel.post(_meeting(both), home)
     for other in others:
-        if given := [one for one in copied if one.home == rank and other in one.ranks]:
-            channel.send(_meeting(given), other, *pack([found[one.name][1].detach() for one in given]))
+        if given := [tensor for tensor in copied if tensor.home == rank and other in tensor.ranks]:
+            channel.send(_meeting(given), other, *pack([found[tensor.name][1].detach() for tensor in given]))
     for home, both in asked.items():
         while (delivery := channel.take(_meeting(both), home)) is None:
             yield Wait(rank, _meeting(both), _meeting(both), home)
         with torch.no_grad():
-            for one, value in zip(both, unpack(delivery.tensors, delivery.form), strict=True):
-                found[one.name][1].copy_(value)
+            for tensor, value in zip(both, unpack(delivery.tensors, delivery.form), strict=True):
+                found[tensor.name][1].copy_(value)
 
 
 def _meeting(tensors: Sequence[HeldTensor], microbatch: int | None = None) -> Action:
     """Return the action under which two ranks meet: that of the first stage that holds any of the tensors."""
-    return Action(min(one.stages[0] for one in tensors), Op.REDUCE_GRAD, microbatch)
+    return Action(min(tensor.stages[0] for tensor in tensors), Op.REDUCE_GRAD, microbatch)
 
 
 def _part(parameter: nn.Parameter) -> Any:
@@ -230,7 +231,7 @@ def _told(part: Any) -> Any:
 
 def _heard(delivery: Delivery) -> list[Any]:
     """Return what another rank told about its parameters."""
-    return [_sparse(*one) if isinstance(one, tuple) else one for one in unpack(delivery.tensors, delivery.form)]
+    return [_sparse(*entry) if isinstance(entry, tuple) else entry for entry in unpack(delivery.tensors, delivery.form)]
 
 
 def _sparse(indices: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:

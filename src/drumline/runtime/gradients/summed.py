@@ -43,7 +43,7 @@ class SummedExchange(GradientExchange):
         """Offer a stage's gradients to other lines; its copy in this one, if there is one, gets their sum."""
         now = clock.now()
         divided = {} if self.shards is None else self.shards.pieces
-        buckets = self.reducer.start([one for one in stage.parameters if one not in divided], clock.now)
+        buckets = self.reducer.start([param for param in stage.parameters if param not in divided], clock.now)
         sums: Sequence[Any] = [] if self.shards is None else self.shards.start(stage.index)
         self._reduced.append((action, buckets, sums, now))
         if other >= 0:
@@ -58,7 +58,7 @@ class SummedExchange(GradientExchange):
             if self.shards is not None:
                 self.shards.finish(sums, what)
             # Sums that were there before they were asked for ended then; copying them back is the rank's own time.
-            ended = [asked + 1 if sums or not buckets else 0, *(one.ended or asked + 1 for one in buckets)]
+            ended = [asked + 1 if sums or not buckets else 0, *(bucket.ended or asked + 1 for bucket in buckets)]
             took = clock.now()
             draft.exchanges.extend((action.stage, since, max(ended) if max(ended) < asked else took))
             if max(ended) < asked:

@@ -47,7 +47,7 @@ def rescaled(seconds: Sequence[float], counts: Counts, stages: Sequence[float]) 
     for (first, end), measured in zip(pairwise(ends_of(counts)), stages, strict=True):
         total = sum(seconds[first:end])
         scale = measured / total if total > 0 else 1.0
-        found += [one * scale for one in seconds[first:end]]
+        found += [duration * scale for duration in seconds[first:end]]
     return found
 
 

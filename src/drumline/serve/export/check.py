@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from drumline.core.errors import ModelError
-from drumline.serve.export.chain import Example
-from drumline.serve.export.whole import Whole
+from drumline.serve.export.onnx_chain import Example
+from drumline.serve.export.whole import OrderedModel
 from drumline.serve.session import open_session
-from drumline.serve.wire.manifest import Stage
+from drumline.serve.wire.manifest import ManifestStage
 from drumline.serve.wire.tensors import Array, Arrays
 
 TOLERANCE = 1e-5
@@ -32,7 +32,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class ExportCheck:
     """How far the chain of graphs is from PyTorch, over several sizes: whole batches, and each row alone."""
 
     sizes: tuple[tuple[int, int], ...]
@@ -51,7 +51,7 @@ class Checked:
     def refuse_wrong(self) -> None:
         """Raise ModelError if the stages compute something else than PyTorch.
 
-        >>> Checked(((2, 1),), 0.0, 1.0, 0.5).refuse_wrong()
+        >>> ExportCheck(((2, 1),), 0.0, 1.0, 0.5).refuse_wrong()
         Traceback (most recent call last):
         drumline.core.errors.ModelError: a row alone gives other outputs than in a batch, by 0.5 of the largest ...
         """
@@ -72,7 +72,7 @@ class Checked:
     def to_json(self) -> dict[str, Any]:
         """Return the numbers as an object."""
         return {
-            "sizes": [list(one) for one in self.sizes],
+            "sizes": [list(size) for size in self.sizes],
             "largest_difference": self.largest_difference,
             "largest_value": self.largest_value,
             "relative": self.relative,
@@ -81,21 +81,23 @@ class Checked:
         }
 
 
-def check_stages(subject: Subject, folder: Path, stages: Sequence[Stage], sizes: Sequence[tuple[int, int]]) -> Checked:
+def check_stages(
+    subject: Subject, folder: Path, stages: Sequence[ManifestStage], sizes: Sequence[tuple[int, int]]
+) -> ExportCheck:
     """Return how far the stages, one after the other, are from the whole model in PyTorch, at several sizes."""
     difference = value = alone = 0.0
-    sessions = [open_session(folder / one.file) for one in stages]
+    sessions = [open_session(folder / stage.file) for stage in stages]
     for size in sizes:
         inputs = subject.example(*size)
         wanted = plain_outputs(subject.model, inputs)
-        given: Arrays = {name: one.numpy() for name, one in inputs.items()}
+        given: Arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
         difference = max(difference, largest_difference(_computed(stages, sessions, given), wanted))
         value = max(
-            value, *(float(np.abs(one[np.isfinite(one)].astype(np.float64)).max(initial=0.0)) for one in wanted)
+            value, *(float(np.abs(array[np.isfinite(array)].astype(np.float64)).max(initial=0.0)) for array in wanted)
         )
         for row in range(size[0]):
-            part = {name: one[row : row + 1] for name, one in given.items()}
-            right = [one[row : row + 1] for one in wanted]
+            part = {name: array[row : row + 1] for name, array in given.items()}
+            right = [array[row : row + 1] for array in wanted]
             alone = max(alone, largest_difference(_computed(stages, sessions, part), right))
     if not np.isfinite(difference):
         raise ModelError(
@@ -103,14 +105,14 @@ def check_stages(subject: Subject, folder: Path, stages: Sequence[Stage], sizes:
             expected="finite outputs, or infinite ones where PyTorch has the same",
             fix="choose an example with finite outputs",
         )
-    return Checked(tuple(sizes), difference, value, alone)
+    return ExportCheck(tuple(sizes), difference, value, alone)
 
 
-def _computed(stages: Sequence[Stage], sessions: Sequence[Any], given: Arrays) -> list[Array]:
+def _computed(stages: Sequence[ManifestStage], sessions: Sequence[Any], given: Arrays) -> list[Array]:
     """Return what the stages compute, one after the other."""
     for stage, session in zip(stages, sessions, strict=True):
-        names = [one.name for one in stage.outputs]
-        used = {one.name: given[one.name] for one in stage.inputs}
+        names = [output.name for output in stage.outputs]
+        used = {tensor.name: given[tensor.name] for tensor in stage.inputs}
         given = dict(zip(names, session.run(names, used), strict=True))
     return list(given.values())
 
@@ -139,4 +141,4 @@ def largest_difference(found: Sequence[Array], wanted: Sequence[Array]) -> float
 def plain_outputs(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[Array]:
     """Return what PyTorch computes."""
     with torch.no_grad():
-        return [one.numpy() for one in Whole(model, list(inputs)).eval()(*inputs.values())]
+        return [tensor.numpy() for tensor in OrderedModel(model, list(inputs)).eval()(*inputs.values())]

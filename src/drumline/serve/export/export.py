@@ -14,10 +14,10 @@ from drumline.core.errors import ModelError, UsageError, counted, nearest
 from drumline.core.version import __version__
 from drumline.plan.cut.cuts import Counts, ends_of
 from drumline.serve.export.balance import GAIN, best_cut, largest, rescaled
-from drumline.serve.export.chain import Chain, Example, chain_of
 from drumline.serve.export.check import Subject, check_stages
+from drumline.serve.export.onnx_chain import Example, GraphChain, chain_of
 from drumline.serve.export.whole import LENGTH, block_names, write_whole
-from drumline.serve.wire.manifest import BATCH, Manifest, Stage, digest_of
+from drumline.serve.wire.manifest import BATCH, Manifest, ManifestStage, digest_of
 
 _ROUNDS = 2  # cuts that are tried after the first
 _PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime", "transformers")
@@ -50,8 +50,8 @@ def export(
         with tempfile.TemporaryDirectory(prefix=".part-", dir=out) as work:
             return _export(subject, out, Path(work), num_stages, rows, length, cuts, tell)
     except BaseException:
-        for one in out.iterdir():
-            shutil.rmtree(one, ignore_errors=True)
+        for path in out.iterdir():
+            shutil.rmtree(path, ignore_errors=True)
         if is_new:
             out.rmdir()
         raise
@@ -66,9 +66,9 @@ def check_new(out: Path) -> None:
 def _check_cut(names: Sequence[str], num_stages: int, cuts: Sequence[str] | None) -> None:
     """Refuse early what no graph of the model can be cut into; not every block need have operations."""
     best_cut([1.0] * max(len(names), 1), num_stages)
-    for one in cuts or ():
-        if one not in names:
-            raise UsageError(f"--cuts names block {one!r}", fix=nearest(one, names))
+    for cut in cuts or ():
+        if cut not in names:
+            raise UsageError(f"--cuts names block {cut!r}", fix=nearest(cut, names))
 
 
 def _export(
@@ -99,7 +99,7 @@ def _export(
         inputs=stages[0].inputs,
         outputs=stages[-1].outputs,
         dimensions=_dimensions(chain, subject.most),
-        stages=tuple(_moved(one, work, out) for one in stages),
+        stages=tuple(_moved(stage, work, out) for stage in stages),
         check=checked.to_json(),
         measured={"rows": rows, "length": length, "threads": 1, "block_seconds": seconds},
         versions=_versions(),
@@ -110,35 +110,35 @@ def _export(
 
 def _changing(example: Example, sizes: Sequence[tuple[int, int]]) -> dict[str, dict[int, str]]:
     """Return which dimensions of the inputs change with the rows, and which with the length."""
-    one, wide, long = ({name: tensor.shape for name, tensor in example(*size).items()} for size in sizes)
+    base, wide, long = ({name: tensor.shape for name, tensor in example(*size).items()} for size in sizes)
     return {
         name: {at: BATCH if wide[name][at] != size else LENGTH for at, size in enumerate(shape)
                if wide[name][at] != size or long[name][at] != size}
-        for name, shape in one.items()
+        for name, shape in base.items()
     }  # fmt: skip
 
 
-def _check_rows(chain: Chain) -> None:
+def _check_rows(chain: GraphChain) -> None:
     graph = chain.graph
-    for one in [*chain.boundary(0, 0), *chain.boundary(len(chain.blocks), 1)]:
-        shape = chain.described([one])[one.name].shape
+    for boundary_value in [*chain.boundary(0, 0), *chain.boundary(len(chain.blocks), 1)]:
+        shape = chain.described([boundary_value])[boundary_value.name].shape
         if not shape or shape[0] != BATCH:
-            what = "input" if one.value in graph.inputs else "output"
+            what = "input" if boundary_value.value in graph.inputs else "output"
             raise ModelError(
-                f"{what} {one.value!r} has shape {list(shape)}: its first dimension is not that of the rows",
+                f"{what} {boundary_value.value!r} has shape {list(shape)}: its first dimension is not that of the rows",
                 expected="a model whose outputs have a row for each row of its inputs",
             )
 
 
-def _dimensions(chain: Chain, most: Mapping[str, int]) -> dict[str, tuple[int, int | None]]:
+def _dimensions(chain: GraphChain, most: Mapping[str, int]) -> dict[str, tuple[int, int | None]]:
     tensors = chain.described(chain.boundary(0, 0)).values()
-    names = {one for tensor in tensors for one in tensor.shape if isinstance(one, str)}
+    names = {name for tensor in tensors for name in tensor.shape if isinstance(name, str)}
     return {name: (1, most.get(name)) for name in sorted(names)}
 
 
 def _cut(
-    chain: Chain, work: Path, num_stages: int, cuts: Sequence[str] | None, tell: Callable[[str], None]
-) -> tuple[list[Stage], list[float]]:
+    chain: GraphChain, work: Path, num_stages: int, cuts: Sequence[str] | None, tell: Callable[[str], None]
+) -> tuple[list[ManifestStage], list[float]]:
     """Return the stages, whose graphs are written, and the blocks' seconds."""
     if cuts is not None:
         counts = _named_cut(chain.blocks, num_stages, cuts)
@@ -156,8 +156,8 @@ def _cut(
     counts = best_cut(blocks, num_stages)
     tried = {counts: _written(chain, counts, work)}
     for _ in range(_ROUNDS):
-        best = min(tried, key=lambda one: _largest(tried[one]))
-        scaled = rescaled(blocks, best, [one.seconds for one in tried[best]])
+        best = min(tried, key=lambda entry: _largest(tried[entry]))
+        scaled = rescaled(blocks, best, [stage.seconds for stage in tried[best]])
         better = best_cut(scaled, num_stages)
         if better in tried or largest(scaled, better) > _largest(tried[best]) * (1 - GAIN):
             break
@@ -166,8 +166,8 @@ def _cut(
     return min(tried.values(), key=_largest), blocks
 
 
-def _largest(stages: Sequence[Stage]) -> float:
-    return max(one.seconds for one in stages)
+def _largest(stages: Sequence[ManifestStage]) -> float:
+    return max(stage.seconds for stage in stages)
 
 
 def _named(counts: Counts) -> str:
@@ -176,10 +176,10 @@ def _named(counts: Counts) -> str:
 
 def _named_cut(blocks: Sequence[str], num_stages: int, cuts: Sequence[str]) -> Counts:
     """Return the blocks of each stage where the first block of every stage but the first is named."""
-    for one in cuts:
-        if one not in blocks[1:]:
-            raise UsageError(f"--cuts names block {one!r}", fix=nearest(one, blocks[1:]))
-    starts = [blocks.index(one) for one in cuts]
+    for cut in cuts:
+        if cut not in blocks[1:]:
+            raise UsageError(f"--cuts names block {cut!r}", fix=nearest(cut, blocks[1:]))
+    starts = [blocks.index(cut) for cut in cuts]
     if len(starts) != num_stages - 1 or starts != sorted(set(starts)):
         names = counted(num_stages - 1, "block")
         raise UsageError(
@@ -188,7 +188,7 @@ def _named_cut(blocks: Sequence[str], num_stages: int, cuts: Sequence[str]) -> C
     return tuple(end - first for first, end in pairwise([0, *starts, len(blocks)]))
 
 
-def _written(chain: Chain, counts: Counts, work: Path) -> list[Stage]:
+def _written(chain: GraphChain, counts: Counts, work: Path) -> list[ManifestStage]:
     """Write the stages of a cut and time them; files are relative to the folder of work, without checksums yet."""
     found = []
     for number, (first, end) in enumerate(pairwise(ends_of(counts))):
@@ -196,16 +196,16 @@ def _written(chain: Chain, counts: Counts, work: Path) -> list[Stage]:
         inputs, outputs = chain.write(first, end, number, path)
         seconds = chain.seconds(first, number, path)
         place = path.relative_to(work).as_posix()
-        found.append(Stage(place, {}, tuple(inputs), tuple(outputs), chain.blocks[first:end], seconds))
+        found.append(ManifestStage(place, {}, tuple(inputs), tuple(outputs), chain.blocks[first:end], seconds))
     return found
 
 
-def _moved(stage: Stage, work: Path, out: Path) -> Stage:
+def _moved(stage: ManifestStage, work: Path, out: Path) -> ManifestStage:
     """Move a stage's files to their place, and describe them."""
     source = (work / stage.file).parent
     place = out / source.name
     source.rename(place)
-    files = {f"{place.name}/{one.name}": digest_of(one) for one in sorted(place.iterdir())}
+    files = {f"{place.name}/{path.name}": digest_of(path) for path in sorted(place.iterdir())}
     return replace(stage, file=f"{place.name}/model.onnx", files=files)
 
 

@@ -22,7 +22,7 @@ LENGTH = "length"
 Inputs = Mapping[str, torch.Tensor]
 
 
-class Whole(nn.Module):
+class OrderedModel(nn.Module):
     """A model that takes its inputs in order and returns its tensors in order."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -59,8 +59,8 @@ def output_names(value: Any, inputs: Collection[str]) -> list[str]:
     (['output0', 'output1'], ['output'])
     """
     tensors, form = pack(_useful(value))
-    names = [one for one, part in _named_parts(form) if not (isinstance(part, tuple) and part[0] == "plain")]
-    usable = all(isinstance(one, str) and one.isidentifier() and one not in inputs for one in names)
+    names = [item for item, part in _named_parts(form) if not (isinstance(part, tuple) and part[0] == "plain")]
+    usable = all(isinstance(name, str) and name.isidentifier() and name not in inputs for name in names)
     if usable and [part for _, part in _named_parts(form) if isinstance(part, int)] == list(range(len(tensors))):
         return names
     return ["output"] if len(tensors) == 1 else [f"output{number}" for number in range(len(tensors))]
@@ -98,8 +98,8 @@ def write_whole(
 ) -> None:
     """Write a model as one graph; `changing` names the dimensions of inputs that may change."""
     known = {name: torch.export.Dim(name, min=1, max=most.get(name)) for name in (BATCH, LENGTH)}
-    shapes = tuple({at: known[name] for at, name in changing[one].items()} for one in example)
-    module = Whole(model, list(example)).eval()
+    shapes = tuple({at: known[name] for at, name in changing[name].items()} for name in example)
+    module = OrderedModel(model, list(example)).eval()
     names = _output_names(module, example)
     try:
         with _quietly(), torch.no_grad():
@@ -123,13 +123,13 @@ def write_whole(
         ) from error
 
 
-def _output_names(module: Whole, example: Inputs) -> list[str]:
+def _output_names(module: OrderedModel, example: Inputs) -> list[str]:
     """Run the model once as it is, and return what clients call its outputs."""
     try:
         with torch.no_grad():
             return output_names(module.plain(*example.values()), example)
     except Exception as error:  # whatever the model raises
-        shapes = ", ".join(f"{name} {list(one.shape)}" for name, one in example.items())
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in example.items())
         raise ModelError(
             f"the model itself fails for inputs of shape {shapes}: {_first_line(error)}",
             expected="a model that takes any number of rows, and tokens of any length up to --length",
@@ -138,7 +138,7 @@ def _output_names(module: Whole, example: Inputs) -> list[str]:
 
 
 def _first_line(error: Exception) -> str:
-    causes = [str(one) for one in (error.__cause__, error) if one is not None]
+    causes = [str(cause) for cause in (error.__cause__, error) if cause is not None]
     lines = [line for text in causes for line in text.splitlines() if line.strip()] or [type(error).__name__]
     return lines[0][:300]
 
@@ -146,7 +146,7 @@ def _first_line(error: Exception) -> str:
 def _name_apart(graph: Any) -> None:
     """Rename values inside the graph that have the name of an input or output, as an `add` or `mean` may."""
     ends = [*graph.inputs, *graph.outputs]
-    taken, known = {one.name for one in ends}, {id(one) for one in ends}
+    taken, known = {end.name for end in ends}, {id(end) for end in ends}
     inner = [*graph.initializers.values(), *(value for node in graph.all_nodes() for value in node.outputs)]
     for value in inner:
         if value.name in taken and id(value) not in known:

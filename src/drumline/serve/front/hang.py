@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from drumline.serve.ledger import State
+from drumline.serve.ledger import LedgerState
 
 SHORTEST_HANG = 1.0  # seconds of a bound; stages give a sign of life five times as often
 _LOOKS = 10  # within the bound
@@ -28,21 +28,21 @@ class HangWatch:
 
     >>> now = iter((0.0, 1.0, 2.0, 3.0))
     >>> watch = HangWatch(2.0, clock=lambda: next(now), every=1.0)
-    >>> [watch.look(State(beat=7)) for _ in range(4)]
+    >>> [watch.look(LedgerState(beat=7)) for _ in range(4)]
     ['', '', '', 'its event loop has not turned for 2 s']
     """
 
     bound: float  # seconds; 0: nothing counts as hanging
     clock: Callable[[], float] = time.monotonic
     every: float = 0.0  # seconds between two looks; 0: as the bound needs it
-    _seen: State | None = None
+    _seen: LedgerState | None = None
     _at: float = 0.0
     _still: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.every = self.every or min(_LONGEST_LOOK, self.bound / _LOOKS)
 
-    def look(self, state: State) -> str:
+    def look(self, state: LedgerState) -> str:
         """Return why the stage hangs, or an empty text."""
         now, before = self.clock(), self._seen
         passed = min(now - self._at, 2 * self.every)

@@ -8,10 +8,10 @@ import time
 from typing import Any, TextIO
 
 
-class Log:
+class EventLog:
     """Writes a line for each event.
 
-    >>> Log(sys.stdout, clock=lambda: 0.0)("stage ended", level="error", stage=1)
+    >>> EventLog(sys.stdout, clock=lambda: 0.0)("stage ended", level="error", stage=1)
     {"time": "1970-01-01T00:00:00.000Z", "level": "error", "event": "stage ended", "stage": 1}
     """
 

@@ -10,7 +10,7 @@ from threading import Lock
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from drumline.core.errors import UsageError
-from drumline.serve.wire.times import Times
+from drumline.serve.wire.stage_times import StageTimes
 
 _NANO = 1e-9
 _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -41,14 +41,14 @@ class Metrics:
         compute = self._histogram("stage_compute_seconds", "What a stage computed for a microbatch", "stage")
         depth = self._gauge("stage_queue_seconds", "How long the last microbatch waited at a stage", "stage")
         stages = [str(number) for number in range(num_stages)]
-        self._of_stage = [(latency.labels(one), compute.labels(one), depth.labels(one)) for one in stages]
+        self._of_stage = [(latency.labels(stage), compute.labels(stage), depth.labels(stage)) for stage in stages]
         lately = f"over the last {_SECONDS_BACK:g} seconds"
         bubble = self._gauge("bubble", f"Idle share of all stages {lately}")
         idle = self._gauge("stage_idle", f"Idle share of a stage {lately}", "stage")
         self.busy = [Busy() for _ in range(num_stages)]
-        bubble.set_function(lambda: sum(one.idle() for one in self.busy) / num_stages)
-        for number, one in enumerate(self.busy):
-            idle.labels(str(number)).set_function(one.idle)
+        bubble.set_function(lambda: sum(busy.idle() for busy in self.busy) / num_stages)
+        for number, busy in enumerate(self.busy):
+            idle.labels(str(number)).set_function(busy.idle)
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(f"drumline_{name}", meaning, labels, registry=self.registry)
@@ -59,16 +59,16 @@ class Metrics:
     def _histogram(self, name: str, meaning: str, *labels: str, buckets: Sequence[float] = _BUCKETS) -> Histogram:
         return Histogram(f"drumline_{name}", meaning, labels, buckets=buckets, registry=self.registry)
 
-    def took(self, times: Sequence[Times], rows: int) -> None:
+    def took(self, times: Sequence[StageTimes], rows: int) -> None:
         """Take in what the stages measured of a microbatch."""
         self.rows.observe(rows)
         self.pipe.observe((times[-1].end - times[0].arrived) * _NANO)
-        for one in times:
-            latency, compute, depth = self._of_stage[one.stage]
-            latency.observe((one.end - one.arrived) * _NANO)
-            compute.observe((one.end - one.start) * _NANO)
-            depth.set((one.start - one.arrived) * _NANO)
-            self.busy[one.stage].add(one.start, one.end)
+        for stage_times in times:
+            latency, compute, depth = self._of_stage[stage_times.stage]
+            latency.observe((stage_times.end - stage_times.arrived) * _NANO)
+            compute.observe((stage_times.end - stage_times.start) * _NANO)
+            depth.set((stage_times.start - stage_times.arrived) * _NANO)
+            self.busy[stage_times.stage].add(stage_times.start, stage_times.end)
 
     def listen(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
         """Answer Prometheus on a port; returns the port, and what ends it."""

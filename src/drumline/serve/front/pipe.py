@@ -24,16 +24,16 @@ from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.queue import Queue
 from drumline.serve.front.tickets import Microbatch, Signature, Ticket
 from drumline.serve.front.tuner import Tuner
-from drumline.serve.wire.flow import Flow
+from drumline.serve.wire.flow import CallStream
 from drumline.serve.wire.frames import Answer, Failed, Lost
 from drumline.serve.wire.protocol import InferRequest, InferResponse
+from drumline.serve.wire.stage_times import StageTimes, times_of
 from drumline.serve.wire.tensors import put_inputs, read_outputs
-from drumline.serve.wire.times import Times, times_of
 
 _NANO = 1e-9
 _MOST_IN_FIRST = 2  # one computes, one waits
 _LOST = (grpc.StatusCode.UNAVAILABLE,)
-Seen = Callable[[Microbatch, list[Times]], None]
+Seen = Callable[[Microbatch, list[StageTimes]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Pipe:
 
     def __init__(
         self,
-        infer: Flow,
+        infer: CallStream,
         queue: Queue,
         tuner: Tuner,
         metrics: Metrics,
@@ -138,7 +138,7 @@ class Pipe:
         if timeout <= 0:
             raise Failed(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
         # With nothing else on its way, nobody waits for the first stage: its word would only cost time.
-        busy = len(self.queue) > 0 or any(one is not microbatch for one in self._sent.values())
+        busy = len(self.queue) > 0 or any(sent is not microbatch for sent in self._sent.values())
         microbatch.asked = time.monotonic()
         answered = partial(self._answered, microbatch)
         left = first if busy else None
@@ -178,8 +178,8 @@ class Pipe:
         except Failed as error:
             if error.code is grpc.StatusCode.INVALID_ARGUMENT and len(microbatch.slices) > 1:
                 first()
-                for one in microbatch.slices:
-                    alone = self.queue.alone(one)
+                for part in microbatch.slices:
+                    alone = self.queue.alone(part)
                     await self._carry(alone, self._enter(alone))
             else:
                 microbatch.fail(error)
@@ -243,14 +243,14 @@ class Pipe:
             # Clients get their answers first: counting takes as long as some stages do.
             asyncio.get_running_loop().call_soon(self._count, microbatch, times, seconds)
 
-    def _count(self, microbatch: Microbatch, times: list[Times], seconds: float) -> None:
+    def _count(self, microbatch: Microbatch, times: list[StageTimes], seconds: float) -> None:
         """Hand on what stages measured: to the tuner, to metrics, and to the record."""
         self._metrics.cuts.set(self._cut[0])
         self._metrics.window.set(self._cut[1])
         if len(times) != self._tuner.num_stages:
             return
-        computed = [(one.end - one.start) * _NANO for one in times]
-        queued = sum(one.start - one.arrived for one in times) * _NANO
+        computed = [(stage_times.end - stage_times.start) * _NANO for stage_times in times]
+        queued = sum(stage_times.start - stage_times.arrived for stage_times in times) * _NANO
         hop = max(0.0, (seconds - sum(computed) - queued) / len(times))
         self._tuner.add(microbatch.signature, microbatch.rows, computed, hop)
         self._metrics.took(times, microbatch.rows)

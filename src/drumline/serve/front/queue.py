@@ -8,7 +8,7 @@ from itertools import count
 
 import grpc
 
-from drumline.serve.front.tickets import Microbatch, Signature, Slice, Ticket
+from drumline.serve.front.tickets import Microbatch, Signature, Ticket, TicketRows
 from drumline.serve.wire.frames import Failed
 
 
@@ -28,7 +28,7 @@ class Queue:
     @property
     def rows(self) -> int:
         """How many rows wait, of any shape."""
-        return sum(one.rows - one.sent for tickets in self._waiting.values() for one in tickets)
+        return sum(ticket.rows - ticket.sent for tickets in self._waiting.values() for ticket in tickets)
 
     def admit(self, ticket: Ticket) -> None:
         """Let a request wait, or raise Failed if there are too many."""
@@ -54,41 +54,41 @@ class Queue:
         for tickets in list(self._waiting.values()):
             while tickets and tickets[0].is_over:
                 self._gone(tickets.popleft())
-        for signature in [one for one, tickets in self._waiting.items() if not tickets]:
+        for signature in [pair for pair, tickets in self._waiting.items() if not tickets]:
             del self._waiting[signature]
-        return min((tickets[0] for tickets in self._waiting.values()), key=lambda one: one.number, default=None)
+        return min((tickets[0] for tickets in self._waiting.values()), key=lambda ticket: ticket.number, default=None)
 
     def rows_of(self, signature: Signature, most: int) -> int:
         """Return how many rows of a shape wait, at most `most`; some may be over."""
         total = 0
-        for one in self._waiting.get(signature, ()):
-            total += one.rows - one.sent
+        for ticket in self._waiting.get(signature, ()):
+            total += ticket.rows - ticket.sent
             if total >= most:
                 return most
         return total
 
     def take(self, signature: Signature, rows: int) -> Microbatch | None:
         """Return a microbatch of the oldest rows of a shape, at most so many; None if none are left."""
-        slices: list[Slice] = []
+        slices: list[TicketRows] = []
         tickets = self._waiting.get(signature, deque())
         while tickets and rows > 0:
-            one = tickets[0]
-            if not one.is_over:
-                slices.append(one.take(rows))
+            ticket = tickets[0]
+            if not ticket.is_over:
+                slices.append(ticket.take(rows))
                 rows -= slices[-1].end - slices[-1].first
-            if one.is_over or one.sent == one.rows:
+            if ticket.is_over or ticket.sent == ticket.rows:
                 self._gone(tickets.popleft())
         return Microbatch(next(self._numbers), slices) if slices else None
 
-    def alone(self, one: Slice) -> Microbatch:
+    def alone(self, rows: TicketRows) -> Microbatch:
         """Return rows that were sent together with others as a microbatch of their own."""
-        return Microbatch(next(self._numbers), [one])
+        return Microbatch(next(self._numbers), [rows])
 
     def clear(self, make: Callable[[], Failed]) -> None:
         """Answer all that wait with an error."""
         for tickets in self._waiting.values():
-            for one in tickets:
-                one.fail(make())
+            for ticket in tickets:
+                ticket.fail(make())
         self._waiting.clear()
         self._requests = self.bytes = 0
 

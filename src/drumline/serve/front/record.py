@@ -24,11 +24,11 @@ from drumline.core.measured.run import CONFIG, ENDED, ENVIRONMENT, FORMAT, METRI
 from drumline.schedules import schedules
 from drumline.schedules.forward_only import forward_only
 from drumline.serve.wire.manifest import Manifest
-from drumline.serve.wire.times import Times
+from drumline.serve.wire.stage_times import StageTimes
 
 _WINDOW = 32
 _FORWARD, _ASK = RECEIVES.index(Op.RECV_F), OVERHEADS.index("ask")
-_INFERENCE = next(one for one in schedules().values() if one.recipe is forward_only)
+_INFERENCE = next(schedule for schedule in schedules().values() if schedule.recipe is forward_only)
 
 
 def check_record(folder: Path, served: Path) -> None:
@@ -67,7 +67,7 @@ class LoadRecord:
         self._stages = len(manifest.stages)
         self._run = uuid.uuid4().hex[:12]
         self._program = _INFERENCE.build(self._stages, window, 1)
-        self._waiting: list[tuple[list[Times], int]] = []
+        self._waiting: list[tuple[list[StageTimes], int]] = []
         self._step = 0
         self._since = [0] * self._stages
         try:
@@ -80,7 +80,7 @@ class LoadRecord:
                 "num_ranks": self._stages,
                 "num_stages": self._stages,
                 "num_microbatches": window,
-                "blocks": [list(one.blocks) for one in manifest.stages],
+                "blocks": [list(stage.blocks) for stage in manifest.stages],
             }
             config = {
                 "format": FORMAT,
@@ -96,28 +96,28 @@ class LoadRecord:
     def _put(self, name: str, table: dict[str, Any]) -> None:
         (self.folder / name).write_text(json.dumps({"run": self._run, **table}, indent=2) + "\n", encoding="utf-8")
 
-    def add(self, times: Sequence[Times], rows: int) -> None:
+    def add(self, times: Sequence[StageTimes], rows: int) -> None:
         """Take in a microbatch that every stage has computed."""
         if not self._is_open:
             return
         self._waiting.append((list(times), rows))
         # Answers come in another order than starts, by no more than what fits into the pipe.
         if len(self._waiting) >= self._window + 4 * self._stages:
-            self._waiting.sort(key=lambda one: one[0][0].start)
+            self._waiting.sort(key=lambda pair: pair[0][0].start)
             taken, self._waiting = self._waiting[: self._window], self._waiting[self._window :]
             try:
-                self._write([one for one, _ in taken], sum(rows for _, rows in taken))
+                self._write([row for row, _ in taken], sum(rows for _, rows in taken))
             except OSError as error:
                 self._is_open = False
                 self._stopped(error)
 
-    def _write(self, taken: list[list[Times]], rows: int) -> None:
+    def _write(self, taken: list[list[StageTimes]], rows: int) -> None:
         """Write a step; one whose microbatches overtook each other fits no program and is left out."""
-        columns = [[one[stage] for one in taken] for stage in range(self._stages)]
+        columns = [[row[stage] for row in taken] for stage in range(self._stages)]
         if any(a.end > b.start for column in columns for a, b in pairwise(column)):
             return
         records = [self._record(rank, column, taken) for rank, column in enumerate(columns)]
-        seconds = (max(one.end_ns for one in records) - min(one.begin_ns for one in records)) * 1e-9
+        seconds = (max(entry.end_ns for entry in records) - min(entry.begin_ns for entry in records)) * 1e-9
         metrics = {"throughput(rows/s)": rows / seconds if seconds else 0.0, **step_metrics(self._program, records)}
         for record in records:
             table = record.to_json()
@@ -126,32 +126,32 @@ class LoadRecord:
         self._line(METRICS, {"step": self._step, **metrics})
         self._step += 1
 
-    def _record(self, rank: int, column: list[Times], taken: list[list[Times]]) -> Record:
+    def _record(self, rank: int, column: list[StageTimes], taken: list[list[StageTimes]]) -> Record:
         messages: list[int] = []
         waits: list[int] = []
         idle: list[int] = []
         begin = taken[0][0].arrived if rank == 0 else min(column[0].arrived, taken[0][0].start)
         begin = max(begin, self._since[rank])
         free = begin
-        for at, one in enumerate(column):
+        for at, times in enumerate(column):
             if rank:
                 before = taken[at][rank - 1]
-                arrived = max(one.arrived, before.sent)
-                row = (at, rank, _FORWARD, at, rank - 1, before.end, before.sent, arrived, one.start, one.start)
-                messages += [*row, one.bytes_in]
-                if one.start > free:
-                    waits += [at, free, one.start]
-            elif one.start > free:
-                idle += [_ASK, free, one.start]
-            free = one.end
+                arrived = max(times.arrived, before.sent)
+                row = (at, rank, _FORWARD, at, rank - 1, before.end, before.sent, arrived, times.start, times.start)
+                messages += [*row, times.bytes_in]
+                if times.start > free:
+                    waits += [at, free, times.start]
+            elif times.start > free:
+                idle += [_ASK, free, times.start]
+            free = times.end
         return Record(
             rank,
             self._step,
             since_ns=self._since[rank] or begin,
             begin_ns=begin,
             end_ns=max(column[-1].end, begin),
-            starts=[one.start for one in column],
-            ends=[one.end for one in column],
+            starts=[times.start for times in column],
+            ends=[times.end for times in column],
             held=[0] * len(column),
             messages=messages,
             waits=waits,

@@ -11,10 +11,10 @@ from typing import Any
 
 import grpc
 
-from drumline.serve.front.logs import Log
+from drumline.serve.front.logs import EventLog
 from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.pipe import Pipe
-from drumline.serve.front.supervisor import Stages
+from drumline.serve.front.supervisor import ServedStages
 from drumline.serve.front.tickets import Ticket
 from drumline.serve.wire.frames import Failed
 from drumline.serve.wire.manifest import Manifest
@@ -34,9 +34,9 @@ class FrontService:
         self,
         manifest: Manifest,
         pipe: Pipe,
-        stages: Stages,
+        stages: ServedStages,
         metrics: Metrics,
-        log: Log,
+        log: EventLog,
         *,
         max_rows: int,
         timeout: float,
@@ -99,8 +99,8 @@ class FrontService:
         await self._asked(request.name or self._manifest.model, request.version, context)
         made = message("ModelMetadataResponse")(name=self._manifest.model, versions=[VERSION], platform="onnx_pipeline")
         for which in ("inputs", "outputs"):
-            for one in getattr(self._manifest, which):
-                getattr(made, which).add(name=one.name, datatype=one.datatype, shape=one.open_shape())
+            for tensor in getattr(self._manifest, which):
+                getattr(made, which).add(name=tensor.name, datatype=tensor.datatype, shape=tensor.open_shape())
         return made
 
     def _check_model(self, name: str, version: str) -> None:
@@ -171,13 +171,13 @@ class FrontService:
         return self._answer(request, ticket, {name: outputs[name] for name in wanted}, typed=typed)
 
     def _wanted(self, request: Any) -> list[str]:
-        known = [one.name for one in self._manifest.outputs]
-        names = [one.name for one in request.outputs] or known
-        if odd := [one for one in names if one not in known]:
+        known = [output.name for output in self._manifest.outputs]
+        names = [output.name for output in request.outputs] or known
+        if odd := [name for name in names if name not in known]:
             raise Refused(f"output {odd[0][:80]!r} is unknown; expected {', '.join(known)}")
-        for one in request.outputs:
-            if wishes := sorted(set(one.parameters) & _NOT_OFFERED):
-                raise Refused(f"output {one.name!r} asks for {wishes[0]}, which is not offered")
+        for output in request.outputs:
+            if wishes := sorted(set(output.parameters) & _NOT_OFFERED):
+                raise Refused(f"output {output.name!r} asks for {wishes[0]}, which is not offered")
         return list(dict.fromkeys(names))
 
     def _answer(self, request: Any, ticket: Ticket, outputs: Arrays, *, typed: bool) -> Any:

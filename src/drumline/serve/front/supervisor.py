@@ -21,7 +21,7 @@ import grpc
 
 from drumline.core.errors import LaunchError
 from drumline.serve.front.hang import HangWatch
-from drumline.serve.front.logs import Log
+from drumline.serve.front.logs import EventLog
 from drumline.serve.front.metrics import Metrics
 from drumline.serve.ledger import Ledger
 from drumline.serve.wire.links import LOOPBACK, Tls, connect, free_port, local_links
@@ -36,7 +36,7 @@ _SECONDS_TO_NOTICE = 1.0  # that a stage has ended, after the connection to it b
 _LOOK = 0.01  # seconds until a stage that is still at work on a lost microbatch is looked at again
 
 
-class Stages:
+class ServedStages:
     """The stages behind a front: where they are, and whether all of them can compute."""
 
     addresses: Sequence[str]
@@ -48,19 +48,19 @@ class Stages:
     @property
     def are_ready(self) -> bool:
         """Whether every stage can compute."""
-        return all(one.is_set() for one in self._ready)
+        return all(event.is_set() for event in self._ready)
 
     @property
     def down(self) -> list[int]:
         """The stages that cannot compute now."""
-        return [number for number, one in enumerate(self._ready) if not one.is_set()]
+        return [number for number, event in enumerate(self._ready) if not event.is_set()]
 
     async def back(self, seconds: float) -> bool:
         """Wait until every stage can compute, at most so long; whether that came true."""
         with suppress(TimeoutError):
             async with asyncio.timeout(max(seconds, 0)):
-                for one in self._ready:
-                    await one.wait()
+                for event in self._ready:
+                    await event.wait()
         return self.are_ready
 
     async def struck(self, name: str, stage: int, seconds: float) -> str:
@@ -79,7 +79,7 @@ class Stages:
         raise NotImplementedError
 
 
-class LocalStages(Stages):
+class LocalStages(ServedStages):
     """One process for each stage, on ports of the loopback interface."""
 
     def __init__(
@@ -90,7 +90,7 @@ class LocalStages(Stages):
         threads: int,
         limit: int,
         max_bytes: int,
-        log: Log,
+        log: EventLog,
         metrics: Metrics,
         hang: float = 0.0,
         cores: Sequence[Sequence[int]] = (),
@@ -117,9 +117,9 @@ class LocalStages(Stages):
         done, _ = await asyncio.wait({ready, *self._watching}, return_when=asyncio.FIRST_COMPLETED)
         if ready not in done or not self.are_ready:
             ready.cancel()
-            failed = [one.exception() for one in self._watching if one.done() and not one.cancelled()]
+            failed = [task.exception() for task in self._watching if task.done() and not task.cancelled()]
             await self.stop()
-            raise next((one for one in failed if one is not None), None) or LaunchError(
+            raise next((error for error in failed if error is not None), None) or LaunchError(
                 f"the stages were not ready within {_SECONDS_TO_START:g} seconds"
             )
 
@@ -202,37 +202,37 @@ class LocalStages(Stages):
             self._ready[stage].is_set() and time.monotonic() < noticed
         ):
             await asyncio.sleep(_LOOK)
-        return next((how for one, how in self._struck if one == name), "")
+        return next((how for text, how in self._struck if text == name), "")
 
     def _is_at_work(self, name: str) -> bool:
         """Whether a stage computes a microbatch, as if it had not been lost, or died of it and nobody knows yet."""
-        return any(one is not None and name in one.read().names for one in self._ledgers)
+        return any(ledger is not None and name in ledger.read().names for ledger in self._ledgers)
 
     async def stop(self) -> None:
         """Tell all stages to stop, and end those that do not."""
         self._stopping = True
-        running = [one for one in self.processes if one is not None and one.returncode is None]
-        for one in running:
+        running = [process for process in self.processes if process is not None and process.returncode is None]
+        for process in running:
             with suppress(ProcessLookupError):
-                one.send_signal(signal.SIGTERM)
-        for one in running:
+                process.send_signal(signal.SIGTERM)
+        for process in running:
             try:
                 async with asyncio.timeout(_SECONDS_TO_STOP):
-                    await one.wait()
+                    await process.wait()
             except TimeoutError:
                 with suppress(ProcessLookupError):
-                    one.kill()
-                await one.wait()
+                    process.kill()
+                await process.wait()
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
         self._sockets.cleanup()
 
 
-class RemoteStages(Stages):
+class RemoteStages(ServedStages):
     """Stages that others have started, on hosts; asked every second whether they can compute."""
 
-    def __init__(self, addresses: Sequence[str], identities: Sequence[str], *, tls: Tls, log: Log) -> None:
+    def __init__(self, addresses: Sequence[str], identities: Sequence[str], *, tls: Tls, log: EventLog) -> None:
         super().__init__(len(addresses))
         self.addresses = self.links = addresses
         self._identities = identities

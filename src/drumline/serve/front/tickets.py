@@ -19,8 +19,8 @@ import grpc
 import numpy as np
 
 from drumline.serve.wire.frames import Failed
+from drumline.serve.wire.stage_times import StageTimes
 from drumline.serve.wire.tensors import Array, Arrays
-from drumline.serve.wire.times import Times
 
 Signature = tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of inputs, without rows
 _numbers = count()
@@ -42,7 +42,7 @@ class Ticket:
         self.name, self.inputs = name, inputs
         self.number = next(_numbers)
         self.rows = len(next(iter(inputs.values())))
-        self.bytes = sum(one.nbytes for one in inputs.values())
+        self.bytes = sum(array.nbytes for array in inputs.values())
         self.signature = signature_of(inputs)
         self.arrived = time.monotonic()
         self.deadline = self.arrived + timeout
@@ -59,12 +59,12 @@ class Ticket:
         """Whether nobody waits for it any more."""
         return self.answer.done() or time.monotonic() >= self.deadline
 
-    def take(self, rows: int) -> Slice:
+    def take(self, rows: int) -> TicketRows:
         """Return the next rows, at most so many."""
         first = self.sent
         self.sent = min(self.rows, first + rows)
         self.began = self.began or time.monotonic()
-        return Slice(self, first, self.sent)
+        return TicketRows(self, first, self.sent)
 
     def put(self, first: int, outputs: Arrays) -> None:
         """Take in the outputs of some rows; the last ones answer the request."""
@@ -76,10 +76,10 @@ class Ticket:
         else:
             if not self._outputs:
                 self._outputs = {
-                    name: np.empty((self.rows, *one.shape[1:]), one.dtype) for name, one in outputs.items()
+                    name: np.empty((self.rows, *output.shape[1:]), output.dtype) for name, output in outputs.items()
                 }
-            for name, one in outputs.items():
-                self._outputs[name][first : first + rows] = one
+            for name, output in outputs.items():
+                self._outputs[name][first : first + rows] = output
         self.left -= rows
         if not self.left:
             self.answer.set_result(self._outputs)
@@ -97,7 +97,7 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class TicketRows:
     """Rows of a ticket, from `first` to before `end`."""
 
     ticket: Ticket
@@ -110,7 +110,7 @@ class Microbatch:
     """Rows of tickets that travel together."""
 
     number: int
-    slices: list[Slice]
+    slices: list[TicketRows]
     attempts: int = 0
     body: bytes = field(default=b"", repr=False)  # its request to the first stage
     asked: float = 0.0  # when that was sent
@@ -119,7 +119,7 @@ class Microbatch:
     @property
     def rows(self) -> int:
         """How many rows it has."""
-        return sum(one.end - one.first for one in self.slices)
+        return sum(part.end - part.first for part in self.slices)
 
     @property
     def signature(self) -> Signature:
@@ -129,16 +129,16 @@ class Microbatch:
     @property
     def deadline(self) -> float:
         """The last moment at which anybody waits for it."""
-        return max(one.ticket.deadline for one in self.slices)
+        return max(part.ticket.deadline for part in self.slices)
 
     @property
     def is_over(self) -> bool:
         """Whether nobody waits for any of it."""
-        return all(one.ticket.is_over for one in self.slices)
+        return all(part.ticket.is_over for part in self.slices)
 
     def drop_answered(self) -> bool:
         """Leave out rows of tickets that are answered; whether there were any."""
-        left = [one for one in self.slices if not one.ticket.answer.done()]
+        left = [part for part in self.slices if not part.ticket.answer.done()]
         dropped, self.slices = len(left) < len(self.slices), left
         return dropped
 
@@ -146,29 +146,29 @@ class Microbatch:
         """Return its rows as one array for each input."""
         found: Arrays = {}
         for name in self.slices[0].ticket.inputs:
-            parts: list[Array] = [one.ticket.inputs[name][one.first : one.end] for one in self.slices]
+            parts: list[Array] = [part.ticket.inputs[name][part.first : part.end] for part in self.slices]
             found[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return found
 
-    def took(self, times: Sequence[Times], seconds: float) -> None:
+    def took(self, times: Sequence[StageTimes], seconds: float) -> None:
         """Tell its tickets what it took: by what stages measured, or of the whole call."""
-        computed = sum(one.end - one.start for one in times) * 1e-9
+        computed = sum(stage_times.end - stage_times.start for stage_times in times) * 1e-9
         inside = (times[-1].end - times[0].arrived) * 1e-9 if times else seconds
-        for one in self.slices:
-            one.ticket.compute, one.ticket.pipe = max(one.ticket.compute, computed), max(one.ticket.pipe, inside)
+        for part in self.slices:
+            part.ticket.compute, part.ticket.pipe = max(part.ticket.compute, computed), max(part.ticket.pipe, inside)
 
     def put(self, outputs: Arrays) -> None:
         """Give every ticket its own rows of the outputs; Failed if there are not as many as were sent."""
-        odd = [name for name, one in outputs.items() if not one.shape or len(one) != self.rows]
+        odd = [name for name, output in outputs.items() if not output.shape or len(output) != self.rows]
         if odd or not outputs:
             raise Failed(grpc.StatusCode.INTERNAL, f"output {odd[0] if odd else '?'!r} has not the rows that were sent")
         at = 0
-        for one in self.slices:
-            rows = one.end - one.first
-            one.ticket.put(one.first, {name: array[at : at + rows] for name, array in outputs.items()})
+        for part in self.slices:
+            rows = part.end - part.first
+            part.ticket.put(part.first, {name: array[at : at + rows] for name, array in outputs.items()})
             at += rows
 
     def fail(self, error: Failed) -> None:
         """Answer all its tickets with an error."""
-        for one in self.slices:
-            one.ticket.fail(error)
+        for part in self.slices:
+            part.ticket.fail(error)

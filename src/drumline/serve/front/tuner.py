@@ -28,7 +28,7 @@ _MOST_CUTS = 64
 
 
 @dataclass(slots=True)
-class Line:
+class RowFit:
     """Seconds over rows: a fading least-squares fit, through the origin as long as rows do not vary."""
 
     weight: float = 0.0
@@ -47,7 +47,7 @@ class Line:
     def seconds(self, rows: float) -> float:
         """Return the expected seconds.
 
-        >>> line = Line()
+        >>> line = RowFit()
         >>> for rows in (1, 2, 4): line.add(rows, 0.25 + rows)
         >>> round(line.seconds(8), 6)
         8.25
@@ -67,7 +67,7 @@ class Line:
     def most_rows(self, seconds: float) -> float:
         """Return the rows that take so many seconds; infinite if rows take none.
 
-        >>> line = Line()
+        >>> line = RowFit()
         >>> for rows in (1, 2, 4): line.add(rows, 0.25 + rows)
         >>> round(line.most_rows(8.25), 6)
         8.0
@@ -94,17 +94,17 @@ class Tuner:
     fixed_rows: int = 0  # so many rows a microbatch, whatever is measured
     fixed_window: int = 0
     hop: float = 0.0  # seconds that a microbatch spends between stages, per stage
-    lines: OrderedDict[Signature, list[Line]] = field(default_factory=OrderedDict)
+    lines: OrderedDict[Signature, list[RowFit]] = field(default_factory=OrderedDict)
 
     def add(self, signature: Signature, rows: int, seconds: Sequence[float], hop: float = 0.0) -> None:
         """Take in what each stage took for a microbatch, and what a message took."""
         self.hop = hop if not self.lines else self.hop * _FADE + hop * (1 - _FADE)
-        lines = self.lines.setdefault(signature, [Line() for _ in range(self.num_stages)])
+        lines = self.lines.setdefault(signature, [RowFit() for _ in range(self.num_stages)])
         self.lines.move_to_end(signature)
         while len(self.lines) > _MOST_SHAPES:
             self.lines.popitem(last=False)
-        for line, one in zip(lines, seconds, strict=True):
-            line.add(rows, one)
+        for line, duration in zip(lines, seconds, strict=True):
+            line.add(rows, duration)
 
     def most_rows(self, signature: Signature) -> int:
         """Return the rows of the largest microbatch within the budget, 1 if even that is over it."""
@@ -114,7 +114,7 @@ class Tuner:
         if not lines:
             return 1  # the first one measures
         seconds = self.budget * _MARGIN / (2 * self.num_stages)
-        return max(1, int(min(self.max_rows, *(one.most_rows(seconds) for one in lines))))
+        return max(1, int(min(self.max_rows, *(line.most_rows(seconds) for line in lines))))
 
     def window(self, signature: Signature) -> int:
         """Return how many microbatches may be in the pipe: 2 a stage, or fewer where those would queue too long."""
@@ -131,14 +131,14 @@ class Tuner:
         lines = self.lines.get(signature)
         if not behind and lines and not self.fixed_rows:
             many = range(cuts, min(rows, cuts + _MOST_CUTS) + 1)
-            cuts = min(many, key=lambda one: (self._alone(lines, rows / one, one), one))
+            cuts = min(many, key=lambda number: (self._alone(lines, rows / number, number), number))
         base, more = divmod(rows, cuts)
         return [base + (at < more) for at in range(cuts)]
 
-    def _slowest(self, lines: Sequence[Line], rows: float) -> float:
-        return max((one.seconds(rows) for one in lines), default=0.0)
+    def _slowest(self, lines: Sequence[RowFit], rows: float) -> float:
+        return max((line.seconds(rows) for line in lines), default=0.0)
 
-    def _alone(self, lines: Sequence[Line], rows: float, cuts: int) -> float:
+    def _alone(self, lines: Sequence[RowFit], rows: float, cuts: int) -> float:
         """Return how long a batch takes that has the pipe to itself."""
         slowest = self._slowest(lines, rows) + self.hop
-        return sum(one.seconds(rows) + self.hop for one in lines) + (cuts - 1) * slowest
+        return sum(line.seconds(rows) + self.hop for line in lines) + (cuts - 1) * slowest

@@ -9,8 +9,8 @@ from drumline.core.errors import counted
 from drumline.report.draw.html import asset, page_with
 from drumline.report.draw.markup import card, cards, table_html
 from drumline.report.draw.scene import document
+from drumline.serve.load.generator import Result
 from drumline.serve.load.picture import HEADER, cells, load_svg, milliseconds, name_of, short
-from drumline.serve.load.run import Result
 
 _SHARES = (("p50", "half"), ("p99", "99%"))
 # The page has no timelines, and none of what serves them.
@@ -28,14 +28,14 @@ def load_page(found: Sequence[Result], *, service: str = "a service") -> str:
     >>> "<title>Load of 127.0.0.1:8001</title>" in text, text.count("<table>")
     (True, 2)
     """
-    answered = [one for one in found if one.latencies]
+    answered = [result for result in found if result.latencies]
     parts = [_latencies(found), _inside(answered), _failures(found)]
     if answered:
         parts.insert(0, f'<div class="card">{load_svg(found)}</div>')
     data = document([], title=f"Load of {service}", advice=_sentence(found))
     panel = f'<section class="report">{_figures(answered)}</section>' if answered else ""
     below = f'<section class="report load"><div class="pair">{"".join(parts)}</div></section>'
-    extra = {"loads": [one.to_json() for one in found]}
+    extra = {"loads": [result.to_json() for result in found]}
     return page_with(data, panel=panel, below=below, style=asset("report.css") + _STYLE, extra=extra)
 
 
@@ -45,23 +45,23 @@ def _sentence(found: Sequence[Result]) -> str:
     >>> _sentence([Result(2, seconds=1.0, rows=4, latencies=[0.01])])
     'Most rows a second: 4, with 2 requests at a time, of which half took 10 ms or less. None failed.'
     """
-    failed = sum(one.codes.total() - one.codes["OK"] for one in found)
+    failed = sum(result.codes.total() - result.codes["OK"] for result in found)
     many = (
-        f"{counted(failed, 'request')} of {sum(one.codes.total() for one in found)} failed."
+        f"{counted(failed, 'request')} of {sum(result.codes.total() for result in found)} failed."
         if failed
         else "None failed."
     )
-    if not any(one.latencies for one in found):
+    if not any(result.latencies for result in found):
         return "No request was answered."
-    best = max((one for one in found if one.latencies), key=_rows_per_second)
+    best = max((result for result in found if result.latencies), key=_rows_per_second)
     half = milliseconds(_latency(best, "p50"))
     how = f"{best.concurrency} requests at a time" if best.concurrency else f"{best.rate:g} requests a second"
     most = f"Most rows a second: {short(_rows_per_second(best))}, with {how}"
     return f"{most}, of which half took {half} ms or less. {many}"
 
 
-def _rows_per_second(one: Result) -> float:
-    return float(one.to_json()["rows_per_second"])
+def _rows_per_second(result: Result) -> float:
+    return float(result.to_json()["rows_per_second"])
 
 
 def _figures(answered: Sequence[Result]) -> str:
@@ -76,8 +76,8 @@ def _figures(answered: Sequence[Result]) -> str:
     return cards(figures)
 
 
-def _latency(one: Result, which: str) -> float:
-    return float(one.to_json()["latency_seconds"][which])
+def _latency(result: Result, which: str) -> float:
+    return float(result.to_json()["latency_seconds"][which])
 
 
 def _latencies(found: Sequence[Result]) -> str:
@@ -90,9 +90,9 @@ def _inside(answered: Sequence[Result]) -> str:
         return ""
     parts = {"latency": "in all", "queue": "queue of the front", "pipe": "pipe", "compute": "computing"}
     rows = []
-    for one in answered:
-        told = one.to_json()
-        rows.append([name_of(one), *(milliseconds(told[f"{part}_seconds"]["p50"]) for part in parts)])
+    for result in answered:
+        told = result.to_json()
+        rows.append([name_of(result), *(milliseconds(told[f"{part}_seconds"]["p50"]) for part in parts)])
     header = ["load", *(f"{name}, ms" for name in parts.values())]
     note = "<p>Medians, each of its own part: they need not add up. The pipe contains computing.</p>"
     return card("Where requests spend their time", note + table_html(header, rows, words=[0]))
@@ -100,9 +100,9 @@ def _inside(answered: Sequence[Result]) -> str:
 
 def _failures(found: Sequence[Result]) -> str:
     rows = [
-        [name_of(one), code, str(count), one.whys.get(code, "")]
-        for one in found
-        for code, count in sorted(one.codes.items())
+        [name_of(result), code, str(count), result.whys.get(code, "")]
+        for result in found
+        for code, count in sorted(result.codes.items())
         if code != "OK"
     ]
     if not rows:

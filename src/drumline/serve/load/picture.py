@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from drumline.core.errors import RunError
 from drumline.report.draw.chart import Series, chart
 from drumline.report.draw.table import table
-from drumline.serve.load.run import PERCENTILES, Result
+from drumline.serve.load.generator import PERCENTILES, Result
 
 _INSIDE = ("queue", "compute")  # of what the terminal shows the medians
-HEADER = ("load", "requests", "failed", "rows/s", *(f"p{one} ms" for one in PERCENTILES))
+HEADER = ("load", "requests", "failed", "rows/s", *(f"p{number} ms" for number in PERCENTILES))
 
 
 def load_text(found: Sequence[Result], *, width: int = 120) -> str:
@@ -22,47 +22,47 @@ def load_text(found: Sequence[Result], *, width: int = 120) -> str:
     2 at a time: 1 UNAVAILABLE
     """
     rows, notes = [], []
-    for one in found:
-        told = one.to_json()
-        rows.append([*cells(one), *(milliseconds(told[f"{name}_seconds"]["p50"]) for name in _INSIDE)])
+    for result in found:
+        told = result.to_json()
+        rows.append([*cells(result), *(milliseconds(told[f"{name}_seconds"]["p50"]) for name in _INSIDE)])
         if told["errors"]:
             listed = ", ".join(f"{count} {code}" for code, count in sorted(told["errors"].items()))
-            notes.append(f"{name_of(one)}: {listed}")
-            notes += [f"  the first {code}: {why}" for code, why in sorted(one.whys.items()) if why]
+            notes.append(f"{name_of(result)}: {listed}")
+            notes += [f"  the first {code}: {why}" for code, why in sorted(result.whys.items()) if why]
     header = (*HEADER, *(f"{name} p50 ms" for name in _INSIDE))
     return "\n".join([table(header, rows, width=width), *notes])
 
 
-def cells(one: Result) -> list[str]:
+def cells(result: Result) -> list[str]:
     """Return the row of a load: its name, requests, rows a second, percentiles."""
-    told = one.to_json()
+    told = result.to_json()
     moments = [milliseconds(told["latency_seconds"][f"p{each}"]) for each in PERCENTILES]
     failed = str(sum(told["errors"].values()))
-    return [name_of(one), str(told["requests"]), failed, short(told["rows_per_second"]), *moments]
+    return [name_of(result), str(told["requests"]), failed, short(told["rows_per_second"]), *moments]
 
 
-def name_of(one: Result) -> str:
+def name_of(result: Result) -> str:
     """Return what a load is called.
 
     >>> name_of(Result(4)), name_of(Result(rate=12.5))
     ('4 at a time', '12.5/s')
     """
-    return f"{one.concurrency} at a time" if one.concurrency else f"{one.rate:g}/s"
+    return f"{result.concurrency} at a time" if result.concurrency else f"{result.rate:g}/s"
 
 
 def whys_of(found: Sequence[Result]) -> dict[str, str]:
     """Return what the first failure of each status said, over all loads."""
-    return {code: why for one in reversed(found) for code, why in one.whys.items()}
+    return {code: why for result in reversed(found) for code, why in result.whys.items()}
 
 
 def load_svg(found: Sequence[Result]) -> str:
     """Return a plot of latency over throughput, a curve for each percentile."""
-    told = sorted((one.to_json() for one in found if one.latencies), key=lambda one: float(one["rows_per_second"]))
+    told = sorted((r.to_json() for r in found if r.latencies), key=lambda entry: float(entry["rows_per_second"]))
     if not told:
         whys = "; ".join(f"{code}: {why}" for code, why in sorted(whys_of(found).items()))
         raise RunError(f"no request was answered, so there is nothing to plot: {whys}")
     series = [
-        Series(f"p{each}", [(one["rows_per_second"], one["latency_seconds"][f"p{each}"] * 1e3) for one in told])
+        Series(f"p{each}", [(entry["rows_per_second"], entry["latency_seconds"][f"p{each}"] * 1e3) for entry in told])
         for each in PERCENTILES
     ]
     return chart(series, title="Latency over throughput", x_label="rows a second", y_label="milliseconds")

@@ -10,22 +10,22 @@ from typing import Any
 
 import grpc
 
-from drumline.serve.wire.frames import FLOW, PAUSE, SERVICE, Answer, Failed, Frame, Kind, Lost, Outgoing
+from drumline.serve.wire.frames import FLOW, PAUSE, SERVICE, Answer, Failed, Frame, FrameKind, Lost, Outgoing
 
-_CODES = {one.value[0]: one for one in grpc.StatusCode}
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
 _Code = grpc.StatusCode
 # How a stream ends if its stage does; gRPC calls it internal or unknown if that meets a message on its way.
 _GONE = (_Code.OK, _Code.CANCELLED, _Code.UNAVAILABLE, _Code.INTERNAL, _Code.UNKNOWN)
 
 
-class Flow:
+class CallStream:
     """The caller's side of a stream: opened by the first call, and again whenever it breaks."""
 
     def __init__(self, channel: Any, *, stage: int, max_bytes: int) -> None:
         self._open = channel.stream_stream(f"/{SERVICE}/{FLOW}")
         self._stage, self._max_bytes = stage, max_bytes
         self._numbers = count()
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _PendingCall] = {}
         self._outgoing = Outgoing()
         self._running: asyncio.Task[None] | None = None
 
@@ -44,8 +44,8 @@ class Flow:
         if self._running is None:
             self._running = asyncio.create_task(self._run())
         loop, number = asyncio.get_running_loop(), next(self._numbers)
-        frame = bytes(Frame(Kind.ASK if left else Kind.CALL, number, timeout, body=body))
-        call = self._calls[number] = _Call(loop.create_future(), left, done)
+        frame = bytes(Frame(FrameKind.ASK if left else FrameKind.CALL, number, timeout, body=body))
+        call = self._calls[number] = _PendingCall(loop.create_future(), left, done)
         call.timer = loop.call_later(timeout, self._end, number, grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
         if len(frame) > self._max_bytes:
             why = f"a message of {len(frame)} bytes, {self._max_bytes} are allowed"
@@ -72,14 +72,14 @@ class Flow:
         if call is not None and not call.answer.done():
             call.answer.set_exception(error)
 
-    def _forget(self, number: int) -> _Call | None:
+    def _forget(self, number: int) -> _PendingCall | None:
         """Forget a call, and tell the stage if it may be computing it."""
         call = self._calls.pop(number, None)
         if call is None:
             return None
         call.timer.cancel()
         if call.is_sent:
-            self._outgoing.put(number, bytes(Frame(Kind.CANCEL, number)))
+            self._outgoing.put(number, bytes(Frame(FrameKind.CANCEL, number)))
         else:
             self._outgoing.remove(number)
         return call
@@ -121,19 +121,19 @@ class Flow:
         call = self._calls.get(frame.number)
         if call is None or call.answer.done():
             return  # it was given up
-        if frame.kind is Kind.LEFT:
+        if frame.kind is FrameKind.LEFT:
             if call.left is not None:
                 call.left()
             return
         call.is_sent = False  # nothing of it is left to cancel
-        if frame.kind is Kind.DONE:
+        if frame.kind is FrameKind.DONE:
             del self._calls[frame.number]
             call.timer.cancel()
             answer = Answer(frame.body, frame.text)
             if call.done is not None:
                 call.done(answer)
             call.answer.set_result(answer)
-        elif frame.kind is Kind.LOST:
+        elif frame.kind is FrameKind.LOST:
             self._fail(frame.number, Lost(int(frame.value), frame.text))
         else:
             code = _CODES.get(int(frame.value), grpc.StatusCode.UNKNOWN)
@@ -152,7 +152,7 @@ class Flow:
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
+class _PendingCall:
     answer: asyncio.Future[Answer]
     left: Callable[[], None] | None
     done: Callable[[Answer], None] | None

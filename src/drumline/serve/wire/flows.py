@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from drumline.serve.wire.frames import FLOW, PAUSE, SERVICE, Answer, Failed, Frame, Kind, Lost, Outgoing
+from drumline.serve.wire.frames import FLOW, PAUSE, SERVICE, Answer, Failed, Frame, FrameKind, Lost, Outgoing
 
 _MOST_TEXT = 2000  # characters of an error
 _SECONDS_TO_WRITE = 5.0  # for what is left when a stream ends; its caller may not read
@@ -43,8 +43,8 @@ class Flows:
             if tasks[0].done():
                 tasks[0].result()
         finally:
-            for one in tasks:
-                one.cancel()
+            for task in tasks:
+                task.cancel()
 
     async def _serve(self, context: Any) -> None:
         outgoing = Outgoing()
@@ -72,11 +72,11 @@ class Flows:
         """Start the calls of a stream until it ends; ValueError if something else than a call comes."""
         while (data := await context.read()) is not grpc.aio.EOF:
             frame = Frame.parse(data)
-            if frame.kind is Kind.CANCEL:
+            if frame.kind is FrameKind.CANCEL:
                 if frame.number in calls:
                     calls[frame.number].cancel()
                 continue
-            if frame.kind not in (Kind.CALL, Kind.ASK) or frame.number in calls:
+            if frame.kind not in (FrameKind.CALL, FrameKind.ASK) or frame.number in calls:
                 raise ValueError(f"a frame {frame.kind.name} {frame.number}; expected a new call")
             while outgoing.bytes > self._max_bytes:  # the caller reads no answers
                 await asyncio.sleep(PAUSE)
@@ -87,7 +87,7 @@ class Flows:
         sent = False
 
         def left() -> None:
-            outgoing.put(frame.number, bytes(Frame(Kind.LEFT, frame.number)))
+            outgoing.put(frame.number, bytes(Frame(FrameKind.LEFT, frame.number)))
 
         def home(answer: Answer) -> None:
             nonlocal sent
@@ -96,7 +96,7 @@ class Flows:
                 outgoing.put(frame.number, self._framed(frame.number, answer))
 
         try:
-            home(await self._answer(frame.body, frame.value, left if frame.kind is Kind.ASK else None, home))
+            home(await self._answer(frame.body, frame.value, left if frame.kind is FrameKind.ASK else None, home))
         except Failed as error:
             outgoing.put(frame.number, _failure(frame.number, error))
         except Exception as error:
@@ -104,7 +104,7 @@ class Flows:
             outgoing.put(frame.number, _failure(frame.number, Failed(grpc.StatusCode.INTERNAL, why)))
 
     def _framed(self, number: int, answer: Answer) -> bytes:
-        made = bytes(Frame(Kind.DONE, number, 0, answer.times, answer.body))
+        made = bytes(Frame(FrameKind.DONE, number, 0, answer.times, answer.body))
         if len(made) <= self._max_bytes:
             return made
         why = f"an answer of {len(made)} bytes, {self._max_bytes} are allowed"
@@ -113,8 +113,8 @@ class Flows:
 
 def _failure(number: int, error: Failed) -> bytes:
     if isinstance(error, Lost):
-        return bytes(Frame(Kind.LOST, number, error.stage, error.why[:_MOST_TEXT]))
-    return bytes(Frame(Kind.FAIL, number, error.code.value[0], error.why[:_MOST_TEXT]))
+        return bytes(Frame(FrameKind.LOST, number, error.stage, error.why[:_MOST_TEXT]))
+    return bytes(Frame(FrameKind.FAIL, number, error.code.value[0], error.why[:_MOST_TEXT]))
 
 
 def _forgotten(calls: dict[int, asyncio.Task[None]], number: int, task: asyncio.Task[None]) -> None:

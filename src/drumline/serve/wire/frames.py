@@ -44,7 +44,7 @@ class Lost(Failed):
         super().__init__(grpc.StatusCode.UNAVAILABLE, why)
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is."""
 
     CALL, ASK, CANCEL, LEFT, DONE, FAIL, LOST = range(7)
@@ -53,11 +53,11 @@ class Kind(IntEnum):
 class Frame(NamedTuple):
     """A message of the stream.
 
-    >>> Frame.parse(bytes(Frame(Kind.FAIL, 7, 3, "why", b"body")))
+    >>> Frame.parse(bytes(Frame(FrameKind.FAIL, 7, 3, "why", b"body")))
     Frame(kind=<Kind.FAIL: 5>, number=7, value=3.0, text='why', body=b'body')
     """
 
-    kind: Kind
+    kind: FrameKind
     number: int
     value: float = 0.0  # of a call the seconds left, of a failure the code, of a loss the stage
     text: str = ""
@@ -78,7 +78,7 @@ class Frame(NamedTuple):
             raise ValueError(f"a frame with {value} seconds; expected a number")
         if end > len(data):
             raise ValueError(f"a frame whose text has {size} bytes, of {len(data) - _HEAD.size} behind its head")
-        return Frame(Kind(kind), number, value, data[_HEAD.size : end].decode(), data[end:])
+        return Frame(FrameKind(kind), number, value, data[_HEAD.size : end].decode(), data[end:])
 
 
 class Answer(NamedTuple):
@@ -130,5 +130,5 @@ class Outgoing:
 
     def remove(self, number: int) -> None:
         """Forget the frames of a call."""
-        self._frames = deque(one for one in self._frames if one[0] != number)
+        self._frames = deque(frame for frame in self._frames if frame[0] != number)
         self.bytes = sum(len(frame) for _, frame in self._frames)

@@ -17,9 +17,9 @@ from typing import Any
 import grpc
 
 from drumline.core.errors import UsageError
-from drumline.core.files import MIB, Kind, read_bytes
+from drumline.core.files import MIB, FileKind, read_bytes
 
-_PEM = Kind("certificate", UsageError, "a file in PEM format", MIB)
+_PEM = FileKind("certificate", UsageError, "a file in PEM format", MIB)
 LOOPBACK = "127.0.0.1"
 _SECURED = "add --tls-cert and --tls-key, or --plain if the network is yours"
 _LONGEST_SOCKET = 100  # bytes of a socket's path; systems allow 103 or a few more
@@ -176,5 +176,5 @@ def local_links(folder: Path, count: int) -> list[str]:
     []
     """
     paths = [str(folder.absolute() / str(number)) for number in range(count)]
-    fits = hasattr(socket, "AF_UNIX") and all(len(os.fsencode(one)) <= _LONGEST_SOCKET for one in paths)
-    return [f"unix:{one}" for one in paths] if fits else []
+    fits = hasattr(socket, "AF_UNIX") and all(len(os.fsencode(path)) <= _LONGEST_SOCKET for path in paths)
+    return [f"unix:{path}" for path in paths] if fits else []

@@ -18,14 +18,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from drumline.core.errors import RecordError, counted
-from drumline.core.files import Kind, named, opened, read_object
+from drumline.core.files import FileKind, named, opened, read_object
 from drumline.core.parsed import Parsed
 
 FORMAT, VERSION = "drumline-serving", 1
 NAME = "manifest.json"
 BATCH = "batch"
-KIND = Kind("manifest", RecordError, "the manifest.json that `drumline export` wrote")
-_FILE = Kind("file of a stage", RecordError, "every file that manifest.json names")
+KIND = FileKind("manifest", RecordError, "the manifest.json that `drumline export` wrote")
+_FILE = FileKind("file of a stage", RecordError, "every file that manifest.json names")
 _MOST_STAGES = 1000
 _DATATYPES = (
     "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64",
@@ -52,7 +52,7 @@ class Tensor:
         >>> Tensor("x", "FP32", ("batch", 4)).open_shape()
         [-1, 4]
         """
-        return [one if isinstance(one, int) else -1 for one in self.shape]
+        return [number if isinstance(number, int) else -1 for number in self.shape]
 
     def to_json(self) -> dict[str, Any]:
         """Return the tensor as an object."""
@@ -61,7 +61,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class ManifestStage:
     """A stage: its graph, all its files with bytes and SHA-256, its tensors, blocks, and measured seconds."""
 
     file: str
@@ -76,8 +76,8 @@ class Stage:
         return {
             "file": self.file,
             "files": {name: {"bytes": size, "sha256": digest} for name, (size, digest) in self.files.items()},
-            "inputs": [one.to_json() for one in self.inputs],
-            "outputs": [one.to_json() for one in self.outputs],
+            "inputs": [tensor.to_json() for tensor in self.inputs],
+            "outputs": [output.to_json() for output in self.outputs],
             "blocks": list(self.blocks),
             "seconds": self.seconds,
         }
@@ -91,7 +91,7 @@ class Manifest:
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     dimensions: Dimensions
-    stages: tuple[Stage, ...]
+    stages: tuple[ManifestStage, ...]
     check: Mapping[str, Any] = field(default_factory=dict)
     measured: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, Any] = field(default_factory=dict)
@@ -102,10 +102,10 @@ class Manifest:
             "format": FORMAT,
             "version": VERSION,
             "model": self.model,
-            "inputs": [one.to_json() for one in self.inputs],
-            "outputs": [one.to_json() for one in self.outputs],
+            "inputs": [tensor.to_json() for tensor in self.inputs],
+            "outputs": [output.to_json() for output in self.outputs],
             "dimensions": {name: {"least": least, "most": most} for name, (least, most) in self.dimensions.items()},
-            "stages": [one.to_json() for one in self.stages],
+            "stages": [stage.to_json() for stage in self.stages],
             "check": dict(self.check),
             "measured": dict(self.measured),
             "versions": dict(self.versions),
@@ -150,7 +150,7 @@ def _manifest(given: Parsed) -> Manifest:
         inputs=_tensors(given["inputs"]),
         outputs=_tensors(given["outputs"]),
         dimensions=_dimensions(given["dimensions"]),
-        stages=tuple(_stage(one) for one in stages),
+        stages=tuple(_stage(stage) for stage in stages),
         **{name: _table(given, name) for name in ("check", "measured", "versions")},
     )
     _check_chain(found, given)
@@ -171,15 +171,15 @@ def _dimensions(given: Parsed) -> dict[str, tuple[int, int | None]]:
         raise given.refuse("an object")
     found: dict[str, tuple[int, int | None]] = {}
     for name in given.value:
-        one = given[name].only(("least", "most"))
-        least = one["least"].whole(0)
-        found[name] = least, None if one["most"].value is None else one["most"].whole(max(least, 1))
+        entry = given[name].only(("least", "most"))
+        least = entry["least"].whole(0)
+        found[name] = least, None if entry["most"].value is None else entry["most"].whole(max(least, 1))
     return found
 
 
 def _tensors(given: Parsed) -> tuple[Tensor, ...]:
-    found = tuple(_tensor(one) for one in given.each(most=10_000))
-    if not found or len({one.name for one in found}) != len(found):
+    found = tuple(_tensor(entry) for entry in given.each(most=10_000))
+    if not found or len({tensor.name for tensor in found}) != len(found):
         raise given.refuse("at least one tensor, each with a name of its own")
     return found
 
@@ -190,13 +190,13 @@ def _tensor(given: Parsed) -> Tensor:
     if datatype not in _DATATYPES:
         raise given["datatype"].refuse(", ".join(_DATATYPES))
     shape = tuple(
-        one.text() if isinstance(one.value, str) else one.whole(0, 2**40) for one in given["shape"].each(most=64)
+        item.text() if isinstance(item.value, str) else item.whole(0, 2**40) for item in given["shape"].each(most=64)
     )
     below = given.get("below")
     return Tensor(given["name"].text(), datatype, shape, None if below is None else below.whole(1))
 
 
-def _stage(given: Parsed) -> Stage:
+def _stage(given: Parsed) -> ManifestStage:
     files = given["files"]
     if not isinstance(files.value, dict) or not files.value:
         raise files.refuse("an object with the stage's files")
@@ -206,12 +206,12 @@ def _stage(given: Parsed) -> Stage:
             raise files.refuse("files inside the folder")
     if given["file"].text() not in files.value:
         raise given["file"].refuse("one of the stage's files")
-    return Stage(
+    return ManifestStage(
         file=given["file"].text(),
         files={name: (files[name]["bytes"].whole(), files[name]["sha256"].text()) for name in files.value},
         inputs=_tensors(given["inputs"]),
         outputs=_tensors(given["outputs"]),
-        blocks=tuple(one.text() for one in given["blocks"].each()),
+        blocks=tuple(entry.text() for entry in given["blocks"].each()),
         seconds=given["seconds"].number(),
     )
 
@@ -225,8 +225,8 @@ def _check_chain(manifest: Manifest, given: Parsed) -> None:
             what = f"the inputs of stage {number}" if number < len(manifest.stages) else "the outputs"
             raise KIND.refuse(f"a damaged manifest: {what} are not what comes before them")
     for which in ("inputs", "outputs"):
-        for one in getattr(manifest, which):
-            if not one.shape or one.shape[0] != BATCH:
+        for tensor in getattr(manifest, which):
+            if not tensor.shape or tensor.shape[0] != BATCH:
                 raise given[which].refuse(f"{BATCH!r} as the first dimension of each")
 
 

@@ -82,7 +82,7 @@ def _described() -> Any:
     """Return the description of the protocol as a file."""
     file = descriptor_pb2.FileDescriptorProto(name=_FILE, package=_PACKAGE, syntax="proto3")
     made: dict[str, Any] = {}
-    for name in sorted(_MESSAGES, key=lambda one: one.count(".")):
+    for name in sorted(_MESSAGES, key=lambda word: word.count(".")):
         home, _, last = name.rpartition(".")
         made[name] = (made[home].nested_type if home else file.message_type).add(name=last)
         if "|" in _MESSAGES[name]:

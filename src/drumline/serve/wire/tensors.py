@@ -29,7 +29,7 @@ DATATYPES: dict[str, np.dtype[Any]] = {
     "FP32": np.dtype(np.float32),
     "FP64": np.dtype(np.float64),
 }
-_NAMES = {one: name for name, one in DATATYPES.items()}
+_NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 # Where values stand that are not sent as raw bytes.
 _TYPED = {
     "BOOL": "bool_contents",
@@ -63,13 +63,13 @@ def datatype_of(dtype: Any) -> str:
 
 def read_inputs(request: Any, wanted: Sequence[Tensor], dimensions: Dimensions) -> Arrays:
     """Return the arrays of a request, held against what the manifest says of inputs; raise Refused otherwise."""
-    given = {one.name: (at, one) for at, one in enumerate(request.inputs)}
+    given = {value.name: (at, value) for at, value in enumerate(request.inputs)}
     if len(given) != len(request.inputs):
         raise Refused("an input is given twice")
-    if odd := [name for name in given if name not in {one.name for one in wanted}]:
-        names = ", ".join(one.name for one in wanted)
+    if odd := [name for name in given if name not in {value.name for value in wanted}]:
+        names = ", ".join(value.name for value in wanted)
         raise Refused(f"input {odd[0][:_LONGEST]!r} is unknown; expected {names}")
-    shared = [one.name for one in request.inputs if SHARED_MEMORY in one.parameters]
+    shared = [value.name for value in request.inputs if SHARED_MEMORY in value.parameters]
     if shared:
         raise Refused(f"input {shared[0]!r} is in shared memory, which is not offered; send its bytes")
     if request.raw_input_contents and len(request.raw_input_contents) != len(request.inputs):
@@ -78,14 +78,14 @@ def read_inputs(request: Any, wanted: Sequence[Tensor], dimensions: Dimensions) 
         )
     sizes: dict[str, int] = {}
     found = {}
-    for one in wanted:
-        if one.name not in given:
-            raise Refused(f"input {one.name!r} is missing")
-        at, tensor = given[one.name]
-        check_shape(one, tensor.datatype, tuple(tensor.shape), dimensions, sizes)
+    for value in wanted:
+        if value.name not in given:
+            raise Refused(f"input {value.name!r} is missing")
+        at, tensor = given[value.name]
+        check_shape(value, tensor.datatype, tuple(tensor.shape), dimensions, sizes)
         raw = request.raw_input_contents[at] if request.raw_input_contents else None
-        found[one.name] = _array(one, tensor, raw)
-        check_values(one, found[one.name])
+        found[value.name] = _array(value, tensor, raw)
+        check_values(value, found[value.name])
     return found
 
 
@@ -184,10 +184,10 @@ def read_outputs(response: Any) -> Arrays:
     array([[1., 1.]], dtype=float32)
     """
     found = {}
-    for at, one in enumerate(response.outputs):
-        dtype, shape = DATATYPES[one.datatype], tuple(one.shape)
+    for at, output in enumerate(response.outputs):
+        dtype, shape = DATATYPES[output.datatype], tuple(output.shape)
         if response.raw_output_contents:
-            found[one.name] = np.frombuffer(response.raw_output_contents[at], dtype).reshape(shape)
+            found[output.name] = np.frombuffer(response.raw_output_contents[at], dtype).reshape(shape)
         else:
-            found[one.name] = np.array(getattr(one.contents, _TYPED[one.datatype]), dtype).reshape(shape)
+            found[output.name] = np.array(getattr(output.contents, _TYPED[output.datatype]), dtype).reshape(shape)
     return found

@@ -64,7 +64,7 @@ def function_named(name: str) -> Callable[..., Any]:
             ) from error
     found = getattr(module, function, None)
     if not callable(found):
-        own = [one for one, value in vars(module).items() if callable(value) and not one.startswith("_")]
+        own = [text for text, value in vars(module).items() if callable(value) and not text.startswith("_")]
         raise ConfigError(
             f"{home} has no function {function!r}", expected=EXPECTED, fix=nearest(function, own) if own else ""
         )

@@ -10,7 +10,7 @@ from drumline.core.settings.setting import Setting, settings_of
 from drumline.train.config.settings import OptimizerGroup, TrainSettings
 
 GROUPS = "optimizer.groups"
-TABLES: dict[str, str] = {one.name: one.metadata["meaning"] for one in fields(TrainSettings)}
+TABLES: dict[str, str] = {field.name: field.metadata["meaning"] for field in fields(TrainSettings)}
 
 
 @cache

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.train.config.problems import Problem
-from drumline.train.config.relations import Judged, relation
+from drumline.train.config.relations import PlacedSettings, relation
 
 
 @relation("mesh.expert", "mesh.data")
-def experts_are_shared_out(judged: Judged) -> Iterator[Problem]:
+def experts_are_shared_out(judged: PlacedSettings) -> Iterator[Problem]:
     """Yield whether experts cannot be shared out evenly."""
     mesh = judged.settings.mesh
     if mesh.data % mesh.expert:
@@ -21,7 +21,7 @@ def experts_are_shared_out(judged: Judged) -> Iterator[Problem]:
 
 
 @relation("mesh.expert", "model.kind")
-def _model_has_experts(judged: Judged) -> Iterator[Problem]:
+def _model_has_experts(judged: PlacedSettings) -> Iterator[Problem]:
     size, kind = judged.settings.mesh.expert, judged.settings.model.kind
     if size > 1 and kind in ("gpt", "mlp"):
         yield judged.problem(
@@ -31,7 +31,7 @@ def _model_has_experts(judged: Judged) -> Iterator[Problem]:
 
 
 @relation("memory.zero")
-def _state_is_divided(judged: Judged) -> Iterator[Problem]:
+def _state_is_divided(judged: PlacedSettings) -> Iterator[Problem]:
     if judged.settings.memory.zero == 2:
         yield judged.problem("memory.zero", "is 2", "0, 1 or 3", "use 1, or 3 to divide parameters too")
 
@@ -40,7 +40,7 @@ def _state_is_divided(judged: Judged) -> Iterator[Problem]:
     "mesh.tensor", "model.dropout", "model.attention_dropout", "model.num_heads", "model.num_key_value_heads",
     "model.kind",
 )  # fmt: skip
-def _heads_are_divided(judged: Judged) -> Iterator[Problem]:
+def _heads_are_divided(judged: PlacedSettings) -> Iterator[Problem]:
     model, tensor = judged.settings.model, judged.settings.mesh.tensor
     if tensor == 1 or model.kind != "gpt":
         return
@@ -56,7 +56,7 @@ def _heads_are_divided(judged: Judged) -> Iterator[Problem]:
 
 
 @relation("mesh.context", "batch.sequence", "lengths.how", "evaluation.sample_every")
-def _sequences_divide(judged: Judged) -> Iterator[Problem]:
+def _sequences_divide(judged: PlacedSettings) -> Iterator[Problem]:
     settings, context = judged.settings, judged.settings.mesh.context
     if context == 1:
         return
@@ -76,7 +76,7 @@ def _sequences_divide(judged: Judged) -> Iterator[Problem]:
 
 
 @relation("failures.min_ranks", "failures.elastic", "mesh.pipeline", "mesh.data", "mesh.context", "mesh.tensor")
-def _fewest_are_fewer(judged: Judged) -> Iterator[Problem]:
+def _fewest_are_fewer(judged: PlacedSettings) -> Iterator[Problem]:
     failures, ranks, mesh = judged.settings.failures, judged.settings.num_ranks, judged.settings.mesh
     if failures.elastic and failures.min_ranks > ranks:
         what = "mesh.pipeline" if mesh.num_lines == 1 else "the ranks of the mesh"

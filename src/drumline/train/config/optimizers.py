@@ -9,7 +9,7 @@ from typing import Any
 from drumline.core.errors import nearest
 from drumline.core.parsed import shown
 from drumline.train.config.problems import Problem
-from drumline.train.config.relations import Judged, relation
+from drumline.train.config.relations import PlacedSettings, relation
 from drumline.train.config.settings import OptimizerSettings
 
 # LBFGS calls the model itself, and SparseAdam takes sparse gradients, which no stage has.
@@ -19,7 +19,7 @@ _GIVEN_BY_US = ("self", "params", "lr")
 
 
 @relation("optimizer.kind", "optimizer.settings", "optimizer.groups")
-def optimizers_exist(judged: Judged) -> Iterator[Problem]:
+def optimizers_exist(judged: PlacedSettings) -> Iterator[Problem]:
     """Yield what is wrong with optimizers' names and arguments."""
     given = judged.settings.optimizer
     if given.kind == OptimizerSettings().kind and not given.settings and not given.groups:
@@ -47,7 +47,9 @@ def _is_suited(name: str, kind: Any, base: type) -> bool:
     return isinstance(kind, type) and issubclass(kind, base) and name not in _UNSUITED
 
 
-def _one(judged: Judged, known: dict[str, Any], table: str, kind: str, settings: dict[str, Any]) -> Iterator[Problem]:
+def _one(
+    judged: PlacedSettings, known: dict[str, Any], table: str, kind: str, settings: dict[str, Any]
+) -> Iterator[Problem]:
     path = tuple(int(part) if part.isdigit() else part for part in table.split("."))
     if kind not in known:
         why = ", which a pipeline cannot run" if kind in _UNSUITED else ""
@@ -77,7 +79,7 @@ def _refused(kind: Any, settings: dict[str, Any]) -> Iterator[tuple[str, str, st
         yield name, f"is {shown(settings[name])}", expected
     if unlike or (error := _tried(kind, settings)) is None:
         return
-    alone = [name for name in settings if _tried(kind, {one: settings[one] for one in settings if one != name}) is None]
+    alone = [name for name in settings if _tried(kind, {key: settings[key] for key in settings if key != name}) is None]
     name = alone[0] if len(alone) == 1 else ""
     said = f"is {shown(settings[name])}" if name else "cannot be taken together"
     yield name, f"{said}: {error}", f"settings of torch.optim.{kind.__name__}"
@@ -92,7 +94,7 @@ def _unlike(value: Any, parameter: inspect.Parameter) -> str:
         return "" if isinstance(value, int | float) and not isinstance(value, bool) else "a number"
     if isinstance(default, tuple):
         right = isinstance(value, list | tuple) and len(value) == len(default)
-        right = right and all(isinstance(one, int | float) and not isinstance(one, bool) for one in value)
+        right = right and all(isinstance(number, int | float) and not isinstance(number, bool) for number in value)
         return "" if right else f"{len(default)} numbers, like {list(default)}"
     return ""
 

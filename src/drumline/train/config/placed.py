@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 from drumline.core.errors import DrumlineError
 from drumline.train.config.keys import keys
-from drumline.train.config.lines import Path
 from drumline.train.config.problems import Problem
-from drumline.train.config.tables import Source
+from drumline.train.config.tables import TableSource
+from drumline.train.config.toml_lines import Path
 
 _KEY = re.compile(r"([a-z_]+)\.([a-z_]+)(?:\[(\d+)\]|\.(\d+))?")
 _CUTS = "cuts "  # with which the pipeline begins what it says of pipeline.cuts
@@ -53,10 +53,10 @@ def key_in(text: str) -> str:
     return f"{found[1]}.{found[2]}" + ("" if number is None else f".{number}")
 
 
-def problem_of(error: DrumlineError, source: Source, key: str = "") -> Problem:
+def problem_of(error: DrumlineError, source: TableSource, key: str = "") -> Problem:
     """Return an error as a problem of the key that it is about, with its place: of a list, of the item it names.
 
-    >>> source = Source({"data": {"files": ["a.txt", "b.txt"]}}, lambda path: f"run.toml, line {3 + len(path)}")
+    >>> source = TableSource({"data": {"files": ["a.txt", "b.txt"]}}, lambda path: f"run.toml, line {3 + len(path)}")
     >>> error = DrumlineError("b.txt, line 7: not UTF-8")
     >>> print(problem_of(error, source, "data.files"))
     run.toml, line 6: data.files: b.txt, line 7: not UTF-8
@@ -76,7 +76,7 @@ def problem_of(error: DrumlineError, source: Source, key: str = "") -> Problem:
     return Problem(source.where(path), key, text, error.expected, error.fix)
 
 
-def placed(error: DrumlineError, source: Source) -> DrumlineError:
+def placed(error: DrumlineError, source: TableSource) -> DrumlineError:
     """Return an error with the place of its key, if it has one that was given and does not say it yet."""
     key = error.key or key_in(error.error)
     parts = key.split(".")

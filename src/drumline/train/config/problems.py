@@ -48,10 +48,10 @@ def refused(problems: Sequence[Problem]) -> ConfigError:
     --steps: run.steps is 0; expected a whole number of 1 or more
     """
     if len(problems) == 1:
-        one = problems[0]
-        error = ConfigError(one.headline, expected=one.expected, fix=one.fix)
+        problem = problems[0]
+        error = ConfigError(problem.headline, expected=problem.expected, fix=problem.fix)
     else:
-        listed = "".join(f"\n  {one}" for one in problems)
+        listed = "".join(f"\n  {problem}" for problem in problems)
         error = ConfigError(f"{counted(len(problems), 'problem')} in the settings:{listed}")
-    error.problems = tuple(asdict(one) for one in problems)
+    error.problems = tuple(asdict(problem) for problem in problems)
     return error

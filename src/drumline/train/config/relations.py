@@ -17,20 +17,20 @@ from drumline.core.prove.violation import InvalidProgram
 from drumline.engine.program.find import program_for
 from drumline.plan.device.plan import Plan
 from drumline.schedules import find
-from drumline.train.config import names
+from drumline.train.config import run_names
 from drumline.train.config.problems import Problem
 from drumline.train.config.settings import AdaptSettings, TrainSettings
-from drumline.train.config.tables import Source
+from drumline.train.config.tables import TableSource
 
 _TEXT = ("text", "tokens", "instructions")
 
 
 @dataclass(frozen=True)
-class Judged:
+class PlacedSettings:
     """Settings with where they were given; `plan` is the file that pipeline.plan names."""
 
     settings: TrainSettings
-    source: Source
+    source: TableSource
     plan: Plan | None = None
 
     def value(self, key: str) -> Any:
@@ -53,7 +53,7 @@ def _value(settings: TrainSettings, key: str) -> Any:
     return getattr(getattr(settings, table), name)
 
 
-Relation = Callable[[Judged], Iterator[Problem]]
+Relation = Callable[[PlacedSettings], Iterator[Problem]]
 _RELATIONS: list[tuple[tuple[str, ...], Relation]] = []
 
 
@@ -67,7 +67,7 @@ def relation(*keys: str) -> Callable[[Relation], Relation]:
     return register
 
 
-def related(judged: Judged, bad: set[str]) -> Iterator[Problem]:
+def related(judged: PlacedSettings, bad: set[str]) -> Iterator[Problem]:
     """Yield every problem between keys none of which is wrong by itself."""
     for keys, check in _RELATIONS:
         if not bad.intersection(keys):
@@ -77,12 +77,12 @@ def related(judged: Judged, bad: set[str]) -> Iterator[Problem]:
 
 
 @relation("batch.sequences", "batch.microbatch", "batch.accumulate", "mesh.data")
-def _batch_divides(judged: Judged) -> Iterator[Problem]:
+def _batch_divides(judged: PlacedSettings) -> Iterator[Problem]:
     batch, data = judged.settings.batch, judged.settings.mesh.data
     unit = batch.microbatch * data * batch.accumulate
     if batch.sequences % unit:
         below = batch.sequences // unit * unit
-        near = " or ".join(str(one) for one in (below, below + unit) if one)
+        near = " or ".join(str(number) for number in (below, below + unit) if number)
         parts = f"{batch.microbatch} (microbatch) x {data} (mesh.data) x {batch.accumulate} (accumulate)"
         yield judged.problem(
             "batch.sequences", f"is {batch.sequences}", f"a multiple of {unit} = {parts}", f"use {near}"
@@ -90,8 +90,8 @@ def _batch_divides(judged: Judged) -> Iterator[Problem]:
 
 
 @relation("adapt.on")
-def _adapting_is_on_or_off(judged: Judged) -> Iterator[Problem]:
-    given = [one.name for one in fields(AdaptSettings) if judged.source.has(f"adapt.{one.name}")]
+def _adapting_is_on_or_off(judged: PlacedSettings) -> Iterator[Problem]:
+    given = [field.name for field in fields(AdaptSettings) if judged.source.has(f"adapt.{field.name}")]
     if given and "on" not in given:
         yield judged.problem(
             f"adapt.{given[0]}", "is given, but not whether to adapt", "adapt.on, true or false", "add --adapt"
@@ -114,7 +114,7 @@ def program_of(settings: TrainSettings, plan: Plan | None = None) -> Program:
 
 
 @relation("pipeline.schedule")
-def schedule_exists(judged: Judged) -> Iterator[Problem]:
+def schedule_exists(judged: PlacedSettings) -> Iterator[Problem]:
     """Yield what is wrong with a schedule's name."""
     name = judged.settings.pipeline.schedule
     if name == "auto":
@@ -135,7 +135,7 @@ def schedule_exists(judged: Judged) -> Iterator[Problem]:
     "batch.sequences", "batch.microbatch", "batch.accumulate", "model.num_layers", "model.kind",
     "pipeline.vertical_sync",
 )  # fmt: skip
-def _schedule_admits(judged: Judged) -> Iterator[Problem]:
+def _schedule_admits(judged: PlacedSettings) -> Iterator[Problem]:
     settings = judged.settings
     try:
         program = program_of(settings, judged.plan)
@@ -150,7 +150,7 @@ def _schedule_admits(judged: Judged) -> Iterator[Problem]:
     yield from _stages_fit(judged, program.num_stages)
 
 
-def _stages_fit(judged: Judged, num_stages: int) -> Iterator[Problem]:
+def _stages_fit(judged: PlacedSettings, num_stages: int) -> Iterator[Problem]:
     """Yield what is wrong with how many layers stages have."""
     model, layers = judged.settings.model, judged.settings.pipeline.layers
     counted_layers = model.kind == "gpt" or (model.kind == "hf" and judged.source.has("model.num_layers"))
@@ -184,7 +184,7 @@ def _stages_fit(judged: Judged, num_stages: int) -> Iterator[Problem]:
 
 
 @relation("pipeline.layers", "pipeline.balance", "pipeline.cuts")
-def one_cut(judged: Judged) -> Iterator[Problem]:
+def one_cut(judged: PlacedSettings) -> Iterator[Problem]:
     """Yield whether the model is to be cut in several ways."""
     pipeline = judged.settings.pipeline
     given = [name for name in ("layers", "balance", "cuts") if getattr(pipeline, name)]
@@ -195,7 +195,7 @@ def one_cut(judged: Judged) -> Iterator[Problem]:
 
 
 @relation("pipeline.plan", "mesh.pipeline", "batch.sequences", "batch.microbatch", "batch.accumulate", "mesh.data")
-def _plan_fits(judged: Judged) -> Iterator[Problem]:
+def _plan_fits(judged: PlacedSettings) -> Iterator[Problem]:
     plan, settings = judged.plan, judged.settings
     if plan is None:
         return
@@ -210,13 +210,13 @@ def _plan_fits(judged: Judged) -> Iterator[Problem]:
 
 
 @relation("model.hidden", "model.num_heads", "model.num_key_value_heads", "model.head_width", "model.kind")
-def _heads_fit(judged: Judged) -> Iterator[Problem]:
+def _heads_fit(judged: PlacedSettings) -> Iterator[Problem]:
     model = judged.settings.model
     if model.kind != "gpt":
         return
     if not model.head_width and model.hidden % model.num_heads:
-        below = [one for one in range(1, model.hidden + 1) if model.hidden % one == 0]
-        near = min(below, key=lambda one: abs(one - model.num_heads)) if model.hidden < 10**6 else 1
+        below = [number for number in range(1, model.hidden + 1) if model.hidden % number == 0]
+        near = min(below, key=lambda number: abs(number - model.num_heads)) if model.hidden < 10**6 else 1
         yield judged.problem(
             "model.num_heads", f"is {model.num_heads}", f"a number that divides model.hidden, {model.hidden}",
             f"use {near}, or set model.head_width",
@@ -229,7 +229,7 @@ def _heads_fit(judged: Judged) -> Iterator[Problem]:
 
 
 @relation("model.kind", "model.others")
-def _plan_is_expressed(judged: Judged) -> Iterator[Problem]:
+def _plan_is_expressed(judged: PlacedSettings) -> Iterator[Problem]:
     """Yield what a plan knows of a model and the built-in GPT cannot be told; what says nothing new is harmless."""
     model = judged.settings.model
     if model.kind != "gpt":
@@ -245,7 +245,7 @@ def _plan_is_expressed(judged: Judged) -> Iterator[Problem]:
 
 
 @relation("model.kind", "data.kind", "lengths.how", "lengths.buckets", "evaluation.sample_every")
-def _data_suits(judged: Judged) -> Iterator[Problem]:
+def _data_suits(judged: PlacedSettings) -> Iterator[Problem]:
     settings = judged.settings
     model, data = settings.model.kind, settings.data.kind
     if model == "mlp" and data in _TEXT:
@@ -259,7 +259,7 @@ def _data_suits(judged: Judged) -> Iterator[Problem]:
 
 
 @relation("lengths.how", "lengths.buckets", "batch.sequence")
-def _buckets_rise(judged: Judged) -> Iterator[Problem]:
+def _buckets_rise(judged: PlacedSettings) -> Iterator[Problem]:
     lengths, longest = judged.settings.lengths, judged.settings.batch.sequence
     if lengths.buckets and lengths.how != "buckets":
         yield judged.problem(
@@ -273,14 +273,14 @@ def _buckets_rise(judged: Judged) -> Iterator[Problem]:
 
 
 @relation("run.out")
-def _folder_is_safe(judged: Judged) -> Iterator[Problem]:
+def _folder_is_safe(judged: PlacedSettings) -> Iterator[Problem]:
     out = judged.settings.run.out
-    if wrong := names.problem_with(out):
-        yield judged.problem("run.out", f"is {shown(out)}, whose name {wrong}", names.EXPECTED, "use another name")
+    if wrong := run_names.problem_with(out):
+        yield judged.problem("run.out", f"is {shown(out)}, whose name {wrong}", run_names.EXPECTED, "use another name")
 
 
 @relation("learning_rate.warmup_steps", "learning_rate.decay_steps", "run.steps")
-def _decay_fits(judged: Judged) -> Iterator[Problem]:
+def _decay_fits(judged: PlacedSettings) -> Iterator[Problem]:
     rate, steps = judged.settings.learning_rate, judged.settings.run.steps
     if rate.decay_steps is not None and rate.decay_steps > steps:
         yield judged.problem("learning_rate.decay_steps", f"is {rate.decay_steps}", f"at most run.steps, {steps}")

@@ -30,7 +30,7 @@ from drumline.core.settings.rule import (
 )
 from drumline.core.settings.setting import same_as, setting, table
 from drumline.schedules import DEFAULT
-from drumline.train.config.names import safe_name
+from drumline.train.config.run_names import safe_name
 
 __all__ = [
     "AdaptSettings",

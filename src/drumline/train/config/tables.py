@@ -11,9 +11,9 @@ from drumline.core.parsed import shown
 from drumline.core.settings.kinds import Wrong
 from drumline.core.settings.setting import Setting
 from drumline.train.config.keys import GROUPS, TABLES, keys
-from drumline.train.config.lines import Path
 from drumline.train.config.problems import Problem
 from drumline.train.config.settings import OptimizerGroup, TrainSettings
+from drumline.train.config.toml_lines import Path
 
 # What `drumline plan` writes of a model for which there is no key: kept for whoever reads it, and judged later.
 _PLANNED = ("num_dense_layers", "alibi")
@@ -23,7 +23,7 @@ _HEAD = ("format", "version")
 
 
 @dataclass
-class Source:
+class TableSource:
     """Raw tables as they were given, and where each value of them was."""
 
     tables: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Source:
 class Reading:
     """Settings as far as they could be read, and what is wrong with the rest."""
 
-    source: Source
+    source: TableSource
     problems: list[Problem] = field(default_factory=list)
     bad: set[str] = field(default_factory=set)  # keys whose values could not be taken
 
@@ -77,7 +77,7 @@ class Reading:
         if homes and not isinstance(value, Mapping):
             self.add((name,), name, "stands outside of any table", fix=f"it belongs to [{'] or ['.join(homes)}]")
         else:
-            path = next((one for one in self.source.flags if one[0] == name), (name,))
+            path = next((flag for flag in self.source.flags if flag[0] == name), (name,))
             self.add(path, name, "unknown table", fix=nearest(name[:60], TABLES))
 
     def _values(self, table: str, given: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
@@ -104,18 +104,18 @@ class Reading:
             yield "others", others
 
     def _unknown_key(self, table: str, name: str, path: Path) -> None:
-        homes = [f"{one}.{name}" for one in keys() if name in keys()[one] and one != table]
+        homes = [f"{key}.{name}" for key in keys() if name in keys()[key] and key != table]
         fix = f"did you mean {' or '.join(homes)}?" if homes else nearest(name[:60], keys()[table])
         self.add(path, f"{table}.{name}", "unknown key", fix=fix)
         # What was probably meant is not known, so nothing is to be said of its default.
-        self.bad.update(f"{table}.{one}" for one in keys()[table] if fix == f"did you mean {one}?")
+        self.bad.update(f"{table}.{key}" for key in keys()[table] if fix == f"did you mean {key}?")
 
     def _groups(self, value: Any, path: Path) -> tuple[OptimizerGroup, ...]:
-        if not isinstance(value, list | tuple) or not all(isinstance(one, Mapping) for one in value):
+        if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
             self.add(path, GROUPS, f"is {shown(value)}", f"tables, each under [[{GROUPS}]]")
             return ()
         return tuple(
-            OptimizerGroup(**dict(self._values(GROUPS, one, (*path, index)))) for index, one in enumerate(value)
+            OptimizerGroup(**dict(self._values(GROUPS, item, (*path, index)))) for index, item in enumerate(value)
         )
 
 
@@ -131,5 +131,5 @@ def _adapted(key: Setting, value: Any) -> Any:
 def _near(key: Setting, value: Any) -> str:
     if not key.rule.choices or not isinstance(value, str):
         return ""
-    found = nearest(value[:60], [one for one in key.rule.choices if one])
+    found = nearest(value[:60], [choice for choice in key.rule.choices if choice])
     return found if found.startswith("did you mean") else ""

@@ -11,7 +11,7 @@ from drumline.core.settings.clash import Clash, Facts, Given, Spelling, found, g
 from drumline.engine.together import NO_FLUSH, PLANNED, SEVERAL_LINES, mesh_facts, program_facts, without
 from drumline.pipeline.together import table
 from drumline.train.config.problems import Problem
-from drumline.train.config.relations import Judged, program_of
+from drumline.train.config.relations import PlacedSettings, program_of
 from drumline.train.config.write import written
 
 # The keys of an option, the first of which errors name unless another one is set.
@@ -53,7 +53,7 @@ CLASHES = (
 class _Keys(Spelling):
     """Options as the keys of a config."""
 
-    def __init__(self, judged: Judged) -> None:
+    def __init__(self, judged: PlacedSettings) -> None:
         self._judged = judged
 
     def key(self, option: str) -> str:
@@ -71,7 +71,7 @@ class _Keys(Spelling):
         return f"set {self.key(option)} = {written(value)}"
 
 
-def clashing(judged: Judged, bad: set[str]) -> Iterator[Problem]:
+def clashing(judged: PlacedSettings, bad: set[str]) -> Iterator[Problem]:
     """Yield every clash between keys none of which is wrong by itself."""
     spelling = _Keys(judged)
     for facts in (_facts(judged), _beside_a_plan(judged)):
@@ -82,7 +82,7 @@ def clashing(judged: Judged, bad: set[str]) -> Iterator[Problem]:
                 yield Problem(where, key, told.error.removeprefix(f"{key} "), told.expected, told.fix)
 
 
-def _facts(judged: Judged) -> Facts:
+def _facts(judged: PlacedSettings) -> Facts:
     """Return what is known of the run."""
     settings = judged.settings
     facts = {option: judged.value(keys[0]) for option, keys in KEYS.items() if option != "plan"}
@@ -95,7 +95,7 @@ def _facts(judged: Judged) -> Facts:
     return facts
 
 
-def _beside_a_plan(judged: Judged) -> Facts:
+def _beside_a_plan(judged: PlacedSettings) -> Facts:
     """Return what is given beyond the defaults of all that a plan decides, if there is one."""
     named = ((option, key) for option in PLANNED for key in KEYS.get(option, ()) if not judged.is_default(key))
     return {"plan": judged.settings.pipeline.plan, **{option: judged.value(key) for option, key in named}}

@@ -80,7 +80,7 @@ def written(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(written, value))}]"
     if isinstance(value, Mapping):
-        pairs = ", ".join(f"{_name(name)} = {written(one)}" for name, one in value.items())
+        pairs = ", ".join(f"{_name(name)} = {written(item)}" for name, item in value.items())
         return f"{{ {pairs} }}" if pairs else "{}"
     return repr(value)
 
@@ -91,8 +91,8 @@ def _name(name: str) -> str:
 
 def _string(text: str) -> str:
     """Return a text in quotes: JSON's spelling, but for characters outside of the first plane and the one it allows."""
-    return "".join(_character(one) for one in json.dumps(text, ensure_ascii=False))
+    return "".join(_character(dump) for dump in json.dumps(text, ensure_ascii=False))
 
 
-def _character(one: str) -> str:
-    return f"\\u{ord(one):04x}" if one == "\x7f" else one
+def _character(name: str) -> str:
+    return f"\\u{ord(name):04x}" if name == "\x7f" else name

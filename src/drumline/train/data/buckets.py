@@ -18,14 +18,14 @@ import numpy as np
 from drumline.core.errors import UsageError, nearest
 from drumline.train.data.items.batch import Bucket
 from drumline.train.data.items.order import Indices
-from drumline.train.data.layouts import HOWS, Layout, Packed, Padded, Sized, StepShape, Unit, all_lengths, dealt
+from drumline.train.data.layouts import HOWS, Packed, Padded, RowLayout, Sized, StepShape, Unit, all_lengths, dealt
 from drumline.train.data.packing import chosen_buckets
 
 MOST_BUCKETS = 64
 _PADDING = 0.03  # fewer buckets are enough if they pad no more
 
 
-class Buckets(Layout):
+class Buckets(RowLayout):
     """Steps whose rows have all the same length: see `Bucket`.
 
     Microbatches of all buckets have about as many places, and so have steps: those of short rows have more rows.
@@ -36,8 +36,8 @@ class Buckets(Layout):
     def __init__(self, samples: Sized, shape: StepShape, width: int, buckets: Sequence[int | Bucket] = ()) -> None:
         super().__init__(samples, shape, width)
         self.per_step = 1
-        made = [one for one in buckets if isinstance(one, Bucket)]
-        self.buckets = tuple(made) or self._shaped([one for one in buckets if isinstance(one, int)])
+        made = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
+        self.buckets = tuple(made) or self._shaped([bucket for bucket in buckets if isinstance(bucket, int)])
 
     def _shaped(self, lengths: Sequence[int]) -> tuple[Bucket, ...]:
         counts = np.zeros(self.width + 1, dtype=np.int64)
@@ -52,19 +52,19 @@ class Buckets(Layout):
 
     def beside(self, samples: Sized) -> Buckets:
         """Return the same for other samples, with one more bucket if these are longer than any."""
-        longest, last = max((int(one.max()) for one in all_lengths(samples)), default=0), self.buckets[-1]
+        longest, last = max((int(length.max()) for length in all_lengths(samples)), default=0), self.buckets[-1]
         longer = () if longest <= last.length else (Bucket(longest, last.rows, last.num_microbatches),)
         return Buckets(samples, self.shape, self.width, (*self.buckets, *longer))
 
     def units(self, samples: Indices, *, last: bool) -> tuple[list[Unit], Indices]:
         """Return as many steps as there are rows for; the rest is carried, or at the end of an epoch put together."""
-        places = np.searchsorted([one.length for one in self.buckets], self.samples.lengths(samples))
+        places = np.searchsorted([size_class.length for size_class in self.buckets], self.samples.lengths(samples))
         units, is_left = [], np.zeros(len(samples), dtype=bool)
         for at, bucket in enumerate(self.buckets):
             inside = np.flatnonzero(places == at)
             rows = bucket.rows * bucket.num_microbatches * self.shape.size
             full = len(inside) // rows * rows
-            units += [self._unit(samples[one], bucket) for one in inside[:full].reshape(-1, rows)]
+            units += [self._unit(samples[array], bucket) for array in inside[:full].reshape(-1, rows)]
             is_left[inside[full:]] = True
         left = samples[is_left]
         return self._ended(units, left) if last else (units, left)
@@ -74,7 +74,7 @@ class Buckets(Layout):
         left = left[np.argsort(-self.samples.lengths(left), kind="stable")]
         while len(left):
             longest = int(self.samples.lengths(left[:1])[0])
-            bucket = self._smaller(next(one for one in self.buckets if one.length >= longest), len(left))
+            bucket = self._smaller(next(s for s in self.buckets if s.length >= longest), len(left))
             if bucket is None:
                 break
             rows = bucket.rows * bucket.num_microbatches * self.shape.size
@@ -98,7 +98,7 @@ class Buckets(Layout):
 
     def _unit(self, samples: Indices, bucket: Bucket) -> Unit:
         slots = bucket.num_microbatches * self.shape.size
-        rows = dealt([(int(one),) for one in samples], slots, bucket.rows, ())
+        rows = dealt([(int(sample),) for sample in samples], slots, bucket.rows, ())
         return Unit(tuple(rows), bucket.length, bucket.num_microbatches)
 
     def share(self, units: Sequence[Unit], rank: int) -> list[list[Unit]]:
@@ -114,7 +114,7 @@ class Buckets(Layout):
 
     def described(self) -> dict[str, Any]:
         """Return what a saved position depends on."""
-        return {**super().described(), "buckets": [list(astuple(one)) for one in self.buckets], "size": self.shape.size}
+        return {**super().described(), "buckets": [list(astuple(b)) for b in self.buckets], "size": self.shape.size}
 
 
 def check_buckets(buckets: Sequence[int], sequence: int) -> None:
@@ -124,15 +124,15 @@ def check_buckets(buckets: Sequence[int], sequence: int) -> None:
     Traceback (most recent call last):
     drumline.core.errors.UsageError: lengths.buckets is (128, 64); expected lengths from 1 to 256 (batch.sequence), ...
     """
-    if list(buckets) != sorted(set(buckets)) or any(not 1 <= one <= sequence for one in buckets):
+    if list(buckets) != sorted(set(buckets)) or any(not 1 <= bucket <= sequence for bucket in buckets):
         expected = f"lengths from 1 to {sequence} (batch.sequence), each longer than the one before"
         raise UsageError(f"lengths.buckets is {tuple(buckets)}", expected=expected)
 
 
-def layout_of(how: str, samples: Sized, shape: StepShape, width: int, buckets: Sequence[int] = ()) -> Layout:
+def layout_of(how: str, samples: Sized, shape: StepShape, width: int, buckets: Sequence[int] = ()) -> RowLayout:
     """Return the layout of that name."""
     if how not in HOWS:
         raise UsageError(f"lengths.how is {how!r:.60}", fix=nearest(how, HOWS))
     if how == "buckets":
         return Buckets(samples, shape, width, buckets)
-    return {"blocks": Layout, "packed": Packed, "padded": Padded}[how](samples, shape, width)
+    return {"blocks": RowLayout, "packed": Packed, "padded": Padded}[how](samples, shape, width)

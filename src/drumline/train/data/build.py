@@ -10,13 +10,13 @@ from drumline.core.errors import UsageError, counted, nearest
 from drumline.train.config.placed import concerning
 from drumline.train.config.settings import DataSettings, TrainSettings
 from drumline.train.data.buckets import Buckets, check_buckets, layout_of
-from drumline.train.data.counts import counts_of
 from drumline.train.data.fill import Filler, TokenFiller
 from drumline.train.data.items.batch import Batch, Data
 from drumline.train.data.items.documents import Documents
 from drumline.train.data.items.fingerprint import Part
-from drumline.train.data.layouts import HOWS, Layout, StepShape, Unit
-from drumline.train.data.own.function import data_by_function
+from drumline.train.data.layouts import HOWS, RowLayout, StepShape, Unit
+from drumline.train.data.microbatch_counts import counts_of
+from drumline.train.data.own.user_data import data_by_function
 from drumline.train.data.points import PointFiller, Points
 from drumline.train.data.read.instructions import instruction_documents
 from drumline.train.data.read.text import text_documents
@@ -89,8 +89,8 @@ def _tokens(settings: TrainSettings, built: Built, place: _Place) -> Data:
         validation = _held_out(settings, layout.beside(kept), TokenFiller(kept, built, how, vocabulary), place)
     stream = _stream(settings.data, layout, filler, place, samples.contents)
     buckets = layout.buckets if isinstance(layout, Buckets) else ()
-    most = max((one.num_microbatches for one in buckets), default=0)
-    others = tuple(one for one in place.shape.counts if one <= most and one != settings.num_microbatches)
+    most = max((bucket.num_microbatches for bucket in buckets), default=0)
+    others = tuple(count for count in place.shape.counts if count <= most and count != settings.num_microbatches)
     return Data(stream, validation, samples.num_targets, buckets, others)
 
 
@@ -132,9 +132,9 @@ def _points(settings: TrainSettings, built: Built, place: _Place) -> Data:
         held = Points.of_files(data.validation_files, key="data.validation_files", **sizes)
     else:
         training, held = Points.of_files(data.files, **sizes).split(data.validation if wanted else 0.0)
-    layout = Layout(training, place.shape, 1)
+    layout = RowLayout(training, place.shape, 1)
     _check_size(layout)
-    kept = Layout(held, place.shape, 1)
+    kept = RowLayout(held, place.shape, 1)
     validation = _held_out(settings, kept, PointFiller(held, built.inputs), place) if wanted and held.num else ()
     filler = PointFiller(training, built.inputs)
     stream = _stream(data, layout, filler, place, training.contents)
@@ -142,14 +142,14 @@ def _points(settings: TrainSettings, built: Built, place: _Place) -> Data:
 
 
 def _stream(
-    data: DataSettings, layout: Layout, filler: Filler, place: _Place, contents: Sequence[Part]
+    data: DataSettings, layout: RowLayout, filler: Filler, place: _Place, contents: Sequence[Part]
 ) -> PlannedStream:
     steps = Steps(layout, seed=place.seed, shuffle=data.shuffle)
     how: dict[str, Any] = {"contents": contents, "fingerprint": data.fingerprint}
     return PlannedStream(steps, filler, rank=place.rank, workers=data.workers, **how)
 
 
-def _held_out(settings: TrainSettings, layout: Layout, filler: Filler, place: _Place) -> tuple[Batch, ...]:
+def _held_out(settings: TrainSettings, layout: RowLayout, filler: Filler, place: _Place) -> tuple[Batch, ...]:
     """Return whole steps of what is held out; where there is not one, a step that is filled up with empty rows."""
     steps, at = Steps(layout, seed=_SEED_OF_HELD_OUT), Position()
     found: list[list[Unit]] = []
@@ -171,7 +171,7 @@ def _held_out(settings: TrainSettings, layout: Layout, filler: Filler, place: _P
     return tuple(filler.batch(layout.share(units, place.rank)) for units in found)
 
 
-def _check_size(layout: Layout) -> None:
+def _check_size(layout: RowLayout) -> None:
     rows = layout.count_rows()
     if rows < layout.shape.all_rows:
         raise UsageError(

@@ -34,8 +34,8 @@ def fullest(buckets: Sequence[Bucket]) -> list[Bucket]:
     """
     if not buckets:
         return []
-    microbatch = max(buckets, key=lambda one: (one.places, one.length))
-    step = max(buckets, key=lambda one: (one.places * one.num_microbatches, one.length))
+    microbatch = max(buckets, key=lambda bucket: (bucket.places, bucket.length))
+    step = max(buckets, key=lambda bucket: (bucket.places * bucket.num_microbatches, bucket.length))
     return [microbatch] if step == microbatch else [microbatch, step]
 
 
@@ -48,10 +48,10 @@ def sized(batch: Batch, bucket: Bucket) -> Batch:
     """
     rows, length = bucket.rows * bucket.num_microbatches, bucket.length
 
-    def grown(one: Any) -> Any:
-        if not isinstance(one, Tensor):
-            return one
-        return one[torch.arange(rows) % len(one)][:, torch.arange(length) % one.shape[1]]
+    def grown(tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return tensor[torch.arange(rows) % len(tensor)][:, torch.arange(length) % tensor.shape[1]]
 
-    inputs = {name: grown(one) for name, one in batch.inputs.items()}
+    inputs = {name: grown(value) for name, value in batch.inputs.items()}
     return Batch(inputs, grown(batch.target), rows * length, rows * length, length, bucket.num_microbatches)

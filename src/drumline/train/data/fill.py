@@ -39,12 +39,12 @@ class TokenFiller:
     def batch(self, microbatches: Sequence[Sequence[Unit]]) -> Batch:
         """Return the batch: whole tensors, or one for each microbatch where these differ in length."""
         if self.how == "padded":
-            made = [self._rows(one) for one in microbatches]
-            values: dict[str, Any] = {name: Microbatches(one[name] for one in made) for name in made[0]}
-            padded, bucket = sum(one["target"].numel() for one in made), 0
-            counted = sum(_counted(one["target"]) for one in made)
+            made = [self._rows(microbatch) for microbatch in microbatches]
+            values: dict[str, Any] = {name: Microbatches(entry[name] for entry in made) for name in made[0]}
+            padded, bucket = sum(entry["target"].numel() for entry in made), 0
+            counted = sum(_counted(entry["target"]) for entry in made)
         else:
-            values = self._rows([unit for one in microbatches for unit in one])
+            values = self._rows([unit for microbatch in microbatches for unit in microbatch])
             padded, counted = values["target"].numel(), _counted(values["target"])
             bucket = int(values["target"].shape[1])
         target = values.pop("target")

@@ -48,7 +48,7 @@ class StepShape:
         least half as many microbatches, so that ranks do not wait for most of it.
 
         >>> shape = StepShape(4, 8, counts=tuple(range(1, 17)))
-        >>> [(one.rows, one.num_microbatches) for one in (shape.bucket(length, 512) for length in (60, 300, 1024))]
+        >>> [(size.rows, size.num_microbatches) for size in (shape.bucket(length, 512) for length in (60, 300, 1024))]
         [(8, 9), (1, 14), (1, 4)]
         """
         if not self.counts:
@@ -96,7 +96,7 @@ def all_lengths(samples: Sized) -> Iterator[Indices]:
         yield samples.lengths(np.arange(start, min(start + _CHUNK, samples.num), dtype=np.int64))
 
 
-class Layout:
+class RowLayout:
     """Rows of one sample each, all of `width`: blocks, and points."""
 
     carries = False
@@ -116,14 +116,14 @@ class Layout:
 
     def units(self, samples: Indices, *, last: bool) -> tuple[list[Unit], Indices]:
         """Return the units of a window, and the samples that are carried into the next."""
-        return [Unit(((int(one),),), self.width) for one in samples], samples[:0]
+        return [Unit(((int(sample),),), self.width) for sample in samples], samples[:0]
 
     def share(self, units: Sequence[Unit], rank: int) -> list[list[Unit]]:
         """Return what a rank takes of a step's units: its microbatches, each of one or more units."""
         mine, each = units[rank * self.shape.rows : (rank + 1) * self.shape.rows], self.shape.microbatch
         return [list(mine[start : start + each]) for start in range(0, len(mine), each)]
 
-    def beside(self, samples: Sized) -> Layout:
+    def beside(self, samples: Sized) -> RowLayout:
         """Return the same for other samples."""
         return type(self)(samples, self.shape, self.width)
 
@@ -144,12 +144,12 @@ class Layout:
         return {"how": type(self).__name__, "width": self.width, "num_samples": self.samples.num}
 
 
-class Packed(Layout):
+class Packed(RowLayout):
     """Rows of several samples, side by side."""
 
     def count_rows(self) -> int:
         """Return how many rows all tokens fill."""
-        return -(-sum(int(one.sum()) for one in all_lengths(self.samples)) // self.width)
+        return -(-sum(int(length.sum()) for length in all_lengths(self.samples)) // self.width)
 
     def units(self, samples: Indices, *, last: bool) -> tuple[list[Unit], Indices]:
         """Return full rows; only the last few of a window have room left."""
@@ -157,7 +157,7 @@ class Packed(Layout):
         return [Unit((tuple(int(samples[at]) for at in row),), self.width) for row in rows], samples[:0]
 
 
-class Padded(Layout):
+class Padded(RowLayout):
     """Microbatches of samples of about the same length, each padded to its own longest."""
 
     def __init__(self, samples: Sized, shape: StepShape, width: int) -> None:
@@ -176,7 +176,7 @@ class Padded(Layout):
     def _grouped(self, samples: Indices, count: int) -> list[Unit]:
         lengths = self.samples.lengths(samples)
         groups = alike(lengths.tolist(), count)
-        return [Unit(tuple((int(samples[at]),) for at in one), int(lengths[one].max())) for one in groups]
+        return [Unit(tuple((int(samples[at]),) for at in group), int(lengths[group].max())) for group in groups]
 
     def short_step(self) -> list[Unit] | None:
         """Return a step of all samples, in as many microbatches as it must have."""
@@ -187,7 +187,7 @@ class Padded(Layout):
     def share(self, units: Sequence[Unit], rank: int) -> list[list[Unit]]:
         """Return a rank's microbatches."""
         each = self.shape.num_microbatches
-        return [[one] for one in units[rank * each : (rank + 1) * each]]
+        return [[unit] for unit in units[rank * each : (rank + 1) * each]]
 
     def described(self) -> dict[str, Any]:
         """Return what a saved position depends on."""
@@ -201,4 +201,4 @@ def dealt(given: Sequence[T], slots: int, each: int, empty: T) -> list[T]:
     ['a', 'd', 'b', 'e', 'c', '-']
     """
     hands = [given[at::slots] for at in range(slots)]
-    return [one for hand in hands for one in [*hand, *[empty] * (each - len(hand))]]
+    return [value for hand in hands for value in [*hand, *[empty] * (each - len(hand))]]

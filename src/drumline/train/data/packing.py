@@ -20,7 +20,7 @@ def packed(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # what is left in each row, the least first
-    for at in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):
+    for at in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
         found = bisect.bisect_left(room, (lengths[at], -1))
         left, row = room.pop(found) if found < len(room) else (capacity, len(rows))
         if row == len(rows):
@@ -39,7 +39,7 @@ def alike(lengths: Sequence[int], count: int) -> list[list[int]]:
     >>> alike([8, 2, 4, 2, 4, 2, 2], 3)
     [[0], [2, 4], [1, 3, 5, 6]]
     """
-    order = sorted(range(len(lengths)), key=lambda one: (-lengths[one], one))
+    order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
     ordered = [max(lengths[at], 1) for at in order]
     low, high = 1, ordered[0] * len(ordered)
     while low < high:
@@ -60,7 +60,7 @@ def alike(lengths: Sequence[int], count: int) -> list[list[int]]:
         middle = (start + stop) // 2
         for a, b in ((start, middle), (middle, stop)):
             heapq.heappush(heap, (-ordered[a] * (b - a), a, b))
-    return [order[start:stop] for _, start, stop in sorted(heap + singles, key=lambda one: one[1])]
+    return [order[start:stop] for _, start, stop in sorted(heap + singles, key=lambda entry: entry[1])]
 
 
 def _within(ordered: Sequence[int], most: int) -> list[tuple[int, int]]:
@@ -98,9 +98,9 @@ def chosen_buckets(histogram: NDArray[np.int64], most: int, *, step: int = 1, en
         before.append(total.argmin(axis=0))
         best = total.min(axis=0)
     found, at = [], len(ends) - 1
-    for one in reversed(before):
+    for array in reversed(before):
         found.append(int(ends[at]))
-        at = int(one[at])
+        at = int(array[at])
     return tuple(reversed(found))
 
 

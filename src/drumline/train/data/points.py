@@ -22,8 +22,8 @@ from drumline.train.models.built import IGNORED
 class Points:
     """Points and their classes.
 
-    >>> one = Points.drawn(8, inputs=3, classes=2, seed=0)
-    >>> one.num, one.x.shape
+    >>> value = Points.drawn(8, inputs=3, classes=2, seed=0)
+    >>> value.num, value.x.shape
     (8, torch.Size([8, 3]))
     """
 
@@ -93,7 +93,7 @@ class PointFiller:
 
     def batch(self, microbatches: Sequence[Sequence[Unit]]) -> Batch:
         """Return the batch; rows without a point count nothing."""
-        rows = [row for one in microbatches for unit in one for row in unit.rows]
+        rows = [row for microbatch in microbatches for unit in microbatch for row in unit.rows]
         at = torch.tensor([row[0] if row else 0 for row in rows])
         there = torch.tensor([bool(row) for row in rows])
         target = torch.where(there, self.points.y[at], IGNORED)

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from drumline.checkpoint.plain import packed, unpacked
+from drumline.checkpoint.plain_json import packed, unpacked
 from drumline.core.errors import UsageError, counted
 from drumline.pipeline.pipeline import Pipeline
-from drumline.train.data.items.batch import Stream
+from drumline.train.data.items.batch import BatchStream
 
 _PARTS = "of_every_part"
 
 
-def position_of(stream: Stream, pipe: Pipeline) -> dict[str, Any]:
+def position_of(stream: BatchStream, pipe: Pipeline) -> dict[str, Any]:
     """Return the position of a stream on all data-parallel ranks; every rank calls it."""
     own, (number, count) = stream.state_dict(), pipe.axes.rows
     if count == 1 or getattr(stream, "is_alike", False):
         return own
     told = dict(pipe.gather((number, packed(own, "state"))))
     parts = [told[at] for at in range(count)]
-    return own if all(one == parts[0] for one in parts) else {_PARTS: [unpacked(one) for one in parts]}
+    return own if all(part == parts[0] for part in parts) else {_PARTS: [unpacked(part) for part in parts]}
 
 
 def own_position(saved: dict[str, Any], number: int, count: int) -> dict[str, Any]:

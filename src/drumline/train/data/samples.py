@@ -69,8 +69,8 @@ class Samples(ABC):
 class Pieces(Samples):
     """Documents, those longer than `sequence` in several pieces.
 
-    >>> one = Pieces(Documents.of([[1, 2, 3, 4, 5, 6], [7, 8]]), 3)
-    >>> [tuple(part.tolist() for part in one.read(at)) for at in range(one.num)]
+    >>> value = Pieces(Documents.of([[1, 2, 3, 4, 5, 6], [7, 8]]), 3)
+    >>> [tuple(part.tolist() for part in value.read(at)) for at in range(value.num)]
     [([1, 2, 3], [2, 3, 4]), ([4, 5], [5, 6]), ([7], [8])]
     """
 
@@ -99,7 +99,7 @@ class Pieces(Samples):
         return found
 
     def _read(self, index: int) -> tuple[Indices, Indices]:
-        document, start = (int(one) for one in self._where(index))
+        document, start = (int(place) for place in self._where(index))
         stop = min(start + self.sequence + 1, int(self.documents.lengths[document]))
         tokens = self.documents.read(document, start, stop)
         counts = self.documents.counts(document, start, stop)
@@ -109,8 +109,8 @@ class Pieces(Samples):
 class Blocks(Samples):
     """All documents one after another, cut into blocks of `sequence`; the last one may be shorter.
 
-    >>> one = Blocks(Documents.of([[1, 2, 3, 4], [7, 8]]), 3)
-    >>> [tuple(part.tolist() for part in one.read(at)) for at in range(one.num)]
+    >>> value = Blocks(Documents.of([[1, 2, 3, 4], [7, 8]]), 3)
+    >>> [tuple(part.tolist() for part in value.read(at)) for at in range(value.num)]
     [([1, 2, 3], [2, 3, 4]), ([4, 7], [7, 8])]
     """
 

@@ -25,7 +25,7 @@ from drumline.train.data.items.batch import Batch
 from drumline.train.data.items.fingerprint import Part, changed
 from drumline.train.data.items.fingerprint import fingerprint as taken
 from drumline.train.data.items.order import Indices, Shuffle
-from drumline.train.data.layouts import Layout, Unit
+from drumline.train.data.layouts import RowLayout, Unit
 
 _AHEAD = 2
 _STATE = 1
@@ -44,7 +44,7 @@ class Position:
 class Steps:
     """The units of every step from a position on."""
 
-    def __init__(self, layout: Layout, *, seed: int, shuffle: bool = True) -> None:
+    def __init__(self, layout: RowLayout, *, seed: int, shuffle: bool = True) -> None:
         self.layout, self.seed, self.shuffle = layout, seed, shuffle
         self._kept: tuple[Any, list[Unit], Indices] | None = None
 
@@ -73,7 +73,7 @@ class Steps:
             units, carried = self.layout.units(samples, last=stop == num)
             if self.shuffle and len(units) > 1:
                 order = Shuffle(len(units), key=(self.seed, at.epoch, at.window)).at(0, len(units))
-                units = [units[one] for one in order]
+                units = [units[number] for number in order]
             self._kept = (key, units, carried)
         return self._kept[1], self._kept[2]
 
@@ -113,8 +113,8 @@ class PlannedStream:
     def close(self) -> None:
         """End what reads ahead."""
         while self._open:
-            one: Any = self._open.pop()
-            one.close()
+            reader: Any = self._open.pop()
+            reader.close()
 
     def plans(self) -> Iterator[tuple[list[list[Unit]], Position]]:
         """Yield what this rank fills in every step, and the position behind it."""
@@ -172,8 +172,8 @@ def _by_thread(stream: PlannedStream) -> Any:
             thread.shutdown(cancel_futures=True)
 
 
-def _as_it_is(one: Any) -> Any:
-    return one
+def _as_it_is(sample: Any) -> Any:
+    return sample
 
 
 def _apart(_number: int) -> None:

@@ -20,7 +20,7 @@ from drumline.pipeline.pipeline import Pipeline
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.items.batch import Data
 from drumline.train.data.position import own_position, position_of
-from drumline.train.models.beside import files_beside
+from drumline.train.models.companion_files import files_beside
 
 FOLDER = "checkpoints"
 

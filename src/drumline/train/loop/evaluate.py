@@ -105,7 +105,7 @@ def sample(
         args, kwargs = call.given({call.inputs: rows})
         result = pipe.eval_step(*args, **kwargs)
         own = None if result.output is None else _chosen(result.output, len(seen) - 1, settings.temperature, generator)
-        token = next(one for one in pipe.gather(own) if one is not None)
+        token = next(tensor for tensor in pipe.gather(own) if tensor is not None)
         if token == tokenizer.end:
             break
         written.append(token)
@@ -123,7 +123,7 @@ def _logits(output: Any) -> Tensor:
     """Return the logits in what the model returned, of the shape (rows, length, vocabulary)."""
     found = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
     if isinstance(found, tuple | list):
-        found = next((one for one in found if isinstance(one, Tensor) and one.dim() == 3), None)
+        found = next((tensor for tensor in found if isinstance(tensor, Tensor) and tensor.dim() == 3), None)
     if not isinstance(found, Tensor) or found.dim() != 3:
         raise ModelError(
             f"the model returned a {type(output).__name__} from which no token can be chosen",

@@ -34,7 +34,7 @@ from drumline.train.config.settings import TrainSettings
 from drumline.train.data.items.batch import Bucket
 from drumline.train.loop.evaluate import Evaluation, Sample
 from drumline.train.loop.progress import Told, Update
-from drumline.train.loop.stopping import Skipped, Stopped
+from drumline.train.loop.stopping import EarlyStop, SkippedUpdate
 
 STEP = "train/step"
 HELD_OUT = "validation_metrics/global_avg_loss"
@@ -43,8 +43,8 @@ _TAIL = 2**20  # bytes at the end of metrics.jsonl that name its last update
 _FILES = {
     Evaluation: "evaluations.jsonl",
     Sample: "samples.jsonl",
-    Skipped: "failures.jsonl",
-    Stopped: "failures.jsonl",
+    SkippedUpdate: "failures.jsonl",
+    EarlyStop: "failures.jsonl",
 }
 
 
@@ -83,7 +83,7 @@ class Log:
     def buckets(self, given: Sequence[Bucket]) -> None:
         """Write which lengths steps have, with rows and microbatches of each."""
         if given:
-            text = json.dumps([asdict(one) for one in given], indent=1)
+            text = json.dumps([asdict(bucket) for bucket in given], indent=1)
             self._outbox.put("buckets.json", text + "\n")
 
     def continued(self, step: int) -> None:

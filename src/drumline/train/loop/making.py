@@ -28,9 +28,9 @@ from drumline.engine.model.blocks import guesses, is_chain
 from drumline.report.run.follow import needed
 from drumline.schedules import generate, schedules
 from drumline.train.config.mesh_relations import experts_are_shared_out
-from drumline.train.config.relations import Judged, one_cut, schedule_exists
+from drumline.train.config.relations import PlacedSettings, one_cut, schedule_exists
 from drumline.train.config.settings import TrainSettings
-from drumline.train.config.tables import Source
+from drumline.train.config.tables import TableSource
 from drumline.train.data.items.batch import Batch
 from drumline.train.models.built import Built, Tokenizer
 
@@ -47,9 +47,9 @@ def check(settings: TrainSettings) -> None:
     Traceback (most recent call last):
     drumline.core.errors.UsageError: memory.recompute is 'some'; expected "none" or "full": single operations ...
     """
-    judged = Judged(settings, Source(asdict(settings)))
-    for one in (*experts_are_shared_out(judged), *schedule_exists(judged), *one_cut(judged)):
-        raise UsageError(one.headline, expected=one.expected, fix=one.fix)
+    judged = PlacedSettings(settings, TableSource(asdict(settings)))
+    for exist in (*experts_are_shared_out(judged), *schedule_exists(judged), *one_cut(judged)):
+        raise UsageError(exist.headline, expected=exist.expected, fix=exist.fix)
     if settings.memory.recompute not in ("none", "full"):
         raise UsageError(
             f"memory.recompute is {settings.memory.recompute!r}",
@@ -120,15 +120,15 @@ def build(settings: TrainSettings, make_model: MakeModel, *, whole: bool | None 
     built = None
     if not whole and settings.model.kind != "function":
         built = make_model(settings, device="meta")
-        if whole is None and sum(one.numel() * 4 for one in built.model.parameters()) < _LARGE:
+        if whole is None and sum(param.numel() * 4 for param in built.model.parameters()) < _LARGE:
             built = None
     if built is None:
         seeded(settings.run.seed)
         built = make_model(settings, device="cpu")
     dtype = _DTYPES[settings.precision.weights]
-    for one in built.model.parameters():
-        if one.is_floating_point() and dtype is not torch.float32:
-            one.data = one.data.to(dtype)
+    for param in built.model.parameters():
+        if param.is_floating_point() and dtype is not torch.float32:
+            param.data = param.data.to(dtype)
     return built
 
 
@@ -182,7 +182,7 @@ def pipeline_arguments(
     if settings.adapt.on:
         found["adapt"] = {name: value for name, value in asdict(settings.adapt).items() if name != "on"}
     if counts:
-        found["programs"] = {program_name(one): one for one in counts}
+        found["programs"] = {program_name(count): count for count in counts}
     if _wants_example(built.model) or found.get("balance") == "auto":
         found["example"] = example.inputs[built.inputs] if is_chain(built.model) else example.inputs
         if not (given.plan or found.get("balance") or found.get("cuts")):
@@ -238,7 +238,7 @@ def layer_cuts(model: nn.Module, layers: Sequence[int]) -> list[str]:
             fix="name the first module of every stage but the first in pipeline.cuts instead",
         )
     names, behind = found
-    if any(one < 1 for one in layers[1:-1]):
+    if any(layer < 1 for layer in layers[1:-1]):
         raise UsageError(
             f"pipeline.layers are {list(layers)}", expected="a layer in every stage but the first and the last"
         )
@@ -252,14 +252,14 @@ def layer_cuts(model: nn.Module, layers: Sequence[int]) -> list[str]:
 
 def _layers(model: nn.Module, count: int) -> tuple[list[str], str] | None:
     """Return the names of `count` modules of one kind that follow each other, and of the module behind them."""
-    for name, one in model.named_modules():
-        if not isinstance(one, nn.ModuleList | nn.Sequential):
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
-        kinds = Counter(type(child) for child in one.children())
+        kinds = Counter(type(child) for child in module.children())
         for kind, number in kinds.items():
             if number == count:
                 prefix = f"{name}." if name else ""
-                children = list(one.named_children())
+                children = list(module.named_children())
                 names = [prefix + key for key, child in children if isinstance(child, kind)]
                 last = max(at for at, (_, child) in enumerate(children) if isinstance(child, kind))
                 inside = [prefix + key for key, _ in children[last + 1 :]]

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drumline.core.errors import UsageError, nearest
-from drumline.engine.state.names import matching
+from drumline.engine.state.name_patterns import matching
 from drumline.pipeline.pipeline import Pipeline
 from drumline.train.config.settings import OptimizerGroup, OptimizerSettings
 
@@ -28,7 +28,7 @@ _NEEDS_CLOSURE = frozenset({"LBFGS"})
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ParameterGroup:
     """Some parameters, and what updates them."""
 
     group: OptimizerGroup
@@ -43,9 +43,9 @@ class Optimizers:
     >>> pipe = Pipeline([nn.Linear(4, 4), nn.Linear(4, 2)], loss_fn=nn.functional.mse_loss, num_microbatches=1)
     >>> muon = OptimizerGroup(kind="Muon", only_matrices=True, lr=0.02)
     >>> found = Optimizers(pipe, OptimizerSettings(kind="AdamW", lr=1e-3, groups=(muon,)))
-    >>> [(one.kind.__name__, one.lr, one.names) for one in found.chosen]
+    >>> [(value.kind.__name__, value.lr, value.names) for value in found.chosen]
     [('Muon', 0.02, ('0.weight', '1.weight')), ('AdamW', 0.001, ('0.bias', '1.bias'))]
-    >>> found.set_rate(0.5); [group["lr"] for one in found.each for group in one.param_groups]
+    >>> found.set_rate(0.5); [group["lr"] for value in found.each for group in value.param_groups]
     [0.01, 0.0005]
     """
 
@@ -58,7 +58,7 @@ class Optimizers:
         elif not pipe.steps_in_flight:  # gradients are clipped between a step and its update
             how = {}
         self.each = [
-            pipe.optimizer(one.kind, names=one.names, lr=one.lr, **how, **one.group.settings) for one in self.chosen
+            pipe.optimizer(row.kind, names=row.names, lr=row.lr, **how, **row.group.settings) for row in self.chosen
         ]
 
     def set_rate(self, share: float) -> None:
@@ -69,13 +69,13 @@ class Optimizers:
 
     def step(self) -> None:
         """Update all parameters."""
-        for one in self.each:
-            one.step()
+        for optimizer in self.each:
+            optimizer.step()
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
-        for one in self.each:
-            one.zero_grad()
+        for optimizer in self.each:
+            optimizer.zero_grad()
 
 
 def choose(
@@ -83,7 +83,7 @@ def choose(
     settings: OptimizerSettings,
     *,
     others: Mapping[str, Sequence[str]] | None = None,
-) -> list[Chosen]:
+) -> list[ParameterGroup]:
     """Return which parameters each optimizer gets; raises alike on all ranks, before any is made.
 
     `others` has further names of tied parameters, by which patterns find them too.
@@ -145,9 +145,9 @@ def _checked(
     names: tuple[str, ...],
     shapes: Mapping[str, torch.Size],
     where: str,
-) -> Chosen:
+) -> ParameterGroup:
     """Return a group's choice, tried on tensors without memory: torch's own refusals come alike on all ranks."""
-    chosen = Chosen(group, kind_of(group.kind, where), settings.lr if group.lr is None else group.lr, names)
+    chosen = ParameterGroup(group, kind_of(group.kind, where), settings.lr if group.lr is None else group.lr, names)
     if "lr" in group.settings:
         raise UsageError(f"{where}.settings has lr", expected=f"the rate as {where}.lr", fix="move it there")
     if chosen.kind.__name__ == "Muon":
@@ -179,9 +179,9 @@ def kind_of(name: str, where: str = "optimizer") -> type[Optimizer]:
     drumline.core.errors.UsageError: optimizer.kind is 'Adamw'; expected a class of torch.optim; did you mean AdamW?
     """
     known = {
-        key: one
-        for key, one in vars(torch.optim).items()
-        if isinstance(one, type) and issubclass(one, Optimizer) and one is not Optimizer and key not in _NEEDS_CLOSURE
+        key: k
+        for key, k in vars(torch.optim).items()
+        if isinstance(k, type) and issubclass(k, Optimizer) and k is not Optimizer and key not in _NEEDS_CLOSURE
     }
     if name in _NEEDS_CLOSURE:
         raise UsageError(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from drumline.core.units import percent, size_text
 from drumline.train.loop.evaluate import Evaluation, Sample
-from drumline.train.loop.stopping import Skipped, Stopped
+from drumline.train.loop.stopping import EarlyStop, SkippedUpdate
 
 _SECONDS_APART = 10.0  # between lines where nobody watches a terminal
 _FEWEST_SECONDS = 0.5  # between two drawings of a line: each waits for the device
@@ -53,7 +53,7 @@ class Update:
         return "  ".join(parts)
 
 
-Told = Update | Evaluation | Sample | Skipped | Stopped
+Told = Update | Evaluation | Sample | SkippedUpdate | EarlyStop
 Tell = Callable[[Told], None]
 
 
@@ -81,7 +81,7 @@ class Progress:
     >>> seen(Evaluation(3, 1.25, 640, 0.5)); seen(Sample(3, "Once", " more"))
     step 3  held-out loss 1.25 over 640 tokens, in 0.50 s
     step 3  sample: 'Once more'
-    >>> seen(Skipped(4, "the norm of all gradients is inf", 1)); seen(Stopped(4, "SIGTERM on rank 0", "run/4"))
+    >>> seen(SkippedUpdate(4, "the norm of all gradients is inf", 1)); seen(EarlyStop(4, "SIGTERM on rank 0", "run/4"))
     step 4  skipped: the norm of all gradients is inf
     step 4  stopped by SIGTERM on rank 0; saved run/4
     """
@@ -105,7 +105,7 @@ class Progress:
             self._line(f"step {told.step}  {loss}, in {told.seconds:.2f} s")
         elif isinstance(told, Sample):
             self._line(f"step {told.step}  sample: {told.prompt + told.text!r}")
-        elif isinstance(told, Skipped):
+        elif isinstance(told, SkippedUpdate):
             times = f", {told.in_a_row} in a row" if told.in_a_row > 1 else ""
             self._line(f"step {told.step}  skipped: {told.skipped}{times}")
         else:

@@ -32,10 +32,10 @@ from drumline.train.loop.making import (
     pipeline_arguments,
     rows_of,
 )
-from drumline.train.loop.memory import PeakMemory, resident
+from drumline.train.loop.peak_memory import PeakMemory, resident
 from drumline.train.loop.progress import Tell
 from drumline.train.loop.rates import rate
-from drumline.train.loop.training import Trained, Training
+from drumline.train.loop.training import Training, TrainResult
 from drumline.train.models.build import build_model
 
 MakeData = Callable[..., Data]
@@ -48,7 +48,7 @@ def run_training(
     make_model: MakeModel = build_model,
     make_data: MakeData = build_data,
     continues: bool = False,
-) -> Trained:
+) -> TrainResult:
     """Train by the settings; call it on every rank, under `dl.launch`, torchrun, or in one process for all of them.
 
     Rank 0 calls `tell` with every update, evaluation and sample; without it they are written to stderr. Reading an
@@ -61,7 +61,7 @@ def run_training(
 
 def _run_training(
     settings: TrainSettings, tell: Tell | None, make_model: MakeModel, make_data: MakeData, *, continues: bool
-) -> Trained:
+) -> TrainResult:
     check(settings)
     given, settings = settings, gathered(settings)
     rate(settings.learning_rate, 0, settings.run.steps)
@@ -82,4 +82,4 @@ def _run_training(
                 pipe.take_program(in_groups(group_of(given), given.batch.accumulate))
             call, memory = Calling.of(built, data.counts), PeakMemory(torch.device(pipe.device), before=before)
             del built, arguments  # a rank keeps its own stages alone
-            return Training(settings, pipe, call, data, Trained(folder), memory, continues=continues).run(tell)
+            return Training(settings, pipe, call, data, TrainResult(folder), memory, continues=continues).run(tell)

@@ -18,7 +18,7 @@ from drumline.pipeline.pipeline import Pipeline
 
 
 @dataclass(frozen=True, slots=True)
-class Skipped:
+class SkippedUpdate:
     """An update that was left out: why, and how many there were in a row with it."""
 
     step: int
@@ -27,7 +27,7 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
+class EarlyStop:
     """Where a run ended early: by what, and the checkpoint from which it continues; "" if there was nothing to save."""
 
     step: int
@@ -82,7 +82,7 @@ class Skips:
         """Whether the optimizers may step; the same on all ranks."""
         return not self._problem
 
-    def ended(self, step: int) -> Skipped | None:
+    def ended(self, step: int) -> SkippedUpdate | None:
         """Count the update that ends here; returns it if it was skipped."""
         problem, self._problem = self._problem, ""
         if not problem:
@@ -90,9 +90,9 @@ class Skips:
             return None
         self.num_skipped += 1
         self.in_a_row += 1
-        return Skipped(step, problem, self.in_a_row)
+        return SkippedUpdate(step, problem, self.in_a_row)
 
-    def refuse(self, skipped: Skipped, checkpoint: str) -> None:
+    def refuse(self, skipped: SkippedUpdate, checkpoint: str) -> None:
         """Raise, alike on all ranks, if too many updates in a row were skipped."""
         if skipped.in_a_row > self._most:
             last = f"continue from {checkpoint} with a lower learning rate" if checkpoint else "lower the learning rate"

@@ -35,16 +35,16 @@ from drumline.train.loop.curve import Curve
 from drumline.train.loop.evaluate import Evaluation, Sample, evaluate, sample
 from drumline.train.loop.log import Log
 from drumline.train.loop.making import Calling
-from drumline.train.loop.memory import PeakMemory
 from drumline.train.loop.optimizers import Optimizers
+from drumline.train.loop.peak_memory import PeakMemory
 from drumline.train.loop.progress import Progress, Tell, Told, Update
 from drumline.train.loop.rates import rate
-from drumline.train.loop.stopping import Skips, Stopped
+from drumline.train.loop.stopping import EarlyStop, Skips
 
 
 @dataclass(slots=True)
-class Trained:
-    """The outcome of a run, the same on every rank. `peak_bytes` is the most memory of every rank: see memory.py."""
+class TrainResult:
+    """The outcome of a run, the same on every rank. `peak_bytes` is the most memory of every rank (peak_memory.py)."""
 
     folder: Path
     losses: list[float] = field(default_factory=list)  # of every update
@@ -55,12 +55,12 @@ class Trained:
     num_tokens: int = 0  # that counted
     num_padded: int = 0  # all places that were computed
     num_skipped: int = 0  # updates left out for a NaN or infinity, in the run that this one continues too
-    stopped: Stopped | None = None  # where somebody stopped it
+    stopped: EarlyStop | None = None  # where somebody stopped it
     seconds: float = 0.0  # without building
     peak_bytes: tuple[int, ...] = ()
 
 
-class _Made(NamedTuple):
+class _TrainUpdate(NamedTuple):
     """An update: its steps with their shares, the norm of its gradients if it is known, and what to tell of it."""
 
     step: int
@@ -78,7 +78,7 @@ class Training:
         pipe: Pipeline,
         call: Calling,
         data: Data,
-        trained: Trained,
+        trained: TrainResult,
         memory: PeakMemory,
         *,
         continues: bool = False,
@@ -94,10 +94,10 @@ class Training:
         self._told: list[Tell] = []
         self._largest: Measured | None = None  # the largest step so far, while its update is under way
         self._bucket = 0  # of the last step
-        self._made: deque[_Made] = deque()  # updates that were not told of: their outcome is not known yet
+        self._made: deque[_TrainUpdate] = deque()  # updates that were not told of: their outcome is not known yet
         self._since = (0.0, 0)  # when tokens were last counted, and how many there were
 
-    def run(self, tell: Tell | None) -> Trained:
+    def run(self, tell: Tell | None) -> TrainResult:
         """Train to the end."""
         with ExitStack() as open_ones:
             if self.pipe.rank == self.pipe.axes.number == 0:
@@ -131,7 +131,7 @@ class Training:
         self._settle()
         if cause and step < self.settings.run.steps:
             saved = self.checkpoints.now(step, self._counts()) if step > first else None
-            self.trained.stopped = Stopped(step, cause, "" if saved is None else str(saved))
+            self.trained.stopped = EarlyStop(step, cause, "" if saved is None else str(saved))
             self._tell(self.trained.stopped)
         self._catch_up()
         if not self.trained.stopped:
@@ -163,7 +163,7 @@ class Training:
 
     def _peaks(self) -> tuple[int, ...]:
         told = self.pipe.gather(self.memory.by_rank(self.pipe.rank))
-        pairs = [pair for one in told for pair in one.items()]
+        pairs = [pair for peak in told for pair in peak.items()]
         return tuple(max(size for at, size in pairs if at == rank) for rank in sorted({rank for rank, _ in pairs}))
 
     # ---- one update --------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Training:
         trained.num_padded += sum(padded for tokens, padded in counts if tokens)
         is_told = (step + 1) % settings.run.log_every == 0 or step + 1 == settings.run.steps
         update = self._update_of(step + 1, share, began) if is_told and self._log is not None else None
-        self._made.append(_Made(step + 1, results, norm, update))
+        self._made.append(_TrainUpdate(step + 1, results, norm, update))
         if not self._streams and not self.optimizers.run_ahead:
             self._catch_up()
 
@@ -199,7 +199,7 @@ class Training:
         looks = any(_is_due(every, step, is_last) for every in (how.every, how.sample_every))
         return looks or self.checkpoints.is_due(step)
 
-    def _finish(self, made: _Made) -> None:
+    def _finish(self, made: _TrainUpdate) -> None:
         """Add an update's loss to the curve, and tell of it."""
         norm = self.skips.judged() if self.optimizers.run_ahead else made.norm
         if self._streams:
@@ -248,7 +248,7 @@ class Training:
 
     def _counted(self, batches: list[Batch]) -> list[tuple[int, int]]:
         """Return the tokens that count and all places of every batch, with those of other lines of a mesh."""
-        own = [(one.num_tokens, one.num_padded) for one in batches]
+        own = [(batch.num_tokens, batch.num_padded) for batch in batches]
         if not self.pipe.axes.is_mesh:
             return own
         total = self.pipe.axes.summed(torch.tensor(own, dtype=torch.int64, device=self.pipe.device), *ROWS)
@@ -264,7 +264,7 @@ class Training:
                 fix="use larger batches, or leave out data without targets",
             )
         found: list[tuple[float, StepResult]] = []
-        for batch, tokens in ((one, count) for one, count in zip(batches, counts, strict=True) if count):
+        for batch, tokens in ((item, count) for item, count in zip(batches, counts, strict=True) if count):
             args, kwargs = self.call(batch)
             self._bucket = batch.bucket if self.data.buckets else 0
             part = tokens / total
@@ -308,13 +308,13 @@ class Training:
         assert self._log is not None
         update = replace(update, loss=self.curve.latest, num_skipped=self.trained.num_skipped)
         self._log(update, of_step)
-        shown = [one for one in self._told if not isinstance(one, Progress) or one.is_due(update.step)]
+        shown = [fn for fn in self._told if not isinstance(fn, Progress) or fn.is_due(update.step)]
         if shown:
             self.curve.read()
             norm = self.curve.norms[-1] if self.curve.norms else None
             update = replace(update, loss=self.curve.losses[-1], grad_norm=norm, bubble=self._bubble())
-        for one in shown:
-            one(update)
+        for function in shown:
+            function(update)
 
     def _weighed(self) -> Measured | None:
         try:
@@ -329,9 +329,9 @@ class Training:
             return None  # a captured step is not measured
 
     def _tell(self, told: Told) -> None:
-        for one in (self._log, *self._told):
-            if one is not None:
-                one(told)
+        for function in (self._log, *self._told):
+            if function is not None:
+                function(told)
 
     def _look(self, step: int) -> None:
         """Evaluate and sample where the settings say so, on every rank, unless the run is to stop."""

@@ -55,7 +55,7 @@ StateOf = Callable[[str, Tensor], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class RankMemory:
     """What a rank holds at its fullest moment, in bytes."""
 
     weights: float
@@ -67,7 +67,7 @@ class Held:
     @property
     def total(self) -> float:
         """All of it."""
-        return float(sum(getattr(self, one.name) for one in fields(self)))
+        return float(sum(getattr(self, field.name) for field in fields(self)))
 
     def to_json(self) -> dict[str, float]:
         """Return it by name."""
@@ -82,7 +82,7 @@ class Forecast:
     stages: tuple[tuple[Block, ...], ...]
     profile: Profile
     costs: Costs
-    ranks: tuple[Held, ...]
+    ranks: tuple[RankMemory, ...]
 
     def timeline(self) -> Simulation:
         """Return the simulated step, messages taking no time."""
@@ -93,7 +93,7 @@ class Forecast:
         timeline = self.timeline()
         if not self.program.num_updates:
             return timeline.makespan, timeline.bubble
-        busy = [sum(one.ends) - sum(one.starts) for one in timeline.tracks]
+        busy = [sum(track.ends) - sum(track.starts) for track in timeline.tracks]
         return max(busy), 1.0 - sum(busy) / len(busy) / max(busy)
 
 
@@ -149,8 +149,8 @@ def forecast(
     ranks = tuple(_ranks(program, costs, stages, cast, state_of, accumulates=accumulates))
     if program.num_updates:
         ranks = tuple(
-            replace(one, weights=one.weights * versions)
-            for one, versions in zip(ranks, _versions(given, program), strict=True)
+            replace(rank, weights=rank.weights * versions)
+            for rank, versions in zip(ranks, _versions(given, program), strict=True)
         )
     return Forecast(program, tuple(stages), found, costs, ranks)
 
@@ -164,7 +164,7 @@ def _versions(given: Options, program: Program) -> list[int]:
         long = schedule.build(program.num_ranks, program.num_microbatches, num_steps=steps, **options)
     else:
         long = schedule.build(program.num_ranks, program.num_microbatches * steps, **options)
-    return [one.peak_versions for one in holdings(long, Costs())]
+    return [holding.peak_versions for holding in holdings(long, Costs())]
 
 
 def _num_ranks(given: Options) -> int:
@@ -195,8 +195,8 @@ def _gradients(costs: Costs, stages: Sequence[Sequence[Block]], given: Options) 
     found = list(costs.per_stage("gradient_bytes", len(stages)))
     if given.settings().get("master_weights"):
         for stage, blocks in enumerate(stages):
-            low = (one for block in blocks for one in block.module.parameters() if one.dtype in LOW)
-            found[stage] += sum(one.nbytes for one in low if one.requires_grad)
+            low = (param for block in blocks for param in block.module.parameters() if param.dtype in LOW)
+            found[stage] += sum(param.nbytes for param in low if param.requires_grad)
     return found
 
 
@@ -208,19 +208,19 @@ def _ranks(
     state_of: StateOf,
     *,
     accumulates: bool,
-) -> Iterator[Held]:
+) -> Iterator[RankMemory]:
     weights, gradients = (costs.per_stage(f"{name}_bytes", program.num_stages) for name in ("weight", "gradient"))
     sizes, bare = Sizes.of(program, costs), Sizes.of(program, _without_received(costs, program.num_stages))
     for rank, row in enumerate(program.timed_rows):
         held = program.placement.stages_of(rank)
         own = [block for stage in held for block in stages[stage]]
-        stash, without = ([during for during, _ in one.stash(row)] for one in (sizes, bare))
+        stash, without = ([during for during, _ in size.stash(row)] for size in (sizes, bare))
         grown = list(moments_of(row, {stage: gradients[stage] for stage in held}, accumulates=accumulates))
         at = max(range(len(row)), key=lambda at: grown[at] + stash[at], default=0)
-        yield Held(
+        yield RankMemory(
             weights=sum(weights[stage] for stage in held),
             gradients=grown[at],
-            optimizer=float(sum(state_of(name, one) for name, one in _trained(own))),
+            optimizer=float(sum(state_of(name, tensor) for name, tensor in _trained(own))),
             activations=without[at] + sum(cast.get(block.name, 0) for block in own),
             received=stash[at] - without[at],
         )
@@ -232,7 +232,7 @@ def _without_received(costs: Costs, num_stages: int) -> Costs:
     received = [0.0, *sent[:-1]]
 
     def less(name: str) -> list[float]:
-        return [max(one - more, 0.0) for one, more in zip(costs.per_stage(name, num_stages), received, strict=True)]
+        return [max(value - more, 0.0) for value, more in zip(costs.per_stage(name, num_stages), received, strict=True)]
 
     return replace(
         costs,
@@ -261,10 +261,10 @@ def _trained(blocks: Sequence[Block]) -> Iterator[tuple[str, Tensor]]:
     """Yield the trained parameters of blocks, a tied one once."""
     seen: set[int] = set()
     for block in blocks:
-        for name, one in block.named_parameters():
-            if one.requires_grad and id(one) not in seen:
-                seen.add(id(one))
-                yield name, one
+        for name, param in block.named_parameters():
+            if param.requires_grad and id(param) not in seen:
+                seen.add(id(param))
+                yield name, param
 
 
 def _without_casts(
@@ -274,15 +274,13 @@ def _without_casts(
     if precision.dtype is None:
         return found, {}
     shared = dict(_shared(blocks, microbatch, precision))
-    layers = (
-        replace(one, activation_bytes=max(one.activation_bytes - shared.get(one.name, 0), 0)) for one in found.layers
-    )
+    layers = (replace(p, activation_bytes=max(p.activation_bytes - shared.get(p.name, 0), 0)) for p in found.layers)
     return replace(found, layers=tuple(layers)), shared
 
 
 def _shared(blocks: Sequence[Block], microbatch: Any, precision: Precision) -> Iterator[tuple[str, int]]:
     """Yield the bytes of each block that two microbatches keep in common for their backwards."""
-    value, device = microbatch, next((one.device for one in pack(microbatch)[0]), torch.device("cpu"))
+    value, device = microbatch, next((tensor.device for tensor in pack(microbatch)[0]), torch.device("cpu"))
     randomness = Randomness(0, device)
     with randomness.kept_aside(), casts_kept():
         for index, block in enumerate(blocks):
@@ -290,7 +288,7 @@ def _shared(blocks: Sequence[Block], microbatch: Any, precision: Precision) -> I
             stage.begin()
             (first, made), (second, _) = (_saved(stage, number, value) for number in (0, 1))
             tensors = (*block.module.parameters(), *block.module.buffers(), *pack(value)[0])
-            own = {one.untyped_storage().data_ptr() for one in tensors}
+            own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
             yield block.name, sum(size for place, size in first.items() if place in second and place not in own)
             value = made
 

@@ -28,7 +28,7 @@ _DEVIATION = 0.02
 
 def is_on_meta(blocks: Sequence[Block]) -> bool:
     """Whether any tensor of the blocks has no memory."""
-    return any(one.is_meta for block in blocks for one in (*block.module.parameters(), *block.module.buffers()))
+    return any(param.is_meta for block in blocks for param in (*block.module.parameters(), *block.module.buffers()))
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def stand_ins(blocks: Sequence[Block], root: nn.Module | None, device: torch.dev
 
 def _share(blocks: Sequence[Block], entries: Sequence[Entry], device: torch.device) -> None:
     owners = {id(entry.tensor): entry for entry in entries}
-    uses = Counter(one for block in blocks for one in {id(place.tensor) for place in places_in(block)})
+    uses = Counter(number for block in blocks for number in {id(place.tensor) for place in places_in(block)})
     made: dict[Any, Tensor] = {}
     generator = torch.Generator(device).manual_seed(0)
     for block in blocks:
@@ -70,12 +70,12 @@ def _share(blocks: Sequence[Block], entries: Sequence[Entry], device: torch.devi
             entry = owners.pop(at, None)
             if entry is None:
                 continue
-            one = entry.tensor
-            kind = (one.shape, one.dtype, one.requires_grad)
+            tensor = entry.tensor
+            kind = (tensor.shape, tensor.dtype, tensor.requires_grad)
             seen[kind] += 1
             key = at if uses[at] > 1 else (*kind, seen[kind])  # what several blocks hold stays theirs alone
             if key not in made:
-                made[key] = with_memory(one, device)
+                made[key] = with_memory(tensor, device)
                 with torch.no_grad():
                     made[key].normal_(0.0, _DEVIATION, generator=generator)
             entry.put(made[key])

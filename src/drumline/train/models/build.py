@@ -13,11 +13,11 @@ from drumline.engine.state.materialise import materialise
 from drumline.train.config.placed import concerning
 from drumline.train.config.settings import ModelSettings, TrainSettings
 from drumline.train.models.built import IGNORED, Built, Tokenizer
-from drumline.train.models.function import built_by_user, called, named_function, users_code
 from drumline.train.models.gpt import GPT, GPTSizes
 from drumline.train.models.hf import hf_model
 from drumline.train.models.mlp import mlp
 from drumline.train.models.tokenizers import ByteTokenizer, tokenizer_named
+from drumline.train.models.user_function import built_by_user, called, named_function, users_code
 
 KINDS = ("gpt", "mlp", "hf", "function")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,7 +53,7 @@ def count_parameters(model: nn.Module) -> int:
     >>> count_parameters(nn.Linear(3, 2))
     8
     """
-    return sum(one.numel() for one in model.parameters())
+    return sum(param.numel() for param in model.parameters())
 
 
 def next_token_loss(logits: Tensor, target: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def _gpt_sizes(settings: TrainSettings) -> tuple[GPTSizes, Tokenizer | None]:
             )
         vocabulary = tokenizer.vocabulary
     _check_vocabulary(vocabulary, tokenizer)
-    names = {one.name for one in fields(GPTSizes)} - {"vocabulary", "sequence"}
+    names = {field.name for field in fields(GPTSizes)} - {"vocabulary", "sequence"}
     numbers = {name: getattr(settings.model, name) for name in names}
     return GPTSizes(vocabulary=vocabulary, sequence=settings.batch.sequence, **numbers), tokenizer
 
@@ -100,9 +100,11 @@ def _gpt(settings: TrainSettings) -> Built:
 
 
 def _mlp(settings: TrainSettings) -> Built:
-    one = settings.model
+    model_settings = settings.model
     with torch.device("meta"):
-        model = mlp(one.num_layers, one.hidden, one.inputs, one.outputs).to(_dtype(settings))
+        model = mlp(model_settings.num_layers, model_settings.hidden, model_settings.inputs, model_settings.outputs).to(
+            _dtype(settings)
+        )
     return Built(model, nn.functional.cross_entropy, inputs="input")
 
 

@@ -200,7 +200,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
         """Return what is added to the residual."""
-        query, key, value = (self._heads(one(x)) for one in (self.query, self.key, self.value))
+        query, key, value = (self._heads(linear(x)) for linear in (self.query, self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if rotation is not None:
@@ -273,7 +273,7 @@ def rotation_of(positions: Tensor, sizes: GPTSizes) -> tuple[Tensor, Tensor]:
 
 def rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Return queries or keys of the shape (rows, length, heads, width), turned by their positions."""
-    cosine, sine = (one.to(x.dtype) for one in rotation)
+    cosine, sine = (tensor.to(x.dtype) for tensor in rotation)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 

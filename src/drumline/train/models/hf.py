@@ -71,10 +71,10 @@ def keeps_documents_apart(config: Any) -> bool:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         tokens = torch.randint(3, 60, (2, sum(lengths)))
-        places = torch.cat([torch.arange(one) for one in lengths]).expand(2, -1)
+        places = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)
         try:
             model = _made(_small(config), torch.float32).eval()
-            alone = [model(input_ids=one, use_cache=False)[0] for one in torch.split(tokens, lengths, dim=1)]
+            alone = [model(input_ids=tensor, use_cache=False)[0] for tensor in torch.split(tokens, lengths, dim=1)]
         except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
             raise ModelError(
                 f"whether a {config.model_type} model keeps packed documents apart cannot be checked, because a small"
@@ -101,7 +101,7 @@ def _small(config: Any) -> Any:
     small.vocab_size = 64
     small.pad_token_id = None
     with torch.device("meta"):
-        size = sum(one.numel() for one in _made(small, torch.float32).parameters())
+        size = sum(param.numel() for param in _made(small, torch.float32).parameters())
     if size > _LARGEST_PROBE:
         for name, value in _NARROW.items():
             if isinstance(getattr(small, name, None), int):

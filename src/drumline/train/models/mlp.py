@@ -12,7 +12,7 @@ from drumline.core.errors import ModelError
 def mlp(num_layers: int, hidden: int, inputs: int, outputs: int) -> nn.Sequential:
     """Return an MLP of `num_layers` linear layers.
 
-    >>> [type(one).__name__ for one in mlp(3, 8, 4, 2)]
+    >>> [type(value).__name__ for value in mlp(3, 8, 4, 2)]
     ['Sequential', 'Sequential', 'Linear']
     """
     for name, value in {"num_layers": num_layers, "hidden": hidden, "inputs": inputs, "outputs": outputs}.items():
@@ -20,4 +20,4 @@ def mlp(num_layers: int, hidden: int, inputs: int, outputs: int) -> nn.Sequentia
             raise ModelError(f"model.{name} is {value}", expected="1 or more")
     widths = [inputs, *[hidden] * (num_layers - 1), outputs]
     linear = [nn.Linear(before, after) for before, after in pairwise(widths)]
-    return nn.Sequential(*(nn.Sequential(one, nn.ReLU()) for one in linear[:-1]), linear[-1])
+    return nn.Sequential(*(nn.Sequential(layer, nn.ReLU()) for layer in linear[:-1]), linear[-1])

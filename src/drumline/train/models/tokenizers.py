@@ -16,8 +16,8 @@ Message = dict[str, str]  # role, content
 class ByteTokenizer:
     """The bytes of UTF-8, and one number more that ends a document.
 
-    >>> one = ByteTokenizer()
-    >>> one.encode("né"), one.decode([110, 195, 169, 256]), one.vocabulary
+    >>> value = ByteTokenizer()
+    >>> value.encode("né"), value.decode([110, 195, 169, 256]), value.vocabulary
     ([110, 195, 169], 'né', 257)
     """
 
@@ -30,7 +30,7 @@ class ByteTokenizer:
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text; bytes that are none are shown as �."""
-        return bytes(one for one in tokens if one < 256).decode("utf-8", errors="replace")
+        return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
 
 class FolderTokenizer:

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from drumline.engine.loss.rules.draws import Draws
+from drumline.engine.loss.rules.loss_draws import LossDraws
 from drumline.engine.loss.rules.rows import Places, Rows, chosen_rows, first_rows
-from drumline.engine.loss.rules.sides import Share, Side, linked_side_of, norm_of, products, side_of
+from drumline.engine.loss.rules.sides import LossShare, Side, linked_side_of, norm_of, products, side_of
 from drumline.model.values import pack
 from drumline.model.watch.keeping import undisturbed
 
@@ -29,7 +29,7 @@ _LESS_NEAR, _HALF = 2e-3, 2e-2  # of float32 on an accelerator, and of lower pre
 
 
 @dataclass(eq=False)
-class Comparison:
+class LossComparison:
     """What was found: the whole, its two parts, and how near they must come."""
 
     rows: Rows
@@ -39,9 +39,9 @@ class Comparison:
     near: float  # of gradients
     near_value: float
     wanted: Places  # of the tensors that have a gradient
-    draws: Draws
+    draws: LossDraws
     _fits: dict[Any, tuple[float, float, float, float]] = field(default_factory=dict)
-    _kept: list[Share] = field(default_factory=list)
+    _kept: list[LossShare] = field(default_factory=list)
 
     @property
     def sizes(self) -> list[int]:
@@ -56,54 +56,54 @@ class Comparison:
     @property
     def tells(self) -> bool:
         """Whether there is a gradient by which weights can be told."""
-        return all(one.whole.norm > 0 for one in (self.whole, *self.parts) if one.whole.is_finite)
+        return all(part.whole.norm > 0 for part in (self.whole, *self.parts) if part.whole.is_finite)
 
     @property
     def has_same_calls(self) -> bool:
         """Whether it makes the same calls whatever the number of rows is."""
-        return all(one.seen.is_again for one in self.parts)
+        return all(part.seen.is_again for part in self.parts)
 
     @property
     def tells_apart(self) -> bool:
         """Whether all runs have the same parts of the loss."""
-        return all(one.names == self.whole.names for one in self.parts)
+        return all(part.names == self.whole.names for part in self.parts)
 
-    def shares(self, part: int | None, *, rest: bool = False) -> list[Share]:
+    def shares(self, part: int | None, *, rest: bool = False) -> list[LossShare]:
         """Return what a part of the loss, or all of it, is in the whole and in the parts."""
         sides = [self.whole, *self.parts]
-        return [one.rest if rest else one.whole if part is None else one.terms[part] for one in sides]
+        return [side.rest if rest else side.whole if part is None else side.terms[part] for side in sides]
 
     def order(self) -> list[int]:
         """Return the rows by their gradient, the largest first: those first that a loss picks."""
         norms = torch.zeros(self.rows.rows, dtype=torch.float64)
-        for one, place in zip(self.whole.whole.gradient, self.wanted, strict=True):
-            if one is not None and place is not None:
-                each = one.detach().movedim(place[0], 0).reshape(self.rows.rows, -1)
+        for tensor, place in zip(self.whole.whole.gradient, self.wanted, strict=True):
+            if tensor is not None and place is not None:
+                each = tensor.detach().movedim(place[0], 0).reshape(self.rows.rows, -1)
                 norms += each.double().square().sum(1).cpu()
         return [int(at) for at in norms.argsort(descending=True)]
 
-    def is_constant(self, shares: Sequence[Share]) -> bool:
+    def is_constant(self, shares: Sequence[LossShare]) -> bool:
         """Whether something is the same number in all of them, and has no gradient in the outputs."""
-        scale = max(self.whole.whole.norm, *(one.whole.norm for one in self.parts if one.whole.is_finite), 1e-300)
-        if any(one.is_finite and one.norm > 3 * self.near * scale for one in shares):
+        scale = max(self.whole.whole.norm, *(part.whole.norm for part in self.parts if part.whole.is_finite), 1e-300)
+        if any(share.is_finite and share.norm > 3 * self.near * scale for share in shares):
             return False
-        values = [one.value for one in shares if math.isfinite(one.value)]
+        values = [share.value for share in shares if math.isfinite(share.value)]
         return max(values) - min(values) <= 3 * self.near_value * max(self._size, 1e-30)
 
-    def fits(self, shares: Sequence[Share], weights: Sequence[float]) -> bool:
+    def fits(self, shares: Sequence[LossShare], weights: Sequence[float]) -> bool:
         """Whether the parts, weighted so, add up to the whole in value and in gradient."""
         whole, *parts = shares
-        if not all(one.is_finite or not weight for one, weight in zip(parts, weights, strict=True)):
+        if not all(part.is_finite or not weight for part, weight in zip(parts, weights, strict=True)):
             return False
         error, norm = self._off(shares, weights)
-        value = sum(weight * one.value for one, weight in zip(parts, weights, strict=True) if weight)
+        value = sum(weight * part.value for part, weight in zip(parts, weights, strict=True) if weight)
         return error <= self.near * norm and abs(value - whole.value) <= self.near_value * max(self._size, 1e-30)
 
     @cached_property
     def _size(self) -> float:
-        return max(one.size for one in (self.whole, *self.parts) if math.isfinite(one.size))
+        return max(part.size for part in (self.whole, *self.parts) if math.isfinite(part.size))
 
-    def _off(self, shares: Sequence[Share], weights: Sequence[float]) -> tuple[float, float]:
+    def _off(self, shares: Sequence[LossShare], weights: Sequence[float]) -> tuple[float, float]:
         """Return how far the parts' gradients are from the whole's, and how large that is."""
         whole, *parts = shares
         error = 0.0
@@ -117,28 +117,28 @@ class Comparison:
         return math.sqrt(error), whole.norm
 
     def _fit(
-        self, at: int, place: tuple[int, int], whole: Share, part: Share, number: int
+        self, at: int, place: tuple[int, int], whole: LossShare, part: LossShare, number: int
     ) -> tuple[float, float, float, float]:
         """Return the weight of a part that fits best, what that leaves, and the squares of the part and the whole."""
         key = id(part), at, number
         if key not in self._fits:
             (first, end), (dim, inside) = self.bounds[number], place
-            full, one = whole.gradient[at], part.gradient[at]
+            full, tensor = whole.gradient[at], part.gradient[at]
             rows = None if full is None else full.narrow(dim, first * inside, (end - first) * inside)
-            if rows is None or one is None:
+            if rows is None or tensor is None:
                 size = 0.0 if rows is None else norm_of(rows) ** 2
-                self._fits[key] = 0.0, size, 0.0 if one is None else norm_of(one) ** 2, size
+                self._fits[key] = 0.0, size, 0.0 if tensor is None else norm_of(tensor) ** 2, size
             else:
-                size, product, square = products(rows, one)
+                size, product, square = products(rows, tensor)
                 best = product / square if square else 0.0
                 self._fits[key] = best, max(size - best * product, 0.0), square, size
             self._kept.append(part)  # so that no other gets its id
         return self._fits[key]
 
-    def _off_in_all(self, at: int, shares: Sequence[Share], weights: Sequence[float]) -> float:
+    def _off_in_all(self, at: int, shares: Sequence[LossShare], weights: Sequence[float]) -> float:
         """Return how far the gradient of a tensor without rows is off, which all parts share."""
-        full, *each = (one.gradient[at] for one in shares)
-        added = [one * weight for one, weight in zip(each, weights, strict=True) if one is not None and weight]
+        full, *each = (share.gradient[at] for share in shares)
+        added = [tensor * weight for tensor, weight in zip(each, weights, strict=True) if tensor is not None and weight]
         if full is None and not added:
             return 0.0
         total = sum(added[1:], start=added[0]) if added else torch.zeros_like(full)  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ def compare(
     order: Sequence[int] | None = None,
     most: int | None = None,
     linked: bool = False,
-) -> Comparison | None:
+) -> LossComparison | None:
     """Compare a loss of rows, at `most` so many, with those of parts of them; None if it is no number.
 
     `attempt` chooses another dimension as that of rows, if several could be. Without `shrinks`, copies are equal.
@@ -170,7 +170,7 @@ def compare(
     >>> found.fits(found.shares(None), [0.2, 0.8]), found.fits(found.shares(None), [1, 1]), found.sizes
     (True, False, [1, 4])
     """
-    trained = [one.requires_grad for one in pack(output)[0]]
+    trained = [tensor.requires_grad for tensor in pack(output)[0]]
     if linked:
         return _compared(loss_fn, first_rows(output, target, rows), trained, device, turn, linked=True)
     chosen = chosen_rows(output, target, rows, attempt, shrinks=shrinks, most=most)
@@ -193,22 +193,22 @@ def _compared(
     turn: int,
     *,
     linked: bool = False,
-) -> Comparison | None:
+) -> LossComparison | None:
     tensors = pack(chosen.output)[0]
     wanted = [
-        (one.is_floating_point() or one.is_complex()) and (has or not any(trained))
-        for one, has in zip(tensors, trained, strict=True)
+        (tensor.is_floating_point() or tensor.is_complex()) and (has or not any(trained))
+        for tensor, has in zip(tensors, trained, strict=True)
     ]
     if not any(wanted):
         return None
     # A third, so that neither part is a multiple of the other if there are enough rows.
     cut = max(chosen.rows // 3, 1)
     bounds = ((0, cut), (cut, chosen.rows))
-    draws = Draws(device, turn)
+    draws = LossDraws(device, turn)
     run = partial(_side, loss_fn, chosen, wanted, linked)
     whole = run(draws, 0, chosen.rows, None)
     if draws.is_missed:
-        draws = Draws(device, turn, everywhere=True)
+        draws = LossDraws(device, turn, everywhere=True)
         whole = run(draws, 0, chosen.rows, None)
     if whole is None:
         return None
@@ -219,9 +219,9 @@ def _compared(
             return None
         sides.append(side)
     places = tuple(place for place, wants in zip(chosen.outputs, wanted, strict=True) if wants)
-    near = _near([one.dtype for one, wants in zip(tensors, wanted, strict=True) if wants], draws.device)
+    near = _near([tensor.dtype for tensor, wants in zip(tensors, wanted, strict=True) if wants], draws.device)
     near_value = max(near, _near([sides[0].seen.loss.dtype], draws.device))
-    return Comparison(chosen, bounds, sides[0], tuple(sides[1:]), near, near_value, places, draws)
+    return LossComparison(chosen, bounds, sides[0], tuple(sides[1:]), near, near_value, places, draws)
 
 
 def _side(
@@ -229,7 +229,7 @@ def _side(
     chosen: Rows,
     wanted: Sequence[bool],
     linked: bool,
-    draws: Draws,
+    draws: LossDraws,
     first: int,
     end: int,
     like: Side | None,
@@ -245,14 +245,14 @@ def _side(
 
 
 def _is_low(chosen: Rows, device: torch.device) -> bool:
-    kinds = {one.dtype for one in pack(chosen.output)[0] if one.is_floating_point()}
-    return torch.is_autocast_enabled(device.type) or any(one not in _NEAR for one in kinds)
+    kinds = {tensor.dtype for tensor in pack(chosen.output)[0] if tensor.is_floating_point()}
+    return torch.is_autocast_enabled(device.type) or any(kind not in _NEAR for kind in kinds)
 
 
 def _near(kinds: Sequence[torch.dtype], device: torch.device) -> float:
     """Return how near sums in these precisions come to each other."""
     real = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-    near = max(_NEAR.get(real.get(one, one), _HALF) for one in kinds)
+    near = max(_NEAR.get(real.get(kind, kind), _HALF) for kind in kinds)
     if torch.is_autocast_enabled(device.type):
         return _HALF
     return near if device.type == "cpu" else max(near, _LESS_NEAR)

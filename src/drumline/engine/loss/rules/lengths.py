@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from drumline.engine.loss.rules.draws import Draws
+from drumline.engine.loss.rules.loss_draws import LossDraws
 from drumline.engine.loss.rules.rules import ROWS, SIZE
-from drumline.engine.loss.rules.sides import Share, Side, side_of
+from drumline.engine.loss.rules.sides import LossShare, Side, side_of
 from drumline.engine.loss.rules.tallies import counted_in, tallies_of
 from drumline.model.values import mapped, pack
 from drumline.model.watch.keeping import undisturbed
@@ -38,19 +38,19 @@ def lengths_of(loss_fn: Callable[..., Any], output: Any, target: Any, device: to
 
     None if the output and the target have no length in common that can be shortened.
     """
-    length = next((one.shape[1] for one in pack(target)[0] if one.dim() > 1), 0)
+    length = next((tensor.shape[1] for tensor in pack(target)[0] if tensor.dim() > 1), 0)
     if length < 2:
         return None
     short = length // 2
-    outputs, targets = ([_dim(one, length) for one in pack(value)[0]] for value in (output, target))
-    if not any(one is not None for one in outputs):
+    outputs, targets = ([_dim(tensor, length) for tensor in pack(value)[0]] for value in (output, target))
+    if not any(number is not None for number in outputs):
         return None
-    wanted = [one.is_floating_point() for one in pack(output)[0]]
+    wanted = [tensor.is_floating_point() for tensor in pack(output)[0]]
     sides = []
     for each in (length, short):
         given = _shortened(output, outputs, each), _shortened(target, targets, each)
         with undisturbed(loss=loss_fn):
-            side = side_of(loss_fn, *given, wanted, Draws(device, everywhere=True).of(0, 1, 1))
+            side = side_of(loss_fn, *given, wanted, LossDraws(device, everywhere=True).of(0, 1, 1))
         if side is None:
             return None
         sides.append(side)
@@ -59,8 +59,8 @@ def lengths_of(loss_fn: Callable[..., Any], output: Any, target: Any, device: to
         return None
     dims = [dim for dim, wants in zip(outputs, wanted, strict=True) if wants]
     ratio = length / short
-    terms = [_told(one, other, dims, short, ratio) for one, other in zip(full.terms, part.terms, strict=True)]
-    rests = [one.rest if one.terms else one.whole for one in (full, part)]
+    terms = [_told(term, other, dims, short, ratio) for term, other in zip(full.terms, part.terms, strict=True)]
+    rests = [half.rest if half.terms else half.whole for half in (full, part)]
     return ByLength(terms, _told(rests[0], rests[1], dims, short, ratio), _changed(full, part))
 
 
@@ -68,34 +68,34 @@ def _changed(full: Side, part: Side) -> frozenset[int]:
     """Return which tallies count something else in a part."""
     each = [counted_in(side.seen, tallies_of(side.seen, side.known)) for side in (full, part)]
     pairs = enumerate(zip(*each, strict=False))
-    return frozenset(at for at, (one, other) in pairs if abs(one - other) > _NEAR * abs(one))
+    return frozenset(at for at, (pair, other) in pairs if abs(pair - other) > _NEAR * abs(pair))
 
 
 def alike(output: Any, microbatch: int, targets: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Return a microbatch's output and all targets, cut to the length of the shortest target, if that can be done.
 
     >>> made, cut = alike(torch.ones(2, 5, 3), 0, [torch.ones(2, 5), torch.ones(1, 4)])
-    >>> made.shape, [tuple(one.shape) for one in cut]
+    >>> made.shape, [tuple(value.shape) for value in cut]
     (torch.Size([2, 4, 3]), [(2, 4), (1, 4)])
     """
-    lengths = [next((one.shape[1] for one in pack(target)[0] if one.dim() > 1), 0) for target in targets]
-    dims = [_dim(one, lengths[microbatch]) for one in pack(output)[0]]
+    lengths = [next((tensor.shape[1] for tensor in pack(target)[0] if tensor.dim() > 1), 0) for target in targets]
+    dims = [_dim(tensor, lengths[microbatch]) for tensor in pack(output)[0]]
     short = min(lengths)
     if short == max(lengths) or None in dims:
         return output, list(targets)
     cut = [
-        _shortened(target, [_dim(one, length) for one in pack(target)[0]], short)
+        _shortened(target, [_dim(tensor, length) for tensor in pack(target)[0]], short)
         for target, length in zip(targets, lengths, strict=True)
     ]
     return _shortened(output, dims, short), cut
 
 
-def _told(full: Share, part: Share, dims: Sequence[int | None], short: int, ratio: float) -> str:
+def _told(full: LossShare, part: LossShare, dims: Sequence[int | None], short: int, ratio: float) -> str:
     products = squares = others = 0.0
-    for one, other, dim in zip(full.gradient, part.gradient, dims, strict=True):
-        if one is None or other is None:
+    for tensor, other, dim in zip(full.gradient, part.gradient, dims, strict=True):
+        if tensor is None or other is None:
             continue
-        kept = (one if dim is None else one.narrow(dim, 0, short)).double()
+        kept = (tensor if dim is None else tensor.narrow(dim, 0, short)).double()
         products += float((kept * other.double()).sum())
         squares += float(kept.square().sum())
         others += float(other.double().square().sum())
@@ -114,8 +114,8 @@ def _dim(tensor: Tensor, length: int) -> int | None:
 def _shortened(value: Any, dims: Sequence[int | None], length: int) -> Any:
     each = iter(dims)
 
-    def cut(one: Tensor) -> Tensor:
+    def cut(tensor: Tensor) -> Tensor:
         dim = next(each)
-        return (one if dim is None else one.narrow(dim, 0, length)).detach().clone()
+        return (tensor if dim is None else tensor.narrow(dim, 0, length)).detach().clone()
 
     return mapped(value, cut)

@@ -82,7 +82,7 @@ def first_rows(output: Any, target: Any, rows: int) -> Rows:
 
 def _affordable(output: Any, places: Places, rows: int) -> int:
     """Return how many rows of an output can be afforded; raise if these are not even two."""
-    of_each = sum(one.nbytes for one, place in zip(pack(output)[0], places, strict=True) if place) // rows
+    of_each = sum(tensor.nbytes for tensor, place in zip(pack(output)[0], places, strict=True) if place) // rows
     if 2 * max(of_each, 1) > AFFORDABLE:
         raise TooLarge(of_each)
     return AFFORDABLE // max(of_each, 1)
@@ -106,12 +106,12 @@ def stirred(output: Any, rows: int) -> Any:
     """
     tensors, form = pack(output)
     made = []
-    for one, place in zip(tensors, _places(tensors, rows, 0), strict=True):
-        if place is None or one.dim() < 2 or place[0] == one.dim() - 1 or not one.is_floating_point():
-            made.append(one.detach())
+    for tensor, place in zip(tensors, _places(tensors, rows, 0), strict=True):
+        if place is None or tensor.dim() < 2 or place[0] == tensor.dim() - 1 or not tensor.is_floating_point():
+            made.append(tensor.detach())
             continue
         dim, inside = place
-        each = torch.split(one.detach(), inside, dim)
+        each = torch.split(tensor.detach(), inside, dim)
         made.append(torch.cat([part.roll(at, -1) for at, part in enumerate(each)], dim))
     return unpack(made, form)
 
@@ -121,14 +121,14 @@ def with_all(output: Any, rows: int, targets: Sequence[Any], each: Sequence[int]
 
     None if their targets cannot be joined.
     """
-    packed = [pack(one) for one in targets]
-    of_each = sum(one.nbytes for one in pack(output)[0]) // rows
+    packed = [pack(row) for row in targets]
+    of_each = sum(row.nbytes for row in pack(output)[0]) // rows
     most = min(max(AFFORDABLE // max(of_each, 1), 2), sum(each))
     index = torch.tensor([at * sum(each) // most for at in range(most)])
     made = []
     try:
         for column in zip(*(tensors for tensors, _ in packed), strict=True):
-            has_rows = [one.dim() > 0 and one.shape[0] == num for one, num in zip(column, each, strict=True)]
+            has_rows = [row.dim() > 0 and row.shape[0] == num for row, num in zip(column, each, strict=True)]
             joint = torch.cat(list(column)) if all(has_rows) else column[0]
             made.append(joint.index_select(0, index.to(joint.device)) if all(has_rows) else joint)
     except (RuntimeError, ValueError):
@@ -137,18 +137,18 @@ def with_all(output: Any, rows: int, targets: Sequence[Any], each: Sequence[int]
 
 
 def _places_in(output: Any, target: Any, rows: int, attempt: int) -> tuple[Places, Places]:
-    targets = tuple((0, 1) if one.dim() and one.shape[0] == rows else None for one in pack(target)[0])
+    targets = tuple((0, 1) if tensor.dim() and tensor.shape[0] == rows else None for tensor in pack(target)[0])
     return _places(pack(output)[0], rows, attempt), targets
 
 
 def _places(tensors: Sequence[Tensor], rows: int, attempt: int) -> Places:
     found: list[tuple[int, int] | None] = []
-    for one in tensors:
-        likely = [(at, 1) for at, size in enumerate(one.shape) if size == rows]
-        if one.dim() and one.shape[0] == rows:
+    for tensor in tensors:
+        likely = [(at, 1) for at, size in enumerate(tensor.shape) if size == rows]
+        if tensor.dim() and tensor.shape[0] == rows:
             likely = [(0, 1)]
-        elif one.dim() and one.shape[0] and one.shape[0] % rows == 0:
-            likely.append((0, one.shape[0] // rows))
+        elif tensor.dim() and tensor.shape[0] and tensor.shape[0] % rows == 0:
+            likely.append((0, tensor.shape[0] // rows))
         found.append(likely[min(attempt, len(likely) - 1)] if likely else None)
     return tuple(found)
 
@@ -162,17 +162,17 @@ def num_attempts(output: Any, rows: int) -> int:
 def _picked(value: Any, places: Places, index: Sequence[int], factors: Sequence[float] = ()) -> Any:
     tensors, form = pack(value)
     made = []
-    for one, place in zip(tensors, places, strict=True):
+    for tensor, place in zip(tensors, places, strict=True):
         if place is None:
-            made.append(one.detach())
+            made.append(tensor.detach())
             continue
         dim, inside = place
         at = [row * inside + each for row in index for each in range(inside)]
-        rows = one.detach().index_select(dim, torch.tensor(at, device=one.device))
-        if one.is_floating_point() and any(factor != 1.0 for factor in factors):
-            each = torch.tensor([factor for factor in factors for _ in range(inside)], dtype=one.dtype)
-            shape = [-1 if at == dim else 1 for at in range(one.dim())]
-            rows = rows * each.to(one.device).view(shape)
+        rows = tensor.detach().index_select(dim, torch.tensor(at, device=tensor.device))
+        if tensor.is_floating_point() and any(factor != 1.0 for factor in factors):
+            each = torch.tensor([factor for factor in factors for _ in range(inside)], dtype=tensor.dtype)
+            shape = [-1 if at == dim else 1 for at in range(tensor.dim())]
+            rows = rows * each.to(tensor.device).view(shape)
         made.append(rows)
     return unpack(made, form)
 
@@ -184,7 +184,7 @@ def _in_full(tensor: Tensor) -> Tensor:
 def _taken(value: Any, places: Places, first: int, end: int) -> Any:
     tensors, form = pack(value)
     made = []
-    for one, place in zip(tensors, places, strict=True):
-        rows = one if place is None else one.narrow(place[0], first * place[1], (end - first) * place[1])
+    for tensor, place in zip(tensors, places, strict=True):
+        rows = tensor if place is None else tensor.narrow(place[0], first * place[1], (end - first) * place[1])
         made.append(rows.detach())
     return unpack(made, form)

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from drumline.engine.loss.rules.compare import Comparison
-from drumline.engine.loss.rules.sides import Share, Side, own_terms
+from drumline.engine.loss.rules.compare import LossComparison
+from drumline.engine.loss.rules.sides import LossShare, Side, own_terms
 from drumline.engine.loss.rules.tallies import counted_in, place_of, tallies_of
 from drumline.engine.loss.rules.watching import shapes_by_values
 from drumline.model.loss.calls import Tally, name_of
@@ -28,7 +28,7 @@ _SAME = 1e-6  # largest relative difference of counts that are equal
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class LossRule:
     """A rule: microbatches count by a tally, if any, times a power of their rows or of their elements."""
 
     tally: int | None = None
@@ -42,36 +42,36 @@ class Rule:
 
     def shares(self, counts: Sequence[float], rows: Sequence[float], total: float, num_rows: float) -> list[float]:
         """Return every microbatch's share, from its count and its rows."""
-        by_count = [1.0] * len(rows) if self.tally is None else [one / total if total else 0.0 for one in counts]
-        return [one * (each / num_rows) ** self.power for one, each in zip(by_count, rows, strict=True)]
+        by_count = [1.0] * len(rows) if self.tally is None else [count / total if total else 0.0 for count in counts]
+        return [value * (each / num_rows) ** self.power for value, each in zip(by_count, rows, strict=True)]
 
 
-SUM, MEAN, BY_ROWS = Rule(), Rule(None, 1, SIZE), Rule(None, 1, ROWS)
+SUM, MEAN, BY_ROWS = LossRule(), LossRule(None, 1, SIZE), LossRule(None, 1, ROWS)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FittingRules:
     """What a comparison found: the rules that fit each part of a loss, and the rest of it.
 
     A loss that is not taken apart has no parts, only a rest. Without rules for the rest, that is a constant.
     """
 
-    parts: tuple[tuple[Rule, ...], ...]
-    rest: tuple[Rule, ...] | None
+    parts: tuple[tuple[LossRule, ...], ...]
+    rest: tuple[LossRule, ...] | None
     has_rest: bool  # whether there is any
     trusted: bool  # whether the calls of the loss say all that, and the comparison agreed
     num_tallies: int
 
     @property
-    def subjects(self) -> list[tuple[Rule, ...]]:
+    def subjects(self) -> list[tuple[LossRule, ...]]:
         """The rules of all parts, and of the rest."""
         return [*self.parts, *([] if self.rest is None else [self.rest])]
 
     @property
     def is_plain(self) -> bool:
         """Whether its calls say all, and shares are the same whatever is in the targets."""
-        one = self.parts[0][:1] if self.parts else ()
-        alike = self.trusted and all(each[:1] == one and each[0].tally is None for each in self.subjects)
+        entry = self.parts[0][:1] if self.parts else ()
+        alike = self.trusted and all(each[:1] == entry and each[0].tally is None for each in self.subjects)
         return alike and (not self.has_rest or self.parts[0][0].adds_to_one)
 
     @property
@@ -79,43 +79,45 @@ class Found:
         """Whether there is a rule for everything."""
         return all(self.subjects)
 
-    def within(self, other: Found) -> Found:
+    def within(self, other: FittingRules) -> FittingRules:
         """Return the rules that are also left in another comparison of the same loss."""
-        for one in (other, self):
-            if not one.fits:
-                return one
+        for rules in (other, self):
+            if not rules.fits:
+                return rules
         if len(self.parts) != len(other.parts):  # the one that could not be taken apart
-            return self if not self.parts else other if not other.parts else Found((), (), True, False, 0)
+            return self if not self.parts else other if not other.parts else FittingRules((), (), True, False, 0)
         if (self.rest is None) != (other.rest is None):  # where what is beside the parts is no constant
             return other if self.rest is None else self
-        parts = tuple(_both(one, two) for one, two in zip(self.parts, other.parts, strict=True))
+        parts = tuple(_both(part, two) for part, two in zip(self.parts, other.parts, strict=True))
         rest = None if self.rest is None or other.rest is None else _both(self.rest, other.rest)
-        return Found(parts, rest, self.has_rest or other.has_rest, self.trusted and other.trusted, self.num_tallies)
+        return FittingRules(
+            parts, rest, self.has_rest or other.has_rest, self.trusted and other.trusted, self.num_tallies
+        )
 
     @property
-    def chosen(self) -> tuple[Rule, ...]:
+    def chosen(self) -> tuple[LossRule, ...]:
         """The likeliest rule of each part, and of the rest."""
-        return tuple(one[0] for one in self.subjects)
+        return tuple(subject[0] for subject in self.subjects)
 
 
-def _both(one: Sequence[Rule], other: Sequence[Rule]) -> tuple[Rule, ...]:
-    return tuple(rule for rule in one if rule in other)
+def _both(row: Sequence[LossRule], other: Sequence[LossRule]) -> tuple[LossRule, ...]:
+    return tuple(rule for rule in row if rule in other)
 
 
-def found_in(comparison: Comparison) -> Found:
+def found_in(comparison: LossComparison) -> FittingRules:
     """Return the rules that a comparison leaves; those of each part, or if these leave none, of the loss as one."""
     whole = comparison.whole
     tallies, counts = _tallied(comparison)
     hidden = bool(whole.reads)
     terms = own_terms(whole.walk) if comparison.tells_apart else []
-    one = universe(len(tallies))
+    row = universe(len(tallies))
     if terms:
         parts, trusted = [], not (hidden or whole.picks or shapes_by_values(whole.seen))
         for at, term in enumerate(terms):
             first = _said(term, tallies)
             selects = _selects(whole.walk, term)
             sure = not hidden and not (selects and first is MEAN) and comparison.shares(at)[0].norm > 0
-            order = [*(one[3:] if selects else ()), first, *one]
+            order = [*(row[3:] if selects else ()), first, *row]
             fitting = _fitting(comparison, comparison.shares(at), order, counts)
             if sure and first in fitting:
                 fitting = (first,)
@@ -124,39 +126,42 @@ def found_in(comparison: Comparison) -> Found:
         rest = comparison.shares(None, rest=True)
         is_constant = comparison.is_constant(rest)
         has_rest = any(abs(each.value) > 10 * comparison.near * max(comparison.whole.size, 1e-30) for each in rest)
-        found = Found(
+        found = FittingRules(
             tuple(parts),
-            None if is_constant else _fitting(comparison, rest, one, counts),
+            None if is_constant else _fitting(comparison, rest, row, counts),
             has_rest,
             trusted and is_constant,
             len(tallies),
         )
         if found.fits:
             return found
-    return Found((), _fitting(comparison, comparison.shares(None), one, counts), True, False, len(tallies))
+    return FittingRules((), _fitting(comparison, comparison.shares(None), row, counts), True, False, len(tallies))
 
 
-def said_by(walk: Walk, tallies: Sequence[Tally]) -> Found:
+def said_by(walk: Walk, tallies: Sequence[Tally]) -> FittingRules:
     """Return the rules that the calls of a loss say by themselves, without any comparison."""
     rules = tuple((_said(term, tallies),) for term in own_terms(walk))
-    return Found(rules, None, bool(walk.has_constant), True, len(tallies))
+    return FittingRules(rules, None, bool(walk.has_constant), True, len(tallies))
 
 
-def undecided(walk: Walk | None, tallies: Sequence[Tally]) -> Found:
+def undecided(walk: Walk | None, tallies: Sequence[Tally]) -> FittingRules:
     """Return all rules for every part, those first that the calls of a loss say."""
     every = tuple(universe(len(tallies)))
     if walk is None or walk.others or not own_terms(walk):
-        return Found((), every, True, False, len(tallies))
+        return FittingRules((), every, True, False, len(tallies))
     rules = tuple(tuple(dict.fromkeys((_said(term, tallies), *every))) for term in own_terms(walk))
-    return Found(rules, None, walk.has_constant, False, len(tallies))
+    return FittingRules(rules, None, walk.has_constant, False, len(tallies))
 
 
 def _fitting(
-    comparison: Comparison, shares: Sequence[Share], order: Sequence[Rule], counts: Sequence[Sequence[float]]
-) -> tuple[Rule, ...]:
-    if all(one.is_zero for one in shares):  # sums of nothing tell no rule
+    comparison: LossComparison,
+    shares: Sequence[LossShare],
+    order: Sequence[LossRule],
+    counts: Sequence[Sequence[float]],
+) -> tuple[LossRule, ...]:
+    if all(share.is_zero for share in shares):  # sums of nothing tell no rule
         return tuple(dict.fromkeys(order))
-    rows = [float(one) for one in comparison.sizes]
+    rows = [float(size) for size in comparison.sizes]
     found = []
     for rule in dict.fromkeys(order):
         each = [] if rule.tally is None else counts[rule.tally]
@@ -167,11 +172,11 @@ def _fitting(
     return tuple(found)
 
 
-def _tallied(comparison: Comparison) -> tuple[list[Tally], list[list[float]]]:
+def _tallied(comparison: LossComparison) -> tuple[list[Tally], list[list[float]]]:
     """Return what is counted of all rows, and how much of it in each part; only what adds up."""
     sides: list[Side] = [comparison.whole, *comparison.parts]
-    each = [tallies_of(one.seen, one.known) for one in sides]
-    if len({len(one) for one in each}) > 1:
+    each = [tallies_of(side.seen, side.known) for side in sides]
+    if len({len(row) for row in each}) > 1:
         return [], []
     counts = [counted_in(side.seen, tallies) for side, tallies in zip(sides, each, strict=True)]
     columns = []
@@ -181,15 +186,15 @@ def _tallied(comparison: Comparison) -> tuple[list[Tally], list[list[float]]]:
     return each[0], columns
 
 
-def universe(num_tallies: int) -> list[Rule]:
+def universe(num_tallies: int) -> list[LossRule]:
     """Return all rules that are tried."""
-    return [MEAN, BY_ROWS, SUM, *(Rule(at, power) for power in (0, -1, 1) for at in range(num_tallies))]
+    return [MEAN, BY_ROWS, SUM, *(LossRule(at, power) for power in (0, -1, 1) for at in range(num_tallies))]
 
 
-def _said(term: Term, tallies: Sequence[Tally]) -> Rule:
+def _said(term: Term, tallies: Sequence[Tally]) -> LossRule:
     """Return the rule that the call of a part says by itself."""
     place = place_of(term, tallies)
-    return Rule(place) if place is not None else SUM if term.is_sum else MEAN
+    return LossRule(place) if place is not None else SUM if term.is_sum else MEAN
 
 
 def _selects(walk: Walk, term: Term) -> bool:

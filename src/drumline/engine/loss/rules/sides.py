@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from drumline.engine.loss.rules.linked import Linked
+from drumline.engine.loss.rules.linked_rows import LinkedRows
 from drumline.engine.loss.rules.rows import Places
-from drumline.engine.loss.rules.watching import Known, Watched, picks_by_outputs, reads_targets, watched
+from drumline.engine.loss.rules.watching import KnownValues, LossCall, picks_by_outputs, reads_targets, watched
 from drumline.model.loss.calls import name_of
 from drumline.model.loss.counts import mixed_by
 from drumline.model.loss.terms import Term, Walk
@@ -36,7 +36,7 @@ Drawing = AbstractContextManager[AbstractContextManager[object] | None]  # yield
 
 
 @dataclass(frozen=True)
-class Share:
+class LossShare:
     """What one part of a loss adds to it, and the gradient of that with respect to the outputs."""
 
     value: float
@@ -55,7 +55,7 @@ class Share:
     @cached_property
     def norm(self) -> float:
         """The norm of the gradient."""
-        return math.sqrt(sum(norm_of(one) ** 2 for one in self.gradient if one is not None))
+        return math.sqrt(sum(norm_of(tensor) ** 2 for tensor in self.gradient if tensor is not None))
 
 
 def norm_of(tensor: Tensor) -> float:
@@ -64,13 +64,13 @@ def norm_of(tensor: Tensor) -> float:
     return found if math.isfinite(found) else float(torch.linalg.vector_norm(tensor.detach().double()))
 
 
-def products(one: Tensor, other: Tensor) -> tuple[float, float, float]:
+def products(tensor: Tensor, other: Tensor) -> tuple[float, float, float]:
     """Return the square of one, the product of both and the square of the other, in double precision.
 
     >>> products(torch.tensor([1e30, 2.0]), torch.tensor([0.0, 3.0]))[1:]
     (6.0, 9.0)
     """
-    flat = [_real(each).reshape(-1) for each in (one, other)]
+    flat = [_real(each).reshape(-1) for each in (tensor, other)]
     total = [0.0, 0.0, 0.0]
     for at in range(0, flat[0].numel(), _AT_ONCE):  # with little memory
         a, b = (each[at : at + _AT_ONCE].double() for each in flat)
@@ -88,23 +88,23 @@ def _real(tensor: Tensor) -> Tensor:
 class Side:
     """A loss of some rows: all of it, its parts, and the rest."""
 
-    whole: Share
-    terms: tuple[Share, ...]
-    rest: Share
+    whole: LossShare
+    terms: tuple[LossShare, ...]
+    rest: LossShare
     walk: Walk
-    seen: Watched
+    seen: LossCall
     size: float  # about how large the numbers are that it adds up
     is_told: bool  # whether the gradient of all of it is that of its parts
 
     @cached_property
     def names(self) -> list[str]:
         """The calls that compute its parts, in order."""
-        return [name_of(self.walk.graph.calls[one.call]) for one in own_terms(self.walk)]
+        return [name_of(self.walk.graph.calls[term.call]) for term in own_terms(self.walk)]
 
     @cached_property
-    def known(self) -> Known:
+    def known(self) -> KnownValues:
         """What comes from the targets alone."""
-        return Known.of(self.seen.graph, self.seen.targets)
+        return KnownValues.of(self.seen.graph, self.seen.targets)
 
     @cached_property
     def reads(self) -> tuple[str, ...]:
@@ -142,10 +142,10 @@ def side_of(
     is the same loss of other rows: what is known from there is not looked for again.
     """
     tensors, form = pack(output)
-    leaves = [one.detach().requires_grad_() for one, wants in zip(tensors, wanted, strict=True) if wants]
+    leaves = [tensor.detach().requires_grad_() for tensor, wants in zip(tensors, wanted, strict=True) if wants]
     with torch.enable_grad():
         each = iter(leaves)  # a loss may change its copies in place
-        copies = [(next(each) if wants else one).clone() for one, wants in zip(tensors, wanted, strict=True)]
+        copies = [(next(each) if wants else tensor).clone() for tensor, wants in zip(tensors, wanted, strict=True)]
         return _run(loss_fn, unpack(copies, form), target, leaves, drawing, like, tuple)
 
 
@@ -159,15 +159,15 @@ def linked_side_of(
     drawing: Drawing | None = None,
 ) -> Side | None:
     """Run a loss on rows of an output that keep their graph, for a loss that takes gradients of its outputs."""
-    live = [one for one, wants in zip(pack(output)[0], wanted, strict=True) if wants]
+    live = [tensor for tensor, wants in zip(pack(output)[0], wanted, strict=True) if wants]
     where = [place for place, wants in zip(places, wanted, strict=True) if wants]
 
     def cut(gradient: Gradient) -> Gradient:
         pairs = zip(gradient, where, strict=True)
-        return tuple(None if one is None else linked.rows_of(one, place) for one, place in pairs)
+        return tuple(None if tensor is None else linked.rows_of(tensor, place) for tensor, place in pairs)
 
     with torch.enable_grad():
-        linked = Linked(output, places, *rows)
+        linked = LinkedRows(output, places, *rows)
         with linked:
             return _run(loss_fn, linked.output, target, live, drawing, None, cut, keep=True)
 
@@ -194,7 +194,7 @@ def _run(
 
 
 def _taken_apart(
-    seen: Watched,
+    seen: LossCall,
     walk: Walk,
     leaves: Sequence[Tensor],
     cut: Callable[[Gradient], Gradient],
@@ -207,31 +207,31 @@ def _taken_apart(
     nothing: Gradient = (None,) * len(leaves)
     own = own_terms(walk)
     if not loss.requires_grad:
-        share = Share(value, nothing)
-        return Side(share, (Share(0.0, nothing),) * len(own), share, walk, seen, abs(value), is_told=False)
-    end, one = [get_gradient_edge(loss)], [torch.ones_like(loss)]
+        share = LossShare(value, nothing)
+        return Side(share, (LossShare(0.0, nothing),) * len(own), share, walk, seen, abs(value), is_told=False)
+    end, row = [get_gradient_edge(loss)], [torch.ones_like(loss)]
     made = [seen.graph.calls[term.call].makes for term in own]
     places = [seen.scalars.get(each[0][1]) if each else None for each in made]
     edges = [place[0] for place in places if place is not None]
-    factors = iter(gradients_at(edges, end, one, keep=True) if edges else ())
+    factors = iter(gradients_at(edges, end, row, keep=True) if edges else ())
     terms = []
     for place in places:
         factor = None if place is None else next(factors)
         if place is None or factor is None:  # no gradient goes through it
-            terms.append(Share(0.0, nothing))
+            terms.append(LossShare(0.0, nothing))
             continue
         gradient = cut(gradients_at(leaves, [place[0]], [factor.to(place[1].dtype)], keep=True))
-        terms.append(Share(float(factor * place[1]), gradient))
+        terms.append(LossShare(float(factor * place[1]), gradient))
     is_one = len(edges) == len(places) == 1 and not walk.others and terms[0].gradient != nothing
     if is_one or is_told:
-        total = Share(value, _less(nothing, [each.gradient for each in terms], -1))
+        total = LossShare(value, _less(nothing, [each.gradient for each in terms], -1))
         left = nothing
     else:
-        total = Share(value, cut(gradients_at(leaves, end, one, keep=keep)))
+        total = LossShare(value, cut(gradients_at(leaves, end, row, keep=keep)))
         left = _less(total.gradient, [each.gradient for each in terms])
     pairs = zip(total.gradient, leaves, strict=True)
-    size = sum(norm_of(one) * norm_of(leaf) for one, leaf in pairs if one is not None)
-    rest = Share(value - sum(each.value for each in terms), left)
+    size = sum(norm_of(tensor) * norm_of(leaf) for tensor, leaf in pairs if tensor is not None)
+    rest = LossShare(value - sum(each.value for each in terms), left)
     is_told = len(edges) == len(places) and not walk.others and rest.norm <= _NEGLIGIBLE * total.norm
     return Side(total, tuple(terms), rest, walk, seen, (size if math.isfinite(size) else 0.0) + abs(value), is_told)
 
@@ -239,9 +239,9 @@ def _taken_apart(
 def _less(whole: Gradient, parts: Sequence[Gradient], sign: int = 1) -> Gradient:
     """Return what is left of a gradient without those of parts; with the sign -1, these are added."""
     found = []
-    for at, one in enumerate(whole):
+    for at, tensor in enumerate(whole):
         for other in (part[at] for part in parts):
             if other is not None:
-                one = (other if sign < 0 else -other) if one is None else one - other * sign
-        found.append(one)
+                tensor = (other if sign < 0 else -other) if tensor is None else tensor - other * sign
+        found.append(tensor)
     return tuple(found)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drumline.engine.loss.rules.watching import Known, Watched
+from drumline.engine.loss.rules.watching import KnownValues, LossCall
 from drumline.model.loss.calls import BY_LABEL, Tally, labels_in
 from drumline.model.loss.counts import Count, Counter, counted, values_of
 from drumline.model.loss.terms import Term
@@ -24,36 +24,36 @@ from drumline.model.values import mapped, pack
 _MOST = 8  # different counts of one loss
 
 
-def tallies_of(seen: Watched, known: Known) -> list[Tally]:
+def tallies_of(seen: LossCall, known: KnownValues) -> list[Tally]:
     """Return what a loss was seen to count of its target."""
     graph, is_known = seen.graph, known.values.__contains__
     found: dict[Tally, None] = {}
-    for call in (one for one in graph.calls if one.function in BY_LABEL):
+    for call in (made for made in graph.calls if made.function in BY_LABEL):
         labels = labels_in(call, is_known, lambda value: is_known(value) or not graph.is_carried(value))
         if labels is not None and not seen.tensors[labels.target].is_floating_point():
             found[labels] = None
-    for value in sorted(one for one in known.values if graph.is_carried(one)):
+    for value in sorted(number for number in known.values if graph.is_carried(number)):
         tensor = seen.tensors[value]
         if (tensor.dtype is torch.bool and tensor.dim()) or (not tensor.dim() and not tensor.is_complex()):
             found[value] = None
     return list(found)[:_MOST]
 
 
-def counted_in(seen: Watched, tallies: Sequence[Tally]) -> list[float]:
+def counted_in(seen: LossCall, tallies: Sequence[Tally]) -> list[float]:
     """Return what was counted in a call that was watched."""
     with torch.no_grad():
-        return [float(counted(one, seen.tensors.__getitem__)) for one in tallies]
+        return [float(counted(tally, seen.tensors.__getitem__)) for tally in tallies]
 
 
 class Tallies:
     """The counts of one loss function, for one kind of target, written out as a function of the target."""
 
-    def __init__(self, seen: Watched, known: Known) -> None:
+    def __init__(self, seen: LossCall, known: KnownValues) -> None:
         graph = seen.graph
         self.found = tallies_of(seen, known)
         if not self.found:
             return
-        wanted = list(dict.fromkeys(one for tally in self.found for one in values_of(tally)))
+        wanted = list(dict.fromkeys(value for tally in self.found for value in values_of(tally)))
         graph.outputs = (*graph.outputs[:1], *wanted)  # or what only the host reads would be left out
         calls = known.calls_for(graph, wanted)
         self._num_outputs = seen.num_outputs
@@ -67,7 +67,7 @@ class Tallies:
         given = mapped(target, Tensor.clone) if self._changes else target
         with torch.no_grad():
             value_of = self._counter.values([*[torch.empty(0)] * self._num_outputs, *pack(given)[0]])
-            return [_plain(counted(one, value_of)) for one in self.found]
+            return [_plain(counted(labels, value_of)) for labels in self.found]
 
 
 def place_of(term: Term, tallies: Sequence[Tally]) -> int | None:

@@ -29,7 +29,7 @@ _SORTS = {"topk", "kthvalue", "nonzero", "sort", "argsort", "msort"}
 
 
 @dataclass(slots=True)
-class Watched:
+class LossCall:
     """What was seen of one call of a loss function."""
 
     loss: Any
@@ -53,7 +53,7 @@ def watched(
     target: Any,
     like: CallGraph | None = None,
     drawing: AbstractContextManager[object] | None = None,
-) -> Watched:
+) -> LossCall:
     """Call a loss function, and return its value and its calls.
 
     If these are those of another run, `like`, they are taken from there, which is quicker. Calls that may draw random
@@ -64,7 +64,7 @@ def watched(
     >>> seen.loss, [call.function.__name__ for call in seen.graph.calls], seen.graph.outputs
     (tensor(1.), ['mse_loss'], (2,))
     """
-    watch = _Watch(like, drawing)
+    watch = _CallWatch(like, drawing)
     outputs, _ = pack(output)
     for tensor in (*outputs, *pack(target)[0]):
         if id(tensor) not in watch.numbers:
@@ -73,14 +73,14 @@ def watched(
         loss = loss_fn(output, target)
     if isinstance(loss, Tensor):
         watch.graph.outputs = (watch.number(loss),)
-    count = len({id(one) for one in outputs})
+    count = len({id(value) for value in outputs})
     made = watch.graph
     is_again = like is not None and (made.inputs, made.outputs) == (like.inputs, like.outputs)
     is_again = is_again and list(map(id, made.calls)) == list(map(id, watch.like))
-    return Watched(loss, made, count, watch.kept, watch.scalars, watch.reads, is_again)
+    return LossCall(loss, made, count, watch.kept, watch.scalars, watch.reads, is_again)
 
 
-class _Watch(TorchFunctionMode):
+class _CallWatch(TorchFunctionMode):
     def __init__(self, like: CallGraph | None, drawing: AbstractContextManager[object] | None) -> None:
         super().__init__()
         self.drawing = drawing
@@ -108,7 +108,7 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         named = dict(kwargs or {})
         given = tensors_in((args, named))
-        versions = [one._version for one in given]
+        versions = [tensor._version for tensor in given]
         if self.drawing is not None and ("generator" in named or may_draw(func)):
             with self.drawing:
                 made = func(*args, **named)
@@ -117,49 +117,49 @@ class _Watch(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             name = getattr(func, "__name__", "")
             if name in _READS:
-                self.reads += [(name, self.number(one)) for one in given]
-            changed = [one for one, before in zip(given, versions, strict=True) if one._version != before]
-            fresh = [(path, one) for path, one in found_in(made) if id(one) not in self.numbers]
+                self.reads += [(name, self.number(tensor)) for tensor in given]
+            changed = [tensor for tensor, before in zip(given, versions, strict=True) if tensor._version != before]
+            fresh = [(path, tensor) for path, tensor in found_in(made) if id(tensor) not in self.numbers]
             if changed or fresh:
                 self._note(func, (args, named), given, changed, fresh)
         return made
 
     def _note(self, func: Any, arguments: Any, given: list[Tensor], changed: list[Tensor], fresh: Any) -> None:
-        takes = tuple(dict.fromkeys(self.number(one) for one in given))
-        makes = tuple((path, self.new(one)) for path, one in fresh if id(one) not in self.numbers)
-        changes = tuple(self.numbers[id(one)] for one in changed)
+        takes = tuple(dict.fromkeys(self.number(tensor) for tensor in given))
+        makes = tuple((path, self.new(tensor)) for path, tensor in fresh if id(tensor) not in self.numbers)
+        changes = tuple(self.numbers[id(tensor)] for tensor in changed)
         at = len(self.graph.calls)
         same = self.like[at] if at < len(self.like) else None
         if same is None or (same.function, same.takes, same.makes, same.changes) != (func, takes, makes, changes):
             tensors, form = pack(arguments)
-            same = Call(func, "", form, tuple(self.number(one) for one in tensors), makes, changes)
+            same = Call(func, "", form, tuple(self.number(tensor) for tensor in tensors), makes, changes)
         self.graph.calls.append(same)
         for _, number in makes:
-            one = self.kept[number]
-            if one.requires_grad and one.numel() == 1:
-                self.scalars[number] = get_gradient_edge(one), one.detach().clone()
+            tensor = self.kept[number]
+            if tensor.requires_grad and tensor.numel() == 1:
+                self.scalars[number] = get_gradient_edge(tensor), tensor.detach().clone()
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownValues:
     """The values of a loss that come from the targets alone, even if they were changed in place on the way."""
 
     values: frozenset[int]
     calls: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by value: the calls that change it
 
     @staticmethod
-    def of(graph: CallGraph, inputs: Collection[int]) -> Known:
+    def of(graph: CallGraph, inputs: Collection[int]) -> KnownValues:
         """Follow what plain functions make of the targets."""
         found, changes = set(inputs), dict[int, tuple[int, ...]]()
         for at, call in enumerate(graph.calls):
-            fits = not may_draw(call.function) and all(one in found or not graph.is_carried(one) for one in call.takes)
+            fits = not may_draw(call.function) and all(n in found or not graph.is_carried(n) for n in call.takes)
             if fits:
-                found.update(one for _, one in call.makes)
-                for one in call.changes:
-                    changes[one] = (*changes.get(one, ()), at)
+                found.update(number for _, number in call.makes)
+                for change in call.changes:
+                    changes[change] = (*changes.get(change, ()), at)
             else:
                 found.difference_update(call.changes)
-        return Known(frozenset(found), changes)
+        return KnownValues(frozenset(found), changes)
 
     def calls_for(self, graph: CallGraph, wanted: Collection[int]) -> list[int]:
         """Return the calls that compute some values, in order, those that change them in place too."""
@@ -175,13 +175,13 @@ class Known:
             if graph.is_carried(value) and graph.made_at[value] >= 0:
                 here.add(graph.made_at[value])
             todo += [
-                one for at in here for one in (*graph.calls[at].takes, *(each for _, each in graph.calls[at].makes))
+                index for at in here for index in (*graph.calls[at].takes, *(each for _, each in graph.calls[at].makes))
             ]
             calls |= here
         return sorted(calls)
 
 
-def reads_targets(seen: Watched, known: Known) -> list[str]:
+def reads_targets(seen: LossCall, known: KnownValues) -> list[str]:
     """Return how the function reads numbers of its targets on the host, where nobody can follow them.
 
     A loss that is read, to be logged, is none of the targets. What a function decides by its outputs is.
@@ -195,14 +195,14 @@ def reads_targets(seen: Watched, known: Known) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def picks_by_outputs(seen: Watched, known: Known) -> list[str]:
+def picks_by_outputs(seen: LossCall, known: KnownValues) -> list[str]:
     """Return the calls that choose what counts by the model's outputs."""
     found = []
     for call in seen.graph.calls:
         name = getattr(call.function, "__name__", "")
-        unknown = [one for one in call.takes if one not in known.values and seen.graph.is_carried(one)]
+        unknown = [number for number in call.takes if number not in known.values and seen.graph.is_carried(number)]
         if name in _CHOOSES:
-            unknown = [one for one in unknown if one in call.takes[1:]]
+            unknown = [number for number in unknown if number in call.takes[1:]]
         elif name not in _SORTS or (call.takes and seen.tensors[call.takes[0]].dim() != 1):  # inside of rows
             continue
         if unknown:
@@ -210,12 +210,12 @@ def picks_by_outputs(seen: Watched, known: Known) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def shapes_by_values(seen: Watched) -> list[str]:
+def shapes_by_values(seen: LossCall) -> list[str]:
     """Return the calls whose results have shapes that depend on values, by which a function may decide what it does."""
     found = []
     for call in seen.graph.calls:
         name = getattr(call.function, "__name__", "")
-        masks = name == "__getitem__" and any(seen.tensors[one].dtype is torch.bool for one in call.takes[1:])
+        masks = name == "__getitem__" and any(seen.tensors[number].dtype is torch.bool for number in call.takes[1:])
         if masks or name in _SHAPES:
             found.append(name)
     return list(dict.fromkeys(found))

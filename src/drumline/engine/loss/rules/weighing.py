@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from drumline.core.errors import BatchError
-from drumline.engine.loss.rules.rules import ROWS, Found, Rule
+from drumline.engine.loss.rules.rules import ROWS, FittingRules, LossRule
 from drumline.model.loss.counts import Across, Count, Weighing, alike, joined
 
 _MOST_ORDERS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class MicrobatchCounts:
     """What is known of a step's microbatches before it runs: their counts, their rows and their elements."""
 
     counts: Sequence[Sequence[Count]]
@@ -24,13 +24,13 @@ class Counted:
     across: Across | None = None  # what all lines of a mesh count together
     parts: int = 1  # lines that have parts of the same rows
 
-    def is_nothing(self, found: Found) -> bool:
+    def is_nothing(self, found: FittingRules) -> bool:
         """Whether nothing of what counts is in any microbatch, as far as the host knows."""
         used = {rule.tally for rule in found.chosen if rule.tally is not None}
         columns = [[each[at] for each in self.counts] for at in used]
-        return any(all(isinstance(one, float) and not one for one in column) for column in columns)
+        return any(all(isinstance(value, float) and not value for value in column) for column in columns)
 
-    def weighing(self, found: Found, *, may_be_nothing: bool = False) -> Weighing:
+    def weighing(self, found: FittingRules, *, may_be_nothing: bool = False) -> Weighing:
         """Return the shares, and factors where one share is not right for all parts.
 
         With `may_be_nothing`, the function was seen to return 0, not NaN, where nothing counts.
@@ -48,36 +48,36 @@ class Counted:
         only = chosen[0] if len(chosen) == 1 else None
         if only is not None and only.tally is not None and not only.power and not _needs_one(found, self.parts):
             chosen_column = columns[only.tally]
-            if any(isinstance(one, Tensor) for one in chosen_column):  # nobody waits for it
-                return Weighing([one / total[only.tally] for one in chosen_column])
-        plain = {at: [float(one) for one in column] for at, column in columns.items()}
+            if any(isinstance(value, Tensor) for value in chosen_column):  # nobody waits for it
+                return Weighing([value / total[only.tally] for value in chosen_column])
+        plain = {at: [float(value) for value in column] for at, column in columns.items()}
         for at, column in plain.items():
             if not float(total[at]) > 0 and not may_be_nothing:
                 raise BatchError(
                     f"the microbatches' loss weights are {column}", expected="numbers of at least 0, not all of them 0"
                 )
 
-        def shares(rule: Rule) -> list[float]:
+        def shares(rule: LossRule) -> list[float]:
             by, end = (self.rows, ends[0]) if rule.of == ROWS else (self.sizes, ends[1])
             counts = [] if rule.tally is None else plain[rule.tally]
             whole = 0.0 if rule.tally is None else float(total[rule.tally])
-            return rule.shares(counts, [float(one) for one in by], whole, end)
+            return rule.shares(counts, [float(number) for number in by], whole, end)
 
-        base = [one / float(rows) for one in self.rows] if found.rest is None else shares(chosen[-1])
+        base = [row / float(rows) for row in self.rows] if found.rest is None else shares(chosen[-1])
         others = found.rest is not None or _needs_one(found, self.parts)
         return joined([shares(rule) for rule in chosen[: len(found.parts)]], base, others=others)
 
-    def are_alike(self, rules: Sequence[Rule]) -> bool:
+    def are_alike(self, rules: Sequence[LossRule]) -> bool:
         """Whether several rules give these microbatches the same shares, among themselves."""
         made = []
         for rule in rules:
-            by = [float(one) for one in (self.rows if rule.of == ROWS else self.sizes)]
+            by = [float(row) for row in (self.rows if rule.of == ROWS else self.sizes)]
             counts = [] if rule.tally is None else [float(each[rule.tally]) for each in self.counts]
             if rule.tally is not None and not sum(counts) > 0:
                 continue
             total = sum(by) / (self.parts if rule.of == ROWS else 1)
             made.append(rule.shares(counts, by, sum(counts), total))
-        return all(alike(made[0], one, 1e-6) for one in made[1:])
+        return all(alike(made[0], row, 1e-6) for row in made[1:])
 
     def varying(self) -> set[int]:
         """Return the counts that do not grow with the rows alone."""
@@ -85,20 +85,20 @@ class Counted:
         for at in range(len(self.counts[0]) if self.counts else 0):
             column = [float(each[at]) for each in self.counts]
             whole, rows = sum(column), sum(self.rows)
-            if not alike([one * rows for one in column], [whole * one for one in self.rows], 1e-6):
+            if not alike([value * rows for value in column], [whole * row for row in self.rows], 1e-6):
                 found.add(at)
         return found
 
     def orders(self, varying: Collection[int]) -> list[list[int]]:
         """Return orders of the microbatches in which the first ones count less than the last ones, for each count."""
         found = [
-            sorted(range(len(self.rows)), key=lambda at: float(self.counts[at][one]) / self.rows[at])
-            for one in sorted(varying)
+            sorted(range(len(self.rows)), key=lambda at: float(self.counts[at][number]) / self.rows[at])
+            for number in sorted(varying)
         ]
-        return [list(one) for one in dict.fromkeys(map(tuple, found))][:_MOST_ORDERS] or [list(range(len(self.rows)))]
+        return [list(item) for item in dict.fromkeys(map(tuple, found))][:_MOST_ORDERS] or [list(range(len(self.rows)))]
 
 
-def _needs_one(found: Found, lines: int) -> bool:
+def _needs_one(found: FittingRules, lines: int) -> bool:
     """Whether a constant beside the parts must be counted once, which their own shares would not do."""
     if found.rest is not None or not found.has_rest:
         return False

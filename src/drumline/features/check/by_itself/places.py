@@ -26,8 +26,8 @@ class Places:
         pieces = [block.module for block in listed if isinstance(block.module, Piece)]
         if not pieces:
             return Places(tuple(dict.fromkeys(block.name for block in listed)), ())
-        called = dict.fromkeys(name for one in pieces for name in one.callees)
-        lent = dict.fromkeys(name for one in pieces for name in one.homes)
+        called = dict.fromkeys(name for piece in pieces for name in piece.callees)
+        lent = dict.fromkeys(name for piece in pieces for name in piece.homes)
         return Places(tuple(called), tuple(lent))
 
 
@@ -43,10 +43,10 @@ class Home:
     def of(blocks: Iterable[Block]) -> Home:
         """Return that of the pieces in this process."""
         pieces = [block.module for block in blocks if isinstance(block.module, Piece)]
-        modules = {name: one.get_submodule(name) for one in pieces for name in one.callees}
-        homes = {name: home for one in pieces for name, home in one.homes.items()}
+        modules = {name: piece.get_submodule(name) for piece in pieces for name in piece.callees}
+        homes = {name: home for piece in pieces for name, home in piece.homes.items()}
         tables = {name: (*home._parameters.items(), *home._buffers.items()) for name, home in homes.items()}
         between = {name: dict(each)[name.rpartition(".")[2]] for name, each in tables.items()}
-        tensors = [each for one in pieces for each in (*one.parameters(), *one.buffers())]
-        kept = {name: one for name, one in between.items() if one is not None}
+        tensors = [each for piece in pieces for each in (*piece.parameters(), *piece.buffers())]
+        kept = {name: tensor for name, tensor in between.items() if tensor is not None}
         return Home(modules, kept, frozenset(map(id, tensors)))

@@ -21,7 +21,7 @@ from drumline.features.check.by_itself.places import Home, Places
 from drumline.model.block import Block, Model
 from drumline.model.catalogue import named_tensors
 from drumline.model.follow.skeleton import copied
-from drumline.model.weights.absent import without_memory
+from drumline.model.weights.remote_blocks import without_memory
 
 _ROOM = 0.5  # of the memory that is free: what bringing a whole model to a device may take
 
@@ -68,16 +68,16 @@ class Reference:
         if self.whole is None:
             return False
         tensors = [
-            one
+            param
             for part in self.whole.modules
-            for one in (*part._parameters.values(), *part._buffers.values())
-            if one is not None
+            for param in (*part._parameters.values(), *part._buffers.values())
+            if param is not None
         ]
-        if any(one.is_meta for one in tensors):
+        if any(tensor.is_meta for tensor in tensors):
             return False
         if device.type == "cpu":
             return True
-        away = sum(one.nbytes for one in dict.fromkeys(tensors) if one.device.type != device.type)
+        away = sum(tensor.nbytes for tensor in dict.fromkeys(tensors) if tensor.device.type != device.type)
         return away <= _ROOM * torch.get_device_module(device).mem_get_info(device)[0] if away else True
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drumline.engine.unsplit.comparing import norm_of, off, outputs_off
-from drumline.features.check.by_itself.wanted import Wanted
+from drumline.features.check.by_itself.wanted import PlainResult
 from drumline.features.check.gradients.expected import TIMES
 from drumline.model.precision import LOW
 
@@ -33,11 +33,11 @@ _COUNT = 8191  # a prime, so that no rows of a matrix get the same numbers
 _MOVING = {"_to_copy", "clone", "copy", "cat", "stack", "embedding", "index", "index_select", "gather", "where"}
 
 
-class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Nudge(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Moves every result of low precision by up to its last digit inside, at random, but always alike for a seed.
 
     >>> ones = torch.ones(1000, dtype=torch.bfloat16)
-    >>> with Nudged():
+    >>> with Nudge():
     ...     made = ones * 1
     >>> 0 < (made - 1).abs().max() <= torch.finfo(torch.bfloat16).eps
     tensor(True)
@@ -58,7 +58,7 @@ class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(made, Tensor):
             return made if schema.returns[0].alias_info is not None else self._moved(made)
         if isinstance(made, tuple):
-            return type(made)(self._moved(one) if isinstance(one, Tensor) else one for one in made)
+            return type(made)(self._moved(tensor) if isinstance(tensor, Tensor) else tensor for tensor in made)
         return made
 
     def _moved(self, tensor: Tensor) -> Tensor:
@@ -80,15 +80,15 @@ class Rounding:
     output: float = 0.0
 
     @staticmethod
-    def between(wanted: Wanted | None, nudged: Sequence[Wanted | None]) -> Rounding:
+    def between(wanted: PlainResult | None, nudged: Sequence[PlainResult | None]) -> Rounding:
         """Return by how much runs of the model by itself differ from the first at most."""
-        ran = [one for one in nudged if one is not None]
+        ran = [result for result in nudged if result is not None]
         if wanted is None or not ran:
             return Rounding()
         gradients = {
-            one: max(norm_of(each.double() - run.gradients[one].double()) for run in ran)
-            for one, each in wanted.gradients.items()
-            if all(one in run.gradients for run in ran)
+            param: max(norm_of(each.double() - run.gradients[param].double()) for run in ran)
+            for param, each in wanted.gradients.items()
+            if all(param in run.gradients for run in ran)
         }
         losses = max(off(run.made.loss, wanted.made.loss) for run in ran)
         return Rounding(gradients, losses, max(outputs_off(run.made.output, wanted.made.output) for run in ran))

@@ -15,12 +15,12 @@ from itertools import groupby
 from typing import Any
 
 from drumline.engine.unsplit.plain import Plain, through
-from drumline.features.check.by_itself.relay import Relay
+from drumline.features.check.by_itself.remote_model import Relay
 from drumline.model.block import Block
 from drumline.model.randomness import Randomness
 
 
-class Row(Plain):
+class BlockRow(Plain):
     """The blocks in order, each with the ranks that have it; `here` are those of this process."""
 
     def __init__(self, relay: Relay, order: Sequence[tuple[str, frozenset[int]]], here: Sequence[Block]) -> None:

@@ -14,8 +14,8 @@ from drumline.engine.stages.engine import Engine
 from drumline.engine.unsplit.plain import Plain
 from drumline.features.check.by_itself.places import Home, Places
 from drumline.features.check.by_itself.reference import Reference
-from drumline.features.check.by_itself.relay import Relay
-from drumline.features.check.by_itself.row import Row
+from drumline.features.check.by_itself.remote_model import Relay
+from drumline.features.check.by_itself.row import BlockRow
 from drumline.model.weights.tied import Ties
 
 Named = Mapping[str, nn.Parameter]
@@ -49,7 +49,7 @@ def together(reference: Reference, crew: Crew, engine: Engine, held: Named, told
     here, device, randomness = Places.of(blocks), assembly.device, assembly.randomness
     if reference.is_chain:
         relay = Relay(crew, None, reference.places, here, device, randomness)
-        row = Row(relay, order, [block for block in blocks if block.name in here.blocks])
+        row = BlockRow(relay, order, [block for block in blocks if block.name in here.blocks])
         return Runner(row, held, relay, in_parts, unsure)
     plain = reference.relayed()
     missing = any(crew.collect("check model", plain is None))
@@ -59,7 +59,7 @@ def together(reference: Reference, crew: Crew, engine: Engine, held: Named, told
     home = None if reference.is_current and not _has_values(plain) else Home.of(blocks)
     relay = Relay(crew, plain.model, reference.places, here, device, randomness, home)
     # Of what lines have parts of, the model has the whole meanwhile.
-    undivided = {name: one for name, one in held.items() if slice_of(one) is None}
+    undivided = {name: param for name, param in held.items() if slice_of(param) is None}
     return Runner(plain, plain.named_parameters() | undivided, relay, in_parts, unsure)
 
 
@@ -70,12 +70,12 @@ def _shared(
     homes = Counter({name: len(ranks) for name, ranks in order})
     in_parts, unsure = set[str](), set[str]()
     for tensor in ties.tensors:
-        used = {one for one in homes for name in tensor.names if name.startswith(f"{one}.")}
+        used = {home for home in homes for name in tensor.names if name.startswith(f"{home}.")}
         is_between = any(name in reference.places.between for name in tensor.names)
         holders = [here.blocks for here in told if used & set(here.blocks)]
-        if all(used <= set(one) for one in holders):
+        if all(used <= set(holder) for holder in holders):
             continue  # who has it sees all of its uses
-        if is_between or any(homes[one] > 1 for one in used):
+        if is_between or any(homes[name] > 1 for name in used):
             unsure.update(tensor.names)
         else:
             in_parts.update(tensor.names)
@@ -84,4 +84,4 @@ def _shared(
 
 def _has_values(plain: Plain) -> bool:
     """Whether all of a model is in memory, of whatever age."""
-    return not any(one.is_meta for one in plain.named_parameters().values())
+    return not any(param.is_meta for param in plain.named_parameters().values())

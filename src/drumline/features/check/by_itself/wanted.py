@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
 from drumline.engine.unsplit.plain import Plain
-from drumline.engine.unsplit.unsplit_step import Made, Microbatch, unsplit_step
+from drumline.engine.unsplit.unsplit_step import Made, UnsplitMicrobatch, unsplit_step
 from drumline.features.check.gradients.sketch import sketch
 from drumline.model.precision import Precision
 from drumline.model.randomness import Randomness
@@ -29,7 +29,7 @@ from drumline.model.watch.keeping import nothing_left
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PlainResult:
     """What the model by itself made of a microbatch, and its gradients."""
 
     made: Made
@@ -40,7 +40,7 @@ class Wanted:
 
 def wanted_of(
     plain: Plain,
-    each: Sequence[Microbatch],
+    each: Sequence[UnsplitMicrobatch],
     loss_fn: Callable[[Any, Any], Tensor | None],
     *,
     trained: Collection[nn.Parameter],
@@ -49,37 +49,37 @@ def wanted_of(
     randomness: Randomness,
     precision: Precision,
     scale: float = 1.0,
-    multiplying: Callable[[Microbatch], AbstractContextManager[object]] = lambda _: nullcontext(),
+    multiplying: Callable[[UnsplitMicrobatch], AbstractContextManager[object]] = lambda _: nullcontext(),
     others: Iterable[nn.Parameter] = (),
     keeping: Any = None,
-) -> list[Wanted]:
+) -> list[PlainResult]:
     """Run microbatches one after another, and return what the model by itself makes of each.
 
     Gradients of what is `trained` are sketched; if they are wanted `in_full`, they are copied too. What blocks keep of
     one microbatch the next one finds, and nobody afterwards. `others` are parameters outside of the model, such as
     those of a loss. The user's own loss may be `keeping` something too.
     """
-    found = _Collected(frozenset(trained), in_full=in_full)
+    found = _GradientCollector(frozenset(trained), in_full=in_full)
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_on(device, plain.modules))
         chance = stack.enter_context(nothing_left(plain.modules, randomness, keeping))
         stack.enter_context(found.collecting([*plain.named_parameters().values(), *others]))
-        given = (_given(one, device) for one in each)
+        given = (_given(microbatch, device) for microbatch in each)
         run = unsplit_step(
             plain, given, loss_fn, randomness=randomness, precision=precision, scale=scale, multiplying=multiplying
         )
-        made = [Wanted(outcome, *found.finished()) for outcome in run]
-    return [replace(one, drew_elsewhere=True) for one in made] if chance.moved else made
+        made = [PlainResult(outcome, *found.finished()) for outcome in run]
+    return [replace(result, drew_elsewhere=True) for result in made] if chance.moved else made
 
 
-def _given(microbatch: Microbatch, device: torch.device) -> Microbatch:
+def _given(microbatch: UnsplitMicrobatch, device: torch.device) -> UnsplitMicrobatch:
     """Return a microbatch on a device, with inputs that the model may change in place."""
-    inputs = mapped(moved(microbatch.inputs, device), lambda one: one.detach().clone())
+    inputs = mapped(moved(microbatch.inputs, device), lambda tensor: tensor.detach().clone())
     return replace(microbatch, inputs=inputs, target=moved(microbatch.target, device))
 
 
-class _Collected:
+class _GradientCollector:
     """Lets every gradient go where it belongs: the host, a sketch, or nowhere."""
 
     def __init__(self, trained: frozenset[nn.Parameter], *, in_full: bool) -> None:
@@ -90,47 +90,47 @@ class _Collected:
 
     def finished(self) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, Tensor]]:
         """Return a microbatch's gradients and sketches, with what the model's own code has put beside autograd's."""
-        for one in self._parameters:
-            self._take(one)
+        for param in self._parameters:
+            self._take(param)
         found = self.gradients, self.sketches
         self.gradients, self.sketches = {}, {}
         return found
 
-    def _take(self, one: Tensor) -> None:
-        assert isinstance(one, nn.Parameter)
-        gradient = one.grad
+    def _take(self, tensor: Tensor) -> None:
+        assert isinstance(tensor, nn.Parameter)
+        gradient = tensor.grad
         if gradient is None:
             return
-        if one in self.trained:
+        if tensor in self.trained:
             made = sketch(gradient)
-            self.sketches[one] = self.sketches[one] + made if one in self.sketches else made
-        if one in self.trained and self.in_full:
+            self.sketches[tensor] = self.sketches[tensor] + made if tensor in self.sketches else made
+        if tensor in self.trained and self.in_full:
             copy = _is_shared(gradient)  # asked before `detach`, which shares the memory too
             made = gradient.detach().to("cpu", copy=copy)
             made = made if made.layout is torch.strided else made.to_dense()
-            self.gradients[one] = self.gradients[one] + made if one in self.gradients else made
-        one.grad = None
+            self.gradients[tensor] = self.gradients[tensor] + made if tensor in self.gradients else made
+        tensor.grad = None
 
     @contextmanager
     def collecting(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """Take what a backward makes, and give back the gradients of before."""
         self._parameters = parameters = list(dict.fromkeys(parameters))
-        before = [(one, one.grad, one._post_accumulate_grad_hooks) for one in parameters]
+        before = [(param, param.grad, param._post_accumulate_grad_hooks) for param in parameters]
         handles = []
         try:
-            for one in parameters:
-                one.grad = None
-                one._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-                if one.requires_grad:
-                    handles.append(one.register_post_accumulate_grad_hook(self._take))  # type: ignore[no-untyped-call]
+            for param in parameters:
+                param.grad = None
+                param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+                if param.requires_grad:
+                    handles.append(param.register_post_accumulate_grad_hook(self._take))  # type: ignore[no-untyped-call]
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            for one, gradient, hooks in before:
+            for param, gradient, hooks in before:
                 if hooks is not None:
-                    one._post_accumulate_grad_hooks = hooks
-                one.grad = gradient
+                    param._post_accumulate_grad_hooks = hooks
+                param.grad = gradient
 
 
 def _is_shared(gradient: Tensor) -> bool:
@@ -142,17 +142,17 @@ def _is_shared(gradient: Tensor) -> bool:
 @contextmanager
 def _on(device: torch.device, modules: Sequence[nn.Module]) -> Iterator[None]:
     """Have all of the model on a device, and give back what was elsewhere."""
-    tensors = [one for module in modules for one in (*module._parameters.values(), *module._buffers.values())]
-    away = [(one, one.data) for one in dict.fromkeys(tensors) if one is not None and not _is_on(one, device)]
-    if any(one.is_meta for one, _ in away):
+    tensors = [param for module in modules for param in (*module._parameters.values(), *module._buffers.values())]
+    away = [(value, value.data) for value in dict.fromkeys(tensors) if value is not None and not _is_on(value, device)]
+    if any(tensor.is_meta for tensor, _ in away):
         raise ModelError("part of the model is on the meta device", expected="all of it in memory")
     try:
-        for one, data in away:
-            one.data = data.to(device)
+        for tensor, data in away:
+            tensor.data = data.to(device)
         yield
     finally:
-        for one, data in away:
-            one.data = data
+        for tensor, data in away:
+            tensor.data = data
 
 
 def _is_on(tensor: Tensor, device: torch.device) -> bool:

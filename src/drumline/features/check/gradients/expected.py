@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from drumline.engine.unsplit.comparing import off
 from drumline.features.check.gradients.sketch import distances, norms, sketch
-from drumline.features.check.gradients.witness import Watched
+from drumline.features.check.gradients.witness import WatchedRank
 
 FLOOR = 1e-6  # of all gradients' norm: what is smaller is rounding
 # What a pipeline may be off, of what a nudged run is: it rounds at several places where one process has one.
@@ -27,7 +27,7 @@ Sketches = Mapping[nn.Parameter, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedSketches:
     """The sketches of what the model by itself gave, and how far the pieces' may be from each."""
 
     sketches: Sketches
@@ -36,76 +36,80 @@ class Expected:
     rounding: Mapping[nn.Parameter, float] = field(default_factory=dict)  # how far each was measured to be off by it
 
     @staticmethod
-    def of(sketches: Sketches, allowed: float, rounding: Mapping[nn.Parameter, float] | None = None) -> Expected:
+    def of(
+        sketches: Sketches, allowed: float, rounding: Mapping[nn.Parameter, float] | None = None
+    ) -> ExpectedSketches:
         """Return what is expected of gradients with these sketches."""
         sizes = dict(zip(sketches, norms(list(sketches.values())), strict=True))
-        return Expected(sketches, sizes, allowed, rounding or {})
+        return ExpectedSketches(sketches, sizes, allowed, rounding or {})
 
     @property
     def whole(self) -> float:
         """The norm of all gradients together."""
-        return float(sum(one * one for one in self.sizes.values()) ** 0.5)
+        return float(sum(size * size for size in self.sizes.values()) ** 0.5)
 
     def limits(self) -> dict[nn.Parameter, float]:
         """Return how far each sketch may be off before all of the gradient is looked at."""
         floors = self.floors()
-        return {one: _NEAR * max(self.allowed * size, floors[one]) for one, size in self.sizes.items()}
+        return {param: _NEAR * max(self.allowed * size, floors[param]) for param, size in self.sizes.items()}
 
     def floors(self) -> dict[nn.Parameter, float]:
         """Return how far each gradient may be off whatever its size: that is rounding."""
         least = FLOOR * self.whole
-        return {one: max(least, TIMES * self.rounding.get(one, 0.0)) for one in self.sizes}
+        return {size: max(least, TIMES * self.rounding.get(size, 0.0)) for size in self.sizes}
 
-    def rescaled(self, ratio: float) -> Expected:
+    def rescaled(self, ratio: float) -> ExpectedSketches:
         """Return what is expected of gradients so many times as large."""
-        rounding = {one: each * abs(ratio) for one, each in self.rounding.items()}
-        return Expected.of({one: each * ratio for one, each in self.sketches.items()}, self.allowed, rounding)
+        rounding = {param: each * abs(ratio) for param, each in self.rounding.items()}
+        return ExpectedSketches.of(
+            {param: each * ratio for param, each in self.sketches.items()}, self.allowed, rounding
+        )
 
     def near(self, made: Sketches) -> set[nn.Parameter]:
         """Return the parameters of which a sketch is as expected."""
         limits = self.limits()
-        known = [one for one in made if one in limits]
-        far = distances([made[one] for one in known], [self.sketches[one] for one in known])
-        return {one for one, apart in zip(known, far, strict=True) if apart <= limits[one]}
+        known = [param for param in made if param in limits]
+        far = distances([made[param] for param in known], [self.sketches[param] for param in known])
+        return {param for param, apart in zip(known, far, strict=True) if apart <= limits[param]}
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PieceGradient:
     """What the pieces' gradient of a parameter was: its sketch, and all of it if that is not as expected."""
 
     sketched: Tensor
     full: Tensor | None = None
     is_near: bool = False  # whether a witness found it as expected
 
-    def __add__(self, other: Found) -> Found:
+    def __add__(self, other: PieceGradient) -> PieceGradient:
         both = None if self.full is None or other.full is None else self.full + other.full
-        return Found(self.sketched + other.sketched.to(self.sketched.device), both)
+        return PieceGradient(self.sketched + other.sketched.to(self.sketched.device), both)
 
 
-def found_by(ranks: Sequence[Watched], at: int) -> dict[str, Found]:
+def found_by(ranks: Sequence[WatchedRank], at: int) -> dict[str, PieceGradient]:
     """Return what the witnesses of a microbatch saw, by name; what several ranks of this process hold is added up."""
-    found: dict[str, Found] = {}
+    found: dict[str, PieceGradient] = {}
     for rank in ranks:
         witness = rank.witnesses[at]
-        for name, one in rank.named.items():
-            if one in witness.near:
-                seen = Found(witness.expected[one][0], is_near=True)
-            elif one in witness.gradients:
-                full = witness.gradients[one]
-                seen = Found(sketch(full), full)
+        for name, param in rank.named.items():
+            if param in witness.near:
+                seen = PieceGradient(witness.expected[param][0], is_near=True)
+            elif param in witness.gradients:
+                full = witness.gradients[param]
+                seen = PieceGradient(sketch(full), full)
             else:
                 continue
             for other in ranks:  # a loss adds to the gradients of other stages' weights that it uses
-                more = other.witnesses[at].gradients.get(one)
+                more = other.witnesses[at].gradients.get(param)
                 if other is not rank and name not in other.named and more is not None:
-                    seen = seen + Found(sketch(more), more)
+                    seen = seen + PieceGradient(sketch(more), more)
             found[name] = found[name] + seen if name in found else seen
     return found
 
 
 def differences(
-    found: Mapping[nn.Parameter, Found | None],
-    expected: Expected,
+    found: Mapping[nn.Parameter, PieceGradient | None],
+    expected: ExpectedSketches,
     in_full: Callable[[Iterable[nn.Parameter]], Sketches],
 ) -> dict[nn.Parameter, float]:
     """Return how far gradients are off, of those that are too far.
@@ -113,24 +117,24 @@ def differences(
     `in_full` returns the model's own gradients of those that are in doubt, as far as it can; of others the sketches
     tell.
     """
-    left = {one: each for one, each in found.items() if each is None or not each.is_near}
+    left = {param: each for param, each in found.items() if each is None or not each.is_near}
     if not left:
         return {}
-    near = expected.near({one: each.sketched for one, each in left.items() if each is not None})
-    left = {one: each for one, each in left.items() if one not in near}
-    doubted = [one for one, each in left.items() if each and each.full is not None and one in expected.sketches]
+    near = expected.near({param: each.sketched for param, each in left.items() if each is not None})
+    left = {param: each for param, each in left.items() if param not in near}
+    doubted = [param for param, each in left.items() if each and each.full is not None and param in expected.sketches]
     exact = in_full(doubted) if doubted else {}
     floors, least, apart = expected.floors(), FLOOR * expected.whole, {}
-    for one, each in left.items():
-        made, wanted = None if each is None else each.sketched, expected.sketches.get(one)
-        if each is not None and each.full is not None and one in exact:
-            made, wanted = each.full, exact[one]
-        far = off(made, wanted, floor=floors.get(one, least))
+    for param, each in left.items():
+        made, wanted = None if each is None else each.sketched, expected.sketches.get(param)
+        if each is not None and each.full is not None and param in exact:
+            made, wanted = each.full, exact[param]
+        far = off(made, wanted, floor=floors.get(param, least))
         if far > expected.allowed:
-            apart[one] = far
+            apart[param] = far
     return apart
 
 
-def unsettled(found: Mapping[str, Found]) -> dict[str, Found]:
+def unsettled(found: Mapping[str, PieceGradient]) -> dict[str, PieceGradient]:
     """Return what was found, to be compared with something else than what the witnesses expected."""
-    return {name: replace(one, is_near=False) for name, one in found.items()}
+    return {name: replace(gradient, is_near=False) for name, gradient in found.items()}

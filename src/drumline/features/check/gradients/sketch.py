@@ -28,8 +28,8 @@ _FEW = 4
 def sketch(tensor: Tensor) -> Tensor:
     """Return a tensor's sketch, on its device.
 
-    >>> one, other = torch.ones(3, 2000), torch.arange(6000.0).view(3, 2000)
-    >>> sketch(one).shape, torch.allclose(sketch(one) + sketch(other), sketch(one + other))
+    >>> value, other = torch.ones(3, 2000), torch.arange(6000.0).view(3, 2000)
+    >>> sketch(value).shape, torch.allclose(sketch(value) + sketch(other), sketch(value + other))
     (torch.Size([79]), True)
     """
     flat = tensor.detach()
@@ -70,8 +70,8 @@ def _weights(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the random weights, whose squares are 1 on average."""
     drawn = random.Random(0)
     sizes = [drawn.choice((-1, 1)) * drawn.uniform(0.5, 1.5) for _ in range(GROUP)]
-    mean = sum(one * one for one in sizes) / GROUP
-    return torch.tensor([one / mean**0.5 for one in sizes], dtype=dtype, device=device)
+    mean = sum(size * size for size in sizes) / GROUP
+    return torch.tensor([size / mean**0.5 for size in sizes], dtype=dtype, device=device)
 
 
 def few(sketched: Tensor) -> list[float]:
@@ -79,15 +79,15 @@ def few(sketched: Tensor) -> list[float]:
 
     Each is a product with a random vector, so it is off by about the norm of what the tensor is off by.
 
-    >>> one, other = torch.ones(3000), torch.arange(3000.0)
-    >>> both = [a + b for a, b in zip(few(one), few(other), strict=True)]
-    >>> all(abs(a - b) < 1e-6 for a, b in zip(both, few(one + other), strict=True))
+    >>> value, other = torch.ones(3000), torch.arange(3000.0)
+    >>> both = [a + b for a, b in zip(few(value), few(other), strict=True)]
+    >>> all(abs(a - b) < 1e-6 for a, b in zip(both, few(value + other), strict=True))
     True
     """
     flat = sketched.to("cpu", torch.float64)
     rows = -(-flat.numel() // _COLUMNS)
     padded = torch.nn.functional.pad(flat, (0, rows * _COLUMNS - flat.numel())).view(rows, _COLUMNS)
-    return [float(one) for one in ((padded @ _numbers(_COLUMNS, 0)) * _numbers(rows, 1)).sum(0)]
+    return [float(value) for value in ((padded @ _numbers(_COLUMNS, 0)) * _numbers(rows, 1)).sum(0)]
 
 
 @cache
@@ -105,7 +105,7 @@ def norms(tensors: Sequence[Tensor]) -> list[float]:
     if not tensors:
         return []
     found = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
-    return [float(one) for one in torch.stack(found).tolist()]
+    return [float(norm) for norm in torch.stack(found).tolist()]
 
 
 def distances(made: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[float]:
@@ -114,6 +114,6 @@ def distances(made: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[float]:
     >>> distances([torch.ones(4), torch.ones(2)], [torch.zeros(4), torch.zeros(3)])
     [2.0, inf]
     """
-    pairs = [(one, other) for one, other in zip(made, wanted, strict=True) if one.shape == other.shape]
-    found = iter(norms([one - other.to(one.device) for one, other in pairs]))
-    return [next(found) if one.shape == other.shape else float("inf") for one, other in zip(made, wanted, strict=True)]
+    pairs = [(tensor, other) for tensor, other in zip(made, wanted, strict=True) if tensor.shape == other.shape]
+    found = iter(norms([tensor - other.to(tensor.device) for tensor, other in pairs]))
+    return [next(found) if t.shape == other.shape else float("inf") for t, other in zip(made, wanted, strict=True)]

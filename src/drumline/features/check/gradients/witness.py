@@ -58,23 +58,23 @@ class Witness:
         """Run W of a microbatch, and record what it adds."""
         pairs = stage.weight_gradients(microbatch)
         added: Added = {}
-        for one, gradient in pairs:
-            added[one] = _dense(added[one]) + _dense(gradient) if one in added else gradient.detach()
+        for param, gradient in pairs:
+            added[param] = _dense(added[param]) + _dense(gradient) if param in added else gradient.detach()
         self._note(added)
         accumulate(pairs)
 
     def _note(self, added: Mapping[nn.Parameter, Tensor]) -> None:
         # What a forward has added is a part of the sum.
-        known = [one for one in added if one in self.expected and one not in self.gradients]
-        apart = distances([sketch(added[one]) for one in known], [self.expected[one][0] for one in known])
-        self.near.update(one for one, far in zip(known, apart, strict=True) if far <= self.expected[one][1])
-        self._copy({one: gradient for one, gradient in added.items() if one not in self.near})
+        known = [param for param in added if param in self.expected and param not in self.gradients]
+        apart = distances([sketch(added[param]) for param in known], [self.expected[param][0] for param in known])
+        self.near.update(param for param, far in zip(known, apart, strict=True) if far <= self.expected[param][1])
+        self._copy({param: gradient for param, gradient in added.items() if param not in self.near})
 
     def _copy(self, added: Mapping[nn.Parameter, Tensor]) -> None:
-        for one, gradient in added.items():
-            if self.only is None or one in self.only:
+        for param, gradient in added.items():
+            if self.only is None or param in self.only:
                 copy = _dense(gradient).to("cpu", copy=True)  # the host has room for it until the step ends
-                self.gradients[one] = self.gradients[one] + copy if one in self.gradients else copy
+                self.gradients[param] = self.gradients[param] + copy if param in self.gradients else copy
 
     def listening(self, stage: Stage, run: Callable[..., Any], *given: Any) -> Any:
         """Run a stage's forward, and record the input of its loss, and gradients that blocks make in it."""
@@ -87,14 +87,14 @@ class Witness:
             return run(*given)
 
         def noted(output: Any, target: Any) -> Tensor | None:
-            self.output = mapped(output, lambda one: one.detach().to("cpu", copy=True))
+            self.output = mapped(output, lambda tensor: tensor.detach().to("cpu", copy=True))
             return loss(output, target)
 
         with put_in([(vars(stage), "loss", noted)]):
             return run(*given)
 
 
-class Watched:
+class WatchedRank:
     """A rank of this process: its parameters by name, and the witnesses of a step, one for each microbatch."""
 
     def __init__(self, executor: Executor, named: Mapping[str, nn.Parameter]) -> None:
@@ -118,7 +118,7 @@ def _watched(witnesses: Sequence[Witness], job: Job) -> Job:
     if job.parts:
         return replace(job, parts=tuple(_watched(witnesses, part) for part in job.parts))
     stage, op = job.stage, job.action.op
-    watching = [one for one in witnesses if one.microbatch in (job.together or (job.microbatch,))]
+    watching = [witness for witness in witnesses if witness.microbatch in (job.together or (job.microbatch,))]
     if stage is None or not watching:
         return job
     if job.together:
@@ -133,25 +133,25 @@ def _watched(witnesses: Sequence[Witness], job: Job) -> Job:
 def _alone_and_merged(watching: Sequence[Witness], stage: Stage, together: Sequence[int], _: int) -> None:
     for witness in watching:
         witness.weighing(stage, witness.microbatch)
-    if rest := [one for one in together if all(one != witness.microbatch for witness in watching)]:
+    if rest := [number for number in together if all(number != witness.microbatch for witness in watching)]:
         stage.backward_weight_merged(rest)
 
 
 @contextmanager
 def _without_gradients(stage: Stage, note: Callable[[Added], None]) -> Iterator[None]:
     """Put gradients so far aside; note what is there at the end, and add it to them."""
-    named = dict.fromkeys(one for segment in stage.segments for one in (*segment.parameters, *segment.lent))
-    before = {one: one.grad for one in named if not getattr(one, "_post_accumulate_grad_hooks", None)}
-    for one in before:
-        one.grad = None
+    named = dict.fromkeys(param for segment in stage.segments for param in (*segment.parameters, *segment.lent))
+    before = {param: param.grad for param in named if not getattr(param, "_post_accumulate_grad_hooks", None)}
+    for param in before:
+        param.grad = None
     try:
         yield
     finally:
-        for one, earlier in before.items():
-            made, one.grad = one.grad, earlier
+        for param, earlier in before.items():
+            made, param.grad = param.grad, earlier
             if made is not None:
-                note({one: made.detach()})
-                one.grad = made if earlier is None else _sum(earlier, made)
+                note({param: made.detach()})
+                param.grad = made if earlier is None else _sum(earlier, made)
 
 
 def _sum(earlier: Tensor, made: Tensor) -> Tensor:
@@ -170,36 +170,36 @@ def _putting_aside(
     Gradients that grow more than once in a backward, or that hooks look at, stay where they are: a copy is subtracted.
     Those that something else has changed afterwards are `unclear`.
     """
-    grows = Counter(one for segment in stage.segments for one in (*segment.parameters, *segment.lent))
+    grows = Counter(param for segment in stage.segments for param in (*segment.parameters, *segment.lent))
     aside: dict[nn.Parameter, Tensor] = {}
     copies: dict[nn.Parameter, Tensor | None] = {}
     noted: dict[nn.Parameter, tuple[Tensor, int]] = {}
-    for one in grows:
-        earlier = one.grad
-        hooks = getattr(one, "_post_accumulate_grad_hooks", None)
-        if earlier is not None and (hooks or grows[one] > 1 or earlier.layout is not torch.strided):
-            copies[one] = earlier.detach().clone()
+    for param in grows:
+        earlier = param.grad
+        hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+        if earlier is not None and (hooks or grows[param] > 1 or earlier.layout is not torch.strided):
+            copies[param] = earlier.detach().clone()
         elif earlier is not None:
-            aside[one] = earlier
-            one.grad = None
+            aside[param] = earlier
+            param.grad = None
         else:
-            copies[one] = None
+            copies[param] = None
 
-    def add(one: Tensor) -> None:
-        assert isinstance(one, nn.Parameter)
-        earlier, new = aside.pop(one, None), one.grad
+    def add(tensor: Tensor) -> None:
+        assert isinstance(tensor, nn.Parameter)
+        earlier, new = aside.pop(tensor, None), tensor.grad
         if earlier is not None and new is not None:
-            note({one: new.detach()})
-            one.grad = earlier.add_(new) if new.layout is torch.strided else earlier + new
-            noted[one] = one.grad, one.grad._version
+            note({tensor: new.detach()})
+            tensor.grad = earlier.add_(new) if new.layout is torch.strided else earlier + new
+            noted[tensor] = tensor.grad, tensor.grad._version
 
-    handles = [one.register_post_accumulate_grad_hook(add) for one in aside]  # type: ignore[no-untyped-call]
+    handles = [param.register_post_accumulate_grad_hook(add) for param in aside]  # type: ignore[no-untyped-call]
 
     def added() -> Added:
         found: Added = {}
-        for one, earlier in copies.items():
-            if one.grad is not None:
-                found[one] = one.grad.detach() if earlier is None else _dense(one.grad.detach()) - _dense(earlier)
+        for param, earlier in copies.items():
+            if param.grad is not None:
+                found[param] = param.grad.detach() if earlier is None else _dense(param.grad.detach()) - _dense(earlier)
         return found
 
     try:
@@ -207,12 +207,12 @@ def _putting_aside(
     finally:
         for handle in handles:
             handle.remove()
-        for one, earlier in aside.items():  # autograd has added nothing to these
-            if (made := one.grad) is not None:
-                note({one: made.detach()})
-            one.grad = earlier if made is None else _sum(earlier, made)
+        for param, earlier in aside.items():  # autograd has added nothing to these
+            if (made := param.grad) is not None:
+                note({param: made.detach()})
+            param.grad = earlier if made is None else _sum(earlier, made)
         unclear.update(
-            one for one, (last, version) in noted.items() if one.grad is not last or last._version != version
+            param for param, (last, version) in noted.items() if param.grad is not last or last._version != version
         )
 
 

@@ -28,7 +28,7 @@ class LineBuffers(Observer):
     def __init__(self, axes: Axes, places: Iterable[Place]) -> None:
         self._axes = axes
         # A table that is made again for longer rows is not saved.
-        self._places = [one for one in places if not one.is_parameter and one.saved]
+        self._places = [place for place in places if not place.is_parameter and place.saved]
         self._marks: list[tuple[int, int]] | None = None
         self._is_done = not axes.is_mesh
 
@@ -40,7 +40,7 @@ class LineBuffers(Observer):
     def begin(self, step: Step) -> None:
         """Note how the buffers are before the first step."""
         if not self._is_done:
-            self._marks = [_mark(one.tensor) for one in self._places]
+            self._marks = [_mark(place.tensor) for place in self._places]
 
     def moved(self) -> None:
         """Look at nothing more: the blocks here are others now."""
@@ -52,7 +52,7 @@ class LineBuffers(Observer):
             return
         self._is_done = True
         pairs = zip(self._places, self._marks, strict=True)
-        changed = {one.name: _digest(one.tensor) for one, mark in pairs if _mark(one.tensor) != mark}
+        changed = {place.name: _digest(place.tensor) for place, mark in pairs if _mark(place.tensor) != mark}
         found = first_difference(self._axes.exchanged("drumline/buffers", changed))
         if found is not None:
             first, rank, name = found

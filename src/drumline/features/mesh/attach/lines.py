@@ -22,10 +22,10 @@ from drumline.channel.lines.grid import DATA
 from drumline.core.action import Op
 from drumline.core.errors import UsageError
 from drumline.core.program import Program
-from drumline.core.state import with_state
+from drumline.core.state_actions import with_state
 from drumline.engine.lines import Lines, Stages, widest
 from drumline.engine.ranks.agreement import plan_of
-from drumline.engine.setting import Cut, Setting, agree
+from drumline.engine.setup import ModelCut, PipelineSetup, agree
 from drumline.engine.stages import assembly
 from drumline.engine.stages.engine import Around, Engine
 from drumline.engine.stages.intake import Intake
@@ -33,14 +33,14 @@ from drumline.engine.state.tensors import Holdings
 from drumline.engine.unsplit.parts import Parts
 from drumline.engine.updates.updates import Updates
 from drumline.features.mesh import sequences
-from drumline.features.mesh.attach.checked import LineParts
+from drumline.features.mesh.attach.line_check import LineParts
 from drumline.features.mesh.attach.options import MeshOptions
 from drumline.features.mesh.context import whole_context
 from drumline.features.mesh.experts.parallel import ExpertParallel
 from drumline.features.mesh.reduce import Reducer, reducer_for, share_values
 from drumline.features.mesh.sharding import FullShards, StateShards
 from drumline.features.mesh.tensor.layers import TensorParallel
-from drumline.model.layers.styles import Plan
+from drumline.model.layers.styles import StylePlan
 from drumline.runtime.step import CalledWith
 
 _KINDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of losses
@@ -49,16 +49,16 @@ _KINDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of los
 class MeshLines(Lines):
     """Several lines that train one model; see `Lines` for the order in which these are called."""
 
-    def __init__(self, options: MeshOptions, setting: Setting) -> None:
+    def __init__(self, options: MeshOptions, setting: PipelineSetup) -> None:
         super().__init__(setting)
         self._device, self._agree = setting.device, partial(agree, setting.crew)
         self._weighs, self._zero = setting.options.weigh, options.zero
         self._program, self._held = setting.program, setting.held
         self._divides_parameters = False  # between data-parallel lines
         self._sequence_parallel = options.sequence_parallel
-        self._plan: Plan | None = None  # of layers that the axis tp divides
+        self._plan: StylePlan | None = None  # of layers that the axis tp divides
         if self.axes.size("tp") > 1:
-            plan = Plan.of(options.tensor_parallel, setting.options.model)
+            plan = StylePlan.of(options.tensor_parallel, setting.options.model)
             self._plan = plan if self.axes.size("ep") == 1 else plan.without_experts()
         self._tensors: TensorParallel | None = None
         self._experts: ExpertParallel | None = None
@@ -110,7 +110,7 @@ class MeshLines(Lines):
         has_parts = self.axes.size("tp", "ep", "cp") > 1
         return LineParts(self.axes, self._tensors, self._experts) if has_parts else Parts(self.axes)
 
-    def divide(self, cut: Cut) -> None:
+    def divide(self, cut: ModelCut) -> None:
         """Replace the layers and experts of this process's stages by its parts of them."""
         own, others = (
             [block for at, stage in enumerate(cut.stages) if (at in self._held) is mine for block in stage]
@@ -140,11 +140,11 @@ class MeshLines(Lines):
         parameters = {stage.index: stage.all_parameters for stage in engine.stages()}
         if 3 in levels.values():
             # Tied ones stay whole: several stages use them, each at its own time.
-            tied = [one for one in holdings.ties.tensors if len(one.names) > 1 or one.is_copied]
-            shared = {name for one in tied for name in one.names}
-            named = {id(one): name for name, one in holdings.named_parameters()}
+            tied = [tensor for tensor in holdings.ties.tensors if len(tensor.names) > 1 or tensor.is_copied]
+            shared = {name for tensor in tied for name in tensor.names}
+            named = {id(param): name for name, param in holdings.named_parameters()}
             divided = {
-                index: [one for one in each if one.dim() and named.get(id(one)) not in shared]
+                index: [param for param in each if param.dim() and named.get(id(param)) not in shared]
                 for index, each in parameters.items()
                 if levels[index] == 3
             }
@@ -154,7 +154,7 @@ class MeshLines(Lines):
             self._divides_parameters = True
         if 1 in levels.values():
             updates.divided = StateShards(
-                self.axes, [one for index, each in parameters.items() if levels[index] == 1 for one in each]
+                self.axes, [param for index, each in parameters.items() if levels[index] == 1 for param in each]
             )
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
@@ -194,14 +194,14 @@ def summed_losses(axes: Axes, parts: Tensor, kinds: Iterable[torch.dtype]) -> Te
         line 1   microbatch 1 counts none             0.1  0.0    float32  yes    bfloat16  no
         sum                                           0.8  0.2    2               0            a float32
 
-    >>> one = Axes.single(num_ranks=1)
-    >>> summed_losses(one, torch.tensor([0.5, 0.0]), [torch.bfloat16]).dtype
+    >>> value = Axes.single(num_ranks=1)
+    >>> summed_losses(value, torch.tensor([0.5, 0.0]), [torch.bfloat16]).dtype
     torch.bfloat16
     """
     found = set(kinds)
     if axes.group(*DATA) is None:
         return parts.to(widest(found) or parts.dtype)
-    flags = torch.tensor([float(one in found) for one in _KINDS], dtype=torch.float64).to(parts.device)
+    flags = torch.tensor([float(dtype in found) for dtype in _KINDS], dtype=torch.float64).to(parts.device)
     total = axes.summed(torch.cat([parts.to(torch.float64), flags]), *DATA)
     told = [kind for kind, flag in zip(_KINDS, total[len(parts) :].tolist(), strict=True) if flag]
     return total[: len(parts)].to(widest(told) or parts.dtype)

@@ -17,8 +17,8 @@ from drumline.model.layers import styles
 
 _ZERO = Rule(
     "0 (nothing is divided), 1 (optimizer state) or 3 (parameters and gradients too), or a dict of these by stage",
-    lambda one: all(
-        is_whole(each) and each in (0, 1, 3) for each in (one.values() if isinstance(one, Mapping) else [one])
+    lambda entry: all(
+        is_whole(each) and each in (0, 1, 3) for each in (entry.values() if isinstance(entry, Mapping) else [entry])
     ),
 )
 
@@ -48,7 +48,7 @@ class MeshOptions(FeatureOptions):
         if self._sizes.get("cp", 1) > 1:
             sequences.positions_of(model)
         if self._sizes.get("tp", 1) > 1:
-            styles.Plan.of(self.tensor_parallel, model)
+            styles.StylePlan.of(self.tensor_parallel, model)
 
     @property
     def _sizes(self) -> dict[str, int]:

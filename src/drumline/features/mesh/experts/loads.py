@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from drumline.channel.lines.axes import Axes
 from drumline.channel.lines.grid import DATA
 from drumline.engine.ranks.observer import Observer
-from drumline.engine.ranks.tally import Told
+from drumline.engine.ranks.tally import RankReport
 from drumline.engine.stages.engine import Engine
 from drumline.features.mesh.experts.parallel import is_experts, taken
 from drumline.model.blocks.script import Script
@@ -52,11 +52,11 @@ class ExpertLoads(Observer):
         """Find the mixtures of the stages here."""
         modules = (block.module for block in self._engine.blocks())
         self._blocks: list[MoE | _Counted] = []
-        for one in dict.fromkeys(one for module in modules for one in module.modules()):
-            if isinstance(one, MoE):
-                self._blocks.append(one)
-            elif self._hooks and is_experts(one) and not isinstance(one, Experts):
-                self._blocks.append(self._counter(one))
+        for e in dict.fromkeys(layer for module in modules for layer in module.modules()):
+            if isinstance(e, MoE):
+                self._blocks.append(e)
+            elif self._hooks and is_experts(e) and not isinstance(e, Experts):
+                self._blocks.append(self._counter(e))
         if self._plan is not None:
             self._plan.watch.has_changed()  # the hooks are no change of the user's
 
@@ -72,14 +72,14 @@ class ExpertLoads(Observer):
 
     def begin(self, step: Step) -> None:
         """Forget what was counted before."""
-        for one in self._blocks:
-            one.load = None
+        for block in self._blocks:
+            block.load = None
 
     again = begin
 
-    def tell(self, step: Step, each: Sequence[Told]) -> None:
+    def tell(self, step: Step, each: Sequence[RankReport]) -> None:
         """Add this process's counts to what its first rank tells."""
         if step.train:
             each[0].loads = [
-                self._axes.summed(one.load, *DATA).tolist() for one in self._blocks if one.load is not None
+                self._axes.summed(block.load, *DATA).tolist() for block in self._blocks if block.load is not None
             ]

@@ -27,8 +27,8 @@ from drumline.core.errors import ModelError
 from drumline.features.mesh.parts import HeldParts
 from drumline.model.block import Block
 from drumline.model.layers.moe import Experts
-from drumline.model.layers.routing import Sorted, is_traced
-from drumline.runtime.execute.turns import hand_over
+from drumline.model.layers.routing import SortedPairs, is_traced
+from drumline.runtime.execute.overlap import hand_over
 
 AXIS = "ep"
 _TAKES = ["hidden_states", "top_k_index", "top_k_weights"]  # what experts of transformers take
@@ -60,10 +60,10 @@ def _exchange(rows: Tensor, axes: Axes, sent: list[int], got: list[int], what: s
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _ForwardState:
     """What is known between the beginning and the end of a forward."""
 
-    pairs: Sorted
+    pairs: SortedPairs
     weights: Tensor
     sent: list[int]
     got: list[int]
@@ -76,7 +76,7 @@ class _Divided:
     def __init__(self, axes: Axes, module: nn.Module, num_experts: int) -> None:
         self._axes, self._num_experts = axes, num_experts
         self.is_on = True  # while off, the module is as in one process
-        self._call: _Call | None = None
+        self._call: _ForwardState | None = None
         module.register_forward_pre_hook(self.before, with_kwargs=True)
         module.register_forward_hook(self.after, prepend=True)
 
@@ -86,14 +86,14 @@ class _Divided:
         if is_traced(tokens) or not self.is_on:
             return None
         size, own = self._axes.size(AXIS), self._num_experts // self._axes.size(AXIS)
-        pairs = Sorted.of(index, self._num_experts)
+        pairs = SortedPairs.of(index, self._num_experts)
         counts = torch.tensor(pairs.counts, device=tokens.device)
         # How many rows come from each line for each expert here. So few numbers are not worth a turn: see `turns`.
         there = _exchange(counts, self._axes, [own] * size, [own] * size, "counts", hands_over=False)
         got = there.view(size, own).sum(1).tolist()
         sent = counts.view(size, own).sum(1).tolist()
         rows: Tensor = _Exchanged.apply(pairs.rows(tokens), self._axes, sent, got)  # type: ignore[no-untyped-call]
-        self._call = _Call(pairs, weights, sent, got, tokens.dtype)
+        self._call = _ForwardState(pairs, weights, sent, got, tokens.dtype)
         chosen = torch.arange(own, device=tokens.device).repeat(size).repeat_interleave(there).unsqueeze(1)
         if not len(rows):  # without any, a module might leave the graph, and gradients would not be exchanged
             rows, chosen = nn.functional.pad(rows, (0, 0, 0, 1)), chosen.new_zeros(1, 1)
@@ -137,7 +137,7 @@ class ExpertParallel(HeldParts):
     def divide(self, blocks: Sequence[Block], device: torch.device) -> None:
         """Replace the experts of these blocks by this line's part of them; all lines call it alike."""
         held = {module for block in blocks for module in block.module.modules()}
-        for module in (one for one in self.found if one in held):
+        for module in (experts for experts in self.found if experts in held):
             num_experts = int(vars(module)["num_experts"])
             for key, whole in module._parameters.items():
                 if whole is not None:
@@ -160,8 +160,8 @@ def is_experts(module: nn.Module) -> bool:
     (True, False)
     """
     number = vars(module).get("num_experts")
-    own = [one for one in module._parameters.values() if one is not None]
-    if not isinstance(number, int) or not own or any(one.dim() < 2 or one.shape[0] != number for one in own):
+    own = [param for param in module._parameters.values() if param is not None]
+    if not isinstance(number, int) or not own or any(param.dim() < 2 or param.shape[0] != number for param in own):
         return False
     takes = list(inspect.signature(type(module).forward).parameters)[1:]
     has_others = any(True for child in module.children() for _ in child.parameters())

@@ -15,13 +15,13 @@ from drumline.model.block import Block
 from drumline.model.blocks.pieces import Piece
 from drumline.model.layers.styles import (
     Colwise,
-    Latent,
+    LatentLayer,
     Once,
     Partial,
-    Plan,
     Rowwise,
     Stacked,
     Style,
+    StylePlan,
     Vocabulary,
     Whole,
 )
@@ -36,7 +36,7 @@ _WIDTHS = ("head_dim", "head_size", "head_width", "attention_head_size")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Divided:
+class DividedModule:
     """A module that a plan names: its names, its style, the module around it, and styles of its own parameters."""
 
     name: str
@@ -59,7 +59,7 @@ class Divided:
     def slices(self) -> dict[str, Slice]:
         """Which of the module's parameters are divided, and how.
 
-        >>> Divided("q", nn.Linear(2, 2), Rowwise(), nn.Module()).slices
+        >>> DividedModule("q", nn.Linear(2, 2), Rowwise(), nn.Module()).slices
         {'weight': Slice(axis='tp', dim=1, parts=1)}
         """
         if self.own:
@@ -67,8 +67,8 @@ class Divided:
         if isinstance(self.style, Colwise) and isinstance(self.module, nn.Embedding):
             return {"weight": Slice(AXIS, 1, self.style.parts)}
         if isinstance(self.style, Colwise):
-            one = Slice(AXIS, 0, self.style.parts)
-            return {"weight": one} if self.module._parameters.get("bias") is None else {"weight": one, "bias": one}
+            part = Slice(AXIS, 0, self.style.parts)
+            return {"weight": part} if self.module._parameters.get("bias") is None else {"weight": part, "bias": part}
         if isinstance(self.style, Rowwise):
             return {"weight": Slice(AXIS, 1, self.style.parts)}
         return {"weight": Slice(AXIS, 0)} if isinstance(self.style, Vocabulary) else {}
@@ -84,12 +84,12 @@ def _slice_of_stack(stack: nn.Parameter | None, style: Colwise | Rowwise) -> Sli
     return Slice(AXIS, stack.dim() - (2 if isinstance(style, Colwise) else 1), style.parts)
 
 
-def divided_by(plan: Plan, blocks: Sequence[Block], size: int) -> list[Divided]:
+def divided_by(plan: StylePlan, blocks: Sequence[Block], size: int) -> list[DividedModule]:
     """Return the modules of a model's blocks that a plan divides by `size`; refuse what cannot be divided.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
-    >>> plan = Plan((("0", Colwise()), ("2", Rowwise())))
-    >>> [one.name for one in divided_by(plan, [Block(name, one) for name, one in model.named_children()], 2)]
+    >>> plan = StylePlan((("0", Colwise()), ("2", Rowwise())))
+    >>> [value.name for value in divided_by(plan, [Block(name, module) for name, module in model.named_children()], 2)]
     ['0', '2']
     >>> divided_by(plan, [Block("0", nn.Linear(4, 9)), Block("2", nn.Linear(9, 4))], 2)
     Traceback (most recent call last):
@@ -97,20 +97,20 @@ def divided_by(plan: Plan, blocks: Sequence[Block], size: int) -> list[Divided]:
     """
     named = list(_named(blocks))
     plan.check(
-        [*(name for name, _, _ in named), *(f"{name}.{key}" for name, one, _ in named for key in one._parameters)]
+        [*(name for name, _, _ in named), *(f"{name}.{key}" for name, layer, _ in named for key in layer._parameters)]
     )
-    found: dict[nn.Module, Divided] = {}
+    found: dict[nn.Module, DividedModule] = {}
     for name, module, parent in named:
         style = plan.style_of(name)
         if style is not None and module not in found:
             own = _own_styles(plan, name, module) if isinstance(style, Stacked) else ()
-            found[module] = Divided(name, module, _fitting(name, module, style), parent, own)
-    for one in _tied(named, found):
-        found[one.module] = one
-    chosen = [one for one in found.values() if not isinstance(one.style, Whole)]
-    kept = [one for one in chosen if not (plan.is_own and _is_left_whole(one, size))]
-    for one in kept:
-        _check(one, size)
+            found[module] = DividedModule(name, module, _fitting(name, module, style), parent, own)
+    for divided_module in _tied(named, found):
+        found[divided_module.module] = divided_module
+    chosen = [divided_module for divided_module in found.values() if not isinstance(divided_module.style, Whole)]
+    kept = [divided_module for divided_module in chosen if not (plan.is_own and _is_left_whole(divided_module, size))]
+    for divided_module in kept:
+        _check(divided_module, size)
     _refuse_between(blocks, kept)
     _refuse_nothing(kept)
     return kept
@@ -125,10 +125,10 @@ def _named(blocks: Sequence[Block]) -> Iterator[tuple[str, nn.Module, nn.Module]
             yield name, module, there.get(name.rpartition(".")[0], block.module)
 
 
-def _own_styles(plan: Plan, name: str, module: nn.Module) -> tuple[tuple[str, Colwise | Rowwise], ...]:
+def _own_styles(plan: StylePlan, name: str, module: nn.Module) -> tuple[tuple[str, Colwise | Rowwise], ...]:
     """Return the styles of the parameters that a module uses itself; refuse one that would be added up unseen."""
     found = []
-    for key in (key for key, one in module._parameters.items() if one is not None):
+    for key in (key for key, param in module._parameters.items() if param is not None):
         style = plan.style_of(f"{name}.{key}")
         if not isinstance(style, Colwise | Rowwise):
             raise ModelError(
@@ -142,7 +142,7 @@ def _own_styles(plan: Plan, name: str, module: nn.Module) -> tuple[tuple[str, Co
 
 def _fitting(name: str, module: nn.Module, style: Style) -> Style:
     """Return the style for a module's kind; refuse kinds that cannot be divided."""
-    if isinstance(style, Whole | Partial | Stacked | Latent | Once):
+    if isinstance(style, Whole | Partial | Stacked | LatentLayer | Once):
         return style
     if isinstance(module, nn.Embedding):
         if isinstance(style, Colwise) and not style.gather:
@@ -171,9 +171,11 @@ def _fitting(name: str, module: nn.Module, style: Style) -> Style:
     return style
 
 
-def _tied(named: Sequence[tuple[str, nn.Module, nn.Module]], found: dict[nn.Module, Divided]) -> Iterator[Divided]:
+def _tied(
+    named: Sequence[tuple[str, nn.Module, nn.Module]], found: dict[nn.Module, DividedModule]
+) -> Iterator[DividedModule]:
     """Yield modules that share a divided weight without being named: an embedding and its head are divided alike."""
-    weights = {id(one.module.weight): one for one in found.values() if "weight" in one.slices}
+    weights = {id(layer.module.weight): layer for layer in found.values() if "weight" in layer.slices}
     for name, module, parent in named:
         first = weights.get(id(module._parameters.get("weight")))
         if first is None or first.module is module:
@@ -181,7 +183,7 @@ def _tied(named: Sequence[tuple[str, nn.Module, nn.Module]], found: dict[nn.Modu
         own = found.get(module)
         if own is None and isinstance(module, nn.Embedding | nn.Linear):
             style: Style = Vocabulary() if isinstance(module, nn.Embedding) else Colwise(gather=True)
-            own = Divided(name, module, _fitting(name, module, style), parent)
+            own = DividedModule(name, module, _fitting(name, module, style), parent)
             yield own
         if own is None or own.slices.get("weight") != first.slices["weight"]:
             raise ModelError(
@@ -191,64 +193,64 @@ def _tied(named: Sequence[tuple[str, nn.Module, nn.Module]], found: dict[nn.Modu
             )
 
 
-def _is_left_whole(one: Divided, size: int) -> bool:
+def _is_left_whole(module: DividedModule, size: int) -> bool:
     """Whether a layer of a model's own plan stays whole because its vocabulary cannot be divided."""
-    whole_output = isinstance(one.style, Vocabulary) or (isinstance(one.style, Colwise) and one.style.gather)
-    return whole_output and any(_length(one, key) % size for key in one.slices)
+    whole_output = isinstance(module.style, Vocabulary) or (isinstance(module.style, Colwise) and module.style.gather)
+    return whole_output and any(_length(module, key) % size for key in module.slices)
 
 
-def _length(one: Divided, key: str) -> int:
-    parameter = one.module._parameters[key]
+def _length(module: DividedModule, key: str) -> int:
+    parameter = module.module._parameters[key]
     assert parameter is not None
-    return parameter.shape[one.slices[key].dim]
+    return parameter.shape[module.slices[key].dim]
 
 
-def _check(one: Divided, size: int) -> None:
+def _check(module: DividedModule, size: int) -> None:
     """Refuse a layer that cannot be divided evenly, or only by cutting through heads."""
-    if isinstance(one.parent, nn.MultiheadAttention):
+    if isinstance(module.parent, nn.MultiheadAttention):
         raise ModelError(
-            f"tensor_parallel divides {one.name}, inside an nn.MultiheadAttention, which uses its weights itself",
+            f"tensor_parallel divides {module.name}, inside an nn.MultiheadAttention, which uses its weights itself",
             expected="an attention that calls its layers",
             fix="write it with nn.Linear and scaled_dot_product_attention",
         )
-    for key, part in one.slices.items():
-        if _length(one, key) % (size * part.parts):
-            shape = tuple(getattr(one.module, key).shape)
+    for key, part in module.slices.items():
+        if _length(module, key) % (size * part.parts):
+            shape = tuple(getattr(module.module, key).shape)
             raise ModelError(
-                f"{one.name}.{key} of shape {shape} is divided by {size} (tp) along dimension {part.dim}",
+                f"{module.name}.{key} of shape {shape} is divided by {size} (tp) along dimension {part.dim}",
                 expected=f"a multiple of {size * part.parts} there",
                 fix="choose another size of tp, or keep the layer whole",
             )
-    if isinstance(one.style, Stacked):
-        _refuse_odd_experts(one, size)
-    if isinstance(one.style, Colwise) and one.makes_part:
-        width, features = head_width(one.parent), _length(one, "weight") // one.style.parts
+    if isinstance(module.style, Stacked):
+        _refuse_odd_experts(module, size)
+    if isinstance(module.style, Colwise) and module.makes_part:
+        width, features = head_width(module.parent), _length(module, "weight") // module.style.parts
         if width and features % width == 0 and features // size % width:
             raise ModelError(
-                f"{one.name} has {features // width} heads of {width} features, and tp is {size}",
+                f"{module.name} has {features // width} heads of {width} features, and tp is {size}",
                 expected=f"a number of heads that is a multiple of {size}",
                 fix=f"choose a tp that divides {features // width}",
             )
-        for name, count in head_counts(one.parent):
+        for name, count in head_counts(module.parent):
             if count % size:
                 raise ModelError(
-                    f"{type(one.parent).__name__}.{name} is {count}, and tp is {size}",
+                    f"{type(module.parent).__name__}.{name} is {count}, and tp is {size}",
                     expected=f"a multiple of {size}",
                     fix=f"choose a tp that divides {count}",
                 )
 
 
-def _refuse_odd_experts(one: Divided, size: int) -> None:
+def _refuse_odd_experts(module: DividedModule, size: int) -> None:
     """Refuse experts of transformers whose parts torch's grouped products cannot take: rows of odd numbers of bytes."""
-    if getattr(getattr(one.module, "config", None), "_experts_implementation", None) != "grouped_mm":
+    if getattr(getattr(module.module, "config", None), "_experts_implementation", None) != "grouped_mm":
         return
-    for key, part in one.slices.items():
-        bytes_of_one = getattr(one.module, key).element_size()
-        width = _length(one, key) // (size * part.parts)
+    for key, part in module.slices.items():
+        bytes_of_one = getattr(module.module, key).element_size()
+        width = _length(module, key) // (size * part.parts)
         if width * bytes_of_one % _ALIGNED:
             raise ModelError(
-                f"the experts {one.name} are {width * size} wide and tp is {size}: rows of a part have {width} numbers "
-                f"of {bytes_of_one} bytes",
+                f"the experts {module.name} are {width * size} wide and tp is {size}: rows of a part have {width} "
+                f"numbers of {bytes_of_one} bytes",
                 expected=f"a multiple of {_ALIGNED} bytes, which torch's grouped products need",
                 fix='call model.set_experts_implementation("eager") before, choose another tp, or divide experts by ep',
             )
@@ -266,27 +268,27 @@ def head_width(module: nn.Module) -> int:
 
 def head_counts(module: nn.Module) -> list[tuple[str, int]]:
     """Return the attributes by which a module knows its number of heads."""
-    return [(name, one) for name in _COUNTS if type(one := vars(module).get(name)) is int]
+    return [(name, value) for name in _COUNTS if type(value := vars(module).get(name)) is int]
 
 
-def _refuse_between(blocks: Sequence[Block], found: Sequence[Divided]) -> None:
+def _refuse_between(blocks: Sequence[Block], found: Sequence[DividedModule]) -> None:
     """Refuse layers between which a traced forward would see parts: its shapes are those of the whole model."""
     called: dict[int, str] = {}
     for block in blocks:
         if isinstance(block.module, Piece):
             shells: dict[str, Any] = dict(block.module.named_modules())
             called |= {id(shells[name]): name for name in block.module.callees if name in shells}
-    for one in found:
-        if id(one.module) in called and (one.takes_part or one.makes_part):
+    for layer in found:
+        if id(layer.module) in called and (layer.takes_part or layer.makes_part):
             raise ModelError(
-                f"tensor_parallel divides {one.name}, a block of its own, and the model's forward would see its part",
+                f"tensor_parallel divides {layer.name}, a block of its own, and the model's forward would see its part",
                 expected="colwise and rowwise layers inside one module, which the forward calls as a whole",
                 fix='put both into one module, pass a list of blocks, or use "colwise_gather" and "rowwise_split"',
             )
 
 
-def _refuse_nothing(found: Sequence[Divided]) -> None:
-    if not any(one.slices for one in found):
+def _refuse_nothing(found: Sequence[DividedModule]) -> None:
+    if not any(module.slices for module in found):
         raise ModelError(
             "tensor_parallel divides no layer of this model",
             expected="at least one linear layer or embedding",

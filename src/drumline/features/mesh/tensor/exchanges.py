@@ -17,8 +17,8 @@ from drumline.channel.lines.axes import Axes
 from drumline.core.errors import DrumlineError, ModelError
 from drumline.features.mesh import passing
 from drumline.features.mesh.passing import AXIS
-from drumline.features.mesh.tensor.divide import Divided
-from drumline.features.mesh.tensor.sequence import Sequenced
+from drumline.features.mesh.tensor.divide import DividedModule
+from drumline.features.mesh.tensor.sequence import SequenceLayers
 from drumline.model.layers.routing import is_traced
 from drumline.model.layers.styles import Stacked
 from drumline.model.randomness import generator_states
@@ -28,14 +28,14 @@ from drumline.model.values import mapped
 class LayerExchanges:
     """The exchanges of a model's divided layers, and what they share while a forward runs."""
 
-    def __init__(self, axes: Axes, found: Sequence[Divided], sequenced: Sequenced | None = None) -> None:
+    def __init__(self, axes: Axes, found: Sequence[DividedModule], sequenced: SequenceLayers | None = None) -> None:
         self.axes, self.found, self.sequenced = axes, found, sequenced
         self.is_on = True  # while off, modules are as in one process
         self.unseen: set[nn.Module] = set()  # layers by rows before which it is not known that nothing is drawn
         self._last: tuple[Tensor, int, Tensor] | None = None  # the last input of layers by columns, and its copy
         self._states: list[Tensor] = []
-        self._makers = {one.module: one for one in found if one.makes_part or isinstance(one.style, Stacked)}
-        self._behind: Divided | None = None  # the last of them that ran, while its part is on its way
+        self._makers = {layer.module: layer for layer in found if layer.makes_part or isinstance(layer.style, Stacked)}
+        self._behind: DividedModule | None = None  # the last of them that ran, while its part is on its way
 
     def before_columns(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Let the gradient of a layer's input be summed: once if several layers, such as q, k and v, share it."""
@@ -135,7 +135,7 @@ class LayerExchanges:
         if module in self.unseen and module.training and states:
             drew = any(not torch.equal(*pair) for pair in zip(states, generator_states(made.device), strict=True))
             if drew:
-                name = next(one.name for one in self.found if one.module is module)
+                name = next(divided_module.name for divided_module in self.found if divided_module.module is module)
                 raise ModelError(
                     f"random numbers are drawn before {name} for this line's part alone, as by a dropout of attention",
                     expected="draws for whole tensors only, which all lines repeat alike",
@@ -174,7 +174,7 @@ class Lookup:
             return None
         ids = given_in(args, kwargs)
         if ids.is_cpu and not is_traced(ids) and ids.numel():
-            low, high = (int(one) for one in ids.aminmax())
+            low, high = (int(tensor) for tensor in ids.aminmax())
             if low < 0 or high >= self.length * self._exchanges.axes.size(AXIS):
                 raise IndexError("index out of range in self")  # as torch says
         self._apart = (ids < self.first) | (ids >= self.first + self.length)
@@ -189,14 +189,14 @@ class Lookup:
         return passing.summed(made.masked_fill(apart.unsqueeze(-1), 0.0), self._exchanges.axes)
 
 
-def rotary_width(one: Divided) -> int:
+def rotary_width(part: DividedModule) -> int:
     """Return how many of a latent attention's joint outputs are rotary keys, which all heads share."""
-    for place in (one.parent, getattr(one.parent, "config", None)):
+    for place in (part.parent, getattr(part.parent, "config", None)):
         width = getattr(place, "qk_rope_head_dim", None)
         if isinstance(width, int):
             return width
     raise ModelError(
-        f"tensor_parallel gives {one.name} the style latent, and {type(one.parent).__name__} has no qk_rope_head_dim",
+        f"tensor_parallel gives {part.name} the style latent, and {type(part.parent).__name__} has no qk_rope_head_dim",
         expected="that number: how many of its last outputs go to the heads directly",
     )
 
@@ -215,21 +215,21 @@ def replaced_in(args: Any, kwargs: Any, given: Tensor) -> Any:
     return args, {**kwargs, name: given}
 
 
-def _refusal(behind: Divided, makers: Iterable[Divided], size: int, error: Exception) -> ModelError:
+def _refusal(behind: DividedModule, makers: Iterable[DividedModule], size: int, error: Exception) -> ModelError:
     """Return what to raise for an error of a forward behind a layer that makes parts, one of several in its module.
 
     How a forward cuts features into heads cannot be seen beforehand: few modules tell their numbers.
 
     >>> from drumline.model.layers.styles import Colwise
-    >>> key = Divided("attention.key", nn.Linear(8, 2), Colwise(), nn.Module())
+    >>> key = DividedModule("attention.key", nn.Linear(8, 2), Colwise(), nn.Module())
     >>> print(_refusal(key, [key], 2, RuntimeError("no heads of 4 in 2")))
     the forward of attention (Module) fails with the features that tp = 2 leaves each line, attention.key 2 of 4: ...
     """
     told = []
-    for one in (one for one in makers if one.parent is behind.parent):
-        key = min(one.slices, key="weight".__ne__)
-        length = one.module.get_parameter(key).shape[one.slices[key].dim]
-        told.append(f"{one.name} {length} of {length * size}")
+    for module in (maker for maker in makers if maker.parent is behind.parent):
+        key = min(module.slices, key="weight".__ne__)
+        length = module.module.get_parameter(key).shape[module.slices[key].dim]
+        told.append(f"{module.name} {length} of {length * size}")
     said = str(error).partition("\n")[0]
     return ModelError(
         f"the forward of {behind.name.rpartition('.')[0] or behind.name} ({type(behind.parent).__name__}) fails with "

@@ -21,24 +21,24 @@ from torch import nn
 from drumline.channel.lines.axes import Axes
 from drumline.features.mesh.parts import HeldParts
 from drumline.features.mesh.passing import AXIS
-from drumline.features.mesh.tensor.divide import Divided, divided_by, head_counts
+from drumline.features.mesh.tensor.divide import DividedModule, divided_by, head_counts
 from drumline.features.mesh.tensor.exchanges import LayerExchanges, Lookup, rotary_width
 from drumline.features.mesh.tensor.pairs import refuse_unpaired
-from drumline.features.mesh.tensor.sequence import Sequenced, mark_partial
+from drumline.features.mesh.tensor.sequence import SequenceLayers, mark_partial
 from drumline.model.block import Block
 from drumline.model.catalogue import places_in
-from drumline.model.layers.styles import Colwise, Latent, Once, Partial, Plan, Rowwise, Stacked
+from drumline.model.layers.styles import Colwise, LatentLayer, Once, Partial, Rowwise, Stacked, StylePlan
 
 
 class TensorParallel(HeldParts):
     """The divided layers of a model; `divide` applies it to the blocks that this process holds."""
 
-    def __init__(self, axes: Axes, plan: Plan, blocks: Sequence[Block], *, sequence: bool = False) -> None:
+    def __init__(self, axes: Axes, plan: StylePlan, blocks: Sequence[Block], *, sequence: bool = False) -> None:
         super().__init__(axes)
         self.found = divided_by(plan, blocks, axes.size(AXIS))
         if not plan.is_own:  # those of models are known to pair, by whatever names
             refuse_unpaired(self.found)
-        self.sequenced = Sequenced(axes, self.found, blocks) if sequence else None
+        self.sequenced = SequenceLayers(axes, self.found, blocks) if sequence else None
         self.exchanges = LayerExchanges(axes, self.found, self.sequenced)
         self._entries.append((vars(self.exchanges), "is_on", False))
         if self.sequenced is not None:
@@ -47,14 +47,14 @@ class TensorParallel(HeldParts):
     @property
     def is_partial(self) -> bool:
         """Whether some parameters' gradients have to be summed over tp."""
-        return any(isinstance(one.style, Partial) for one in self.found) or bool(
+        return any(isinstance(module.style, Partial) for module in self.found) or bool(
             self.sequenced is not None and self.sequenced.modules
         )
 
     @property
     def described(self) -> list[str]:
         """What is divided, as text, for the ranks to compare."""
-        return [f"{one.name}: {one.style}" for one in self.found]
+        return [f"{module.name}: {module.style}" for module in self.found]
 
     def divide(self, blocks: Sequence[Block], others: Sequence[Block], device: torch.device) -> None:
         """Replace the parameters of these blocks by this line's parts of them; all lines call it alike.
@@ -62,14 +62,14 @@ class TensorParallel(HeldParts):
         `others` are the model's other blocks. They stay whole, and share what they shared while the model is whole.
         """
         held = {module for block in blocks for module in block.module.modules()}
-        mine = [one for one in self.found if one.module in held]
+        mine = [module for module in self.found if module.module in held]
         made: dict[int, nn.Parameter] = {}
         places, elsewhere = (
             [place for block in each for place in places_in(block) if place.is_parameter] for each in (blocks, others)
         )
-        for one in mine:
-            for key, part in one.slices.items():
-                whole = one.module._parameters[key]
+        for module in mine:
+            for key, part in module.slices.items():
+                whole = module.module._parameters[key]
                 assert whole is not None
                 if id(whole) not in made:
                     local = made[id(whole)] = self._local(whole, part, device)
@@ -78,11 +78,11 @@ class TensorParallel(HeldParts):
                     for place in (place for place in places if place.tensor is whole):
                         place.table[place.key] = local
                         self._parts.append((place.table, place.key, local))
-            self._attach(one)
-            if isinstance(one.style, Partial):
-                mark_partial(one.module.parameters())
-        for parent in dict.fromkeys(one.parent for one in mine if isinstance(one.style, Colwise)):
-            if any(one.parent is parent and one.makes_part for one in mine):
+            self._attach(module)
+            if isinstance(module.style, Partial):
+                mark_partial(module.module.parameters())
+        for parent in dict.fromkeys(module.parent for module in mine if isinstance(module.style, Colwise)):
+            if any(module.parent is parent and module.makes_part for module in mine):
                 for name, count in head_counts(parent):
                     self._set(parent, name, count // self.axes.size(AXIS))
         if self.sequenced is not None:
@@ -93,28 +93,32 @@ class TensorParallel(HeldParts):
         self._entries.append((space, name, space[name]))
         space[name] = value
 
-    def _attach(self, one: Divided) -> None:
+    def _attach(self, divided_module: DividedModule) -> None:
         """Add the exchanges of a layer, and let its attributes tell the sizes that it has."""
-        module, size = one.module, self.axes.size(AXIS)
-        if isinstance(one.style, Stacked | Latent | Once):
-            self._attach_inner(one)
-        elif isinstance(one.style, Colwise):
+        module, size = divided_module.module, self.axes.size(AXIS)
+        if isinstance(divided_module.style, Stacked | LatentLayer | Once):
+            self._attach_inner(divided_module)
+        elif isinstance(divided_module.style, Colwise):
             if isinstance(module, nn.Linear):
                 self._set(module, "out_features", module.out_features // size)
                 module.register_forward_pre_hook(self.exchanges.before_columns, with_kwargs=True)
             elif isinstance(module, nn.Embedding):
                 self._set(module, "embedding_dim", module.embedding_dim // size)
-            if one.style.gather:
-                module.register_forward_hook(partial(self.exchanges.after_columns, one.style.parts), prepend=True)
-        elif isinstance(one.style, Rowwise):
+            if divided_module.style.gather:
+                module.register_forward_hook(
+                    partial(self.exchanges.after_columns, divided_module.style.parts), prepend=True
+                )
+        elif isinstance(divided_module.style, Rowwise):
             assert isinstance(module, nn.Linear)
             self._set(module, "in_features", module.in_features // size)
-            if one.style.split:
-                module.register_forward_pre_hook(partial(self.exchanges.before_rows, one.style.parts), with_kwargs=True)
+            if divided_module.style.split:
+                module.register_forward_pre_hook(
+                    partial(self.exchanges.before_rows, divided_module.style.parts), with_kwargs=True
+                )
             else:
                 self.exchanges.unseen.add(module)
             module.register_forward_hook(self.exchanges.after_rows, prepend=True)
-        elif isinstance(module, nn.Embedding) and one.slices:
+        elif isinstance(module, nn.Embedding) and divided_module.slices:
             looking = Lookup(self.exchanges, module)
             self._set(module, "num_embeddings", looking.length)
             if module.padding_idx is not None:
@@ -122,13 +126,13 @@ class TensorParallel(HeldParts):
             module.register_forward_pre_hook(looking.before, with_kwargs=True)
             module.register_forward_hook(looking.after, prepend=True)
 
-    def _attach_inner(self, one: Divided) -> None:
+    def _attach_inner(self, module: DividedModule) -> None:
         """Add the exchanges of a module that is no plain layer."""
-        if isinstance(one.style, Stacked):
-            one.module.register_forward_pre_hook(self.exchanges.before_stack, with_kwargs=True)
-            one.module.register_forward_hook(self.exchanges.after_stack, prepend=True)
-        elif isinstance(one.style, Latent):
-            after = partial(self.exchanges.after_latent, rotary_width(one))
-            one.module.register_forward_hook(after, prepend=True)
+        if isinstance(module.style, Stacked):
+            module.module.register_forward_pre_hook(self.exchanges.before_stack, with_kwargs=True)
+            module.module.register_forward_hook(self.exchanges.after_stack, prepend=True)
+        elif isinstance(module.style, LatentLayer):
+            after = partial(self.exchanges.after_latent, rotary_width(module))
+            module.module.register_forward_hook(after, prepend=True)
         else:
-            one.module.register_forward_pre_hook(self.exchanges.before_once)
+            module.module.register_forward_pre_hook(self.exchanges.before_once)

@@ -11,46 +11,46 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drumline.core.errors import ModelError
-from drumline.features.mesh.tensor.divide import Divided
+from drumline.features.mesh.tensor.divide import DividedModule
 
 
-def refuse_unpaired(found: Sequence[Divided]) -> None:
+def refuse_unpaired(found: Sequence[DividedModule]) -> None:
     """Refuse a layer by columns without one by rows behind it, and one by rows without one by columns before it.
 
     >>> from torch import nn
     >>> from drumline.model.layers.styles import Colwise, Rowwise
-    >>> up = Divided("mlp.up", nn.Linear(2, 4), Colwise(), nn.Module())
-    >>> refuse_unpaired([up, Divided("mlp.down", nn.Linear(4, 2), Rowwise(), nn.Module())])
+    >>> up = DividedModule("mlp.up", nn.Linear(2, 4), Colwise(), nn.Module())
+    >>> refuse_unpaired([up, DividedModule("mlp.down", nn.Linear(4, 2), Rowwise(), nn.Module())])
     >>> refuse_unpaired([up])
     Traceback (most recent call last):
     drumline.core.errors.ModelError: tensor_parallel divides mlp.up by columns, and no layer by rows takes its part; ...
     """
-    every = [one for one in found if one.makes_part or one.takes_part]
+    every = [module for module in found if module.makes_part or module.takes_part]
     # Layers directly in a module go with any inside of it; others only with those that have no partner further inside.
-    open_ones = [one for one in every if not _has_pair(_inside(one.name.rpartition(".")[0], every), one)]
-    for scope in sorted({scope for one in open_ones for scope in _scopes(one.name)}, key=_depth, reverse=True):
+    open_ones = [module for module in every if not _has_pair(_inside(module.name.rpartition(".")[0], every), module)]
+    for scope in sorted({scope for layer in open_ones for scope in _scopes(layer.name)}, key=_depth, reverse=True):
         inside = _inside(scope, open_ones)
-        open_ones = [one for one in open_ones if one not in inside or not _has_pair(inside, one)]
-    for one in open_ones:
-        if one.makes_part:
+        open_ones = [layer for layer in open_ones if layer not in inside or not _has_pair(inside, layer)]
+    for layer in open_ones:
+        if layer.makes_part:
             raise ModelError(
-                f"tensor_parallel divides {one.name} by columns, and no layer by rows takes its part",
+                f"tensor_parallel divides {layer.name} by columns, and no layer by rows takes its part",
                 expected='a "rowwise" layer behind it, which adds the parts up',
-                fix=f'name that layer too, or let all lines get the whole output: {{{one.name!r}: "colwise_gather"}}',
+                fix=f'name that layer too, or let all lines get the whole output: {{{layer.name!r}: "colwise_gather"}}',
             )
         raise ModelError(
-            f"tensor_parallel divides {one.name} by rows, and no layer by columns makes its input in parts",
+            f"tensor_parallel divides {layer.name} by rows, and no layer by columns makes its input in parts",
             expected='a "colwise" layer before it',
-            fix=f'name that layer too, or let it take its part of a whole input: {{{one.name!r}: "rowwise_split"}}',
+            fix=f'name that layer too, or let it take its part of a whole input: {{{layer.name!r}: "rowwise_split"}}',
         )
 
 
-def _inside(scope: str, every: Sequence[Divided]) -> list[Divided]:
-    return [one for one in every if scope in _scopes(one.name)]
+def _inside(scope: str, every: Sequence[DividedModule]) -> list[DividedModule]:
+    return [module for module in every if scope in _scopes(module.name)]
 
 
-def _has_pair(there: Sequence[Divided], one: Divided) -> bool:
-    return any(other.makes_part != one.makes_part for other in there)
+def _has_pair(there: Sequence[DividedModule], module: DividedModule) -> bool:
+    return any(other.makes_part != module.makes_part for other in there)
 
 
 def _scopes(name: str) -> set[str]:

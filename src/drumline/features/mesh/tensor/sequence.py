@@ -26,7 +26,7 @@ from drumline.channel.lines.axes import Axes
 from drumline.core.errors import ModelError
 from drumline.features.mesh import passing
 from drumline.features.mesh.passing import AXIS
-from drumline.features.mesh.tensor.divide import Divided
+from drumline.features.mesh.tensor.divide import DividedModule
 from drumline.model.block import Block
 from drumline.model.blocks.pieces import Piece
 from drumline.model.layers.styles import Stacked
@@ -35,27 +35,27 @@ _TOKENS = 1  # the dimension of a row's tokens
 _FIX = "use sequence_parallel=False"
 
 
-class Sequenced:
+class SequenceLayers:
     """The layers whose rows are in parts, and the divided modules in them."""
 
-    def __init__(self, axes: Axes, found: Sequence[Divided], blocks: Sequence[Block]) -> None:
+    def __init__(self, axes: Axes, found: Sequence[DividedModule], blocks: Sequence[Block]) -> None:
         self.axes = axes
         self.is_on = True
         self.is_inside = False  # in a divided module, where rows are whole
         self._in_layer = False
-        rows = {one.parent for one in found if one.takes_part}
-        columns = {one.parent for one in found if one.makes_part}
-        self.regions = [one for one in dict.fromkeys(one.parent for one in found) if one in rows & columns]
+        rows = {module.parent for module in found if module.takes_part}
+        columns = {module.parent for module in found if module.makes_part}
+        self.regions = [layer for layer in dict.fromkeys(module.parent for module in found) if layer in rows & columns]
         tops = [top for block in blocks for top in _tops(block)]
-        self.modules = [one for one in tops if self._inside(one)]
+        self.modules = [top for top in tops if self._inside(top)]
         self._check(found)
 
     def _inside(self, layer: nn.Module) -> list[nn.Module]:
         within = set(layer.modules()) - {layer}
-        return [one for one in self.regions if one in within]
+        return [region for region in self.regions if region in within]
 
-    def _check(self, found: Sequence[Divided]) -> None:
-        stacked = next((one.name for one in found if isinstance(one.style, Stacked)), None)
+    def _check(self, found: Sequence[DividedModule]) -> None:
+        stacked = next((module.name for module in found if isinstance(module.style, Stacked)), None)
         if stacked is not None:
             raise ModelError(
                 f"sequence_parallel is True, and tp divides the experts {stacked}, which would see a part of the rows",
@@ -68,10 +68,10 @@ class Sequenced:
                 expected="blocks such as norm, attention, norm, feed-forward, each part a module",
                 fix=_FIX,
             )
-        known = {id(one) for each in found for one in each.module.parameters()}
+        known = {id(param) for each in found for param in each.module.parameters()}
         for region in self.regions:
-            for name, one in region.named_parameters():
-                if id(one) not in known:
+            for name, param in region.named_parameters():
+                if id(param) not in known:
                     raise ModelError(
                         f"sequence_parallel is True, and {type(region).__name__} has {name} besides its divided layers",
                         expected="only divided layers and those of style partial in it",
@@ -80,10 +80,10 @@ class Sequenced:
 
     def attach(self, held: Collection[nn.Module]) -> None:
         """Add the exchanges of the layers that this process holds."""
-        for layer in (one for one in self.modules if one in held):
+        for layer in (module for module in self.modules if module in held):
             regions = self._inside(layer)
             apart = {part for region in regions for part in region.modules()}
-            mark_partial(one for part in layer.modules() if part not in apart for one in part._parameters.values())
+            mark_partial(param for part in layer.modules() if part not in apart for param in part._parameters.values())
             layer.register_forward_pre_hook(self._enter, with_kwargs=True)
             layer.register_forward_hook(self._leave)
             for region in regions:
@@ -98,7 +98,7 @@ class Sequenced:
         if not self.is_on:
             return None
         self._in_layer = True
-        return _changed(args, kwargs, lambda one: passing.split(one, self.axes, _TOKENS))
+        return _changed(args, kwargs, lambda tensor: passing.split(tensor, self.axes, _TOKENS))
 
     def _leave(self, module: nn.Module, args: Any, made: Any) -> Any:
         if not self.is_on:
@@ -112,7 +112,7 @@ class Sequenced:
         if not self.is_on or not self._in_layer:
             return None
         self.is_inside = True
-        return _changed(args, kwargs, lambda one: passing.spread(one, self.axes, _TOKENS))
+        return _changed(args, kwargs, lambda tensor: passing.spread(tensor, self.axes, _TOKENS))
 
     def _leave_region(self, module: nn.Module, args: Any, made: Any) -> None:
         self.is_inside = False
@@ -128,7 +128,7 @@ class _Dropping:
 
     __slots__ = ("_sequenced", "module")
 
-    def __init__(self, sequenced: Sequenced, module: nn.Dropout) -> None:
+    def __init__(self, sequenced: SequenceLayers, module: nn.Dropout) -> None:
         self._sequenced, self.module = sequenced, module
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as torch names it
@@ -152,9 +152,9 @@ def _tops(block: Block) -> Iterator[nn.Module]:
 
 def _changed(args: Any, kwargs: Any, change: Any) -> Any:
     """Return a call's arguments with the first tensor, which is what flows through the layers, changed."""
-    for at, one in enumerate(args):
-        if isinstance(one, Tensor):
-            return (*args[:at], change(_rows(one)), *args[at + 1 :]), kwargs
+    for at, argument in enumerate(args):
+        if isinstance(argument, Tensor):
+            return (*args[:at], change(_rows(argument)), *args[at + 1 :]), kwargs
     for name in dict.fromkeys(("hidden_states", *kwargs)):
         if isinstance(kwargs.get(name), Tensor):
             return args, {**kwargs, name: change(_rows(kwargs[name]))}
@@ -179,6 +179,6 @@ def mark_partial(parameters: Iterable[nn.Parameter | None]) -> None:
     >>> norm.weight.partial_over
     ('tp',)
     """
-    for one in parameters:
-        if one is not None:
-            one.partial_over = (AXIS,)  # type: ignore[attr-defined]
+    for param in parameters:
+        if param is not None:
+            param.partial_over = (AXIS,)  # type: ignore[attr-defined]

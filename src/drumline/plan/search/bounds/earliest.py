@@ -17,7 +17,7 @@ import numpy as np
 
 from drumline.core.graph import Floats, Ints
 from drumline.plan.search.bounds.instance import F, I, StageLane, W
-from drumline.plan.search.bounds.relaxed import Key, Relaxed
+from drumline.plan.search.bounds.relaxed import Key, Relaxation
 
 _SWEEPS = 40
 _ROUNDING = 1e-11  # sums of sizes are rounded: an excess smaller than this does not count
@@ -25,7 +25,7 @@ _ROUNDING = 1e-11  # sums of sizes are rounded: an excess smaller than this does
 Heads = dict[tuple[int, Key], Floats]  # by (rank, (stage, op)): one number per microbatch of that lane
 
 
-def latest(relaxed: Relaxed, *, only_first: bool, is_late: Callable[[], bool] = lambda: False) -> float:
+def latest(relaxed: Relaxation, *, only_first: bool, is_late: Callable[[], bool] = lambda: False) -> float:
     """Return the largest head plus what must follow it, over all actions or only those of the rank of stage 0.
 
     If `is_late`, it ends with the sweeps so far; 0 before the first.
@@ -33,14 +33,14 @@ def latest(relaxed: Relaxed, *, only_first: bool, is_late: Callable[[], bool] = 
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.placement import Placement
     >>> from drumline.plan.search.bounds.instance import Instance
-    >>> latest(Relaxed(Instance(Costs(comm=0.5), Placement.linear(3), 1)), only_first=False)
+    >>> latest(Relaxation(Instance(Costs(comm=0.5), Placement.linear(3), 1)), only_first=False)
     9.0
     """
     ranks = []
     for lanes in relaxed.instance.lanes:
         if is_late():
             return 0.0
-        ranks.append(_Rank(relaxed, lanes))
+        ranks.append(_RankLanes(relaxed, lanes))
     heads: Heads = {(rank.number, key): np.zeros(rank.counts[key]) for rank in ranks for key in rank.counts}
     for _ in range(_SWEEPS):
         if is_late():
@@ -54,17 +54,17 @@ def latest(relaxed: Relaxed, *, only_first: bool, is_late: Callable[[], bool] = 
     return max(rank.end(heads, only_first, first) for rank in ranks)
 
 
-class _Rank:
+class _RankLanes:
     """One rank: its lanes, what must come before each action, and how much can come before its first I."""
 
-    def __init__(self, relaxed: Relaxed, lanes: Sequence[StageLane]) -> None:
+    def __init__(self, relaxed: Relaxation, lanes: Sequence[StageLane]) -> None:
         self.relaxed, self.lanes = relaxed, lanes
         self.number = lanes[0].rank
         self.stages = [lane.stage for lane in lanes]
         self.counts: dict[Key, int] = {(lane.stage, op): len(lane.microbatches) for lane in lanes for op in (F, I, W)}
         self.seconds = {key: relaxed.seconds[key] for key in self.counts}
         resources = relaxed.instance.resources
-        self.rooms = [(one, resource.most - resource.always[self.number]) for one, resource in enumerate(resources)]
+        self.rooms = [(index, resource.most - resource.always[self.number]) for index, resource in enumerate(resources)]
         self.pairs = {stage: self._most_pairs(at) for at, stage in enumerate(self.stages)}
         self.owed = {stage: self._most_owed(at) for at, stage in enumerate(self.stages)}
         self.begun: dict[Key, dict[int, Ints]] = {}
@@ -80,8 +80,8 @@ class _Rank:
     def _most_pairs(self, at: int) -> int:
         """Return how many microbatches of the lane can be between F and I at once."""
         most = self.counts[self.stages[at], F]
-        for one, room in self.rooms:
-            size = sum(self.relaxed.sizes(stage, one)[0] for stage in self._below(at))
+        for number, room in self.rooms:
+            size = sum(self.relaxed.sizes(stage, number)[0] for stage in self._below(at))
             if size > 0:
                 most = min(most, int(room / size * (1 + _ROUNDING)))
         return max(most, 1)
@@ -89,9 +89,9 @@ class _Rank:
     def _most_owed(self, at: int) -> int:
         """Return how many W of the lane can be pending while another of its microbatches begins."""
         most = self.counts[self.stages[at], F]
-        for one, room in self.rooms:
-            left = room - sum(self.relaxed.sizes(stage, one)[0] for stage in self._below(at))
-            size = self.relaxed.sizes(self.stages[at], one)[1]
+        for number, room in self.rooms:
+            left = room - sum(self.relaxed.sizes(stage, number)[0] for stage in self._below(at))
+            size = self.relaxed.sizes(self.stages[at], number)[1]
             if size > 0:
                 most = min(most, int(max(left, 0.0) / size * (1 + _ROUNDING)))
         return most
@@ -102,22 +102,22 @@ class _Rank:
         turn = np.arange(self.counts[key])
         counts = {other: np.zeros_like(turn) for other in self.counts}
         counts[key] = turn
-        begun = {one: np.zeros_like(turn) for one in self.stages}  # forwards that had room, including this one
+        begun = {number: np.zeros_like(turn) for number in self.stages}  # forwards that had room, including this one
         if op == F:
             begun[stage] = turn + 1
         else:
             counts[stage, F if op == I else I] = turn + 1
         linked = self.relaxed.linked
         for _ in range(2 * len(self.stages) + 2):
-            for at, one in enumerate(self.stages):
-                forwards, firsts, seconds = counts[one, F], counts[one, I], counts[one, W]
-                begun[one] = np.maximum(begun[one], forwards)
-                np.maximum(seconds, begun[one] - 1 - self.owed[one], out=seconds)
-                np.maximum(firsts, np.maximum(seconds, begun[one] - self.pairs[one]), out=firsts)
+            for at, number in enumerate(self.stages):
+                forwards, firsts, seconds = counts[number, F], counts[number, I], counts[number, W]
+                begun[number] = np.maximum(begun[number], forwards)
+                np.maximum(seconds, begun[number] - 1 - self.owed[number], out=seconds)
+                np.maximum(firsts, np.maximum(seconds, begun[number] - self.pairs[number]), out=firsts)
                 np.maximum(forwards, firsts, out=forwards)
                 if linked:
                     for lower in self.stages[:at]:
-                        np.maximum(counts[lower, F], begun[one], out=counts[lower, F])
+                        np.maximum(counts[lower, F], begun[number], out=counts[lower, F])
                         np.maximum(firsts, counts[lower, I] + (op == I and lower == stage), out=firsts)
         for other in counts:
             np.minimum(counts[other], self.counts[other], out=counts[other])
@@ -136,8 +136,8 @@ class _Rank:
     def _most_early_forwards(self) -> float:
         """Return the most seconds of forwards that can run before the first I, given the room."""
         most = sum(self.counts[stage, F] * self.seconds[stage, F] for stage in self.stages)
-        for one, room in self.rooms:
-            sizes = {stage: self.relaxed.sizes(stage, one)[0] for stage in self.stages}
+        for number, room in self.rooms:
+            sizes = {stage: self.relaxed.sizes(stage, number)[0] for stage in self.stages}
             if min(sizes.values()) > 0:
                 most = min(most, room * max(self.seconds[stage, F] / sizes[stage] for stage in self.stages))
         return most * (1 + _ROUNDING)
@@ -157,11 +157,11 @@ class _Rank:
         one that frees most per second.
         """
         longest: Floats = np.zeros(len(begun[self.stages[0]]))
-        for one, room in self.rooms:
+        for number, room in self.rooms:
             over = np.full(len(longest), -room * (1 + _ROUNDING))
             rate = 0.0
             for stage in self.stages:
-                full, rest = self.relaxed.sizes(stage, one)
+                full, rest = self.relaxed.sizes(stage, number)
                 first, both = self.seconds[stage, I], self.seconds[stage, I] + self.seconds[stage, W]
                 over += begun[stage] * full
                 rate = max(rate, (full - rest) / first if first > 0 else np.inf, full / both if both > 0 else np.inf)
@@ -206,9 +206,9 @@ class _Rank:
         if relaxed.linked:
             begin = heads[self.number, (self.stages[0], F)][0]
             np.maximum(head, begin + self.work[key], out=head)
-        for one in self.stages:
-            since = self.since[one][key]
-            np.maximum(head, np.where(since > 0, heads[self.number, (one, I)][0] + since, 0.0), out=head)
+        for number in self.stages:
+            since = self.since[number][key]
+            np.maximum(head, np.where(since > 0, heads[self.number, (number, I)][0] + since, 0.0), out=head)
         self._after_releases(heads, head, stage, op)
         rising = np.arange(len(head)) * self.seconds[key]
         head[:] = np.maximum.accumulate(head - rising) + rising

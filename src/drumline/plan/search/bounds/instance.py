@@ -63,8 +63,8 @@ class Resource:
 class Instance:
     """Costs, placement and limit, expanded to one entry per action.
 
-    >>> one = Instance(Costs(forward=[2, 1]), Placement.linear(2), num_microbatches=3)
-    >>> one.num_actions, one.seconds[one.number(0, F, 2)], one.action(one.number(1, W, 2))
+    >>> value = Instance(Costs(forward=[2, 1]), Placement.linear(2), num_microbatches=3)
+    >>> value.num_actions, value.seconds[value.number(0, F, 2)], value.action(value.number(1, W, 2))
     (24, 2.0, 1W2)
     """
 
@@ -204,7 +204,7 @@ class Instance:
             for number, op in enumerate(_OPS):
                 for alternatives in rules.needs(Action(stage, op, 0), self.num_stages):
                     # B uses the entry of I for its gradient.
-                    found[stage, number] = min((one.stage, _NUMBER[one.op]) for one in alternatives)
+                    found[stage, number] = min((action.stage, _NUMBER[action.op]) for action in alternatives)
         return found
 
     @cached_property

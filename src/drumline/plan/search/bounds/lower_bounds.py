@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from drumline.plan.search.bounds.earliest import latest
 from drumline.plan.search.bounds.instance import Instance, W
-from drumline.plan.search.bounds.relaxed import Relaxed
+from drumline.plan.search.bounds.relaxed import Relaxation
 
 IsLate = Callable[[], bool]
 
@@ -49,7 +49,7 @@ def lower_bound(instance: Instance, objective: str = "makespan", *, is_late: IsL
     Bound(value=39.0, name='passage')
     """
     found = [Bound(bound(instance, objective, is_late), name) for name, bound in BOUNDS.items()]
-    return max(found, key=lambda one: one.value)
+    return max(found, key=lambda bound: bound.value)
 
 
 def work(instance: Instance, objective: str, is_late: IsLate = _never) -> float:
@@ -59,7 +59,7 @@ def work(instance: Instance, objective: str, is_late: IsLate = _never) -> float:
     starts of two consecutive steps.
     """
     del objective, is_late
-    relaxed = Relaxed(instance)
+    relaxed = Relaxation(instance)
     return max(
         sum(relaxed.exact[lane.stage, m] for lane in lanes for m in lane.microbatches) for lanes in instance.lanes
     )
@@ -74,7 +74,7 @@ def residence(instance: Instance, objective: str, is_late: IsLate = _never) -> f
     it lie the forwards of the stages before the rank's first.
     """
     del is_late
-    relaxed = Relaxed(instance)
+    relaxed = Relaxation(instance)
     best = 0.0
     for lanes in instance.lanes:
         for at, resource in enumerate(instance.resources):
@@ -102,7 +102,7 @@ def passage(instance: Instance, objective: str, is_late: IsLate = _never) -> flo
 
     The same bounds the span of the rank with stage 0, which starts first; over several steps it bounds nothing.
     """
-    relaxed = Relaxed(instance)
+    relaxed = Relaxation(instance)
     if objective == "steady" or (objective == "span" and not relaxed.linked):
         return 0.0
     return latest(relaxed, only_first=objective == "span", is_late=is_late)

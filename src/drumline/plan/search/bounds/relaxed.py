@@ -15,7 +15,7 @@ _OPS = (F, I, W)
 Key = tuple[int, int]  # (stage, op)
 
 
-class Relaxed:
+class Relaxation:
     """The simplified instance: seconds per (stage, op), the same for all microbatches."""
 
     def __init__(self, instance: Instance) -> None:
@@ -38,10 +38,10 @@ class Relaxed:
 
     def sizes(self, stage: int, resource: int) -> tuple[float, float]:
         """Return what the smallest microbatch holds from F on, and at least from I on."""
-        one = self.instance.resources[resource]
+        device = self.instance.resources[resource]
         numbers = [self.instance.number(stage, F, m) for m in range(self.instance.num_microbatches)]
-        full = min(one.after[n] for n in numbers)
-        return full, min(full, *(-one.after[n + W] for n in numbers))
+        full = min(device.after[n] for n in numbers)
+        return full, min(full, *(-device.after[n + W] for n in numbers))
 
     def latency(self, stage: int, op: int) -> float:
         """Return the least latency of the output of (stage, op)."""

@@ -48,7 +48,7 @@ def matched(name: str) -> list[Path]:
         except (OSError, ValueError):
             several = []
         if several:
-            return [Path(one) for one in several]
+            return [Path(text) for text in several]
     return [Path(name)]
 
 

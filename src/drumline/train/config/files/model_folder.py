@@ -83,9 +83,9 @@ def _weights(folder: str) -> Iterator[str]:
     index = os.path.join(folder, _INDEX)
     if os.path.exists(index):
         named = _object(index).get("weight_map")
-        if not isinstance(named, dict) or not all(isinstance(one, str) for one in named.values()):
+        if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
             raise _Broken(f"{index}: there is no weight_map")
-        yield from (os.path.join(folder, one) for one in dict.fromkeys(named.values()))
+        yield from (os.path.join(folder, file) for file in dict.fromkeys(named.values()))
     elif os.path.exists(single := os.path.join(folder, _SAFE)):
         yield single
 
@@ -101,7 +101,7 @@ def _check_header(path: str) -> None:
             raise _Broken(f"{path}: not a file of safetensors")
         try:
             tensors = json.loads(file.read(length))
-            ends = [int(one["data_offsets"][1]) for name, one in tensors.items() if name != "__metadata__"]
+            ends = [int(tensor["data_offsets"][1]) for name, tensor in tensors.items() if name != "__metadata__"]
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
             raise _Broken(f"{path}: not a file of safetensors") from None
     if size - 8 - length != max(ends, default=0):

@@ -12,11 +12,11 @@ from drumline.train.config.files.model_folder import problems_of
 from drumline.train.config.files.signatures import refusals
 from drumline.train.config.functions import parts_of
 from drumline.train.config.problems import Problem
-from drumline.train.config.relations import Judged, relation
+from drumline.train.config.relations import PlacedSettings, relation
 
 
 @relation("data.files", "data.validation_files", "data.tokenizer", "data.kind")
-def _files_are_there(judged: Judged) -> Iterator[Problem]:
+def _files_are_there(judged: PlacedSettings) -> Iterator[Problem]:
     data = judged.settings.data
     for name in ("files", "validation_files"):
         for at, file in enumerate(getattr(data, name)):
@@ -37,7 +37,7 @@ def _files_are_there(judged: Judged) -> Iterator[Problem]:
 
 
 @relation("model.kind", "model.path", "model.pretrained")
-def _model_is_there(judged: Judged) -> Iterator[Problem]:
+def _model_is_there(judged: PlacedSettings) -> Iterator[Problem]:
     model = judged.settings.model
     if model.kind != "hf":
         return
@@ -55,20 +55,20 @@ def _model_is_there(judged: Judged) -> Iterator[Problem]:
 
 
 @relation("model.kind", "model.function", "model.arguments")
-def _model_function_takes(judged: Judged) -> Iterator[Problem]:
+def _model_function_takes(judged: PlacedSettings) -> Iterator[Problem]:
     model = judged.settings.model
     if model.kind == "function":
         yield from _function(judged, "model", model.function, model.arguments)
 
 
 @relation("data.kind", "data.function", "data.arguments")
-def _data_function_takes(judged: Judged) -> Iterator[Problem]:
+def _data_function_takes(judged: PlacedSettings) -> Iterator[Problem]:
     data = judged.settings.data
     if data.kind == "function":
         yield from _function(judged, "data", data.function, data.arguments)
 
 
-def _function(judged: Judged, table: str, name: str, arguments: dict[str, object]) -> Iterator[Problem]:
+def _function(judged: PlacedSettings, table: str, name: str, arguments: dict[str, object]) -> Iterator[Problem]:
     key = f"{table}.function"
     where = judged.source.where((table, "function"))
     try:
@@ -76,7 +76,7 @@ def _function(judged: Judged, table: str, name: str, arguments: dict[str, object
     except DrumlineError as error:
         yield Problem(where, key, error.error if name else "is missing", error.expected, error.fix)
         return
-    for one in refusals(name, table, arguments):
-        own = f"{table}.arguments.{one.argument}" if one.argument else key
-        place = judged.source.where((table, "arguments", one.argument)) if one.argument else where
-        yield Problem(place, own, one.error, one.expected, one.fix)
+    for refusal in refusals(name, table, arguments):
+        own = f"{table}.arguments.{refusal.argument}" if refusal.argument else key
+        place = judged.source.where((table, "arguments", refusal.argument)) if refusal.argument else where
+        yield Problem(place, own, refusal.error, refusal.expected, refusal.fix)

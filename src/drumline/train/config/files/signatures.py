@@ -50,7 +50,7 @@ def refusals(name: str, table: str, arguments: Mapping[str, object]) -> Iterator
     bound = _bound(tree.body)
     if function not in bound:
         if "*" not in bound and "__getattr__" not in bound:
-            own = [one for one in bound if not one.startswith("_")]
+            own = [text for text in bound if not text.startswith("_")]
             yield Refusal(f"{path} has no function {function!r}", fix=nearest(function, own) if own else "")
         return
     found = bound[function]
@@ -75,32 +75,32 @@ def _bound(body: list[ast.stmt]) -> dict[str, ast.AST | None]:
         if isinstance(node, Function | ast.ClassDef):
             found[node.name] = node
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {(one.asname or one.name).partition(".")[0]: None for one in node.names}
+            found |= {(name.asname or name.name).partition(".")[0]: None for name in node.names}
         else:
-            named = (one for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
-            found |= {one.id: None for one in named}
+            named = (s for s in ast.walk(node) if isinstance(s, ast.Name) and isinstance(s.ctx, ast.Store))
+            found |= {name.id: None for name in named}
             for part in ("body", "orelse", "finalbody", "handlers"):
                 inner = getattr(node, part, [])
-                for one in inner if isinstance(inner, list) else []:
-                    within = _bound(one.body if isinstance(one, ast.ExceptHandler) else [one])
+                for handler in inner if isinstance(inner, list) else []:
+                    within = _bound(handler.body if isinstance(handler, ast.ExceptHandler) else [handler])
                     found |= dict.fromkeys(within)  # which of several is bound is not known
     return found
 
 
 def _unlike(what: str, takes: ast.arguments, table: str, arguments: Mapping[str, object]) -> Iterator[Refusal]:
-    names = [one.arg for one in (*takes.args, *takes.kwonlyargs)]
+    names = [argument.arg for argument in (*takes.args, *takes.kwonlyargs)]
     if takes.posonlyargs:
         first = takes.posonlyargs[0].arg
         yield Refusal(f"{what} takes {first} by its place alone", "arguments that can be given by name")
     if takes.kwarg is None:
-        for one in arguments:
-            if one not in names:
-                fix = nearest(one, names) if names else "leave it out"
-                yield Refusal(f"{what} does not take {one}", fix=fix, argument=one)
-    needed = [one.arg for one in takes.args[: len(takes.args) - len(takes.defaults)]]
-    needed += [one.arg for one, given in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if given is None]
+        for argument in arguments:
+            if argument not in names:
+                fix = nearest(argument, names) if names else "leave it out"
+                yield Refusal(f"{what} does not take {argument}", fix=fix, argument=argument)
+    needed = [argument.arg for argument in takes.args[: len(takes.args) - len(takes.defaults)]]
+    needed += [k.arg for k, given in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if given is None]
     offered = OFFERED[table]
-    for one in needed:
-        if one not in offered and one not in arguments:
+    for name in needed:
+        if name not in offered and name not in arguments:
             fix = f"add it to the table [{table}.arguments]"
-            yield Refusal(f"{what} needs {one}", f"one of {', '.join(offered)}", fix)
+            yield Refusal(f"{what} needs {name}", f"one of {', '.join(offered)}", fix)

@@ -42,7 +42,7 @@ class Bucket:
         return self.rows * self.length
 
 
-class Stream(Protocol):
+class BatchStream(Protocol):
     """Batches without end, the same on every rank that has the same place in data parallelism."""
 
     def __iter__(self) -> Iterator[Batch]:
@@ -62,7 +62,7 @@ class Stream(Protocol):
 class Data:
     """The training stream, and held-out batches that are the same every time."""
 
-    training: Stream
+    training: BatchStream
     validation: tuple[Batch, ...]
     num_tokens: int  # of one epoch; 0 where nobody knows
     buckets: tuple[Bucket, ...] = ()  # lengths that steps have, if each has one

@@ -22,7 +22,7 @@ from drumline.train.data.items.fingerprint import Part
 from drumline.train.data.items.order import Indices
 
 
-class Mapped:
+class MappedNumbers:
     """Numbers in a file, mapped; other processes map the file again instead of getting its contents."""
 
     def __init__(self, path: str, dtype: str, offset: int = 0) -> None:
@@ -30,19 +30,19 @@ class Mapped:
         self.numbers: NDArray[Any] = np.memmap(path, dtype=dtype, mode="r", offset=offset)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Mapped, (self.path, self.dtype, self.offset)
+        return MappedNumbers, (self.path, self.dtype, self.offset)
 
 
 @dataclass(frozen=True)
 class Documents:
     """Spans of parts; `end` is the token behind those that have `ends`, and `counted` says which tokens are trained on.
 
-    >>> one = Documents.of([[1, 2, 3], [4]], end=9)
-    >>> one.lengths.tolist(), one.read(0, 1, 4).tolist(), one.num_tokens
+    >>> value = Documents.of([[1, 2, 3], [4]], end=9)
+    >>> value.lengths.tolist(), value.read(0, 1, 4).tolist(), value.num_tokens
     ([4, 2], [2, 3, 9], 6)
     """
 
-    parts: tuple[Mapped | NDArray[Any], ...]
+    parts: tuple[MappedNumbers | NDArray[Any], ...]
     which: NDArray[np.int32]
     starts: Indices
     stops: Indices
@@ -53,34 +53,34 @@ class Documents:
     @classmethod
     def of(cls, documents: Sequence[Sequence[int]], *, end: int | None = None) -> Documents:
         """Return documents that are in memory already."""
-        part = np.concatenate([np.asarray(one, dtype=np.int32) for one in documents])
+        part = np.concatenate([np.asarray(document, dtype=np.int32) for document in documents])
         return cls.spans((part,), [np.cumsum([0, *map(len, documents)], dtype=np.int64)], end=end)
 
     @classmethod
     def spans(
         cls,
-        parts: Sequence[Mapped | NDArray[Any]],
+        parts: Sequence[MappedNumbers | NDArray[Any]],
         bounds: Sequence[Indices],
         *,
         end: int | None = None,
         counted: tuple[NDArray[np.bool_], ...] | None = None,
     ) -> Documents:
         """Return the documents between the bounds of each part."""
-        return cls.between(parts, [(one[:-1], one[1:]) for one in bounds], end=end, counted=counted)
+        return cls.between(parts, [(bound[:-1], bound[1:]) for bound in bounds], end=end, counted=counted)
 
     @classmethod
     def between(
         cls,
-        parts: Sequence[Mapped | NDArray[Any]],
+        parts: Sequence[MappedNumbers | NDArray[Any]],
         bounds: Sequence[tuple[Indices, Indices]],
         *,
         end: int | None = None,
         counted: tuple[NDArray[np.bool_], ...] | None = None,
     ) -> Documents:
         """Return the documents from the starts to the stops of each part; empty ones are left out."""
-        starts = np.concatenate([one for one, _ in bounds])
-        stops = np.concatenate([one for _, one in bounds])
-        which = np.concatenate([np.full(len(one), at, dtype=np.int32) for at, (one, _) in enumerate(bounds)])
+        starts = np.concatenate([array for array, _ in bounds])
+        stops = np.concatenate([array for _, array in bounds])
+        which = np.concatenate([np.full(len(array), at, dtype=np.int32) for at, (array, _) in enumerate(bounds)])
         filled = stops > starts
         ends = np.full(len(starts), end is not None)
         made = cls(tuple(parts), which, starts, stops, ends, 0 if end is None else end, counted)
@@ -92,11 +92,11 @@ class Documents:
     @property
     def contents(self) -> list[Part]:
         """What tells these documents from others: the numbers of all parts, and which of them make documents."""
-        names = [one.path if isinstance(one, Mapped) else "the text" for one in self.parts]
-        numbers = [one.numbers if isinstance(one, Mapped) else one for one in self.parts]
-        found = [Part(name, one) for name, one in zip(names, numbers, strict=True)]
-        found += [Part("what is trained on", one) for one in self.counted or ()]
-        return [*found, *(Part("the list of documents", one) for one in (self.starts, self.stops))]
+        names = [part.path if isinstance(part, MappedNumbers) else "the text" for part in self.parts]
+        numbers = [part.numbers if isinstance(part, MappedNumbers) else part for part in self.parts]
+        found = [Part(name, number) for name, number in zip(names, numbers, strict=True)]
+        found += [Part("what is trained on", array) for array in self.counted or ()]
+        return [*found, *(Part("the list of documents", array) for array in (self.starts, self.stops))]
 
     @cached_property
     def lengths(self) -> Indices:
@@ -116,7 +116,7 @@ class Documents:
     def read(self, at: int, start: int, stop: int) -> Indices:
         """Return the tokens of a document from `start` to before `stop`."""
         part = self.parts[self.which[at]]
-        numbers = part.numbers if isinstance(part, Mapped) else part
+        numbers = part.numbers if isinstance(part, MappedNumbers) else part
         first, last = int(self.starts[at]), int(self.stops[at])
         tokens = np.asarray(numbers[first + start : min(first + stop, last)]).astype(np.int64)
         return np.append(tokens, self.end) if first + stop > last and self.ends[at] else tokens

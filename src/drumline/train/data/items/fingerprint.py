@@ -47,8 +47,8 @@ def blocks(size: int, most: int) -> Iterator[tuple[int, int]]:
 def digest(numbers: NDArray[Any], *, most: int = _MOST) -> str:
     """Return a digest of the kind and number of numbers, and of at most so many blocks of them.
 
-    >>> one = np.arange(50_000)
-    >>> digest(one) == digest(one.copy()), digest(one) == digest(one + 1)
+    >>> value = np.arange(50_000)
+    >>> digest(value) == digest(value.copy()), digest(value) == digest(value + 1)
     (True, False)
     """
     flat = numbers.reshape(-1)
@@ -66,24 +66,24 @@ def fingerprint(parts: Sequence[Part], how: str = "sampled") -> dict[str, Any]:
     >>> found["how"], found["size"], found["files"][0][:2]
     ('sampled', 9, ['a.txt', 9])
     """
-    total = sum(one.numbers.nbytes for one in parts)
+    total = sum(part.numbers.nbytes for part in parts)
     each = []
-    for one in parts:
-        share = _MOST * one.numbers.nbytes // max(total, 1)
+    for part in parts:
+        share = _MOST * part.numbers.nbytes // max(total, 1)
         whole = how == "whole" or total <= _MOST * _BLOCK
-        each.append(digest(one.numbers, most=one.numbers.nbytes // _BLOCK + 1 if whole else max(2, share)))
+        each.append(digest(part.numbers, most=part.numbers.nbytes // _BLOCK + 1 if whole else max(2, share)))
     told = blake2b("".join(each).encode(), digest_size=16).hexdigest()
-    files = [[one.name, len(one.numbers), mine] for one, mine in zip(parts, each, strict=True)]
+    files = [[part.name, len(part.numbers), mine] for part, mine in zip(parts, each, strict=True)]
     return {"how": how, "size": total, "digest": told, "files": files[:_NAMED]}
 
 
 def changed(then: dict[str, Any], now: dict[str, Any], parts: Sequence[Part]) -> str:
     """Return what has changed between two fingerprints, the second one of these parts; empty if nothing has.
 
-    >>> one, other = (Part("a.txt", np.full(9, value)) for value in (0, 1))
-    >>> changed(fingerprint([one]), fingerprint([one]), [one])
+    >>> value, other = (Part("a.txt", np.full(9, value)) for value in (0, 1))
+    >>> changed(fingerprint([value]), fingerprint([value]), [value])
     ''
-    >>> changed(fingerprint([one]), fingerprint([other], "whole"), [other])
+    >>> changed(fingerprint([value]), fingerprint([other], "whole"), [other])
     'a.txt has other contents'
     """
     if then.get("how") != now["how"]:

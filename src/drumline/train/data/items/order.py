@@ -22,10 +22,10 @@ Indices = NDArray[np.int64]
 class Shuffle:
     """A permutation of 0 .. size - 1 that depends on `key` and `size` alone.
 
-    >>> one = Shuffle(10, key=(0, 3))
-    >>> sorted(one.at(0, 10).tolist()) == list(range(10))
+    >>> value = Shuffle(10, key=(0, 3))
+    >>> sorted(value.at(0, 10).tolist()) == list(range(10))
     True
-    >>> one.at(0, 10).tolist()[4:6] == one.at(4, 6).tolist()
+    >>> value.at(0, 10).tolist()[4:6] == value.at(4, 6).tolist()
     True
     """
 
@@ -34,8 +34,8 @@ class Shuffle:
         self._half = max((max(size - 1, 1).bit_length() + 1) // 2, 1)
         state = np.zeros(1, dtype=np.uint64)
         with np.errstate(over="ignore"):
-            for one in key:
-                state = _mixed((state ^ np.uint64(one % 2**64)) + _ODD)
+            for number in key:
+                state = _mixed((state ^ np.uint64(number % 2**64)) + _ODD)
             rounds = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _ODD
             self._keys = _mixed(rounds ^ state)
 

@@ -21,10 +21,10 @@ def digest_of(batch: Any, *, waits: bool = True) -> str:
 
     Without `waits`, of tensors on an accelerator only shape and kind: reading them would wait for the device.
 
-    >>> one = (torch.arange(3), {"target": [1.0, None]})
-    >>> digest_of(one) == digest_of((torch.arange(3), {"target": [1.0, None]}))
+    >>> value = (torch.arange(3), {"target": [1.0, None]})
+    >>> digest_of(value) == digest_of((torch.arange(3), {"target": [1.0, None]}))
     True
-    >>> digest_of(one) == digest_of((torch.arange(1, 4), {"target": [1.0, None]}))
+    >>> digest_of(value) == digest_of((torch.arange(1, 4), {"target": [1.0, None]}))
     False
     """
     told = blake2b(digest_size=16)
@@ -55,13 +55,13 @@ def _parts(value: Any, waits: bool, depth: int) -> Iterator[str]:
         yield "deep"
     elif isinstance(value, Mapping):
         yield f"dict {len(value)}"
-        for name, one in value.items():
+        for name, item in value.items():
             yield f"{name!r}" if isinstance(name, str | int) else type(name).__name__
-            yield from _parts(one, waits, depth + 1)
+            yield from _parts(item, waits, depth + 1)
     elif isinstance(value, list | tuple):
         yield f"list {len(value)}"
-        for one in value:
-            yield from _parts(one, waits, depth + 1)
+        for item in value:
+            yield from _parts(item, waits, depth + 1)
     elif is_dataclass(value) and not isinstance(value, type):
         yield type(value).__name__
         for field in fields(value):

@@ -59,16 +59,16 @@ class Draws:
 
     def state(self) -> dict[str, Any]:
         """Return where all of them are: the global ones by name, and those in the data by where they are held."""
-        held = {where: state_of_own(one) for where, one in generators_in(self._source).items()}
+        held = {where: state_of_own(generator) for where, generator in generators_in(self._source).items()}
         return {"global": dict(self._apart), "held": held}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Let all of them go on from where they were."""
         self._apart = dict(state["global"])
         held = generators_in(self._source)
-        for where, one in state["held"].items():
+        for where, value in state["held"].items():
             if where in held:
-                set_own(held[where], one)
+                set_own(held[where], value)
 
 
 def _now() -> dict[str, Any]:
@@ -93,51 +93,53 @@ def generators_in(source: Any) -> dict[str, Any]:
     seen: set[int] = set()
     waiting: list[tuple[str, Any, int]] = [("", source, 0)]
     while waiting and len(seen) < _MOST:
-        where, one, depth = waiting.pop(0)
-        if id(one) in seen or one is None or isinstance(one, str | bytes | int | float | ModuleType | torch.Tensor):
+        where, item, depth = waiting.pop(0)
+        if id(item) in seen or item is None or isinstance(item, str | bytes | int | float | ModuleType | torch.Tensor):
             continue
-        seen.add(id(one))
-        if isinstance(one, OWN_GENERATORS):
-            if not (_is_global(one) or isinstance(one, random.SystemRandom)):  # the latter has no state: see trial.py
-                found.setdefault(where, one)
+        seen.add(id(item))
+        if isinstance(item, OWN_GENERATORS):
+            if not (
+                _is_global(item) or isinstance(item, random.SystemRandom)
+            ):  # the latter has no state: see resume_trial.py
+                found.setdefault(where, item)
         elif depth < _DEEPEST:
-            waiting += [(where + step, inner, depth + 1) for step, inner in _inside(one)]
+            waiting += [(where + step, inner, depth + 1) for step, inner in _inside(item)]
     return found
 
 
 def _is_global(generator: Any) -> bool:
     shared = (torch.default_generator, getattr(random, "_inst", None), getattr(np.random.mtrand, "_rand", None))
-    return any(generator is one for one in shared) or generator is getattr(shared[2], "_bit_generator", None)
+    return any(generator is source for source in shared) or generator is getattr(shared[2], "_bit_generator", None)
 
 
-def _inside(one: Any) -> Iterator[tuple[str, Any]]:
+def _inside(method_type: Any) -> Iterator[tuple[str, Any]]:
     """Yield what an object holds, by how it is reached; properties are not asked, they may do anything."""
-    if isinstance(one, Mapping):
-        if type(one) is dict and len(one) <= _LONGEST:
-            yield from ((f"[{name!r:.40}]", inner) for name, inner in one.items())
-    elif isinstance(one, list | tuple | set | frozenset):
-        if len(one) <= _LONGEST:
-            yield from ((f"[{at}]", inner) for at, inner in enumerate(one))
-    elif isinstance(one, MethodType):
-        yield from ((".__self__", one.__self__), (".__func__", one.__func__))
-    elif isinstance(one, FunctionType):
-        yield from _of_function(one)
-    elif isinstance(one, partial):
-        yield from ((".func", one.func), (".args", one.args), (".keywords", one.keywords))
-    elif not isinstance(one, type):
-        yield from _of_object(one)
+    if isinstance(method_type, Mapping):
+        if type(method_type) is dict and len(method_type) <= _LONGEST:
+            yield from ((f"[{name!r:.40}]", inner) for name, inner in method_type.items())
+    elif isinstance(method_type, list | tuple | set | frozenset):
+        if len(method_type) <= _LONGEST:
+            yield from ((f"[{at}]", inner) for at, inner in enumerate(method_type))
+    elif isinstance(method_type, MethodType):
+        yield from ((".__self__", method_type.__self__), (".__func__", method_type.__func__))
+    elif isinstance(method_type, FunctionType):
+        yield from _of_function(method_type)
+    elif isinstance(method_type, partial):
+        yield from ((".func", method_type.func), (".args", method_type.args), (".keywords", method_type.keywords))
+    elif not isinstance(method_type, type):
+        yield from _of_object(method_type)
 
 
-def _of_object(one: Any) -> Iterator[tuple[str, Any]]:
+def _of_object(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield an object's attributes, and the functions of its classes, whose code may name generators."""
-    names = vars(one) if hasattr(one, "__dict__") else {}
+    names = vars(value) if hasattr(value, "__dict__") else {}
     yield from ((f".{name}", inner) for name, inner in names.items())
-    for kind in type(one).__mro__:
+    for kind in type(value).__mro__:
         if kind.__module__.partition(".")[0] in _OURS:
             continue
         slots = kind.__dict__.get("__slots__", ())
-        held = [name for name in ((slots,) if isinstance(slots, str) else slots) if hasattr(one, name)]
-        yield from ((f".{name}", getattr(one, name)) for name in held)
+        held = [name for name in ((slots,) if isinstance(slots, str) else slots) if hasattr(value, name)]
+        yield from ((f".{name}", getattr(value, name)) for name in held)
         for name, inner in kind.__dict__.items():
             if isinstance(inner, (FunctionType, *OWN_GENERATORS)):
                 yield f".{name}", inner

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from drumline.core.errors import UsageError
-from drumline.train.data.items.batch import Batch, Stream
+from drumline.train.data.items.batch import Batch, BatchStream
 from drumline.train.data.own.digests import joined
 from drumline.train.data.own.draws import Draws
 from drumline.train.models.built import IGNORED, Built
@@ -27,21 +27,21 @@ _STATE = 2
 END = object()
 
 
-class Source:
+class DataSource:
     """What a user's function gave to be gone through, with the random numbers that it draws."""
 
     def __init__(self, given: Any) -> None:
         self.given, self.draws = given, Draws(given)
-        self.has_state = all(callable(getattr(given, one, None)) for one in ("state_dict", "load_state_dict"))
+        self.has_state = all(callable(getattr(given, name, None)) for name in ("state_dict", "load_state_dict"))
         self._batches: Iterator[Any] | None = None
 
     def begin(self, epoch: int) -> None:
         """Begin an epoch; what has to know its number is told."""
         self.close()
         with self.draws.running():
-            for one in _parts(self.given):
-                if callable(getattr(one, "set_epoch", None)):
-                    one.set_epoch(epoch)
+            for part in _parts(self.given):
+                if callable(getattr(part, "set_epoch", None)):
+                    part.set_epoch(epoch)
             self._batches = iter(self.given)
 
     def next(self) -> Any:
@@ -74,16 +74,16 @@ def _parts(given: Any) -> Iterator[Any]:
     seen: list[Any] = []
     batch_sampler = getattr(given, "batch_sampler", None)
     sampler = getattr(batch_sampler, "sampler", None)
-    for one in (given, getattr(given, "sampler", None), batch_sampler, sampler, getattr(given, "dataset", None)):
-        if one is not None and not any(one is other for other in seen):
-            seen.append(one)
-            yield one
+    for part in (given, getattr(given, "sampler", None), batch_sampler, sampler, getattr(given, "dataset", None)):
+        if part is not None and not any(part is other for other in seen):
+            seen.append(part)
+            yield part
 
 
-class RepeatedStream(Stream):
+class RepeatedStream(BatchStream):
     """Batches of something that is gone through again in every epoch."""
 
-    def __init__(self, source: Source, built: Built, name: str, *, exact: bool = True) -> None:
+    def __init__(self, source: DataSource, built: Built, name: str, *, exact: bool = True) -> None:
         self.source, self.built, self.name, self.exact = source, built, name, exact
         self.epoch = self.batches = 0
         self._begun = source.draws.state()  # of the random numbers, at the start of the epoch
@@ -98,10 +98,10 @@ class RepeatedStream(Stream):
                 self.source.begin(self.epoch)
             else:
                 self._go_on(saved)
-            while (one := self.source.next()) is not END:
+            while (item := self.source.next()) is not END:
                 self.batches += 1
-                self._seen = joined(self._seen, one)
-                yield batch_of(one, self.built, self.name)
+                self._seen = joined(self._seen, item)
+                yield batch_of(item, self.built, self.name)
             if not self.batches:
                 raise UsageError(f"{self.name} gives no batch", expected=FORMS)
             self.epoch += 1
@@ -122,10 +122,10 @@ class RepeatedStream(Stream):
         source.begin(self.epoch)
         self._seen = ""
         for at in range(self.batches):
-            if (one := source.next()) is END:
+            if (item := source.next()) is END:
                 self._refuse(f"{self.name} gives {at} batches in an epoch of which {self.batches} were used")
                 break
-            self._seen = joined(self._seen, one)
+            self._seen = joined(self._seen, item)
         if self._seen != saved["seen"]:
             self._refuse(f"{self.name} gives other batches than those that this run was trained on")
 
@@ -167,13 +167,13 @@ class RepeatedStream(Stream):
         self.source.close()
 
 
-def batch_of(one: Any, built: Built, name: str) -> Batch:
+def batch_of(pair: Any, built: Built, name: str) -> Batch:
     """Return what the user's data yield as a batch."""
-    if isinstance(one, Batch):
-        return one
-    if not isinstance(one, tuple | list) or len(one) != 2:
-        raise UsageError(f"{name} gave a {type(one).__name__}", expected="Batch or (inputs, target)")
-    inputs, target = one
+    if isinstance(pair, Batch):
+        return pair
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise UsageError(f"{name} gave a {type(pair).__name__}", expected="Batch or (inputs, target)")
+    inputs, target = pair
     named = dict(inputs) if isinstance(inputs, dict) else {built.inputs: inputs}
     counted = padded = 0
     if isinstance(target, Tensor):

@@ -33,13 +33,13 @@ def instruction_documents(names: Sequence[str], tokenizer: Tokenizer, *, key: st
     counted: list[list[bool]] = []
     for path in found(names, key=key):
         for place, record in records_of(path):
-            one, counts = _encoded(place, record, tokenizer)
+            row, counts = _encoded(place, record, tokenizer)
             if not any(counts[1:]):
                 raise UsageError(f"{place}: the response is empty", expected="something to train on")
-            tokens.append(one)
+            tokens.append(row)
             counted.append(counts)
-    part = np.array([one for each in tokens for one in each], dtype=np.int32)
-    flags = np.array([one for each in counted for one in each], dtype=bool)
+    part = np.array([number for each in tokens for number in each], dtype=np.int32)
+    flags = np.array([flag for each in counted for flag in each], dtype=bool)
     bounds = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
     return Documents.spans((part,), [bounds], counted=(flags,))
 
@@ -55,20 +55,20 @@ def _encoded(place: str, record: dict[str, Any], tokenizer: Tokenizer) -> Counte
         if not templated:
             return _in_turn([(prompt, False), (response, bool(response))], tokenizer)
         messages = [{"role": "user", "content": prompt}, {"role": _ANSWERS, "content": response}]
-    if not any(one["role"] == _ANSWERS and one["content"] for one in messages):
+    if not any(message["role"] == _ANSWERS and message["content"] for message in messages):
         raise UsageError(f"{place}: no message of the role {_ANSWERS!r} has content", expected=_FORMS)
     if templated:
         assert isinstance(tokenizer, FolderTokenizer)
         return _by_template(place, messages, tokenizer)
     turns: list[tuple[str, bool]] = []
-    for one in messages:
-        turns += [(f"{one['role']}: ", False), (f"{one['content']}\n", one["role"] == _ANSWERS)]
+    for message in messages:
+        turns += [(f"{message['role']}: ", False), (f"{message['content']}\n", message["role"] == _ANSWERS)]
     return _in_turn(turns, tokenizer)
 
 
 def _messages(place: str, given: Any) -> list[Message]:
-    def is_right(one: Any) -> bool:
-        return isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+    def is_right(entry: Any) -> bool:
+        return isinstance(entry, dict) and isinstance(entry.get("role"), str) and isinstance(entry.get("content"), str)
 
     if not isinstance(given, list) or not given or not all(map(is_right, given)):
         raise UsageError(f"{place}: messages is {given!r:.80}", expected=_FORMS)
@@ -90,8 +90,8 @@ def _by_template(place: str, messages: list[Message], tokenizer: FolderTokenizer
     """Count what the template writes between the beginning of an answer and its end."""
     tokens = tokenizer.chat(messages)
     counts = [False] * len(tokens)
-    for at, one in enumerate(messages):
-        if one["role"] != _ANSWERS:
+    for at, message in enumerate(messages):
+        if message["role"] != _ANSWERS:
             continue
         before, after = tokenizer.chat(messages[:at], answer=True), tokenizer.chat(messages[: at + 1])
         if tokens[: len(after)] != after or after[: len(before)] != before:

@@ -17,9 +17,9 @@ import numpy as np
 
 from drumline.core.errors import UsageError
 from drumline.train.config.files.data_files import check_utf8, found, records_of
-from drumline.train.data.items.documents import Documents, Mapped
+from drumline.train.data.items.documents import Documents, MappedNumbers
 from drumline.train.data.items.order import Indices
-from drumline.train.data.read.encoded import encoded
+from drumline.train.data.read.encoding import encoded
 from drumline.train.models.built import Tokenizer
 from drumline.train.models.tokenizers import ByteTokenizer
 
@@ -36,7 +36,7 @@ def text_documents(names: Sequence[str], separator: str, tokenizer: Tokenizer, *
     """
     files = found(names, key=key) if names else [SHIPPED]
     separator = separator if names or separator else SHIPPED_SEPARATOR
-    records = [one for one in files if one.suffix in (".jsonl", ".ndjson")]
+    records = [file for file in files if file.suffix in (".jsonl", ".ndjson")]
     if type(tokenizer) is ByteTokenizer and not records:
         return _mapped(files, separator, tokenizer)
     for path in files:
@@ -48,7 +48,7 @@ def text_documents(names: Sequence[str], separator: str, tokenizer: Tokenizer, *
 
 def _mapped(files: Sequence[Path], separator: str, tokenizer: Tokenizer) -> Documents:
     starts = [check_utf8(path) for path in files]
-    parts = [Mapped(str(path), "uint8") for path in files]
+    parts = [MappedNumbers(str(path), "uint8") for path in files]
     bounds = [_bounds(path, separator, start) for path, start in zip(files, starts, strict=True)]
     documents = Documents.between(parts, bounds, end=tokenizer.end)
     return _some(documents, files)
@@ -75,7 +75,7 @@ def _found(content: mmap.mmap, sought: bytes, start: int) -> Iterator[tuple[int,
     """Yield where each separator begins and ends."""
     if b"\n" in sought and content.find(b"\r\n") >= 0:
         either = re.compile(rb"\r?\n".join(map(re.escape, sought.split(b"\n"))))
-        yield from (one.span() for one in either.finditer(content, start))
+        yield from (hit.span() for hit in either.finditer(content, start))
         return
     while (at := content.find(sought, start)) >= 0:
         start = at + len(sought)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from drumline.core.errors import UsageError, nearest
 from drumline.train.config.files.data_files import found
-from drumline.train.data.items.documents import Documents, Mapped
+from drumline.train.data.items.documents import Documents, MappedNumbers
 from drumline.train.data.items.order import Indices
 
 TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -28,11 +28,11 @@ def token_documents(
         raise UsageError(f"data.token_type is {kind!r:.60}", fix=nearest(kind, TYPES))
     files = found(names, key=key)
     parts = [_mapped(path, kind) for path in files]
-    bounds = [_checked(path, one.numbers, end, vocabulary) for path, one in zip(files, parts, strict=True)]
+    bounds = [_checked(path, part.numbers, end, vocabulary) for path, part in zip(files, parts, strict=True)]
     return Documents.spans(parts, bounds)
 
 
-def _mapped(path: Path, kind: str) -> Mapped:
+def _mapped(path: Path, kind: str) -> MappedNumbers:
     if path.suffix != ".npy":
         width = np.dtype(kind).itemsize
         if path.stat().st_size % width:
@@ -40,7 +40,7 @@ def _mapped(path: Path, kind: str) -> Mapped:
                 f"{path} has {path.stat().st_size} bytes, which is no multiple of {width}",
                 expected=f"numbers of the type {kind}, as data.token_type says",
             )
-        return Mapped(str(path), np.dtype(kind).newbyteorder("<").str)
+        return MappedNumbers(str(path), np.dtype(kind).newbyteorder("<").str)
     try:
         numbers: Any = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
@@ -49,7 +49,7 @@ def _mapped(path: Path, kind: str) -> Mapped:
         raise UsageError(
             f"{path} holds {numbers.dtype} of the shape {numbers.shape}", expected="whole numbers in one dimension"
         )
-    return Mapped(str(path), numbers.dtype.str, numbers.offset)
+    return MappedNumbers(str(path), numbers.dtype.str, numbers.offset)
 
 
 def _checked(path: Path, numbers: NDArray[Any], end: int | None, vocabulary: int | None) -> Indices:

@@ -1,0 +1,152 @@
+"""What a device holds: weights and optimizer state, activations per layer, and temporary buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from drumline.plan.cluster.layers import WORD, Layer, fp8_weights, layers_of, ring_bytes, tokens_of, wide_of
+from drumline.plan.cluster.layout import WHOLE, Layout, StageLayers, recomputed_ops
+from drumline.plan.cluster.stages import Alike, alike, counts_of, pairs_held
+from drumline.plan.cluster.transformer import Transformer
+
+WEIGHT_BYTES = 2
+OPTIMIZER_BYTES = 12  # the weight in 32 bits, and Adam's two averages
+FP8_BYTES = 2  # a weight in 8 bits, and once more transposed
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """A device's bytes at the peak, on the rank that holds most."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        """Return the peak."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
+
+
+def device_parameters(
+    transformer: Transformer, layout: Layout, rank: Alike, layers: Sequence[Layer] = ()
+) -> tuple[float, float]:
+    """Return how many parameters a device of a pipeline rank holds: those that all tokens use, and its experts'.
+
+    `layers` are those of the layout, for a caller that has them already.
+    """
+    dense, routed = layers or layers_of(transformer, layout.share)
+    used = experts = ends = 0.0
+    for slice_, _ in rank.slices:
+        used += slice_.dense * dense.parameters + slice_.experts * routed.parameters
+        experts += slice_.experts * routed.expert_parameters
+        if slice_.is_first:
+            ends += transformer.embedding_parameters
+        if slice_.is_last:
+            ends += transformer.head_parameters
+        if slice_.is_first and slice_.is_last and transformer.tied:
+            ends -= transformer.hidden * transformer.vocabulary
+    return used + ends / layout.tensor, experts
+
+
+def sharded(layout: Layout, parameters: tuple[float, float]) -> float:
+    """Return a device's own share of its parameters among the data-parallel ranks that share them."""
+    group = layout.data * layout.context
+    return parameters[0] / group + parameters[1] / (group // layout.expert)
+
+
+def device_bytes(transformer: Transformer, layout: Layout, rank: Alike) -> Bytes:
+    """Return what one device of a pipeline rank holds at its peak.
+
+    The first rank holds the most activations: as many microbatches as the schedule runs ahead of their backwards.
+    """
+    layers = layers_of(transformer, layout.share)
+    parameters = device_parameters(transformer, layout, rank, layers)
+    whole, part = sum(parameters), sharded(layout, parameters)
+    pairs = pairs_held(layout.schedule, rank.first, layout.pipeline, layout.num_microbatches, layout.stages_per_rank)
+    kept = _activations(layers, layout, [slice_ for slice_, _ in rank.slices]) / len(rank.slices)
+    whole_gradients = layout.zero < 2 or keeps_gradients(layout)
+    return Bytes(
+        weights=WEIGHT_BYTES * (part if layout.zero >= 3 else whole) + FP8_BYTES * held_fp8(transformer, layout, rank),
+        gradients=layout.practice.gradient_bytes * (whole if whole_gradients else part),
+        optimizer=OPTIMIZER_BYTES * (part if layout.zero >= 1 else whole),
+        activations=pairs * kept,
+        buffers=_buffers(transformer, layout, rank, layers),
+    )
+
+
+def held_fp8(transformer: Transformer, layout: Layout, rank: Alike) -> float:
+    """Return how many weights a device of a pipeline rank casts once in a step and holds in 8 bits."""
+    if not (layout.practice.fp8 and layout.share.holds_fp8):
+        return 0.0
+    dense, experts = (fp8_weights(transformer, layout, experts=flag) for flag in (False, True))
+    return sum(slice_.dense * dense + slice_.experts * experts for slice_, _ in rank.slices)
+
+
+def keeps_gradients(layout: Layout) -> bool:
+    """Whether ranks keep whole gradients until the step's last backward although ZeRO would shard them.
+
+    Stages of a pipeline do: a sum for every microbatch would stand in the way of every backward.
+
+    >>> keeps_gradients(Layout(batch=8, pipeline=2, data=2, zero=3)), keeps_gradients(Layout(batch=8, data=4, zero=3))
+    (True, False)
+    """
+    return layout.pipeline > 1 and layout.num_microbatches > 1
+
+
+def stage_activations(transformer: Transformer, layout: Layout, *slices: StageLayers) -> float:
+    """Return the bytes that a device keeps for one microbatch in these stages until its backward."""
+    return _activations(layers_of(transformer, layout.share), layout, slices)
+
+
+def _activations(layers: Sequence[Layer], layout: Layout, slices: Sequence[StageLayers]) -> float:
+    counts: dict[tuple[bool, tuple[str, ...]], int] = {}
+    for slice_ in slices:
+        for count, experts, recomputed in slice_.parts(layout):
+            counts[experts, recomputed] = counts.get((experts, recomputed), 0) + count
+    return sum(count * _kept(layers[experts], recomputed) for (experts, recomputed), count in counts.items())
+
+
+def _kept(layer: Layer, recomputed: Sequence[str]) -> float:
+    """Return the bytes that a layer keeps for one microbatch, if these operations are `recomputed`."""
+    if recomputed == WHOLE:
+        return layer.input_bytes
+    return sum(op.kept for op in layer.operations if op.name not in recomputed and op.within not in recomputed)
+
+
+def _buffers(transformer: Transformer, layout: Layout, rank: Alike, layers: Sequence[Layer]) -> float:
+    """Return the bytes of temporary buffers.
+
+    A message each way; one layer, or its queries, keys and values, in recomputation; the gathered keys and values of
+    a layer, and their gradients; the whole weights of two layers if sharded; the 8-bit weights of a layer if
+    not held; the embedding's mask of every microbatch in flight; the head's input and logits of one microbatch.
+    """
+    wide, has_experts = wide_of(transformer, layout), any(slice_.experts for slice_, _ in rank.slices)
+    layer = layers[has_experts]
+    size = 2 * WORD * wide if layout.pipeline > 1 else 0.0
+    if layout.recompute.startswith("full"):
+        size += _kept(layer, ())
+    elif "projections" in recomputed_ops(layout):
+        size += sum(operation.kept for operation in layer.operations if operation.name == "projections")
+    if layout.context > 1 and not layout.practice.overlap_context:
+        size += 2 * ring_bytes(transformer, layout)
+    if layout.zero >= 3 and layout.data * layout.context > 1:
+        size += 2 * WEIGHT_BYTES * max(block.parameters + block.expert_parameters for block in (layers[0], layer))
+    if layout.practice.fp8 and not layout.share.holds_fp8:
+        size += fp8_weights(transformer, layout, experts=has_experts)
+    if transformer.dropout and any(slice_.is_first for slice_, _ in rank.slices):
+        size += wide * min(layout.pipeline, layout.num_microbatches)
+    if any(slice_.is_last for slice_, _ in rank.slices):
+        logits = layout.practice.logit_bytes * transformer.vocabulary / layout.tensor
+        size += 2 * WORD * wide + tokens_of(transformer, layout) * logits
+    return size
+
+
+def peak_bytes(transformer: Transformer, layout: Layout) -> float:
+    """Return the bytes of the fullest device: the total of the items of `estimate`."""
+    counts = counts_of(transformer, layout)
+    kinds = alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
+    return max(device_bytes(transformer, layout, kind).total for kind in kinds)

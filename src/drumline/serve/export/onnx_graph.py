@@ -1,0 +1,187 @@
+"""An ONNX graph that can be cut between any two nodes.
+
+    nodes   0 1 2 │ 3 4 5 6 │ 7 8         in the order in which they run; each names the module that it comes from
+                  └ values made before and used behind cross here
+
+A cut takes a stretch of nodes, the weights that they use, what crosses into it as inputs and what crosses out of it as
+outputs. A value that only passes through a stage gets a name of its own behind it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx import TensorProto, helper
+
+from drumline.serve.wire.manifest import Tensor
+from drumline.serve.wire.tensors import DATATYPES
+
+_SCOPES = "pkg.torch.onnx.name_scopes"
+_CLASSES = "pkg.torch.onnx.class_hierarchy"
+_LARGE = 2**20  # bytes of weights from which on they stand in a file of their own
+DATA = "model.onnx.data"
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryValue:
+    """A value that crosses a boundary: as the whole graph calls it, and as it is called here."""
+
+    value: str
+    name: str
+
+
+class Graph:
+    """A whole graph, with who makes and uses which value."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = onnx.load(str(path))
+        graph = self.model.graph
+        self.nodes = [node for node in graph.node if node.op_type != "Constant"]
+        constants = [_initializer(node) for node in graph.node if node.op_type == "Constant"]
+        self.weights = {tensor.name: tensor for tensor in (*graph.initializer, *constants)}
+        self.inputs = [tensor.name for tensor in graph.input if tensor.name not in self.weights]
+        self.outputs = [tensor.name for tensor in graph.output]
+        self._made: dict[str, int] = dict.fromkeys(self.inputs, -1)
+        self._used: dict[str, int] = dict.fromkeys(self.outputs, len(self.nodes))
+        for at, node in enumerate(self.nodes):
+            for name in node.output:
+                self._made[name] = at
+            for name in used_by(node):
+                self._used[name] = max(self._used.get(name, -1), at)
+
+    def crossing(self, at: int) -> list[str]:
+        """Return the values made before node `at` and used by it or later, in the order in which they are made."""
+        if at == 0:
+            return list(self.inputs)
+        if at == len(self.nodes):
+            return list(self.outputs)
+        return [name for name, made in self._made.items() if made < at <= self._used.get(name, -1)]
+
+    def starts(self, blocks: Sequence[str]) -> list[tuple[str, int]]:
+        """Return the blocks that have nodes, each with its first node; the first begins at node 0."""
+        found: dict[str, int] = {}
+        for at, node in enumerate(self.nodes):
+            name = _block_of(node, blocks)
+            if name and name not in found:
+                found[name] = at
+        listed = sorted(found.items(), key=lambda attribute: attribute[1])
+        distinct = [pair for number, pair in enumerate(listed) if not number or pair[1] > listed[number - 1][1]]
+        return [(name, at if number else 0) for number, (name, at) in enumerate(distinct)]
+
+    def embedded(self) -> dict[str, int]:
+        """Return the inputs that look up embeddings, each with how many rows the smallest table has."""
+        found: dict[str, int] = {}
+        for node in self.nodes:
+            if node.op_type != "Gather" or "aten.embedding" not in _told(node, _CLASSES):
+                continue
+            table, tokens = node.input
+            if tokens in self.inputs and table in self.weights:
+                rows = int(self.weights[table].dims[0])
+                found[tokens] = min(rows, found.get(tokens, rows))
+        return found
+
+    def _weights_of(self, first: int, end: int) -> list[Any]:
+        used = {name for node in self.nodes[first:end] for name in used_by(node)}
+        used |= set(self.outputs) if end == len(self.nodes) else set()
+        return [weight for name, weight in self.weights.items() if name in used]
+
+    def write(
+        self,
+        first: int,
+        end: int,
+        taken: Sequence[BoundaryValue],
+        given: Sequence[BoundaryValue],
+        described: dict[str, Tensor],
+        path: Path,
+    ) -> None:
+        """Write a stretch of nodes as a graph of its own; `described` has the tensors that cross, by name here."""
+        names = {boundary_value.value: boundary_value.name for boundary_value in taken}
+        nodes = [_renamed(node, names) for node in self.nodes[first:end]]
+        for boundary_value in given:
+            source = names.get(boundary_value.value, boundary_value.value)
+            if source != boundary_value.name:
+                nodes.append(helper.make_node("Identity", [source], [boundary_value.name]))
+        weights = self._weights_of(first, end)
+        graph = helper.make_graph(
+            nodes,
+            path.parent.name,
+            [_value_info(described[boundary_value.name]) for boundary_value in taken],
+            [_value_info(described[boundary_value.name]) for boundary_value in given],
+            weights,
+        )
+        made = helper.make_model(graph, opset_imports=self.model.opset_import, functions=self.model.functions)
+        made.ir_version = self.model.ir_version
+        path.parent.mkdir(parents=True, exist_ok=True)
+        large = sum(len(weight.raw_data) for weight in weights) >= _LARGE
+        onnx.save(made, str(path), save_as_external_data=large, location=DATA if large else None, size_threshold=1024)
+
+
+def _initializer(node: Any) -> Any:
+    """Return a constant as a weight, so that every stretch that uses it has it."""
+    item = next((attribute for attribute in node.attribute if attribute.name == "value"), None)
+    if item is not None:
+        made = TensorProto()
+        made.CopyFrom(item.t)
+    else:
+        kinds = {"value_int": TensorProto.INT64, "value_ints": TensorProto.INT64}
+        kinds |= {"value_float": TensorProto.FLOAT, "value_floats": TensorProto.FLOAT}
+        item = node.attribute[0]
+        value = helper.get_attribute_value(item)
+        several = item.name.endswith("s")
+        made = helper.make_tensor("", kinds[item.name], [len(value)] if several else [], value if several else [value])
+    made.name = node.output[0]
+    return made
+
+
+def used_by(node: Any) -> Iterator[str]:
+    """Yield the values that a node uses, those of graphs inside it too."""
+    yield from (name for name in node.input if name)
+    for attribute in node.attribute:
+        for graph in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
+            own = {tensor.name for tensor in (*graph.input, *graph.initializer)}
+            for inner in graph.node:
+                yield from (name for name in used_by(inner) if name not in own)
+                own.update(inner.output)
+            yield from (tensor.name for tensor in graph.output if tensor.name not in own)
+
+
+def _renamed(node: Any, names: dict[str, str]) -> Any:
+    """Return a copy of a node that uses other names for some values."""
+    made = onnx.NodeProto()
+    made.CopyFrom(node)
+    del made.metadata_props[:]
+    made.doc_string = ""
+    for at, name in enumerate(made.input):
+        made.input[at] = names.get(name, name)
+    for attribute in made.attribute:
+        for graph in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
+            inner = [_renamed(value, names) for value in graph.node]
+            del graph.node[:]
+            graph.node.extend(inner)
+    return made
+
+
+def _told(node: Any, key: str) -> str:
+    """Return what the exporter noted of a node under a key."""
+    return next((str(prop.value) for prop in node.metadata_props if prop.key == key), "")
+
+
+def _block_of(node: Any, blocks: Sequence[str]) -> str:
+    """Return the block of the module that a node comes from, or nothing."""
+    text = _told(node, _SCOPES)
+    try:
+        scopes = ast.literal_eval(text) if text else []
+    except (ValueError, SyntaxError):
+        return ""
+    paths = {str(scope).removeprefix("model.") for scope in scopes}
+    return max((block for block in blocks if block in paths), key=len, default="")
+
+
+def _value_info(tensor: Tensor) -> Any:
+    kind = helper.np_dtype_to_tensor_dtype(DATATYPES[tensor.datatype])
+    return helper.make_tensor_value_info(tensor.name, kind, list(tensor.shape))

@@ -1,0 +1,252 @@
+"""A whole service: stages, pipe, front, metrics; from start to drained end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from drumline.core.errors import UsageError, counted
+from drumline.serve.cores import own_cores, shares, stay_on
+from drumline.serve.front.hang import SHORTEST_HANG
+from drumline.serve.front.logs import EventLog
+from drumline.serve.front.metrics import Metrics
+from drumline.serve.front.pipe import Pipe, Rules
+from drumline.serve.front.queue import Queue
+from drumline.serve.front.record import LoadRecord, check_record
+from drumline.serve.front.service import FrontService
+from drumline.serve.front.supervisor import LocalStages, RemoteStages, ServedStages
+from drumline.serve.front.tuner import Tuner
+from drumline.serve.stage import MAX_BYTES
+from drumline.serve.wire.flow import CallStream
+from drumline.serve.wire.frames import Failed
+from drumline.serve.wire.links import PLAIN, Tls, connect, listen, options, parts_of
+from drumline.serve.wire.manifest import Manifest, read_manifest
+from drumline.serve.wire.protocol import POOL, SERVICE
+
+_SPARE_CALLS = 64  # beside requests: state and metadata
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSettings:
+    """How a service runs."""
+
+    folder: Path
+    listen: str = "127.0.0.1:8001"
+    metrics: str = "127.0.0.1:8002"  # empty: none
+    hosts: tuple[str, ...] = ()  # stages that others have started; none: local processes
+    tls: Tls = PLAIN
+    threads: int = 1
+    pin: bool = False  # whether stages have cores of their own
+    budget: float = 0.05  # seconds from a microbatch's entry into the first stage until it leaves the last
+    rules: Rules = field(default_factory=Rules)
+    rows: int | None = None  # of a microbatch; None: tuned
+    window: int | None = None  # microbatches in the pipe; None: tuned
+    max_requests: int = 512
+    max_queue_bytes: int = 256 * 2**20
+    max_bytes: int = MAX_BYTES
+    timeout: float = 60.0  # of requests without a deadline
+    hang: float = 30.0  # of a local stage until it is started again; 0: never
+    drain: float = 30.0
+    log_requests: bool = False
+    record: Path | None = None
+
+    def __post_init__(self) -> None:
+        counts = {"threads": self.threads, "max-batch": self.rules.max_batch, "max-requests": self.max_requests}
+        for name, value in counts.items():
+            if value < 1:
+                raise UsageError(f"--{name} is {value}", expected="1 or more")
+        for name, amount in {"budget": self.budget, "timeout": self.timeout}.items():
+            if amount <= 0:
+                raise UsageError(f"--{name} is {amount:g}", expected="more than 0 seconds")
+        for name, count in {"microbatch-rows": self.rows, "window": self.window}.items():
+            if count is not None and count < 1:
+                raise UsageError(f"--{name} is {count}", expected="1 or more", fix="leave it out to have it tuned")
+        least = {"max-wait": self.rules.max_wait, "retries": self.rules.retries, "drain": self.drain}
+        for name, number in least.items():
+            if number < 0:
+                raise UsageError(f"--{name} is {number:g}", expected="0 or more")
+        if self.hang and self.hang < SHORTEST_HANG:
+            told = f"{SHORTEST_HANG:g} second or more, or 0 to let stages hang"
+            raise UsageError(f"--hang is {self.hang:g}", expected=told)
+        if self.hosts and self.pin:
+            raise UsageError("--pin with --hosts", expected="stages on this machine", fix="pin them where they run")
+        if self.hosts and self.record is not None:
+            raise UsageError("--record with --hosts", expected="stages on this machine, whose clocks are one")
+
+
+@dataclass(frozen=True, slots=True)
+class RunningService:
+    """Where a service listens, and the processes of its stages."""
+
+    port: int
+    metrics_port: int
+    stages: ServedStages
+
+
+async def serve(
+    settings: ServiceSettings, *, told: Callable[[RunningService], None], stop: asyncio.Event | None = None
+) -> None:
+    """Serve until SIGTERM, SIGINT or `stop`, then answer what is under way and end. `told` hears once it is ready."""
+    manifest = read_manifest(settings.folder)
+    if settings.hosts and len(settings.hosts) != len(manifest.stages):
+        has = counted(len(manifest.stages), "stage")
+        raise UsageError(f"--hosts names {len(settings.hosts)}", expected=f"one address for each of {has}")
+    if settings.record is not None:
+        check_record(settings.record, settings.folder)
+    stopped = stop or asyncio.Event()
+    log = EventLog(requests=settings.log_requests)
+    metrics = Metrics(len(manifest.stages))
+    async with AsyncExitStack() as kept:
+        stages = _stages(settings, manifest, log, metrics)
+        kept.push_async_callback(stages.stop)
+        _on_signals(stopped)
+        await _unless(stopped, stages.start())
+        if stopped.is_set():
+            return
+        channel = await kept.enter_async_context(connect(stages.links[0], _between(settings), settings.max_bytes))
+        record = _record(settings, manifest, log)
+        if record is not None:
+            kept.callback(record.close)
+        flow = CallStream(channel, stage=0, max_bytes=settings.max_bytes)
+        pipe = _pipe(settings, manifest, flow, stages, metrics, record)
+        kept.push_async_callback(pipe.close)
+        await _front(settings, manifest, pipe, stages, metrics, log, stopped, told, kept)
+
+
+def _record(settings: ServiceSettings, manifest: Manifest, log: EventLog) -> LoadRecord | None:
+    if settings.record is None:
+        return None
+
+    def stopped(error: OSError) -> None:
+        log("record stopped", level="error", folder=str(settings.record), why=error.strerror or str(error))
+
+    return LoadRecord(settings.record, manifest, stopped=stopped)
+
+
+def _stages(settings: ServiceSettings, manifest: Manifest, log: EventLog, metrics: Metrics) -> ServedStages:
+    if settings.hosts:
+        identities = [manifest.identity(number) for number in range(len(manifest.stages))]
+        return RemoteStages(settings.hosts, identities, tls=settings.tls, log=log)
+    cores: list[list[int]] = []
+    if settings.pin:
+        *cores, left = shares(own_cores(), len(manifest.stages), settings.threads)
+        if left:
+            stay_on(left)
+    limit = max(2 * len(manifest.stages), settings.window or 0) + 8
+    return LocalStages(
+        settings.folder,
+        len(manifest.stages),
+        threads=settings.threads,
+        limit=limit,
+        max_bytes=settings.max_bytes,
+        log=log,
+        metrics=metrics,
+        hang=settings.hang,
+        cores=cores,
+    )
+
+
+def _between(settings: ServiceSettings) -> Tls:
+    """Return how front and stages connect: stages of this machine are on its loopback interface."""
+    return settings.tls if settings.hosts else PLAIN
+
+
+def _pipe(
+    settings: ServiceSettings,
+    manifest: Manifest,
+    flow: CallStream,
+    stages: ServedStages,
+    metrics: Metrics,
+    record: LoadRecord | None,
+) -> Pipe:
+    queue = Queue(max_requests=settings.max_requests, max_bytes=settings.max_queue_bytes)
+    fixed = settings.rows or 0, settings.window or 0
+    tuner = Tuner(len(manifest.stages), settings.budget, settings.rules.max_batch, *fixed)
+    seen = None if record is None else lambda microbatch, times: record.add(times, microbatch.rows)
+    return Pipe(flow, queue, tuner, metrics, rules=settings.rules, is_back=stages.back, struck=stages.struck, seen=seen)
+
+
+async def _front(
+    settings: ServiceSettings,
+    manifest: Manifest,
+    pipe: Pipe,
+    stages: ServedStages,
+    metrics: Metrics,
+    log: EventLog,
+    stopped: asyncio.Event,
+    told: Callable[[RunningService], None],
+    kept: AsyncExitStack,
+) -> None:
+    """Listen, answer until stopped, then drain."""
+    calls = settings.max_requests + settings.rules.max_batch + _SPARE_CALLS
+    server = grpc.aio.server(options=options(settings.max_bytes), maximum_concurrent_rpcs=calls)
+    service = FrontService(
+        manifest, pipe, stages, metrics, log, max_rows=settings.rules.max_batch * 64, timeout=settings.timeout
+    )
+    server.add_generic_rpc_handlers((service.handlers(),))
+    healthy = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server, pool=POOL)
+    port = listen(server, settings.listen, settings.tls)
+    metrics_port = 0
+    if settings.metrics:
+        metrics_port, end = metrics.listen(*parts_of(settings.metrics, flag="--metrics"))
+        kept.callback(end)
+    await server.start()
+    watching = asyncio.create_task(_tell_health(service, healthy))
+    kept.callback(watching.cancel)
+    log("serving", model=manifest.model, stages=len(manifest.stages), port=port, metrics_port=metrics_port)
+    told(RunningService(port, metrics_port, stages))
+    await stopped.wait()
+    service.is_draining = True
+    await healthy.enter_graceful_shutdown()
+    log("draining", requests=len(pipe.queue), microbatches=pipe.in_pipe)
+    whole = await pipe.drained(settings.drain)
+    if not whole:
+        pipe.queue.clear(lambda: Failed(grpc.StatusCode.UNAVAILABLE, "the service stopped before this request's turn"))
+    await server.stop(1.0)
+    log("stopped", drained=whole)
+
+
+async def _tell_health(service: FrontService, healthy: Any) -> None:
+    """Keep the health service in step with the stages."""
+    status = health_pb2.HealthCheckResponse
+    last = None
+    while True:
+        now = status.SERVING if service.is_ready else status.NOT_SERVING
+        if now != last:
+            for name in ("", SERVICE):
+                await healthy.set(name, now)
+            last = now
+        await asyncio.sleep(0.1)
+
+
+def _on_signals(stopped: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+    with suppress(RuntimeError, ValueError):  # a loop outside of the main thread gets none
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, stopped.set)
+
+
+async def _unless(stopped: asyncio.Event, starting: Any) -> None:
+    """Wait for a start, or until told to stop."""
+    begun = asyncio.ensure_future(starting)
+    waiting = asyncio.ensure_future(stopped.wait())
+    await asyncio.wait({begun, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if begun.done():
+        begun.result()
+    else:
+        begun.cancel()
+        with suppress(asyncio.CancelledError):
+            await begun

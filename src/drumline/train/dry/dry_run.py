@@ -1,0 +1,157 @@
+"""`drumline train --dry-run`: everything that can be known of a run before its ranks start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drumline.core.program import Program
+from drumline.core.prove.validate import validate
+from drumline.core.simulate.simulate import simulate
+from drumline.engine.model.blocks import is_chain
+from drumline.engine.program.find import program_for
+from drumline.model.block import Block
+from drumline.pipeline.options import Options
+from drumline.train.config.settings import OptimizerSettings, TrainSettings
+from drumline.train.data.build import build_data
+from drumline.train.data.example import example_of, fullest, sized
+from drumline.train.data.items.batch import Batch, Bucket
+from drumline.train.loop.making import build, pipeline_arguments
+from drumline.train.loop.optimizers import ParameterGroup, choose
+from drumline.train.memory.forecast import Forecast, forecast
+from drumline.train.memory.optimizer_bytes import state_bytes
+from drumline.train.models.build import build_model
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A run that was not run: its settings, model, stages and forecast."""
+
+    settings: TrainSettings
+    name: str
+    forecast: Forecast
+    violations: tuple[str, ...]
+    device: str
+    buckets: tuple[Bucket, ...] = ()
+    programs: tuple[Program, ...] = ()  # of buckets
+    whole: bool = False  # whether the whole model was built, and not its blocks one by one
+
+    def summary(self) -> dict[str, Any]:
+        """Return all of it as plain values."""
+        program, settings = self.forecast.program, self.settings
+        seconds, bubble = self.forecast.step()
+        return {
+            "model": self.name,
+            "parameters": count(block for stage in self.forecast.stages for block in stage),
+            "ranks": program.num_ranks,
+            "microbatches": program.num_microbatches,
+            "microbatch": settings.batch.microbatch,
+            "sequence": settings.batch.sequence,
+            "tokens_per_step": self._tokens(),
+            "steps": settings.run.steps,
+            "schedule": program.name,
+            "proven": not self.violations,
+            "violations": list(self.violations),
+            "bubble": bubble,
+            "step_seconds": seconds * settings.batch.accumulate,
+            "device": self.device,
+            "stages": [
+                {
+                    "stage": at,
+                    "ranks": list(program.placement.ranks_of(at)),
+                    "blocks": [block.name for block in stage],
+                    "parameters": count(stage),
+                }
+                for at, stage in enumerate(self.forecast.stages)
+            ],
+            "rank_bytes": [rank.to_json() for rank in self.forecast.ranks],
+            "folder": settings.folder,
+            "built_whole": self.whole,
+            "buckets": [asdict(bucket) for bucket in self.buckets],
+            "programs": [self._told(candidate) for candidate in self.programs],
+        }
+
+    def _told(self, program: Program) -> dict[str, Any]:
+        """Return how many microbatches a program has, for how many buckets, and its simulated bubble."""
+        mine = [bucket.length for bucket in self.buckets if bucket.num_microbatches == program.num_microbatches]
+        costs = replace(self.forecast.costs, message_bytes=0.0)
+        bubble = simulate(program, costs).bubble
+        return {"microbatches": program.num_microbatches, "lengths": mine, "bubble": bubble}
+
+    def _tokens(self) -> int:
+        """Return the places of an optimizer step; those of the largest, if steps differ."""
+        batch = self.settings.batch
+        if not self.buckets:
+            return batch.sequences * batch.sequence
+        return max(bucket.places * bucket.num_microbatches for bucket in self.buckets) * batch.accumulate
+
+
+def count(blocks: Any) -> int:
+    """Return how many parameters blocks have, a tied one counted once."""
+    listed: Sequence[Block] = list(blocks)
+    found = {id(param): param.numel() for block in listed for param in block.module.parameters()}
+    return sum(found.values())
+
+
+def dry_run(settings: TrainSettings) -> DryRun:
+    """Build the model, run its blocks on one microbatch, and return what a run of it will be."""
+    device = torch.device(settings.pipeline.device or "cpu")
+    torch.manual_seed(settings.run.seed)
+    built = build(settings, build_model, whole=False)
+    data = build_data(settings, built)
+    example = example_of(data, settings.num_microbatches)
+    data.close()
+    given = pipeline_arguments(settings, built, example, Path(settings.folder))
+    given |= {"record": True, "device": str(device), "transport": "in-process"}
+    state_of = states(settings, built.model)
+
+    def forecast_of(example: Batch, count: int = 0) -> Forecast:
+        inputs = next(iter(example.inputs.values())) if is_chain(built.model) else dict(example.inputs)
+        target = None if built.loss_fn is None else example.target
+        others = {"num_microbatches": count} if count and not given.get("plan") else {}
+        options, accumulates = Options(built.model, **{**given, **others}), settings.batch.accumulate > 1
+        return forecast(options, inputs, target, device=device, state_of=state_of, accumulates=accumulates)
+
+    fuller = [forecast_of(sized(example, bucket), count=bucket.num_microbatches) for bucket in fullest(data.buckets)]
+    found = max(fuller, key=lambda e: max(rank.total for rank in e.ranks)) if fuller else forecast_of(example)
+    programs = tuple(_programs(given, data.counts))
+    wrong = tuple(dict.fromkeys(str(fault) for program in (found.program, *programs) for fault in validate(program)))
+    name, whole = type(built.model).__name__, not any(param.is_meta for param in built.model.parameters())
+    return DryRun(settings, name, found, wrong, str(device), data.buckets, programs, whole)
+
+
+def _programs(given: Mapping[str, Any], counts: Sequence[int]) -> Iterator[Program]:
+    """Yield the programs of steps with numbers of microbatches, the run's own among them."""
+    for count in sorted({*counts, given["num_microbatches"]}) if counts else ():
+        yield program_for(
+            given["schedule"],
+            num_ranks=given["num_ranks"],
+            num_microbatches=count,
+            stages_per_rank=given["stages_per_rank"],
+        )
+
+
+def states(settings: TrainSettings, model: Any) -> Callable[[str, Tensor], int]:
+    """Return what the optimizers keep for a parameter, by its name in the whole model."""
+    optimizer: OptimizerSettings = settings.optimizer
+    shapes = {name: param.shape for name, param in model.named_parameters() if param.requires_grad}
+    masters = settings.precision.master_weights
+    lines = settings.mesh.axes["dp"] if settings.memory.zero else 1  # that divide it
+    chosen: dict[str, ParameterGroup] = {name: group for group in choose(shapes, optimizer) for name in group.names}
+
+    def state_of(name: str, parameter: Tensor) -> int:
+        group = chosen.get(name)
+        if group is None:  # a tied parameter under another of its names
+            group = next(iter(chosen.values()))
+        whole = state_bytes(group.kind, {"lr": group.lr, **group.group.settings}, parameter, masters=masters)
+        if optimizer.validated == "after":  # copies of all that an update changes
+            low = masters and parameter.dtype != torch.float32
+            whole = 2 * whole + (0 if low else parameter.nbytes)
+        return -(-whole // lines)
+
+    return state_of

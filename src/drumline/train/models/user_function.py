@@ -1,0 +1,128 @@
+"""Functions that a user names in a config: `package.module:function` or `folder/file.py:function`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from drumline.core.errors import DrumlineError, RunError, UsageError, nearest
+from drumline.train.config.functions import module_of_file
+from drumline.train.models.built import Built
+from drumline.train.models.hf import loss_of_logits
+
+_FORMS = '"package.module:function" or "file.py:function"'
+
+
+def named_function(name: str, *, key: str) -> Callable[..., Any]:
+    """Return the function that a config names under `key`.
+
+    >>> named_function("math:gcd", key="model.function")(4, 6)
+    2
+    >>> named_function("math:gcb", key="model.function")
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: model.function names gcb, which math does not have; did you mean gcd?
+    """
+    place, colon, attribute = name.rpartition(":")
+    if not colon or not place or not attribute:
+        raise UsageError(f"{key} is {name!r:.80}", expected=_FORMS)
+    module = _of_file(Path(place), key) if place.endswith(".py") else _of_name(place, key)
+    found = getattr(module, attribute, None)
+    if found is None:
+        names = [text for text in vars(module) if not text.startswith("_")]
+        raise UsageError(f"{key} names {attribute}, which {place} does not have", fix=nearest(attribute, names))
+    if not callable(found):
+        raise UsageError(f"{key} names {attribute} of {place}, a {type(found).__name__}", expected="a function")
+    function: Callable[..., Any] = found
+    return function
+
+
+@contextmanager
+def users_code(name: str) -> Iterator[None]:
+    """Raise what a user's own code raises as a RunError with its traceback; errors of ours pass.
+
+    >>> try:
+    ...     with users_code("mine.py:build"):
+    ...         raise ValueError("no weights here")
+    ... except RunError as error:
+    ...     print(error)
+    mine.py:build failed with ValueError: no weights here
+    """
+    try:
+        yield
+    except DrumlineError:
+        raise
+    except Exception as error:
+        raised = RunError(f"{name} failed with {type(error).__name__}: {error}")
+        raised.add_note(f"{name}'s traceback:\n{traceback.format_exc().rstrip()}")
+        raise raised from error
+
+
+def _of_name(name: str, key: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:  # as `python -m` has it
+        sys.path.insert(0, here)
+    try:
+        with users_code(name):
+            return importlib.import_module(name)
+    except RunError as error:
+        missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
+        if missing is None or not (name == missing or name.startswith(f"{missing}.")):
+            raise  # the module is there, and fails or imports one that is not
+        fix = "start in the folder that holds it, install it, or name the file: path/file.py:function"
+        raise UsageError(f"{key} names the module {name}, and there is none", fix=fix) from None
+
+
+def _of_file(path: Path, key: str) -> ModuleType:
+    if not path.is_file():
+        raise UsageError(f"{key} names the file {path}, and there is none", expected=_FORMS)
+    with users_code(str(path)):
+        return module_of_file(path)
+
+
+def called(function: Callable[..., Any], offered: Mapping[str, Any], arguments: Mapping[str, Any], *, key: str) -> Any:
+    """Call a user's function with its `arguments`, and with those of the `offered` values that it has names for.
+
+    >>> called(lambda width, settings: (width, settings), {"settings": 1, "rank": 0}, {"width": 8}, key="model")
+    (8, 1)
+    >>> called(lambda width: width, {}, {"wide": 8}, key="model")
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: the function of model does not take wide; did you mean width?
+    """
+    parameters = inspect.signature(function).parameters
+    if not any(param.kind is param.VAR_KEYWORD for param in parameters.values()):
+        for name in arguments:
+            if name not in parameters:
+                raise UsageError(f"the function of {key} does not take {name}", fix=nearest(name, parameters))
+    given = {name: value for name, value in offered.items() if name in parameters} | dict(arguments)
+    for name, param in parameters.items():
+        open_ended = param.kind in (param.VAR_KEYWORD, param.VAR_POSITIONAL)
+        if name not in given and param.default is param.empty and not open_ended:
+            fix = f"add it to the table [{key}.arguments]"
+            raise UsageError(f"the function of {key} needs {name}", expected=f"one of {', '.join(offered)}", fix=fix)
+    return function(**given)
+
+
+def built_by_user(made: Any, *, name: str) -> Built:
+    """Return what a user's `build_model` made as a Built: a module, (module, loss_fn), or a Built itself."""
+    if isinstance(made, Built):
+        return made
+    model, loss_fn = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if isinstance(model, nn.Module) and (loss_fn is None or callable(loss_fn)):
+        if loss_fn is None and any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
+            loss_fn = loss_of_logits  # its own would shift targets that are shifted already
+        parameters = inspect.signature(model.forward).parameters
+        names = [name for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        return Built(model, loss_fn, inputs=names[0] if names else "tokens", takes=frozenset(names[1:]))
+    raise UsageError(
+        f"{name} returned a {type(made).__name__}",
+        expected="an nn.Module, (module, loss_fn), or a drumline.train.models.built.Built",
+    )
