@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import io
+import logging
+import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,4 +153,46 @@ def test_an_attribute_of_an_object_or_of_its_class_is_watched(monkeypatch: pytes
     assert watch.has_changed()
     monkeypatch.setattr(Reads, "kind", 2)
     assert watch.has_changed()
+    assert not watch.has_changed()
+
+
+LOGGER = logging.getLogger("a library that logs at module level")
+
+
+class Logs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock, self.log = threading.Lock(), logging.getLogger(__name__)
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        LOGGER.debug("forward of %s", type(self).__name__)
+        with self.lock:
+            return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LOGGER,
+        lambda: logging.LoggerAdapter(LOGGER),
+        threading.Lock,
+        threading.RLock,
+        threading.Event,
+        io.StringIO,
+    ],
+)
+def test_what_computes_nothing_is_compared_by_identity(make: Callable[[], Any]) -> None:
+    one = make()
+    before = fingerprint({"it": one})
+    assert len(before[0]) == 2  # the dict and one entry: nothing inside is looked at
+    assert fingerprint({"it": one}) == before
+    assert fingerprint({"it": object()}) != before
+
+
+def test_a_model_that_logs_is_the_same_after_other_loggers_were_made() -> None:
+    model = Logs()
+    watch = Watch(model.named_modules(), frozenset({""}))
+    for number in range(50):
+        logging.getLogger(f"{LOGGER.name}.{number}").setLevel(logging.ERROR)
     assert not watch.has_changed()

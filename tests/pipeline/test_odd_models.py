@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 from collections import OrderedDict
 from collections.abc import Callable
@@ -436,3 +437,35 @@ def test_a_loss_that_a_recomputed_block_leaves_in_an_attribute_is_refused() -> N
     pipe = Pipeline(model, loss_fn=loss_fn, num_ranks=2, num_microbatches=2, checkpoint="full")
     with refused(ModelError, "the loss uses a parameter"):
         pipe.step(torch.randn(4, 6), target=torch.randn(4, 6))
+
+
+LOGGER = logging.getLogger(__name__)
+
+
+class Logs(nn.Module):
+    """Logs in its forward, as libraries do that have a logger for each module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        for one in self.layers:
+            LOGGER.debug("before a layer of %s", type(self).__name__)
+            x = one(x)
+        return x
+
+
+def test_a_followed_model_may_log_in_its_forward() -> None:
+    torch.manual_seed(0)
+    model, batch, target = Logs(), torch.randn(4, 6), torch.randn(4, 6)
+    plain = copy.deepcopy(model)
+    pipe = Pipeline(
+        model, loss_fn=functional.mse_loss, num_microbatches=2, num_ranks=2, balance="even", example=torch.zeros(4, 6)
+    )
+    for number in range(3):
+        logging.getLogger(f"{__name__}.{number}").setLevel(logging.ERROR)
+        pipe.step(batch, target=target)
+        functional.mse_loss(plain(batch), target).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)

@@ -6,12 +6,24 @@ by how often they were changed in place, everything else by identity.
 
 from __future__ import annotations
 
+import io
+import logging
 import sys
+import threading
 from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from functools import partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    TracebackType,
+)
 from typing import Any
 
 import numpy as np
@@ -28,7 +40,13 @@ _DEPTH = 6
 _SIZED = (list, tuple, deque, dict, set, frozenset)
 _MOST = 1024  # entries: with more, only their identities are compared
 _MANY = 65536  # entries: with more, only their number is compared
-_WHOLE = (nn.Module, Tensor, type, CodeType, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
+# What computes nothing that a model returns: what it logs by, waits for, reads or runs beside.
+_APART = (
+    logging.Filterer, logging.LoggerAdapter, logging.Manager, logging.Formatter, io.IOBase, threading.Thread,
+    threading.Event, threading.Condition, threading.Semaphore, type(threading.Lock()), type(threading.RLock()),
+    BaseException, CodeType, FrameType, TracebackType,
+)  # fmt: skip
+_WHOLE = (nn.Module, Tensor, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, *_APART)
 LIBRARIES = frozenset({"torch", "numpy", "transformers", "builtins"}) | sys.stdlib_module_names
 
 
