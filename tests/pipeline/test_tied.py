@@ -510,3 +510,39 @@ def test_verify_allows_for_another_order_of_sums() -> None:
         assert found.passes
         assert found.tolerance == 1e-6
         assert "7.weight" not in found.gradient_differences
+
+
+class ScaledTwice(nn.Module):
+    """Uses one parameter behind each of two layers, so that two stages have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.full((6,), 0.5))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.first(x) * self.scale) * self.scale
+
+
+def test_a_parameter_between_blocks_of_two_ranks_is_frozen_and_freed_in_its_copy() -> None:
+    torch.manual_seed(0)
+    model, batch, target = ScaledTwice(), torch.randn(4, 6), torch.randn(4, 6)
+    plain = copy.deepcopy(model)
+    pipe = Pipeline(
+        model,
+        loss_fn=nn.functional.mse_loss,
+        num_microbatches=2,
+        num_ranks=2,
+        transport="in-process",
+        cuts=["last"],
+        example=torch.zeros(4, 6),
+    )
+    for trains in (True, False, True):
+        for either in (model, plain):
+            either.zero_grad()
+            either.scale.requires_grad_(trains)
+        pipe.step(batch, target=target)
+        nn.functional.mse_loss(plain(batch), target).backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+        assert (model.scale.grad is not None) is trains

@@ -49,7 +49,7 @@ LIMIT = 2**16
         (bytes(Frame(FrameKind.CALL, 1, float("nan"))), "a frame with nan seconds"),
         (bytes(Frame(FrameKind.CALL, 1, float("inf"))), "a frame with inf seconds"),
         (bytes(Frame(FrameKind.FAIL, 1, 3, "why"))[:-1], "a frame whose text has 3 bytes, of 2 behind its head"),
-        (b"\x09" + bytes(Frame(FrameKind.CALL, 1))[1:], "9 is not a valid Kind"),
+        (b"\x09" + bytes(Frame(FrameKind.CALL, 1))[1:], "9 is not a valid FrameKind"),
     ],
 )
 def test_a_damaged_frame_is_told(data: bytes, words: str) -> None:

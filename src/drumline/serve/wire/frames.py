@@ -54,7 +54,7 @@ class Frame(NamedTuple):
     """A message of the stream.
 
     >>> Frame.parse(bytes(Frame(FrameKind.FAIL, 7, 3, "why", b"body")))
-    Frame(kind=<Kind.FAIL: 5>, number=7, value=3.0, text='why', body=b'body')
+    Frame(kind=<FrameKind.FAIL: 5>, number=7, value=3.0, text='why', body=b'body')
     """
 
     kind: FrameKind
