@@ -466,6 +466,6 @@ def test_a_followed_model_may_log_in_its_forward() -> None:
     for number in range(3):
         logging.getLogger(f"{__name__}.{number}").setLevel(logging.ERROR)
         pipe.step(batch, target=target)
-        functional.mse_loss(plain(batch), target).backward()
+        torch.autograd.backward(functional.mse_loss(plain(batch), target))
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)

@@ -542,7 +542,7 @@ def test_a_parameter_between_blocks_of_two_ranks_is_frozen_and_freed_in_its_copy
             either.zero_grad()
             either.scale.requires_grad_(trains)
         pipe.step(batch, target=target)
-        nn.functional.mse_loss(plain(batch), target).backward()
+        torch.autograd.backward(nn.functional.mse_loss(plain(batch), target))
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad)
         assert (model.scale.grad is not None) is trains
