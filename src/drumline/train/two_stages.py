@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +106,7 @@ class DemoResult:
 def train(build: Build, trial: DemoTrial, *, record: str) -> DemoResult:
     """Train with a schedule on this rank, as a run in the folder `record`."""
     losses: list[list[Tensor]] = [[] for _ in range(build.num_epochs)]
+    recorded: dict[str, Any] = {"record": record}  # an option of a feature, which may be absent
     with Pipeline(
         build.model(),
         loss_fn=functional.mse_loss,
@@ -112,7 +114,7 @@ def train(build: Build, trial: DemoTrial, *, record: str) -> DemoResult:
         num_microbatches=trial.num_microbatches,
         balance=build.layers_per_stage,
         checkpoint=trial.checkpoint,
-        record=record,
+        **recorded,
     ) as pipe:
         optimizer = pipe.optimizer(torch.optim.Adam, lr=build.learning_rate)
         results = []
