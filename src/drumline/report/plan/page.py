@@ -195,7 +195,7 @@ def best_svg(plan: ClusterPlan) -> str:
     return bars(rows, hues, title=title, x_label="seconds per step, best layout of each mesh", width=900)
 
 
-def pareto_chart(plan: ClusterPlan, reasons: Reasons) -> str:
+def pareto_chart(plan: ClusterPlan, reasons: Reasons, *, width: int = 520) -> str:
     """Plot throughput against memory: the fastest layout for each memory, the choice, and the limit."""
 
     def point(choice: Choice) -> tuple[float, float]:
@@ -217,12 +217,12 @@ def pareto_chart(plan: ClusterPlan, reasons: Reasons) -> str:
         title="Throughput against memory",
         x_label="GiB held by the fullest device",
         y_label="thousand tokens per second",
-        width=520,
+        width=width,
         x_from=0.0,
     )
 
 
-def scaling_chart(reasons: Reasons) -> str:
+def scaling_chart(reasons: Reasons, *, width: int = 520) -> str:
     """Plot strong and weak scaling: throughput per device, relative to the smallest cluster."""
     series = []
     for name, words in (("strong", "strong: the same batch"), ("weak", "weak: the batch grows with the devices")):
@@ -234,6 +234,6 @@ def scaling_chart(reasons: Reasons) -> str:
         title="Scaling",
         x_label="devices",
         y_label="throughput per device, relative to the smallest cluster that fits",
-        width=520,
+        width=width,
         log_x=True,
     )
