@@ -203,7 +203,7 @@ class Engine(Observer):
             stage.split_only(lineup.split[stage.index])
         self.executors[:] = lineup.executors
         for executor, scale in zip(self.executors, scales, strict=True):
-            executor.scale = scale
+            executor.scale, executor.takes_turns = scale, self.takes_turns and self._has_trained
             executor.replace_jobs()
 
     def _lined_up(self, program: Program, number: int) -> Lineup:
@@ -281,6 +281,7 @@ class Engine(Observer):
 
     def take_turns(self, turns: bool) -> None:
         """Have overlapped pairs exchange tokens of one half while the other computes, or not."""
+        self.takes_turns = turns
         for executor in self.executors:
             executor.takes_turns = turns
             executor.replace_jobs()

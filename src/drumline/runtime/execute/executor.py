@@ -73,6 +73,7 @@ class Executor:
         self.endings = self._endings()
         self.current: Action | None = None
         self.watched: Callable[[Job], Job] | None = None  # returns what runs in place of a job of a watched step
+        self._has_pairs = any(action.op is Op.OVERLAP for action in program.rows[rank])
         self.takes_turns = False  # whether the halves of an overlapped pair run in turns, at their exchanges
         self.replacing: Sequence[Replacing] = ()  # return what runs in place of jobs, one after the other
         self.replace_jobs()
@@ -90,8 +91,6 @@ class Executor:
             program, *own, merge_weight_gradients=self.merge, scale=self.scale, ties=ties, shards=self.shards
         )
         made.exchange, made.endings = self.exchange, self.endings  # one step runs at a time
-        made.takes_turns = self.takes_turns
-        made.replace_jobs()
         return made
 
     def divide(self, shards: Shards) -> None:
@@ -103,10 +102,9 @@ class Executor:
 
     def replace_jobs(self) -> None:
         """Follow `watched`, `takes_turns` and `scale`: in the steps from now on, what they ask for replaces jobs."""
-        has_pairs = any(action.op is Op.OVERLAP for action in self.program.rows[self.rank])
         asked = {
             self._watched: self.watched is not None,
-            self._in_turns: self.takes_turns and has_pairs,
+            self._in_turns: self.takes_turns and self._has_pairs,
             self._weighed: self.scale is not None,
         }
         self.replacing = [replacing for replacing, is_asked in asked.items() if is_asked]
