@@ -183,7 +183,7 @@ def train_config(
 
     `source` is the folder or config.json of the model, `program_file` the program to run in place of the schedule.
     """
-    nested = ("experts", "latent", "details", "sequence")
+    nested = ("experts", "latent", "details", "sequence", "frozen_base")
     model: dict[str, Any] = {"kind": "hf", "path": source} if source else {}
     model |= {field.name: getattr(transformer, field.name) for field in fields(transformer) if field.name not in nested}
     details = transformer.details
