@@ -43,7 +43,8 @@ def model_of(width: int, rank: int) -> Any:
         use_cache=False,
     )
     adapters = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
-    return peft.get_peft_model(transformers.LlamaForCausalLM(config), adapters)
+    llama = transformers.LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    return peft.get_peft_model(llama, adapters)
 
 
 def loss_of(output: Any, target: Tensor) -> Tensor:
@@ -53,8 +54,8 @@ def loss_of(output: Any, target: Tensor) -> Tensor:
 
 def plain_step(model: Any, batch: Tensor) -> None:
     """Accumulate the gradients of all microbatches."""
-    for row in batch.split(1):
-        (loss_of(model(row), row) / MICROBATCHES).backward()
+    for row in torch.split(batch, 1):
+        torch.autograd.backward(loss_of(model(row), row) / MICROBATCHES)
 
 
 def gradients(model: Any) -> dict[str, Tensor]:

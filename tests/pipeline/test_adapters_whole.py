@@ -18,6 +18,7 @@ from drumline.engine.stages.balance import balance
 from drumline.pipeline.pipeline import Pipeline
 from drumline.schedules import schedules
 from matrices import some_of
+from some import some
 from torch_models import TWO_WAYS, WIDTH, Reference, data, programs
 
 pytestmark = pytest.mark.torch
@@ -72,7 +73,8 @@ def test_gradients_are_those_of_a_plain_loop_with_whole_and_with_split_backwards
     (program,) = programs(name, 2, (8,))
     batch, target = data(16)
     whole = join(program, [True] * program.num_stages)
-    for frozen, schedule in [*((frozen, name) for frozen in FROZEN), ((), program)]:
+    cases: list[tuple[tuple[int, ...], Program | str]] = [*((frozen, name) for frozen in FROZEN), ((), program)]
+    for frozen, schedule in some(cases):
         model = adapted(frozen=frozen)
         reference = Reference(model, program, functional.mse_loss, balance="even")
         pipe = pipeline(model, schedule, num_ranks=2)
