@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drumline.core.errors import UsageError, counted, nearest
+from drumline.core.errors import UsageError, counted
 from drumline.train.config.placed import concerning
+from drumline.train.config.relations import buckets_rise, check_made
 from drumline.train.config.settings import DataSettings, TrainSettings
-from drumline.train.data.buckets import Buckets, check_buckets, layout_of
+from drumline.train.data.buckets import Buckets, layout_of
 from drumline.train.data.fill import Filler, TokenFiller
 from drumline.train.data.items.batch import Batch, Data
 from drumline.train.data.items.documents import Documents
 from drumline.train.data.items.fingerprint import Part
-from drumline.train.data.layouts import HOWS, RowLayout, StepShape, Unit
+from drumline.train.data.layouts import RowLayout, StepShape, Unit
 from drumline.train.data.microbatch_counts import counts_of
 from drumline.train.data.own.user_data import data_by_function
 from drumline.train.data.points import PointFiller, Points
@@ -25,7 +26,6 @@ from drumline.train.data.samples import Blocks, Pieces, Samples
 from drumline.train.data.stream import PlannedStream, Position, Steps
 from drumline.train.models.built import Built
 
-KINDS = ("text", "tokens", "instructions", "points", "function")
 _DRAWN = 4096  # points, where no file is named
 _SEED_OF_HELD_OUT = 0  # the same batches in every run
 
@@ -52,8 +52,7 @@ def build_data(settings: TrainSettings, built: Built, *, rank: int = 0, size: in
     >>> data.close()
     """
     data = settings.data
-    if data.kind not in KINDS:
-        raise UsageError(f"data.kind is {data.kind!r:.60}", fix=nearest(data.kind, KINDS))
+    check_made(settings, ("data", "lengths", "batch"), (buckets_rise,))
     if not 0 <= rank < size:
         raise UsageError(f"rank is {rank} of {size}", expected=f"0 to {size - 1}")
     if data.kind == "function":
@@ -72,9 +71,6 @@ def build_data(settings: TrainSettings, built: Built, *, rank: int = 0, size: in
 
 def _tokens(settings: TrainSettings, built: Built, place: _Place) -> Data:
     how, sequence = settings.lengths.how, settings.batch.sequence
-    if how not in HOWS:
-        raise UsageError(f"lengths.how is {how!r:.60}", fix=nearest(how, HOWS))
-    check_buckets(settings.lengths.buckets, sequence)
     documents, held = _documents(settings, built)
     width = max(settings.lengths.buckets) if how == "buckets" and settings.lengths.buckets else sequence
     kind: type[Samples] = Blocks if how == "blocks" else Pieces

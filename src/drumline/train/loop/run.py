@@ -34,7 +34,6 @@ from drumline.train.loop.making import (
 )
 from drumline.train.loop.peak_memory import PeakMemory, resident
 from drumline.train.loop.progress import Tell
-from drumline.train.loop.rates import rate
 from drumline.train.loop.training import Training, TrainResult
 from drumline.train.models.build import build_model
 
@@ -64,7 +63,6 @@ def _run_training(
 ) -> TrainResult:
     check(settings)
     given, settings = settings, gathered(settings)
-    rate(settings.learning_rate, 0, settings.run.steps)
     if settings.run.threads:
         torch.set_num_threads(settings.run.threads)
     before = resident()
