@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,7 +27,7 @@ def optimizers_exist(judged: PlacedSettings) -> Iterator[Problem]:
         return  # AdamW as it comes: importing torch would tell nothing
     if find_spec("torch") is None:
         return  # whoever trains is told what to install
-    yield from _placed(judged, "optimizer", given.kind, given.settings)
+    yield from map(judged.placed, misfits("optimizer", given.kind, given.settings))
     if given.kind in _ONLY_MATRICES:
         yield judged.problem(
             "optimizer.kind", f"is {given.kind}, which takes matrices alone", "an optimizer for all other parameters",
@@ -36,16 +35,10 @@ def optimizers_exist(judged: PlacedSettings) -> Iterator[Problem]:
         )  # fmt: skip
     for index, group in enumerate(given.groups):
         table = f"optimizer.groups.{index}"
-        yield from _placed(judged, table, group.kind, group.settings)
+        yield from map(judged.placed, misfits(table, group.kind, group.settings))
         if group.kind in _ONLY_MATRICES and not group.only_matrices:
             where = judged.source.where(("optimizer", "groups", index))
             yield Problem(where, f"{table}.only_matrices", "is false", f"true: {group.kind} takes matrices alone")
-
-
-def _placed(judged: PlacedSettings, table: str, kind: str, settings: dict[str, Any]) -> Iterator[Problem]:
-    for found in misfits(table, kind, settings):
-        path = tuple(int(part) if part.isdigit() else part for part in found.key.split("."))
-        yield replace(found, where=judged.source.where(path))
 
 
 def misfits(table: str, kind: str, settings: dict[str, Any]) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ Every relation names the keys that it reads, and is left alone where one of them
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from drumline.core.errors import DrumlineError, counted
@@ -22,6 +22,7 @@ from drumline.train.config.keys import keys
 from drumline.train.config.problems import Problem, refused
 from drumline.train.config.settings import AdaptSettings, TrainSettings
 from drumline.train.config.tables import TableSource, out_of_bounds
+from drumline.train.config.toml_lines import path_of
 
 _TEXT = ("text", "tokens", "instructions")
 
@@ -46,7 +47,11 @@ class PlacedSettings:
         """Return a problem of a key."""
         if error.startswith("is ") and not self.source.has(key):
             error = f"{error} (the default)" if error[3:4].isdigit() else error
-        return Problem(self.source.where(tuple(key.split("."))), key, error, expected, fix)
+        return self.placed(Problem("", key, error, expected, fix))
+
+    def placed(self, problem: Problem) -> Problem:
+        """Return a problem with where its key was given."""
+        return replace(problem, where=self.source.where(path_of(problem.key)))
 
 
 def _value(settings: TrainSettings, key: str) -> Any:
