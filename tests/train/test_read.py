@@ -247,8 +247,8 @@ def test_functions_of_users_give_model_and_data(tmp_path: Path) -> None:
     following: Batch = next(iter(again.training))
     assert following.inputs["input"][0, 0].item() == 3
     for changes, said in {
-        "build_modle": saying("names build_modle", fix="did you mean build_model"),
-        "USERS": saying("does not have"),
+        "build_modle": saying("model.function: .* has no function 'build_modle'", fix="did you mean build_model"),
+        "USERS": saying("has no function 'USERS'"),
     }.items():
         wrong = TrainSettings(model=ModelSettings(kind="function", function=f"{file}:{changes}"))
         with refused(UsageError, **said):

@@ -94,16 +94,19 @@ def model_of(**changed: Any) -> Built:
             saying("'gtp'", fix=r"did you mean gpt\?"),
         ),
         (lambda: build_model(TrainSettings(), device="cuda"), saying("device is 'cuda'", expected='"cpu" or "meta"')),
-        (lambda: named_function("mine", key="model.function"), saying("model.function is 'mine'")),
-        (lambda: named_function(":make", key="model.function"), saying("model.function is ':make'")),
-        (lambda: named_function("mine:", key="model.function"), saying("model.function is 'mine:'")),
+        (
+            lambda: named_function("mine", key="model.function"),
+            saying("model.function: 'mine' names no function"),
+        ),
+        (lambda: named_function(":make", key="model.function"), saying("model.function: ':make' names no function")),
+        (lambda: named_function("mine:", key="model.function"), saying("model.function: 'mine:' names no function")),
         (
             lambda: named_function("math:pi", key="model.function"),
-            saying("names pi of math, a float", expected="a function"),
+            saying("math has no function 'pi'", expected="package.module:function"),
         ),
         (
             lambda: named_function("no/such.py:make", key="data.function"),
-            saying("names the file no/such.py, and there is none"),
+            saying("data.function: no/such.py: no such file", expected="file.py:function"),
         ),
         (
             lambda: named_function("no_such_module:make", key="data.function"),
