@@ -22,14 +22,13 @@ from torch import nn
 from drumline.adapt.settings import SIZE
 from drumline.channel.lines.axes import Axes
 from drumline.core.errors import UsageError, counted
-from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.engine.model.blocks import guesses, is_chain
 from drumline.report.run.follow import needed
-from drumline.schedules import generate, schedules
+from drumline.schedules import schedules
 from drumline.train.config.keys import TABLES
 from drumline.train.config.mesh_relations import experts_are_shared_out
-from drumline.train.config.relations import check_made, one_cut, schedule_exists
+from drumline.train.config.relations import check_made, one_cut, program_of, schedule_exists
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.items.batch import Batch
 from drumline.train.models.built import DTYPES, Built, Tokenizer
@@ -68,21 +67,11 @@ def gathered(settings: TrainSettings) -> TrainSettings:
     is_generated = settings.pipeline.schedule in schedules() and not settings.pipeline.plan
     if not (chooses and is_generated and settings.batch.accumulate > 1):
         return settings
-    most = settings.adapt.max_activations or max(simulate(group_of(settings)).peak_activations)
+    most = settings.adapt.max_activations or max(simulate(program_of(settings)).peak_activations)
     return replace(
         settings,
         batch=replace(settings.batch, accumulate=1),
         adapt=replace(settings.adapt, max_activations=most),
-    )
-
-
-def group_of(settings: TrainSettings) -> Program:
-    """Return the program of one pipeline step, as the settings have it."""
-    return generate(
-        settings.pipeline.schedule,
-        num_ranks=settings.mesh.pipeline,
-        num_microbatches=settings.num_microbatches,
-        stages_per_rank=settings.pipeline.stages_per_rank,
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from drumline.channel.launch.stop import stop_on_signals
 from drumline.core.simulate.steps import in_groups
 from drumline.pipeline.pipeline import Pipeline
+from drumline.train.config.relations import program_of
 from drumline.train.config.settings import TrainSettings
 from drumline.train.config.write import keep_settings
 from drumline.train.data.build import build_data
@@ -28,7 +29,6 @@ from drumline.train.loop.making import (
     build,
     check,
     gathered,
-    group_of,
     pipeline_arguments,
     rows_of,
 )
@@ -77,7 +77,7 @@ def _run_training(
             if pipe.rank == pipe.axes.number == 0:
                 keep_settings(given, folder)
             if given is not settings:
-                pipe.take_program(in_groups(group_of(given), given.batch.accumulate))
+                pipe.take_program(in_groups(program_of(given), given.batch.accumulate))
             call, memory = Calling.of(built, data.counts), PeakMemory(torch.device(pipe.device), before=before)
             del built, arguments  # a rank keeps its own stages alone
             return Training(settings, pipe, call, data, TrainResult(folder), memory, continues=continues).run(tell)
