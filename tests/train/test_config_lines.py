@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drumline.plan.launch.toml import written
 from drumline.train.config.toml_lines import Path, line_finder
-from drumline.train.config.write import written
 from some import some
 
 TEXT = '''# a comment = 1
