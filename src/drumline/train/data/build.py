@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from drumline.core.errors import UsageError, counted
@@ -11,14 +12,14 @@ from drumline.train.config.placed import concerning
 from drumline.train.config.relations import buckets_rise, check_made
 from drumline.train.config.settings import DataSettings, TrainSettings
 from drumline.train.data.buckets import Buckets, layout_of
-from drumline.train.data.fill import Filler, TokenFiller
+from drumline.train.data.fill import Fill, TokenFiller
 from drumline.train.data.items.batch import Batch, Data
 from drumline.train.data.items.documents import Documents
 from drumline.train.data.items.fingerprint import Part
 from drumline.train.data.layouts import RowLayout, StepShape, Unit
 from drumline.train.data.microbatch_counts import counts_of
 from drumline.train.data.own.user_data import data_by_function
-from drumline.train.data.points import PointFiller, Points
+from drumline.train.data.points import Points
 from drumline.train.data.read.instructions import instruction_documents
 from drumline.train.data.read.text import text_documents
 from drumline.train.data.read.tokens import token_documents
@@ -78,12 +79,12 @@ def _tokens(settings: TrainSettings, built: Built, place: _Place) -> Data:
     layout = layout_of(how, samples, place.shape, width, settings.lengths.buckets)
     _check_size(layout)
     vocabulary = vocabulary_of(settings, built)
-    filler = TokenFiller(samples, built, how, vocabulary)
+    fill = TokenFiller(samples, built, how, vocabulary).batch
     validation: tuple[Batch, ...] = ()
     if settings.evaluation.every and len(held):
         kept = kind(held, width)
-        validation = _held_out(settings, layout.beside(kept), TokenFiller(kept, built, how, vocabulary), place)
-    stream = _stream(settings.data, layout, filler, place, samples.contents)
+        validation = _held_out(settings, layout.beside(kept), TokenFiller(kept, built, how, vocabulary).batch, place)
+    stream = _stream(settings.data, layout, fill, place, samples.contents)
     buckets = layout.buckets if isinstance(layout, Buckets) else ()
     most = max((bucket.num_microbatches for bucket in buckets), default=0)
     others = tuple(count for count in place.shape.counts if count <= most and count != settings.num_microbatches)
@@ -131,21 +132,20 @@ def _points(settings: TrainSettings, built: Built, place: _Place) -> Data:
     layout = RowLayout(training, place.shape, 1)
     _check_size(layout)
     kept = RowLayout(held, place.shape, 1)
-    validation = _held_out(settings, kept, PointFiller(held, built.inputs), place) if wanted and held.num else ()
-    filler = PointFiller(training, built.inputs)
-    stream = _stream(data, layout, filler, place, training.contents)
+    validation = _held_out(settings, kept, partial(held.batch, built.inputs), place) if wanted and held.num else ()
+    stream = _stream(data, layout, partial(training.batch, built.inputs), place, training.contents)
     return Data(stream, validation, num_tokens=training.num)
 
 
 def _stream(
-    data: DataSettings, layout: RowLayout, filler: Filler, place: _Place, contents: Sequence[Part]
+    data: DataSettings, layout: RowLayout, fill: Fill, place: _Place, contents: Sequence[Part]
 ) -> PlannedStream:
     steps = Steps(layout, seed=place.seed, shuffle=data.shuffle)
     how: dict[str, Any] = {"contents": contents, "fingerprint": data.fingerprint}
-    return PlannedStream(steps, filler, rank=place.rank, workers=data.workers, **how)
+    return PlannedStream(steps, fill, rank=place.rank, workers=data.workers, **how)
 
 
-def _held_out(settings: TrainSettings, layout: RowLayout, filler: Filler, place: _Place) -> tuple[Batch, ...]:
+def _held_out(settings: TrainSettings, layout: RowLayout, fill: Fill, place: _Place) -> tuple[Batch, ...]:
     """Return whole steps of what is held out; where there is not one, a step that is filled up with empty rows."""
     steps, at = Steps(layout, seed=_SEED_OF_HELD_OUT), Position()
     found: list[list[Unit]] = []
@@ -164,7 +164,7 @@ def _held_out(settings: TrainSettings, layout: RowLayout, filler: Filler, place:
             expected="at least a row for each",
             fix="raise data.validation, name data.validation_files, or set evaluation.every = 0",
         )
-    return tuple(filler.batch(layout.share(units, place.rank)) for units in found)
+    return tuple(fill(layout.share(units, place.rank)) for units in found)
 
 
 def _check_size(layout: RowLayout) -> None:
