@@ -172,10 +172,6 @@ def _by_thread(stream: PlannedStream) -> Any:
             thread.shutdown(cancel_futures=True)
 
 
-def _as_it_is(sample: Any) -> Any:
-    return sample
-
-
 def _apart(_number: int) -> None:
     """Leave the process group: signals to it ask the rank to stop after its step, for which it needs this process."""
     os.setsid()
@@ -203,7 +199,6 @@ def _by_processes(stream: PlannedStream) -> Any:
         _Filling(stream.fill),  # type: ignore[arg-type]
         sampler=Plans(),
         batch_size=None,
-        collate_fn=_as_it_is,
         num_workers=stream.workers,
         worker_init_fn=_apart,
         multiprocessing_context="spawn",
