@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from drumline.core.errors import UsageError, counted
+from drumline.core.errors import DrumlineError, UsageError, counted
+from drumline.engine.program.programs import check_fits
+from drumline.schedules.registry import made_by
 from drumline.train.config.placed import concerning
-from drumline.train.config.relations import buckets_rise, check_made
+from drumline.train.config.relations import buckets_rise, check_made, program_of
 from drumline.train.config.settings import DataSettings, TrainSettings
 from drumline.train.data.buckets import Buckets, layout_of
 from drumline.train.data.fill import Fill, TokenFiller
@@ -17,7 +19,6 @@ from drumline.train.data.items.batch import Batch, Data
 from drumline.train.data.items.documents import Documents
 from drumline.train.data.items.fingerprint import Part
 from drumline.train.data.layouts import RowLayout, StepShape, Unit
-from drumline.train.data.microbatch_counts import counts_of
 from drumline.train.data.own.user_data import data_by_function
 from drumline.train.data.points import Points
 from drumline.train.data.read.instructions import instruction_documents
@@ -27,6 +28,7 @@ from drumline.train.data.samples import Blocks, Pieces, Samples
 from drumline.train.data.stream import PlannedStream, Position, Steps
 from drumline.train.models.built import Built
 
+_PARTS = 8  # of the number of microbatches: those of buckets are multiples of it divided by this, up to twice as many
 _DRAWN = 4096  # points, where no file is named
 _SEED_OF_HELD_OUT = 0  # the same batches in every run
 
@@ -63,11 +65,35 @@ def build_data(settings: TrainSettings, built: Built, *, rank: int = 0, size: in
             f"batch.sequences is {settings.batch.sequences}",
             expected="at least batch.microbatch x batch.accumulate x mesh.data",
         )
-    shape = StepShape(settings.batch.microbatch, settings.num_microbatches, size, counts_of(settings))
+    shape = StepShape(settings.batch.microbatch, settings.num_microbatches, size, _counts_of(settings))
     place = _Place(shape, rank, settings.run.seed if data.seed is None else data.seed)
     if data.kind == "points" or (settings.model.kind == "mlp" and not data.files):
         return _points(settings, built, place)
     return _tokens(settings, built, place)
+
+
+def _counts_of(settings: TrainSettings) -> tuple[int, ...]:
+    """Return the numbers of microbatches for which the schedule has a program with the same stages in the same places.
+
+    >>> from drumline.train.config.settings import LengthSettings
+    >>> _counts_of(TrainSettings(lengths=LengthSettings("buckets")))
+    (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16)
+    """
+    own, given = settings.num_microbatches, settings.pipeline
+    # A captured step is one program, and a file holds one.
+    if settings.lengths.how != "buckets" or given.plan or given.capture or given.schedule.endswith(".csv"):
+        return ()
+    program = program_of(settings)
+    found = {own}
+    for count in {max(round(own * part / _PARTS), 1) for part in range(1, 2 * _PARTS + 1)}:
+        other = made_by(given.schedule, program, count)
+        try:
+            if other is not None:
+                check_fits(other, program, other.name)
+                found.add(count)
+        except DrumlineError:
+            continue
+    return tuple(sorted(found))
 
 
 def _tokens(settings: TrainSettings, built: Built, place: _Place) -> Data:
