@@ -40,6 +40,7 @@ from drumline.train.models.build import build_model
 MakeData = Callable[..., Data]
 
 
+@stop_on_signals()
 def run_training(
     settings: TrainSettings,
     *,
@@ -54,13 +55,6 @@ def run_training(
     update waits for the device, so without `tell` only those are read that are shown. SIGTERM or Ctrl-C on any rank
     ends it after a step with a checkpoint. `continues` goes on with the run in the folder, from its newest checkpoint.
     """
-    with stop_on_signals():
-        return _run_training(settings, tell, make_model, make_data, continues=continues)
-
-
-def _run_training(
-    settings: TrainSettings, tell: Tell | None, make_model: MakeModel, make_data: MakeData, *, continues: bool
-) -> TrainResult:
     check(settings)
     given, settings = settings, gathered(settings)
     if settings.run.threads:
