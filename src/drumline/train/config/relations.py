@@ -25,6 +25,7 @@ from drumline.train.config.tables import TableSource, out_of_bounds
 from drumline.train.config.toml_lines import path_of
 
 _TEXT = ("text", "tokens", "instructions")
+AROUND = {"gpt": 2, "mlp": 0}  # blocks beside the layers, of models whose number is known
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ def _stages_fit(judged: PlacedSettings, num_stages: int) -> Iterator[Problem]:
             f"has {counted(len(cuts), 'name')}",
             f"{num_stages - 1}: one for each of {counted(num_stages, 'stage')} but the first",
         )
-    extra = {"gpt": 2, "mlp": 0}.get(model.kind)
+    extra = AROUND.get(model.kind)
     if extra is not None and num_stages > model.num_layers + extra:
         yield judged.problem(
             "model.num_layers", f"is {model.num_layers}", f"enough layers for {counted(num_stages, 'stage')}",
