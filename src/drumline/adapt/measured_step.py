@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from statistics import fmean, median
 
+from drumline.core.action import COMPUTE_OPS
 from drumline.core.measured.measured import Measured
 
 NAMED_LINK = "a message on link "
@@ -13,13 +14,10 @@ NAMED_QUEUE = "the queue of link "
 
 def stage_seconds(measured: Measured) -> list[float]:
     """Return the seconds of a microbatch in every stage, forward and backward; overlapped pairs count half for each."""
-    program = measured.program
-    found = [0.0] * program.num_stages
-    for span in measured.spans():
-        if span.action.is_compute:
-            for part in span.action.work:
-                found[part.stage] += (span.end - span.start) / len(span.action.work)
-    return [value / program.num_microbatches for value in found]
+    found = [0.0] * measured.program.num_stages
+    for (stage, op), seconds in measured.action_seconds(halves=True).items():
+        found[stage] += sum(seconds) if op in COMPUTE_OPS else 0.0
+    return [value / measured.program.num_microbatches for value in found]
 
 
 def series_of(measured: Measured) -> dict[str, float]:

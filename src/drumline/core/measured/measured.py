@@ -272,15 +272,6 @@ class Measured(Timeline):
         seconds = {key: median(values) for key, values in self.action_seconds().items()}
         return stage_costs(seconds, self.program.num_stages)
 
-    def action_seconds(self) -> dict[tuple[int, Op], list[float]]:
-        """Return the seconds of all actions by stage and op, without overlapped pairs."""
-        seconds: dict[tuple[int, Op], list[float]] = {}
-        for track in self.tracks:
-            for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
-                if not action.parts:
-                    seconds.setdefault((action.stage, action.op), []).append(end - start)
-        return seconds
-
 
 def stage_costs(seconds: Mapping[tuple[int, Op], float], num_stages: int) -> dict[str, Any]:
     """Return forward, backward_input and backward_weight of every stage; an unsplit B counts as backward_input.

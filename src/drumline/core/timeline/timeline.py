@@ -124,6 +124,15 @@ class Timeline(ABC):
                 yield Span(rank, action, start, end)
         yield from self.exchanges
 
+    def action_seconds(self, *, halves: bool = False) -> dict[tuple[int, Op], list[float]]:
+        """Return the seconds of all actions by stage and op; overlapped pairs are left out, or count half for each."""
+        seconds: dict[tuple[int, Op], list[float]] = {}
+        for track in self.tracks:
+            for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
+                for part in action.work if halves or not action.parts else ():
+                    seconds.setdefault((part.stage, part.op), []).append((end - start) / len(action.work))
+        return seconds
+
     @cached_property
     def start(self) -> float:
         """When the first action starts."""
