@@ -249,11 +249,6 @@ class Measured(Timeline):
         ranks = enumerate(self.accounts)
         return tuple(idle for rank, pieces in ranks for idle in idle_intervals(self, rank, pieces, self.seconds))
 
-    @property
-    def overhead(self) -> tuple[float, ...]:
-        """Seconds of each rank's step spent in the executor itself."""
-        return tuple(parts.overhead for parts in self.parts)
-
     def measured_costs(self) -> Costs:
         """Return the median seconds of each stage and op, and bytes if they were weighed, ready for `simulate`.
 
