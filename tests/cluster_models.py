@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from drumline.plan.cluster.device_memory import Bytes, stage_activations
 from drumline.plan.cluster.estimate import Estimate, Least, Seconds
@@ -13,6 +12,7 @@ from drumline.plan.cluster.layout import Layout, StageLayers, whole_layers
 from drumline.plan.cluster.loads import Volumes
 from drumline.plan.cluster.stages import stage_weights
 from drumline.plan.cluster.transformer import ExpertShape, LatentAttention, Transformer
+from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.survey import Evaluator, Survey
 from drumline.schedules import find
 
@@ -83,9 +83,11 @@ class Rough:
     launch: float = 0.05
     stash: float = 1.0
 
-    def surveyed(self, *given: Any, refine: Evaluator | None = None) -> Survey:
+    def surveyed(
+        self, transformer: Transformer, cluster: Cluster, batch: int, pins: Pins, refine: Evaluator | None = None
+    ) -> Survey:
         """Return a survey of layouts by these estimates; `refine` is exact, unless these are."""
-        return Survey(*given, evaluate=self, refine=refine or self, weigh=self.weigh, bound=self.least)
+        return Survey(transformer, cluster, batch, pins, self, refine or self, self.weigh, self.least)
 
     def weigh(self, transformer: Transformer, layout: Layout) -> float:
         """Return the bytes of a device."""
