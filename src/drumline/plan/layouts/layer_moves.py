@@ -94,7 +94,7 @@ class MovedLayers:
     def _of(self, slice_: StageLayers) -> _Seconds:
         """Return the seconds of a stage's own work."""
         if slice_ not in self._known:
-            ops = slice_ops(self.transformer, self.cluster, self.layout, slice_)
+            ops = slice_ops(self.transformer, self.cluster, self.layout.share, slice_)
             by_input = ops.again.total + ops.backward_input.total
             self._known[slice_] = (ops.forward.total, by_input, ops.backward_weight.total)
         return self._known[slice_]
