@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch
@@ -26,6 +26,9 @@ from torch import Tensor, nn
 from drumline.core.errors import RankFailed, WaitTimeout
 from drumline.engine.ranks.crew import Crew
 from drumline.features.check.by_itself.places import Home, Places
+from drumline.model.block import Block
+from drumline.model.catalogue import named_tensors, places_in
+from drumline.model.patches import put_in
 from drumline.model.randomness import Randomness
 from drumline.model.values import pack, plain_in, unpack
 from drumline.model.watch.fingerprint import can_change
@@ -78,7 +81,8 @@ class Relay:
                         module = self.model.get_submodule(name)
                         if any(True for _ in (*module.parameters(), *module.buffers())):
                             own = module if self.home is None else self.home.modules.get(name, module)
-                            stack.enter_context(_forwarded(module, own, partial(self._run, name)))
+                            # In place of its forward, so that its hooks still run around it.
+                            stack.enter_context(put_in([(vars(module), "forward", self._run(name, own.forward))]))
                 yield
             self._exchange(_Word("the end"))
         except (GaveUp, RankFailed, WaitTimeout):
@@ -218,34 +222,20 @@ class Relay:
         values = {name: value for item in heard for name, value in item.items() if name in elsewhere}
         return values | (mine if self.home is not None else {})
 
-    @contextmanager
-    def _lit(self, model: nn.Module) -> Iterator[None]:
+    def _lit(self, model: nn.Module) -> AbstractContextManager[None]:
         """Let the model have only what is this rank's own, and values of what is used between blocks; else zeros.
 
         The zeros need no memory. They serve code that asks a module for its device.
         """
-        named = _named(model)
+        named = dict(named_tensors(model))
         own = frozenset(id(part) for part in named.values() if not part.is_meta) if self.home is None else self.home.own
         values = self._values_between(named, own)
         found = {id(named[name]): value for name, value in values.items()}
         kept = own if self.home is None else frozenset(map(id, self.home.between.values())) | own
-        before: list[tuple[dict[str, Any], str, Tensor]] = []
-        for module in model.modules():
-            tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
-            for table in tables:
-                for name, entry in table.items():
-                    if entry is not None and id(entry) not in kept:
-                        before.append((table, name, entry))
-        made: dict[int, Tensor] = {}
-        for table, name, tensor in before:
-            if id(tensor) not in made:
-                made[id(tensor)] = self._lit_by(tensor, found.get(id(tensor)), kept)
-            table[name] = made[id(tensor)]
-        try:
-            yield
-        finally:
-            for table, name, tensor in before:
-                table[name] = tensor
+        others = {id(tensor): tensor for tensor in named.values() if id(tensor) not in kept}
+        made = {at: self._lit_by(tensor, found.get(at), kept) for at, tensor in others.items()}
+        places = places_in(Block("", model))
+        return put_in((place.table, place.key, made[id(place.tensor)]) for place in places if id(place.tensor) in made)
 
     def _lit_by(self, tensor: Tensor, value: Tensor | None, kept: frozenset[int]) -> Tensor:
         """Return what stands for a tensor: what this rank trains in its place, its value, or zeros."""
@@ -256,27 +246,6 @@ class Relay:
             made = value.to(self.device)
         is_parameter = isinstance(tensor, nn.Parameter)
         return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
-
-
-def _named(model: nn.Module) -> dict[str, Tensor]:
-    return dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
-
-
-@contextmanager
-def _forwarded(
-    module: nn.Module, own: nn.Module, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Have a module run another's forward for a while, wrapped; its hooks still run around it."""
-    before = module.__dict__.get("forward")
-    forward = wrapped(own.forward)
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = before
 
 
 class _Home(torch.autograd.Function):
