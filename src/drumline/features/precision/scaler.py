@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drumline.core.errors import ModelError, NonFiniteError
 from drumline.engine.updates.attached import Scales
@@ -134,18 +133,3 @@ class LossScaler(Scales):
         self.backoff_factor = float(state["backoff_factor"])
         self.growth_interval = int(state["growth_interval"])
         self._good = int(state["_growth_tracker"])
-
-
-@torch.no_grad()
-def multiplied(gradients: Sequence[Tensor], factor: float) -> None:
-    """Multiply gradients by a number, in place.
-
-    >>> value = torch.ones(2); multiplied([value], 0.5); value
-    tensor([0.5000, 0.5000])
-    """
-    dense = [gradient for gradient in gradients if gradient.layout is torch.strided]
-    if dense:
-        torch._foreach_mul_(dense, factor)
-    for gradient in gradients:
-        if gradient.layout is not torch.strided:
-            gradient.mul_(factor)

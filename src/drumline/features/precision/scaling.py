@@ -12,7 +12,8 @@ from drumline.engine.ranks.observer import Observer
 from drumline.engine.ranks.tally import RankReport
 from drumline.engine.state.keeper import Keeper, Named
 from drumline.engine.state.tensors import Holdings
-from drumline.features.precision.scaler import LossScaler, multiplied
+from drumline.features.precision.scaler import LossScaler
+from drumline.runtime.gradients import clip
 from drumline.runtime.step import Step
 
 
@@ -48,4 +49,4 @@ class Scaling(Observer, Keeper):
             self.scaler.load_state_dict(content["scaler"])
 
     def _multiply(self, factor: float) -> None:
-        multiplied([param.grad for param in self.holdings.parameters() if param.grad is not None], factor)
+        clip.multiply([param.grad for param in self.holdings.parameters() if param.grad is not None], factor)
