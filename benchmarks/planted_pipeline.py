@@ -133,7 +133,7 @@ PIPELINE = (
     ),
     Bug(
         "earlier-gradients-unscaled",
-        "Scaling.begin",
+        "LossScaler.begin",
         "self._multiply(step.scale)",
         "self._multiply(1.0)",
         "Gradients of an earlier step are divided by the scale a second time.",
