@@ -30,6 +30,7 @@ _BEFORE_ALL_STEPS = -1
 
 
 Ending = Callable[[Clock, Draft], Iterable[Wait]]
+Exchanged = tuple[int, Mapping[int, Stage], Channel, Placement, Ties | None]  # what an exchange is made from
 
 
 class GradientExchange:
