@@ -218,8 +218,8 @@ PIPELINE = (
     Bug(
         "evaluated-with-dropout",
         "evaluating",
-        "        part.training = False\n    try:",
-        "        part.training = True\n    try:",
+        'put_in((vars(part), "training", False)',
+        'put_in((vars(part), "training", True)',
         "Evaluation runs in training mode.",
     ),
     Bug(
@@ -406,7 +406,7 @@ PIPELINE = (
     ),
     Bug(
         "unsplit-microbatches-count-whole",
-        "_run",
+        "unsplit_step",
         "weight = torch.as_tensor(share * scale, dtype=loss.dtype",
         "weight = torch.as_tensor(scale, dtype=loss.dtype",
         "The unsplit model adds up microbatches as if each were the whole batch, and right models are refused.",
