@@ -52,19 +52,17 @@ class _Word:
 
 @dataclass(slots=True)
 class Relay:
-    """One run of a model through the blocks of all ranks; `here` are the names of the blocks in this process.
+    """One run of a model through the blocks of all ranks; `home` has those of this process.
 
-    `home` says where these are, if they are not all of the model that has memory. Without a model, somebody else passes
-    blocks to `call` one by one.
+    Without a model, somebody else passes blocks to `call` one by one.
     """
 
     crew: Crew
     model: nn.Module | None
     places: Places
-    here: Places
+    home: Home
     device: torch.device
     randomness: Randomness
-    home: Home | None = None
     changed: str = ""  # an argument that a block may have changed unseen by other ranks
     _num_bytes: int = 0
     _is_inside: bool = False
@@ -80,7 +78,7 @@ class Relay:
                     for name in self.places.blocks:
                         module = self.model.get_submodule(name)
                         if any(True for _ in (*module.parameters(), *module.buffers())):
-                            own = module if self.home is None else self.home.modules.get(name, module)
+                            own = self.home.modules.get(name, module)
                             # In place of its forward, so that its hooks still run around it.
                             stack.enter_context(put_in([(vars(module), "forward", self._run(name, own.forward))]))
                 yield
@@ -93,7 +91,7 @@ class Relay:
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
     def _run(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        is_here = name in self.here.blocks
+        is_here = name in self.home.modules
 
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -208,11 +206,9 @@ class Relay:
 
     # ---- what is used between blocks ---------------------------------------------------------------------------------
 
-    def _values_between(self, named: Mapping[str, Tensor], own: frozenset[int]) -> dict[str, Tensor]:
-        """Return the values of parameters and buffers that the forward uses between blocks, and that others have."""
-        mine = {name: named[name] for name in self.here.between if not named[name].is_meta}
-        if self.home is not None:
-            mine |= self.home.between
+    def _values_between(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the values of parameters and buffers that the forward uses between blocks."""
+        mine, own = self.home.between, self.home.own
         elsewhere = [name for name in self.places.between if name not in mine and id(named[name]) not in own]
         lacking = {name for value in self.crew.all_told("check between", [elsewhere]) for name in value}
         told = {name: tensor.detach().to("cpu", copy=True) for name, tensor in mine.items() if name in lacking}
@@ -220,7 +216,7 @@ class Relay:
             self._give_up(f"parameters between its blocks take over {MOST_BYTES // 2**20} MiB")
         heard = [pickle.loads(chunk) for chunk in self._told("", "values between blocks", pickle.dumps(told))]
         values = {name: value for item in heard for name, value in item.items() if name in elsewhere}
-        return values | (mine if self.home is not None else {})
+        return {**values, **mine}
 
     def _lit(self, model: nn.Module) -> AbstractContextManager[None]:
         """Let the model have only what is this rank's own, and values of what is used between blocks; else zeros.
@@ -228,18 +224,15 @@ class Relay:
         The zeros need no memory. They serve code that asks a module for its device.
         """
         named = dict(named_tensors(model))
-        own = frozenset(id(part) for part in named.values() if not part.is_meta) if self.home is None else self.home.own
-        values = self._values_between(named, own)
-        found = {id(named[name]): value for name, value in values.items()}
-        kept = own if self.home is None else frozenset(map(id, self.home.between.values())) | own
-        others = {id(tensor): tensor for tensor in named.values() if id(tensor) not in kept}
-        made = {at: self._lit_by(tensor, found.get(at), kept) for at, tensor in others.items()}
+        found = {id(named[name]): value for name, value in self._values_between(named).items()}
+        others = {id(tensor): tensor for tensor in named.values() if id(tensor) not in self.home.own}
+        made = {at: self._lit_by(tensor, found.get(at)) for at, tensor in others.items()}
         places = places_in(Block("", model))
         return put_in((place.table, place.key, made[id(place.tensor)]) for place in places if id(place.tensor) in made)
 
-    def _lit_by(self, tensor: Tensor, value: Tensor | None, kept: frozenset[int]) -> Tensor:
+    def _lit_by(self, tensor: Tensor, value: Tensor | None) -> Tensor:
         """Return what stands for a tensor: what this rank trains in its place, its value, or zeros."""
-        if value is not None and id(value) in kept:
+        if value is not None and id(value) in self.home.own:
             return value
         made = torch.zeros((), dtype=tensor.dtype, device=self.device).expand(tensor.shape)
         if value is not None:
