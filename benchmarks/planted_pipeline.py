@@ -78,7 +78,7 @@ PIPELINE = (
     Bug(
         "clipped-by-own-norm",
         "Validation._judged.norm",
-        "self._total(self._crew.heard(update.topic), _TWO)",
+        "self._site.engine.assembly.total_norm(self._crew.heard(update.topic), _TWO)",
         "self._total(self._crew.heard(update.topic)[:1], _TWO)",
         "Updates are validated by the norm of the first rank alone.",
     ),

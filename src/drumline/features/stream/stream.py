@@ -160,7 +160,7 @@ class Stream(Flow, Keeper):
 
     def total(self, norms: list[dict[str, float]]) -> Tensor:
         """Return the norm of all gradients, given those of every rank's own."""
-        return self._engine.total_norm(norms, 2.0)
+        return self._engine.assembly.total_norm(norms, 2.0)
 
     def clip(self, norm: Tensor, parameters: list[nn.Parameter]) -> None:
         """Scale the gradients of these parameters, given the norm of all ranks' gradients."""
