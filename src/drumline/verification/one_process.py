@@ -28,7 +28,6 @@ from drumline.engine.unsplit.unsplit_step import UnsplitMicrobatch, unsplit_step
 from drumline.model.block import blocks_of
 from drumline.model.blocks.cut import cut
 from drumline.model.loss.counts import weighed
-from drumline.model.microbatches import has_microbatches
 from drumline.model.precision import Precision
 from drumline.model.randomness import Randomness
 from drumline.model.values import mapped, moved, pack
@@ -37,6 +36,7 @@ from drumline.model.weights.tied import Ties
 from drumline.plan.cut.peaks import held_by
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.batch import num_rows
+from drumline.runtime.user_batch import has_microbatches
 from drumline.verification.batches import can_turn, turned
 
 LEARNING_RATE = 0.01
