@@ -89,7 +89,8 @@ class MessageLayout:
         """Return the tensors in a flat one; they share its memory but are not views: each can be changed separately."""
         storage = flat.untyped_storage()
         return tuple(
-            torch.empty(0, dtype=dtype, device=flat.device).set_(storage, offset // dtype.itemsize, shape)
+            # Without strides there are no gaps, which torch's types do not know.
+            torch.empty(0, dtype=dtype, device=flat.device).set_(storage, offset // dtype.itemsize, shape)  # type: ignore[call-overload]
             for (dtype, shape), offset in zip(self.metas, self.offsets, strict=True)
         )
 
