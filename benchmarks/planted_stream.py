@@ -50,8 +50,8 @@ STREAM = (
     Bug(
         "norm-of-one-rank",
         "Stream.total",
-        "return self._engine.total_norm(norms, 2.0)",
-        "return self._engine.total_norm(norms[:1], 2.0)",
+        "return self._engine.assembly.total_norm(norms, 2.0)",
+        "return self._engine.assembly.total_norm(norms[:1], 2.0)",
         "Gradients are clipped by rank 0's norm alone.",
     ),
     Bug(

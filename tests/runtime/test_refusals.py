@@ -27,9 +27,10 @@ from drumline.features.stream.rows import StreamRows
 from drumline.model.block import Block
 from drumline.model.layers.moe import MoE
 from drumline.model.layers.styles import Colwise, PlainStyle, Rowwise, StylePlan, style_named
+from drumline.model.loss.counts import weighed
 from drumline.runtime.backward import compiled
 from drumline.runtime.batch import cut as cut_batch
-from drumline.runtime.batch import num_rows, shares
+from drumline.runtime.batch import num_rows
 from refused import refused, saying
 
 pytestmark = [pytest.mark.torch, pytest.mark.features("mesh", "stream")]
@@ -77,10 +78,10 @@ def parametrized() -> nn.Module:
         (lambda: cut_batch((ONES,), 2, split={5: 0}), saying("split names argument 5", expected="one of 0")),
         (lambda: num_rows({"a": 3}), saying("the batch contains no tensor")),
         (
-            lambda: shares([0.0, 0.0]),
+            lambda: weighed([[0.0], [0.0]], [1, 1]),
             saying(r"loss weights are \[0.0, 0.0\]", expected="not all of them 0"),
         ),
-        (lambda: shares([1.0, -2.0]), saying(r"loss weights are \[1.0, -2.0\]")),
+        (lambda: weighed([[1.0], [-2.0]], [1, 1]), saying(r"loss weights are \[1.0, -2.0\]")),
         (lambda: MoE(8, 16, 4, top_k=0), saying("top_k is 0", expected="1 to 4")),
         (lambda: MoE(8, 16, 4, top_k=5), saying("top_k is 5", expected="1 to 4")),
         (lambda: MoE(8, 16, 4, capacity=0.0), saying("capacity is 0.0", expected="above 0")),

@@ -178,7 +178,7 @@ class Pipeline(AttachedMethods):
         """
         wanted, step = _switched(outputs), self._new_step(train=False)
         self._run.run_by(step, program)
-        self._run.pause("eval_step")
+        self._run.flow.pause("eval_step")
         with self._recording.between.during("evaluate"):
             tally = self._run.evaluate(step, CalledWith(batch, named, target))
             return StepResult(step.draw, lambda: tally.loss, output_of(step) if wanted else None)
@@ -249,7 +249,7 @@ class Pipeline(AttachedMethods):
             with self._crew.together("clip_grad_norm_"):
                 own = self._holdings.norms(norm_type)
                 told = self._crew.all_told("norms", own)
-            total = self._engine.total_norm(told, norm_type)
+            total = self._engine.assembly.total_norm(told, norm_type)
             clip.scale(self.parameters(), total, max_norm)
             self._recording.note(grad_norm=total)
             return total

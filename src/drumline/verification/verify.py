@@ -39,12 +39,12 @@ from drumline.engine.stages.assembly import Checkpointing
 from drumline.engine.together import mesh_facts
 from drumline.engine.unsplit.comparing import difference, norm_of
 from drumline.model.follow.inputs import Inputs
-from drumline.model.microbatches import has_microbatches
 from drumline.model.precision import one_thread
 from drumline.pipeline.options import taken
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.together import table
 from drumline.runtime.batch import cut as cut_batch
+from drumline.runtime.user_batch import has_microbatches
 from drumline.verification.batches import can_turn, turned
 from drumline.verification.one_process import (
     LEARNING_RATE,

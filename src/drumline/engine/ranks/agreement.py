@@ -23,8 +23,8 @@ from drumline.model.block import Block, Model, blocks_of
 from drumline.model.blocks.pieces import Piece
 from drumline.model.blocks.script import Script
 from drumline.model.blocks.value_names import function_name, short
-from drumline.model.microbatches import has_microbatches
 from drumline.model.values import pack
+from drumline.runtime.user_batch import is_apart
 
 Print = tuple[str, tuple[int, ...], bytes]  # a tensor's dtype, shape and some elements
 
@@ -206,15 +206,15 @@ def begun(batch: Any, target: Any) -> Callable[[], ArgumentPrint]:
     >>> later() == ArgumentPrint.of(torch.zeros(4, 2), None)
     True
     """
-    batches, targets = (() if value is None else pack(value)[0] for value in (batch, target))
+    (batches, form), (targets, other) = (((), None) if value is None else pack(value) for value in (batch, target))
     samples = samples_begun([*batches, *targets])
-    is_apart = has_microbatches(batch) or has_microbatches(target)
+    given_apart = is_apart(form) or is_apart(other)
 
     def given() -> ArgumentPrint:
         found = samples()
         pairs = zip((*batches, *targets), found, strict=True)
         prints = [(str(tensor.dtype), tuple(tensor.shape), sample) for tensor, sample in pairs]
-        return ArgumentPrint(tuple(prints[: len(batches)]), tuple(prints[len(batches) :]), is_apart)
+        return ArgumentPrint(tuple(prints[: len(batches)]), tuple(prints[len(batches) :]), given_apart)
 
     return given
 

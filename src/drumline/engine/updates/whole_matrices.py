@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.channel.lines.axes import Axes
-from drumline.channel.lines.slices import slice_of
+from drumline.channel.lines.slices import cut_out, put_together, slice_of
 from drumline.model.precision import LOW
 
 
@@ -36,9 +36,7 @@ class WholeMatrices:
                 self._seen[param] = _mark(param)
 
     def _whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
-        part = slice_of(parameter)
-        assert part is not None
-        return part.whole(self._axes.gathered(own, part.axis))
+        return put_together(own, slice_of(parameter), self._axes)
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return the whole copy of a parameter, None if there is none."""
@@ -56,9 +54,8 @@ class WholeMatrices:
     def give(self, parameters: Sequence[nn.Parameter]) -> None:
         """After the optimizer steps, give each parameter its part of the copy."""
         for param in (param for param in parameters if param in self._copies):
-            part, copy = slice_of(param), self._copies[param]
-            assert part is not None
-            param.copy_(part.local(copy.detach(), self._axes.place(part.axis), self._axes.size(part.axis)))
+            copy = self._copies[param]
+            param.copy_(cut_out(copy.detach(), slice_of(param), self._axes))
             copy.grad = None
             self._seen[param] = _mark(param)
 

@@ -55,8 +55,6 @@ def _marked(piece: nn.Parameter, whole: nn.Parameter, found: FlatSlice) -> nn.Pa
 class StateShards(Divides):
     """ZeRO-1: the pieces that this line's optimizers update, by parameter."""
 
-    is_on = True
-
     def __init__(self, axes: Axes, parameters: Iterable[nn.Parameter]) -> None:
         self._axes = axes
         self._divided = {param for param in parameters if param.dim()}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from drumline.adapt.move import Move
 from drumline.channel.transfer import transferred
 from drumline.core.errors import DrumlineError, MismatchError, UsageError
+from drumline.engine.ranks.observer import Observer
 from drumline.engine.site import Site
 from drumline.features.moving.parcels import Freight, Parcel, TensorParcel, freights, packed, put_attributes, unpacked
 from drumline.model.blocks.cut import cut
@@ -31,15 +32,15 @@ from drumline.plan.cut.peaks import held_by
 _DURING = "the move of layers"
 
 
-class Mover:
-    """Moves the layers of one pipeline; `moves` are those so far."""
+class Mover(Observer):
+    """Moves the layers of one pipeline; `moves` are those so far. It has nothing to do in a step."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
         self._seconds: dict[str, float] = {}
         self.moves: list[Move] = []
 
-    def repartition(self, cuts: Any, balance: Any) -> Move:
+    def repartition(self, cuts: Any = None, *, balance: Any = None) -> Move:
         """Give the stages other blocks; see Pipeline.repartition."""
         site = self._site
         site.recording.settle()

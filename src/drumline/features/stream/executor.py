@@ -164,7 +164,6 @@ class StreamExecutor(Executor):
 
     def _put_aside(self, clock: Clock, draft: Draft) -> Iterable[Wait]:
         """Put aside the gradients that have begun to add up."""
-        self.exchange.refuse_changes()
         for param in self._parameters():
             if param.grad is not None:
                 self._partial[param] = param.grad

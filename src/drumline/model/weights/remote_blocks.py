@@ -48,7 +48,8 @@ def give_up(tensor: Tensor) -> None:
     tensor.grad = None
 
 
-def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
+def stand_in(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor like another, with its hooks and attributes, and without its memory."""
     made = without_memory(tensor.shape, tensor.dtype, device)
     if isinstance(tensor, nn.Parameter):
         made = torch.Tensor._make_subclass(type(tensor), made, tensor.requires_grad)
@@ -86,7 +87,7 @@ class Absent:
             name = first(place.name)
             assert place.tensor is not None
             if name not in known:
-                known[name] = _stand_in(place.tensor, device)
+                known[name] = stand_in(place.tensor, device)
             memo[id(place.tensor)] = known[name]
         for number, block in blocks.items():
             self._copy(number, block, memo)
