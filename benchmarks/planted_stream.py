@@ -36,8 +36,8 @@ STREAM = (
     Bug(
         "newest-rate-for-old-gradients",
         "Stream.update",
-        "with updates.inside(parameters, move), with_settings(optimizers, settings):",
-        "with updates.inside(parameters, move):",
+        "with having_gradients(others), updates.inside(parameters, move), with_settings(optimizers, settings):",
+        "with having_gradients(others), updates.inside(parameters, move):",
         "An update uses the learning rate of a later step.",
     ),
     Bug(

@@ -42,3 +42,12 @@ class Site(Ground):
         """Wait for the outcome of all steps so far on all ranks, before something else that they do alike."""
         self.flow.pause(what)
         self.recording.settle()
+
+
+class Methods:
+    """A part of `Pipeline`: public methods of a feature, which work on what runs the pipeline here."""
+
+    _site: Site
+
+    def _finish(self, most_seconds: float | None) -> None:
+        """Finish what is under way before ranks disconnect; `most_seconds`, if given, bounds that, without an error."""

@@ -17,7 +17,7 @@ from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.engine.state.keeper import Keeper
 from drumline.engine.state.name_patterns import matching
-from drumline.engine.updates.kinds import by_element
+from drumline.engine.updates.whole_matrices import by_element
 from drumline.pipeline.attached import AttachedMethods
 from drumline.pipeline.options import Options, made_with
 from drumline.pipeline.setup import set_up

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from drumline.channel.lines.axes import Axes
 from drumline.channel.lines.slices import FlatSlice, Slice, slice_of
 from drumline.engine.updates.attached import Divides
-from drumline.engine.updates.kinds import by_element
+from drumline.engine.updates.whole_matrices import by_element
 from drumline.features.mesh.reduce import summed_over
 from drumline.model.precision import gradient_dtype
 

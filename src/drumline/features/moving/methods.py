@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drumline.adapt.move import Move
-from drumline.engine.methods import Methods
+from drumline.engine.site import Methods
 from drumline.features.moving.mover import Mover
 
 

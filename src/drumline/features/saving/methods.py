@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from drumline.checkpoint.saves import Loaded, Saving
-from drumline.engine.methods import Methods
+from drumline.engine.site import Methods
 from drumline.engine.state.keeper import Keeper
 from drumline.features.saving.state import State
 

@@ -29,7 +29,7 @@ from drumline.engine.updates.optimizer_state import plain
 from drumline.engine.updates.validation_time import check as validated_after
 from drumline.features.stream.executor import Group, StreamExecutor
 from drumline.features.stream.rows import StreamRows
-from drumline.model.patches import put_in
+from drumline.model.patches import having_gradients, put_in
 from drumline.runtime.gradients import clip
 from drumline.runtime.step import Step
 
@@ -178,15 +178,11 @@ class Stream(Flow, Keeper):
         """Update these parameters alone, by such settings; `move` gives them new memory where that is needed."""
         updates, chosen = self._updates, set(parameters)
         # Other ranks of this process have gradients that are not complete.
-        others = [(param, param.grad) for param in updates.holdings.parameters() if param not in chosen]
-        for param, _ in others:
-            param.grad = None
+        others = [param for param in updates.holdings.parameters() if param not in chosen]
         optimizers = updates.optimizers()
-        with updates.inside(parameters, move), with_settings(optimizers, settings):
+        with having_gradients(others), updates.inside(parameters, move), with_settings(optimizers, settings):
             for optimizer in optimizers:
                 optimizer.step()
-        for param, gradient in others:
-            param.grad = gradient
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ from drumline.engine.ranks.tally import RankReport, Tally
 from drumline.engine.site import Site
 from drumline.engine.updates.validation_time import Validates
 from drumline.features.validated.undo import KeptBuffers, KeptOptimizer
+from drumline.model.patches import having_gradients
 from drumline.runtime.gradients import clip
 from drumline.runtime.step import CalledWith, Step
 
@@ -84,12 +85,8 @@ class _OptimizerStep:
             if gradients is None:
                 self.follow()
                 return
-            now = [param.grad for param in self.parameters]
-            for param in self.parameters:
-                param.grad = gradients.get(param)
-            self.apply()
-            for param, grad in zip(self.parameters, now, strict=True):
-                param.grad = grad
+            with having_gradients(self.parameters, gradients):
+                self.apply()
 
 
 @dataclass(slots=True)

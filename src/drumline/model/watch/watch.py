@@ -98,7 +98,7 @@ class Surroundings:
         if _has_memory(function):
             self._caches[id(function)] = function
         function = getattr(function, "__wrapped__", function)
-        if not isinstance(function, FunctionType) or id(function.__code__) in self._seen or _is_known(function):
+        if not isinstance(function, FunctionType) or id(function.__code__) in self._seen or is_known(function):
             return
         self._seen.add(id(function.__code__))
         names = set(_names_in(function.__code__))
@@ -119,7 +119,7 @@ class Surroundings:
             self._follow(_plain(value))
             self._readers[key] = read
         elif isinstance(value, ModuleType | type):
-            if not _is_known(value):
+            if not is_known(value):
                 self._readers[key] = read
                 space = vars(value)
                 for name in names & space.keys():
@@ -166,7 +166,7 @@ def _is_watched(value: Any) -> bool:
     return type(value) in PLAIN or isinstance(value, Tensor | tuple) or can_change(value)
 
 
-def _is_known(thing: Any) -> bool:
+def is_known(thing: Any) -> bool:
     """Whether a module, class or function belongs to a library."""
     name = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", None) or ""
     return name.partition(".")[0] in _LIBRARIES
@@ -175,7 +175,7 @@ def _is_known(thing: Any) -> bool:
 def _functions_of(module: nn.Module) -> Iterator[Any]:
     """Yield the functions that may run when a module is called: its methods and its hooks."""
     for cls in type(module).__mro__:
-        if not _is_known(cls):
+        if not is_known(cls):
             for attribute in vars(cls).values():
                 yield getattr(attribute, "__func__", None) or getattr(attribute, "fget", None) or attribute
     yield from (function for function in vars(module).values() if isinstance(function, FunctionType))
@@ -189,7 +189,7 @@ def code_of(module: nn.Module) -> list[Any]:
     found: list[Any] = [kind]
     found += [function for function in vars(module).values() if isinstance(function, FunctionType | MethodType)]
     for cls in kind.__mro__:
-        if str(cls.__module__).partition(".")[0] not in _LIBRARIES:
+        if not is_known(cls):
             found += [attribute for attribute in vars(cls).values() if not isinstance(attribute, PLAIN)]
     return [Same(found), *[fingerprint(tensor) for tensor in found if isinstance(tensor, Tensor)]]
 

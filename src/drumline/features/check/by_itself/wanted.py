@@ -22,6 +22,7 @@ from drumline.core.errors import ModelError
 from drumline.engine.unsplit.plain import Plain
 from drumline.engine.unsplit.unsplit_step import Made, UnsplitMicrobatch, unsplit_step
 from drumline.features.check.gradients.sketch import sketch
+from drumline.model.patches import having_gradients
 from drumline.model.precision import Precision
 from drumline.model.randomness import Randomness
 from drumline.model.values import mapped, moved
@@ -115,22 +116,21 @@ class _GradientCollector:
     def collecting(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """Take what a backward makes, and give back the gradients of before."""
         self._parameters = parameters = list(dict.fromkeys(parameters))
-        before = [(param, param.grad, param._post_accumulate_grad_hooks) for param in parameters]
+        before = [(param, param._post_accumulate_grad_hooks) for param in parameters]
         handles = []
         try:
             for param in parameters:
-                param.grad = None
                 param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
                 if param.requires_grad:
                     handles.append(param.register_post_accumulate_grad_hook(self._take))  # type: ignore[no-untyped-call]
-            yield
+            with having_gradients(parameters):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
-            for param, gradient, hooks in before:
+            for param, hooks in before:
                 if hooks is not None:
                     param._post_accumulate_grad_hooks = hooks
-                param.grad = gradient
 
 
 def _is_shared(gradient: Tensor) -> bool:
