@@ -112,10 +112,14 @@ class Watch:
         states += [[*map(list, tables)] for tables in map(_TABLES, spaces) if any(tables)]
         parameters = chain.from_iterable([space["_parameters"].values() for space in spaces])
         states.append([param is not None and param.requires_grad for param in parameters])
+        read: dict[int, tuple[Any, Any]] = {}  # values and states: many modules share a config
         for (_, key), reference in self._places.items():
             if (owner := reference()) is not None:
                 space = owner.__dict__
-                states.append(fingerprint(space[key] if key in space else _of_class(owner, key), name=key))
+                value = space[key] if key in space else _of_class(owner, key)
+                if id(value) not in read:
+                    read[id(value)] = value, fingerprint(value, name=key)
+                states.append(read[id(value)][1])
         return modes, states + self._surroundings.now()
 
     def refuse_exchanged(self) -> None:
