@@ -42,7 +42,9 @@ def llama(layers: int) -> nn.Module:
         num_attention_heads=4,
         max_position_embeddings=64,
     )
-    return transformers.LlamaForCausalLM(config)
+    kind: Any = transformers.LlamaForCausalLM
+    model: nn.Module = kind(config)
+    return model
 
 
 def adapted(layers: int) -> nn.Module:
