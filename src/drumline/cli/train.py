@@ -193,8 +193,8 @@ def _torchrun(settings: TrainSettings) -> str:
 
 def _words(args: argparse.Namespace, *, without: Sequence[str] = ()) -> list[str]:
     """Return the config and what flags set, as words of a command."""
+    from drumline.plan.launch.toml import written
     from drumline.train.config.files.settings_file import MICROBATCHES
-    from drumline.train.config.write import written
 
     overrides, _ = _overrides(args)
     words = [] if args.config is None else [args.config]

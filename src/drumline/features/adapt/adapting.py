@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from drumline.adapt.decide import Decider
-from drumline.adapt.measured_step import MeasuredStep
 from drumline.adapt.proposal import CUT, Arrangement, Proposal
 from drumline.adapt.rebalance import Layers, guessed
 from drumline.adapt.settings import Adapt
@@ -77,9 +76,7 @@ class Adapting(Observer):
             return None
         self._seen = number
         try:
-            proposal = decider.see(
-                MeasuredStep(number, measured), max((report.num_rows for report in last.told), default=0)
-            )
+            proposal = decider.see(measured, max((report.num_rows for report in last.told), default=0))
         except DrumlineError as error:  # training does not depend on this
             self._tell(number, f"nothing changes from here on: {error}", {})
             self.close()

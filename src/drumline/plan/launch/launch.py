@@ -36,7 +36,7 @@ from drumline.plan.cluster.transformer import PLAIN, Transformer
 from drumline.plan.launch.megatron import MANY, megatron, shards_by_fsdp
 from drumline.plan.launch.own import differs, drops_less, not_run, zero_of
 from drumline.plan.launch.titan import titan
-from drumline.plan.launch.toml import written
+from drumline.plan.launch.toml import document
 
 FORMAT = "drumline-train"
 VERSION = 1
@@ -196,7 +196,7 @@ def train_config(
         model["attention_dropout"] = 0.0
     inner = "expert, context" if layout.expert > 1 and layout.context > 1 else "context"
     first = f"Written by `drumline plan`. Ranks count tensor first, then {inner}, data, and the pipeline last."
-    return written(
+    return document(
         {
             "format": FORMAT,
             "version": VERSION,

@@ -10,9 +10,9 @@ from drumline.core.errors import DrumlineError
 from drumline.core.settings.clash import Clash, Facts, Given, Spelling, found, given
 from drumline.engine.together import NO_FLUSH, PLANNED, SEVERAL_LINES, mesh_facts, program_facts, without
 from drumline.pipeline.together import table
+from drumline.plan.launch.toml import written
 from drumline.train.config.problems import Problem
 from drumline.train.config.relations import PlacedSettings, program_of
-from drumline.train.config.write import written
 
 # The keys of an option, the first of which errors name unless another one is set.
 KEYS: dict[str, tuple[str, ...]] = {

@@ -16,6 +16,7 @@ from typing import Any
 
 from drumline.core.files import MIB
 from drumline.train.config.settings import TrainSettings
+from drumline.train.models.built import DTYPES
 from drumline.train.models.tokenizers import BYTES
 
 _CONFIG = "config.json"
@@ -32,7 +33,6 @@ _LEFT = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.index.json"),
     *("manifest.json", "adapter_*", "trainer_state.json", "*_results.json", ".*"),
 )
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def files_beside(settings: TrainSettings) -> dict[str, bytes]:
@@ -50,7 +50,7 @@ def files_beside(settings: TrainSettings) -> dict[str, bytes]:
         found |= {name: path for name, path in _taken(Path(tokenizer)) if _matches(name, _TOKENIZERS)}
     read = {name: content for name, path in found.items() if (content := _read(path)) is not None}
     if _CONFIG in read:
-        read[_CONFIG] = _with_dtype(read[_CONFIG], _DTYPES[settings.precision.weights])
+        read[_CONFIG] = _with_dtype(read[_CONFIG], str(DTYPES[settings.precision.weights]).removeprefix("torch."))
     return read
 
 

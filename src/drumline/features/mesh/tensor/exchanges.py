@@ -20,7 +20,7 @@ from drumline.features.mesh.passing import AXIS
 from drumline.features.mesh.tensor.divide import DividedModule
 from drumline.features.mesh.tensor.sequence import SequenceLayers
 from drumline.model.layers.routing import is_traced
-from drumline.model.layers.styles import Stacked
+from drumline.model.layers.styles import PlainStyle
 from drumline.model.randomness import generator_states
 from drumline.model.values import mapped
 
@@ -34,7 +34,7 @@ class LayerExchanges:
         self.unseen: set[nn.Module] = set()  # layers by rows before which it is not known that nothing is drawn
         self._last: tuple[Tensor, int, Tensor] | None = None  # the last input of layers by columns, and its copy
         self._states: list[Tensor] = []
-        self._makers = {layer.module: layer for layer in found if layer.makes_part or isinstance(layer.style, Stacked)}
+        self._makers = {layer.module: layer for layer in found if layer.makes_part or layer.style is PlainStyle.STACKED}
         self._behind: DividedModule | None = None  # the last of them that ran, while its part is on its way
 
     def before_columns(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ from drumline.train.config.relations import PlacedSettings, related
 from drumline.train.config.settings import TrainSettings
 from drumline.train.config.tables import Reading, TableSource
 from drumline.train.config.together import clashing
-from drumline.train.config.toml_lines import Path, lines_of
+from drumline.train.config.toml_lines import Path, line_finder, path_of
 
 KIND = FileKind(
     "config", ConfigError, "a TOML file of training settings, as `drumline train --print-config` writes", MIB
@@ -50,18 +50,7 @@ def read_settings(
     Traceback (most recent call last):
     drumline.core.errors.ConfigError: batch.sequnce: unknown key; did you mean sequence?
     """
-    return read_with_plan(source, overrides, flags=flags)[0]
-
-
-def read_with_plan(
-    source: str | FilePath | Callable[[], Any] | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    *,
-    flags: Mapping[str, str] | None = None,
-) -> tuple[TrainSettings, Plan | None]:
-    """Return the settings, and the plan that pipeline.plan names."""
-    judged = read_judged(source, overrides, flags=flags)
-    return judged.settings, judged.plan
+    return read_judged(source, overrides, flags=flags).settings
 
 
 def read_judged(
@@ -70,7 +59,7 @@ def read_judged(
     *,
     flags: Mapping[str, str] | None = None,
 ) -> PlacedSettings:
-    """Return the settings with where each of them was given."""
+    """Return the settings with where each of them was given, and the plan that pipeline.plan names."""
     given = _source(source)
     reading = Reading(given)
     over = dict(overrides or {})
@@ -119,11 +108,10 @@ def from_toml(text: str, name: str) -> TableSource:
         raise refused([Problem(f"{name}{where}", "", f"not TOML: {what[:1].lower()}{what[1:]}")]) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name}: not TOML as it is read here: {error}", expected=KIND.expected) from None
-    lines = lines_of(text)
+    line_of = line_finder(text)
 
     def place(path: Path) -> str:
-        ends = (path[:end] for end in range(len(path), 0, -1))
-        line = next((lines[end] for end in ends if end in lines), None)
+        line = next(filter(None, (line_of(path[:end]) for end in range(len(path), 0, -1))), None)
         return name if line is None else f"{name}, line {line}"
 
     return TableSource(tables, place)
@@ -161,7 +149,7 @@ def _plain(value: Any) -> Any:
 
 def _put(reading: Reading, key: str, value: Any, flag: str) -> None:
     """Lay a value over what was read."""
-    path: Path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
+    path = path_of(key)
     reading.source.flags[path] = flag
     home: Any = reading.source.tables
     for part, after in pairwise(path):
