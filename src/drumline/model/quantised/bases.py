@@ -47,7 +47,8 @@ class Recipe:
     def pack(self, weight: Tensor) -> nn.Parameter:
         """Return a full-precision weight as a quantised, frozen parameter on the same device."""
         plain = weight.detach() if self.dtype is None else weight.detach().to(self.dtype)
-        packed = self._packed(plain).requires_grad_(False)
+        packed = self._packed(plain)
+        packed.requires_grad_(False)
         packed.__dict__[_RECIPE] = self
         return packed
 

@@ -257,8 +257,8 @@ def _subclass_like(tensor: Any, data: Tensor) -> Any:
 
 
 def _four_like(tensor: Any, parts: Mapping[str, Tensor]) -> Tensor:
-    made = _subclass_like(tensor, parts[_DATA])
-    made.module = None  # `settle` says which one has it
+    made: Tensor = _subclass_like(tensor, parts[_DATA])
+    made.__dict__["module"] = None  # `settle` says which one has it
     _put_four(made, parts)
     return made
 
@@ -274,7 +274,7 @@ def _put_eight(tensor: Any, parts: Mapping[str, Tensor]) -> None:
 
 
 def _eight_like(tensor: Any, parts: Mapping[str, Tensor]) -> Tensor:
-    made = _subclass_like(tensor, parts[_DATA])
+    made: Tensor = _subclass_like(tensor, parts[_DATA])
     _put_eight(made, parts)
     return made
 
