@@ -28,6 +28,7 @@ import transformers
 from torch import Tensor, nn
 
 import drumline as dl
+from drumline.model.quantised.bases import quantise
 
 MICROBATCHES, ROWS, TOKENS = 8, 1, 1024
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -53,7 +54,7 @@ def tuned(base: str, layers: int) -> nn.Module:
         model = kind(config)
     torch.set_default_dtype(torch.float32)
     if base != "bf16":
-        dl.quantise(model, base)
+        quantise(model, base)
     settings = peft.LoraConfig(r=16, lora_alpha=32, target_modules=TARGETS, task_type="CAUSAL_LM")
     adapted: nn.Module = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
     with torch.no_grad():
