@@ -32,7 +32,7 @@ from drumline.model.quantised.bases import quantise
 
 MICROBATCHES, ROWS, TOKENS = 8, 1, 1024
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-SCHEDULES = ("interleaved-1f1b", "looped-bfs")
+SCHEDULES = ("interleaved-1f1b",)  # torchao keeps what it unpacked for the backward: few microbatches in flight
 
 
 def tuned(base: str, layers: int) -> nn.Module:
