@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -19,6 +19,7 @@ from drumline.engine.model import splits
 from drumline.engine.program import programs
 from drumline.engine.ranks import transports
 from drumline.engine.together import PLANNED
+from drumline.model.quantised.packed import is_packed, refuse_strange, settle
 from drumline.pipeline.attached import AttachedOptions
 from drumline.pipeline.together import table
 from drumline.plan.device.plan import Plan
@@ -56,7 +57,10 @@ class Options(CoreOptions, AttachedOptions):
         programs.check(self.programs)
         device_named(self.device)
         transports.check(self.transport)
-        Together(table(), self.facts()).refuse()
+        modules = _modules(self.model)
+        settle(module for model in modules for module in model.modules())
+        quantised = any(is_packed(param) for model in modules for param in model.parameters())
+        Together(table(), {**self.facts(), "quantised": quantised}).refuse()
         self.refuse_model(self.model)
         if isinstance(self.model, nn.Module) and any(map(_is_divided, self.model.parameters())):
             raise ModelError(
@@ -64,6 +68,9 @@ class Options(CoreOptions, AttachedOptions):
                 expected="the plain model: Drumline divides it",
                 fix="pass mesh= with zero=3 or tensor_parallel= instead",
             )
+        for number, model in enumerate(modules):
+            name = "" if model is self.model else f"of block {number}: "
+            refuse_strange((f"{name}{key}", param) for key, param in model.named_parameters())
         if isinstance(getattr(self.model, "_orig_mod", None), nn.Module):
             raise ModelError(
                 "the model is already compiled by torch.compile",
@@ -101,6 +108,12 @@ def taken(**wanted: Any) -> dict[str, Any]:
     """
     names = {field.name for field in fields(Options)}
     return {name: value for name, value in wanted.items() if name in names}
+
+
+def _modules(model: Any) -> list[nn.Module]:
+    """Return a model as modules: itself, or those of a list or a dict."""
+    listed = model.values() if isinstance(model, Mapping) else [model] if isinstance(model, nn.Module) else model
+    return [module for module in listed if isinstance(module, nn.Module)] if isinstance(listed, Iterable) else []
 
 
 def _is_divided(parameter: nn.Parameter) -> bool:

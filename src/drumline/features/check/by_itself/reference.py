@@ -21,6 +21,7 @@ from drumline.features.check.by_itself.places import Home, Places
 from drumline.model.block import Block, Model
 from drumline.model.catalogue import named_tensors
 from drumline.model.follow.skeleton import copied
+from drumline.model.quantised.packed import copied_states, is_packed, num_bytes
 from drumline.model.weights.remote_blocks import stand_in
 
 _ROOM = 0.5  # of the memory that is free: what bringing a whole model to a device may take
@@ -77,7 +78,7 @@ class Reference:
             return False
         if device.type == "cpu":
             return True
-        away = sum(tensor.nbytes for tensor in dict.fromkeys(tensors) if tensor.device.type != device.type)
+        away = sum(num_bytes(tensor) for tensor in dict.fromkeys(tensors) if tensor.device.type != device.type)
         return away <= _ROOM * torch.get_device_module(device).mem_get_info(device)[0] if away else True
 
 
@@ -85,8 +86,11 @@ def _husk(model: nn.Module, home: Home) -> nn.Module | None:
     """Return a copy of a model with this process's own blocks and tensors in it, and no memory for others."""
     memo: dict[int, object] = {}
     for _, tensor in named_tensors(model):
-        if id(tensor) not in memo:
-            memo[id(tensor)] = tensor if id(tensor) in home.own else stand_in(tensor, torch.device("cpu"))
+        if id(tensor) in memo:
+            continue
+        memo[id(tensor)] = made = tensor if id(tensor) in home.own else stand_in(tensor, torch.device("cpu"))
+        if made is not tensor and is_packed(tensor):
+            memo |= copied_states(tensor, made)
     for module in home.modules.values():
         memo[id(module)] = module
     try:
