@@ -40,7 +40,8 @@ def test_a_model_on_the_meta_device_gets_the_values_of_one_that_is_quantised_in_
     model, expected = on_meta(base), quantise(plain_llama(), base)
     names = [name for name, param in model.named_parameters() if is_packed(param)]
     assert [name.removesuffix(".weight") for name in names] == quantised_names(plain_llama())
-    assert len(names) == 21 and all(param.is_meta for param in model.parameters())
+    assert len(names) == 21
+    assert all(param.is_meta for param in model.parameters())
     sizes = [num_bytes(param) for param in model.parameters()]
     dl.materialise(model, folder)
     assert are_equal(model, expected)
@@ -146,7 +147,8 @@ def test_other_weights_are_refused_in_one_line() -> None:
     model[1].base._parameters["weight"] = torch.zeros(64, 64).as_subclass(Strange)
     model[1].base._parameters["weight"]._is_param = True
     text = refusal(ModelError, lambda: dl.Pipeline(model, num_ranks=2, **settings("chain")))
-    assert text.startswith("the parameter 1.base.weight is a ") and "Strange, a class of tensors without parts" in text
+    assert text.startswith("the parameter 1.base.weight is a ")
+    assert "Strange, a class of tensors without parts" in text
 
 
 @pytest.mark.features("mesh")

@@ -1,0 +1,216 @@
+"""Pipelines of models with quantised bases: gradients of adapters, states, checkpoints, moves, memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import drumline as dl
+from drumline.model.quantised.bases import quantise
+from drumline.model.quantised.packed import is_packed, num_bytes, parts_of
+from matrices import ALL, FEW, matrix
+from quantised_models import (
+    BASES,
+    MODELS,
+    WIDTH,
+    are_equal,
+    batch,
+    chain,
+    difference,
+    emptied,
+    llama,
+    looped,
+    plain_llama,
+    settings,
+    stepped,
+)
+
+pytestmark = pytest.mark.torch
+SCHEDULES = ("1f1b", "zb-h1", "interleaved-1f1b", "dualpipe-v", "chimera")
+ONE_PROCESS = {"num_ranks": 2, "transport": "in-process"}
+
+
+@matrix("base, schedule", BASES, SCHEDULES)
+def test_adapters_get_the_gradients_of_a_plain_loop(base: str, schedule: str) -> None:
+    model = chain(base)
+    expected = looped(model, "chain")
+    gradients = stepped(dl.Pipeline(model, schedule=schedule, **ONE_PROCESS, **settings("chain")), "chain")
+    assert gradients.keys() == expected.keys()
+    # Chimera adds the microbatches of its two copies of a stage in another order.
+    assert difference(gradients, expected) <= (1e-6 if schedule == "chimera" else 0.0)
+
+
+@pytest.mark.parametrize("base", BASES if ALL else BASES[::2] if FEW else BASES)
+def test_a_model_of_peft_is_cut_and_keeps_its_names(base: str) -> None:
+    model = llama(base)
+    expected, names = looped(model, "llama"), list(model.state_dict())
+    pipe = dl.Pipeline(model, balance="even", **ONE_PROCESS, **settings("llama"))
+    assert difference(stepped(pipe, "llama"), expected) == 0.0
+    assert list(pipe.state_dict()) == names
+    assert sum(param.requires_grad for param in pipe.parameters()) == len(expected) == 18
+
+
+@pytest.mark.features("saving")
+@pytest.mark.parametrize("base", BASES)
+def test_a_checkpoint_has_codes_and_scales(base: str, tmp_path: Path) -> None:
+    model, other = chain(base), emptied(chain(base))
+    expected = looped(model, "chain")
+    dl.Pipeline(model, **ONE_PROCESS, **settings("chain")).save(tmp_path).wait()
+    pipe = dl.Pipeline(other, **ONE_PROCESS, **settings("chain"))
+    pipe.load(tmp_path)
+    assert are_equal(model, other)
+    assert difference(stepped(pipe, "chain"), expected) == 0.0
+    assert are_equal(model, other)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_state_is_loaded_where_bitsandbytes_cannot_load_its_own(base: str) -> None:
+    model, other = chain(base), emptied(chain(base))
+    pipe = dl.Pipeline(other, **ONE_PROCESS, **settings("chain"))
+    pipe.load_state_dict(model.state_dict())
+    assert are_equal(model, other)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_codes_of_a_shared_layer_stay_one_object(base: str) -> None:
+    model = chain(base)
+    model[3].base = model[0].base  # of stages 0 and 1
+    expected = looped(model, "chain")
+    pipe = dl.Pipeline(model, balance=[2, 2], **ONE_PROCESS, **settings("chain"))
+    assert difference(stepped(pipe, "chain"), expected) == 0.0
+
+
+class Float8(nn.Module):
+    """Two layers, as torchao converts them to train in float8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the input with both layers' output added."""
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_float8_training_has_the_bits_of_a_plain_loop(schedule: str) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Float8() for _ in range(4)))
+    convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+    assert "Float8Linear" in type(model[0].up).__name__
+    expected = looped(model, "chain")
+    pipe = dl.Pipeline(model, schedule=schedule, **ONE_PROCESS, **settings("chain"))
+    gradients = stepped(pipe, "chain")
+    assert gradients.keys() == expected.keys()
+    assert len(expected) == 16
+    assert difference(gradients, expected) == 0.0
+
+
+def of_stages(pipe: dl.Pipeline) -> int:
+    """Return the bytes of this rank's parameters."""
+    return sum(num_bytes(param) for param in pipe.parameters())
+
+
+def resident(pipe: dl.Pipeline) -> int:
+    """Return the bytes of all memory behind parameters of blocks that this process knows, here or elsewhere."""
+    chained = pipe._site.engine.chain
+    storages: dict[int, int] = {}
+    for number in range(sum(chained.counts)):
+        for param in chained.block(number).module.parameters():
+            for part in parts_of(param).values():
+                storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def on_two_ranks(cases: list[tuple[str, str]], folder: str) -> list[dict[str, Any]]:
+    """Step, move a layer, step, save and load, step; return what came of it, for every case."""
+    torch.set_num_threads(1)
+    found = []
+    for kind, base in cases:
+        model = MODELS[kind](base)
+        expected, names = looped(model, kind), set(model.state_dict())
+        pipe = dl.Pipeline(model, balance="even", timeout=200.0, **settings(kind))
+        pipe.optimizer(torch.optim.SGD, lr=0.0)
+        apart = [difference(stepped(pipe, kind), expected)]
+        del model
+        first, second = pipe._site.engine.chain.balance()
+        before = of_stages(pipe)
+        move = pipe.repartition(balance=[first - 1, second + 1])
+        apart.append(difference(stepped(pipe, kind), expected))
+        pipe.save(Path(folder) / kind / base).wait()
+        pipe.load(Path(folder) / kind / base)
+        apart.append(difference(stepped(pipe, kind), expected))
+        state = set(pipe.state_dict())
+        found.append(
+            {
+                "apart": apart,
+                "names": state <= names,
+                "state": state,
+                "all": names,
+                "moved": move.bytes_moved,
+                "sizes": (before, of_stages(pipe)),
+                "others": resident(pipe) - of_stages(pipe),
+            }
+        )
+        pipe.close()
+    return found
+
+
+CASES = [("chain", base) for base in BASES] + [("llama", "nf4")] * (not FEW)
+CASES += [("llama", base) for base in BASES if base != "nf4"] * ALL
+
+
+@pytest.mark.features("moving", "saving")
+def test_two_ranks_step_move_save_and_load(tmp_path: Path) -> None:
+    ranks = dl.launch(on_two_ranks, CASES, str(tmp_path), num_ranks=2, timeout=280)
+    for (kind, base), *each in zip(CASES, *ranks, strict=True):
+        for found in each:
+            assert max(found["apart"]) == 0.0, (kind, base)
+            assert found["names"]
+            assert found["others"] < 4096, "what other ranks hold has no memory here: an element for each part"
+        assert each[0]["state"] | each[1]["state"] == each[0]["all"]
+        (before, after), (theirs, grown) = each[0]["sizes"], each[1]["sizes"]
+        assert before - after == grown - theirs > 0
+        assert each[0]["moved"] >= before - after
+
+
+def from_files(folder: str, base: str) -> tuple[float, list[str], int]:
+    """Build on the meta device, read this rank's stages, step; return how many bytes of weights were read."""
+    from drumline.model.weights.files import StoredTensor
+
+    sizes: list[int] = []
+    read = StoredTensor.read
+
+    def counted(stored: StoredTensor) -> Tensor:
+        value = read(stored)
+        sizes.append(value.nbytes)
+        return value
+
+    StoredTensor.read = counted  # type: ignore[method-assign]
+    with torch.device("meta"):
+        model = quantise(plain_llama(), base)
+    pipe = dl.Pipeline(model, weights=folder, balance="even", check_model=False, timeout=200.0, **settings("llama"))
+    held = [name for name, param in pipe.named_parameters() if is_packed(param)]
+    tokens, _ = batch("llama")
+    loss = float(pipe.eval_step(input_ids=tokens, labels=tokens).loss)
+    pipe.close()
+    return loss, held, len(sizes)
+
+
+def test_each_rank_reads_and_quantises_its_own_stages(tmp_path: Path) -> None:
+    torch.save(plain_llama().state_dict(), tmp_path / "pytorch_model.bin")
+    model = quantise(plain_llama(), "nf4")
+    tokens, _ = batch("llama")
+    with torch.no_grad():
+        expected = [float(model(input_ids=part, labels=part).loss) for part in tokens.chunk(4)]
+    (first, held, count), (_, others, rest) = dl.launch(from_files, str(tmp_path), "nf4", num_ranks=2, timeout=280)
+    assert first == pytest.approx(sum(expected) / 4, abs=1e-6)
+    assert not set(held) & set(others)
+    assert len(held) + len(others) == 21
+    assert (count, rest) == (len(held), len(others)), "each rank reads its own weights, and no others"
