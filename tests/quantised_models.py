@@ -61,7 +61,11 @@ def plain_llama(**settings: Any) -> Any:
 
 def llama(base: str) -> Any:
     """Return the same, quantised, with LoRA on some of its layers."""
-    model = quantise(plain_llama(), base)
+    return adapted(quantise(plain_llama(), base))
+
+
+def adapted(model: Any) -> Any:
+    """Return a Llama with LoRA on some of its layers."""
     torch.manual_seed(1)
     targets = ["q_proj", "v_proj", "down_proj"]
     with warnings.catch_warnings():

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 import drumline as dl
 from drumline.model.quantised.bases import quantise
 from drumline.model.quantised.packed import is_packed, num_bytes, parts_of
-from matrices import ALL, FEW, matrix
+from drumline.pipeline.options import Options
+from drumline.train.memory.forecast import forecast
+from matrices import ALL, FEW, mainly, matrix
 from quantised_models import (
     BASES,
     MODELS,
     WIDTH,
+    adapted,
     are_equal,
     batch,
     chain,
@@ -82,6 +85,43 @@ def test_codes_of_a_shared_layer_stay_one_object(base: str) -> None:
     expected = looped(model, "chain")
     pipe = dl.Pipeline(model, balance=[2, 2], **ONE_PROCESS, **settings("chain"))
     assert difference(stepped(pipe, "chain"), expected) == 0.0
+
+
+def loaded_by_transformers(folder: Path, bits: str) -> Any:
+    import transformers
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    config = {
+        "nf4": transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+        "llm-int8": transformers.BitsAndBytesConfig(load_in_8bit=True),
+        "int8": transformers.TorchAoConfig(Int8WeightOnlyConfig()),
+    }[bits]
+    how = {"quantization_config": config, "device_map": "cpu", "dtype": torch.float32}
+    return adapted(transformers.AutoModelForCausalLM.from_pretrained(folder, **how)).train()
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers and accelerate
+@mainly("bits", "nf4", "llm-int8", "int8")
+def test_models_that_transformers_quantised_train(bits: str, tmp_path: Path) -> None:
+    plain_llama().save_pretrained(tmp_path)
+    model = loaded_by_transformers(tmp_path, bits)
+    assert sum(is_packed(param) for param in model.parameters()) == 21
+    expected = looped(model, "llama")
+    pipe = dl.Pipeline(model, balance="even", **ONE_PROCESS, **settings("llama"))
+    assert difference(stepped(pipe, "llama"), expected) == 0.0
+
+
+def test_a_forecast_counts_packed_bytes_of_a_model_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = quantise(plain_llama(), "nf4").requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    inputs, labels = batch("llama")
+    options = Options(model, balance="even", **ONE_PROCESS, **settings("llama"))
+    example = {"input_ids": inputs, "labels": labels}
+    found = forecast(options, example, None, device=torch.device("cpu"), state_of=lambda name, tensor: 0)
+    sizes = sum(num_bytes(tensor) for tensor in (*model.parameters(), *model.buffers()))
+    assert sum(rank.weights for rank in found.ranks) == sizes
+    assert all(param.is_meta for param in model.parameters())
 
 
 class Float8(nn.Module):
