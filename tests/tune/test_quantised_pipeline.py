@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import drumline as dl
-from drumline.model.quantised.bases import quantise
+from drumline.model.quantised.bases import Recipe, quantise
 from drumline.model.quantised.packed import is_packed, num_bytes, parts_of
 from drumline.pipeline.options import Options
 from drumline.train.memory.forecast import forecast
+from extras import needed
 from matrices import ALL, FEW, mainly, matrix
 from quantised_models import (
     BASES,
@@ -34,7 +36,7 @@ from quantised_models import (
 
 pytestmark = pytest.mark.torch
 SCHEDULES = ("1f1b", "zb-h1", "interleaved-1f1b", "dualpipe-v", "chimera")
-ONE_PROCESS = {"num_ranks": 2, "transport": "in-process"}
+ONE_PROCESS: dict[str, Any] = {"num_ranks": 2, "transport": "in-process"}
 
 
 @matrix("base, schedule", BASES, SCHEDULES)
@@ -88,13 +90,11 @@ def test_codes_of_a_shared_layer_stay_one_object(base: str) -> None:
 
 
 def loaded_by_transformers(folder: Path, bits: str) -> Any:
-    import transformers
-    from torchao.quantization import Int8WeightOnlyConfig
-
+    transformers: Any = needed("transformers", "hf")
     config = {
         "nf4": transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
         "llm-int8": transformers.BitsAndBytesConfig(load_in_8bit=True),
-        "int8": transformers.TorchAoConfig(Int8WeightOnlyConfig()),
+        "int8": transformers.TorchAoConfig(needed("torchao.quantization", "tune").Int8WeightOnlyConfig()),
     }[bits]
     how = {"quantization_config": config, "device_map": "cpu", "dtype": torch.float32}
     return adapted(transformers.AutoModelForCausalLM.from_pretrained(folder, **how)).train()
@@ -133,16 +133,16 @@ class Float8(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the input with both layers' output added."""
-        return x + self.down(torch.tanh(self.up(x)))
+        added: Tensor = self.down(torch.tanh(self.up(x)))
+        return x + added
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_float8_training_has_the_bits_of_a_plain_loop(schedule: str) -> None:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
+    float8: Any = needed("torchao.float8", "tune")
     torch.manual_seed(0)
     model = nn.Sequential(*(Float8() for _ in range(4)))
-    convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+    float8.convert_to_float8_training(model, config=float8.Float8LinearConfig(emulate=True))
     assert "Float8Linear" in type(model[0].up).__name__
     expected = looped(model, "chain")
     pipe = dl.Pipeline(model, schedule=schedule, **ONE_PROCESS, **settings("chain"))
@@ -221,26 +221,25 @@ def test_two_ranks_step_move_save_and_load(tmp_path: Path) -> None:
 
 
 def from_files(folder: str, base: str) -> tuple[float, list[str], int]:
-    """Build on the meta device, read this rank's stages, step; return how many bytes of weights were read."""
-    from drumline.model.weights.files import StoredTensor
-
+    """Build on the meta device, read this rank's stages, step; return how many weights were quantised."""
     sizes: list[int] = []
-    read = StoredTensor.read
+    pack = Recipe.pack
 
-    def counted(stored: StoredTensor) -> Tensor:
-        value = read(stored)
-        sizes.append(value.nbytes)
-        return value
+    def counted(recipe: Recipe, weight: Tensor) -> nn.Parameter:
+        sizes.append(weight.nbytes)
+        return pack(recipe, weight)
 
-    StoredTensor.read = counted  # type: ignore[method-assign]
     with torch.device("meta"):
         model = quantise(plain_llama(), base)
-    pipe = dl.Pipeline(model, weights=folder, balance="even", check_model=False, timeout=200.0, **settings("llama"))
+    options = settings("llama", weights=folder, balance="even", check_model=False, timeout=200.0)
+    with mock.patch.object(Recipe, "pack", counted):
+        pipe = dl.Pipeline(model, **options)
     held = [name for name, param in pipe.named_parameters() if is_packed(param)]
     tokens, _ = batch("llama")
-    loss = float(pipe.eval_step(input_ids=tokens, labels=tokens).loss)
+    loss = pipe.eval_step(input_ids=tokens, labels=tokens).loss
+    assert loss is not None
     pipe.close()
-    return loss, held, len(sizes)
+    return float(loss), held, len(sizes)
 
 
 def test_each_rank_reads_and_quantises_its_own_stages(tmp_path: Path) -> None:
@@ -253,4 +252,4 @@ def test_each_rank_reads_and_quantises_its_own_stages(tmp_path: Path) -> None:
     assert first == pytest.approx(sum(expected) / 4, abs=1e-6)
     assert not set(held) & set(others)
     assert len(held) + len(others) == 21
-    assert (count, rest) == (len(held), len(others)), "each rank reads its own weights, and no others"
+    assert (count, rest) == (len(held), len(others)), "each rank quantises its own weights, and no others"
