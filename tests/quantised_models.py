@@ -61,10 +61,16 @@ def plain_llama(**settings: Any) -> Any:
 
 def llama(base: str) -> Any:
     """Return the same, quantised, with LoRA on some of its layers."""
-    model = quantise(plain_llama(), base)
+    return adapted(quantise(plain_llama(), base))
+
+
+def adapted(model: Any) -> Any:
+    """Return a Llama with LoRA on some of its layers."""
     torch.manual_seed(1)
     targets = ["q_proj", "v_proj", "down_proj"]
-    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT says that it cannot merge into weights of torchao
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
 
 
 MODELS = {"chain": chain, "llama": llama}
@@ -108,10 +114,8 @@ def looped(model: nn.Module, kind: str) -> dict[str, Tensor]:
     model.zero_grad()
     pairs = zip(inputs.chunk(NUM_MICROBATCHES), target.chunk(NUM_MICROBATCHES), strict=True)
     for part, labels in pairs:
-        if kind == "chain":
-            loss = nn.functional.mse_loss(model(part), labels)
-        else:
-            loss = model(**_named(part, labels)).loss
+        is_chain = kind == "chain"
+        loss = nn.functional.mse_loss(model(part), labels) if is_chain else model(**_named(part, labels)).loss
         (loss / NUM_MICROBATCHES).backward()
     gradients = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     model.zero_grad()
@@ -120,7 +124,8 @@ def looped(model: nn.Module, kind: str) -> dict[str, Tensor]:
 
 def difference(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return how far gradients are from those of the loop; all of them must be there under the same names."""
-    assert gradients and gradients.keys() <= expected.keys()
+    assert gradients
+    assert gradients.keys() <= expected.keys()
     return max(float((gradients[name] - expected[name]).abs().max()) for name in gradients)
 
 

@@ -18,6 +18,7 @@ from drumline.core.errors import DrumlineError, ModelError
 from drumline.model.quantised.bases import Recipe, quantise, quantised_names, recipe_of
 from drumline.model.quantised.packed import is_packed, num_bytes, parts_of
 from drumline.model.quantised.state import flattened
+from extras import needed
 from quantised_models import BASES, are_equal, chain, emptied, plain_llama, settings
 
 pytestmark = pytest.mark.torch
@@ -40,7 +41,8 @@ def test_a_model_on_the_meta_device_gets_the_values_of_one_that_is_quantised_in_
     model, expected = on_meta(base), quantise(plain_llama(), base)
     names = [name for name, param in model.named_parameters() if is_packed(param)]
     assert [name.removesuffix(".weight") for name in names] == quantised_names(plain_llama())
-    assert len(names) == 21 and all(param.is_meta for param in model.parameters())
+    assert len(names) == 21
+    assert all(param.is_meta for param in model.parameters())
     sizes = [num_bytes(param) for param in model.parameters()]
     dl.materialise(model, folder)
     assert are_equal(model, expected)
@@ -49,7 +51,9 @@ def test_a_model_on_the_meta_device_gets_the_values_of_one_that_is_quantised_in_
 
 @pytest.mark.parametrize("base", BASES)
 def test_a_packed_weight_counts_its_codes_and_scales(base: str) -> None:
-    layer = quantise(nn.Sequential(nn.Linear(128, 64, bias=False)), base)[0]
+    model = nn.Sequential(nn.Linear(128, 64, bias=False))
+    layer = quantise(model, base).get_submodule("0")
+    assert isinstance(layer, nn.Linear)
     codes = 128 * 64 // (2 if base == "nf4" else 1)
     # One scale a row and (int8) a zero point; 4 bits: 128 blocks of 64, one byte each, a float for them, two tables.
     rest = {"int8": 64 * 4 + 64, "float8": 64 * 4, "llm-int8": 64 * 4, "nf4": 128 + 4 + 4 + 16 * 4 + 256 * 4}[base]
@@ -93,10 +97,10 @@ def test_one_weight_at_a_time_has_full_precision(folder: Path, monkeypatch: pyte
 
 
 def test_a_configuration_of_torchao_is_a_base_too() -> None:
-    from torchao.quantization import Int8WeightOnlyConfig, PerGroup
-
-    model = quantise(nn.Sequential(nn.Linear(64, 64)), Int8WeightOnlyConfig(granularity=PerGroup(32)))
-    assert parts_of(model[0].weight)["scale"].shape == (64, 2)
+    torchao: Any = needed("torchao.quantization", "tune")
+    config = torchao.Int8WeightOnlyConfig(granularity=torchao.PerGroup(32))
+    weight = quantise(nn.Sequential(nn.Linear(64, 64)), config).get_parameter("0.weight")
+    assert parts_of(weight)["scale"].shape == (64, 2)
 
 
 def test_output_embeddings_tied_and_skipped_layers_stay_as_they_are() -> None:
@@ -131,7 +135,7 @@ class Strange(Tensor):
     """A class of tensors of which nobody knows the parts."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return func(*(arg.as_subclass(Tensor) if isinstance(arg, Strange) else arg for arg in args), **(kwargs or {}))
 
 
@@ -139,14 +143,16 @@ def test_other_weights_are_refused_in_one_line() -> None:
     assert refusal(ModelError, lambda: recipe_of("nf5")).endswith("did you mean nf4?")
     assert refusal(ModelError, lambda: recipe_of(4)).startswith("base is a int; expected int8, float8, nf4, llm-int8")
     model = chain("int8")
-    weight = model[1].base.weight
-    model[1].base.weight = nn.Parameter(weight, requires_grad=True)
+    layer: Any = model.get_submodule("1.base")
+    layer.weight = nn.Parameter(layer.weight, requires_grad=True)
     text = refusal(ModelError, lambda: dl.Pipeline(model, num_ranks=2, **settings("chain")))
     assert re.match(r"the parameter 1.base.weight is a Int8Tensor, a quantised weight, and trains; .*; freeze it", text)
-    model[1].base._parameters["weight"] = torch.zeros(64, 64).as_subclass(Strange)
-    model[1].base._parameters["weight"]._is_param = True
+    strange: Any = torch.zeros(64, 64).as_subclass(Strange)
+    strange._is_param = True
+    layer._parameters["weight"] = strange
     text = refusal(ModelError, lambda: dl.Pipeline(model, num_ranks=2, **settings("chain")))
-    assert text.startswith("the parameter 1.base.weight is a ") and "Strange, a class of tensors without parts" in text
+    assert text.startswith("the parameter 1.base.weight is a ")
+    assert "Strange, a class of tensors without parts" in text
 
 
 @pytest.mark.features("mesh")
