@@ -20,7 +20,7 @@ SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
     "use_cache": False,
 }  # fmt: skip
-WORDS = "one two three four five six seven eight nine ten".split()
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 MARKS = ["<unk>", "<s>", "</s>", "<u>", "<a>"]
 TEMPLATE = (
     "{% for turn in messages %}<{{ turn['role'][0] }}> {{ turn['content'] }} </s> {% endfor %}"

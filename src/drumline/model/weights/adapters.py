@@ -117,7 +117,8 @@ def _slots(path: str, layer: Any) -> Iterator[str]:
 def _adapters(layer: Any) -> list[str]:
     """Return the names of a layer's adapters."""
     parts = (getattr(layer, name, None) for name in layer.adapter_layer_names)
-    return list(dict.fromkeys(str(key) for part in parts if isinstance(part, nn.Module) for key in part.keys()))  # type: ignore[operator]
+    dicts = (part for part in parts if isinstance(part, nn.ModuleDict | nn.ParameterDict))
+    return list(dict.fromkeys(str(key) for part in dicts for key in part))
 
 
 def _configs(root: nn.Module | None) -> Mapping[str, Any]:

@@ -55,7 +55,11 @@ def sources_of(
 ) -> tuple[Sources, list[StoredTensor]]:
     """Return the sources of the model's tensors with these names, and file tensors without a place in the model."""
     if root is not None and has_adapters(root):
-        return _of_base(stored, base_names(root, names), base_model(root))
+        places = base_names(root, names)
+        direct = {name: tensor for name, tensor in stored.items() if name in names and name not in places}
+        others = {name: tensor for name, tensor in stored.items() if name not in direct}
+        sources, left = _of_base(others, places, base_model(root))
+        return {**sources, **direct}, left
     return _of_plain(stored, names, root)
 
 

@@ -25,7 +25,7 @@ from drumline.train.loop.making import build, pipeline_arguments
 from drumline.train.loop.optimizers import ParameterGroup, choose
 from drumline.train.memory.forecast import Forecast, forecast
 from drumline.train.memory.optimizer_bytes import state_bytes
-from drumline.train.models.build import build_model
+from drumline.train.tune.build_tuned import build_tuned
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def dry_run(settings: TrainSettings) -> DryRun:
     """Build the model, run its blocks on one microbatch, and return what a run of it will be."""
     device = torch.device(settings.pipeline.device or "cpu")
     torch.manual_seed(settings.run.seed)
-    built = build(settings, build_model, whole=False)
+    built = build(settings, build_tuned, whole=False)
     data = build_data(settings, built)
     example = example_of(data, settings.num_microbatches)
     data.close()

@@ -32,7 +32,7 @@ from drumline.train.config.relations import PlacedSettings, one_cut, schedule_ex
 from drumline.train.config.settings import TrainSettings
 from drumline.train.config.tables import TableSource
 from drumline.train.data.items.batch import Batch
-from drumline.train.models.built import Built, Tokenizer
+from drumline.train.models.built import Adapter, Built, Tokenizer
 
 MakeModel = Callable[..., Built]
 _LARGE = 2**31  # bytes of parameters from which on each process makes only its own
@@ -127,7 +127,8 @@ def build(settings: TrainSettings, make_model: MakeModel, *, whole: bool | None 
         built = make_model(settings, device="cpu")
     dtype = _DTYPES[settings.precision.weights]
     for param in built.model.parameters():
-        if param.is_floating_point() and dtype is not torch.float32:
+        is_base = built.adapter is not None and not param.requires_grad  # which has numbers of its own
+        if param.is_floating_point() and dtype is not torch.float32 and not is_base:
             param.data = param.data.to(dtype)
     return built
 
@@ -291,13 +292,15 @@ class Calling:
     inputs: str
     takes_target: bool
     tokenizer: Tokenizer | None
+    adapter: Adapter | None = None
     counts: frozenset[int] = frozenset()  # microbatches of steps that have a program of their own
 
     @staticmethod
     def of(built: Built, counts: Sequence[int] = ()) -> Calling:
         """Return how a model's pipeline is called."""
         takes_target = built.loss_fn is not None
-        return Calling(is_chain(built.model), built.inputs, takes_target, built.tokenizer, frozenset(counts))
+        how = is_chain(built.model), built.inputs, takes_target, built.tokenizer, built.adapter
+        return Calling(*how, frozenset(counts))
 
     def __call__(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return what a step gets of a batch: in order, and by name."""
