@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from drumline.core.errors import ModelError
 from drumline.model.catalogue import Catalogue, Entry, with_memory
 from drumline.model.patches import put_in
+from drumline.model.quantised.bases import recipe_in
+from drumline.model.quantised.packed import is_packed, unpacked_shape
 from drumline.model.weights.seeded import Seeded
 
 Initialiser = Callable[[nn.Module], Any]
@@ -67,6 +69,8 @@ class _Initialisation:
     def untouched(self, entry: Entry) -> bool:
         """Whether an entry still has no value."""
         tensor = entry.tensor.detach()
+        if is_packed(entry.tensor):
+            return tensor.is_meta
         if _has_nan(tensor):
             return bool(tensor.numel()) and bool(tensor.min().isnan())
         return bool(tensor.numel()) and tensor._version == self.versions[entry]
@@ -76,7 +80,7 @@ class _Initialisation:
         above, own = self.above[module], _own(module)
         if above is None and own is None:
             return
-        with self._values_kept(module), self._foreign_put_aside(module):
+        with self._unpacked(module), self._values_kept(module), self._foreign_put_aside(module):
             if above is not None:
                 self._call(module, "above", above, module)
             left = any(self.untouched(entry) for entry in self.owned.get(module, ()))
@@ -84,6 +88,27 @@ class _Initialisation:
                 self._call(module, "own", own)
                 if above is not None:
                     self._call(module, "above", above, module)
+
+    @contextmanager
+    def _unpacked(self, module: nn.Module) -> Iterator[None]:
+        """Give a module's quantised weights full precision inside, and pack what its initialiser has drawn."""
+        packed = [(entry, recipe_in(entry.tensor)) for entry in self.owned.get(module, ()) if is_packed(entry.tensor)]
+        for entry, recipe in packed:
+            if recipe is None:
+                raise _refusal(entry)
+            shape = unpacked_shape(entry.tensor)
+            self._replace(entry, nn.Parameter(torch.empty(shape, dtype=recipe.dtype, device=self.device), False))
+            self.versions[entry] = _emptied(entry.tensor)
+        yield
+        for entry, recipe in packed:
+            if recipe is None or self.untouched(entry):
+                raise _refusal(entry)
+            self._replace(entry, recipe.pack(entry.tensor))
+
+    def _replace(self, entry: Entry, tensor: Tensor) -> None:
+        self.entries.pop(id(entry.tensor), None)  # another tensor may get its id
+        self.entries[id(tensor)] = entry
+        entry.put(tensor)
 
     def _call(self, module: nn.Module, which: str, initialiser: Callable[..., Any], *arguments: Any) -> None:
         with Seeded(f"{self.seed}/{self.names[module]}/{which}"):
@@ -180,7 +205,7 @@ def _has_nan(tensor: Tensor) -> bool:
 
 def _emptied(tensor: Tensor) -> int:
     """Make a tensor look untouched; return its version."""
-    if _has_nan(tensor):
+    if _has_nan(tensor) and not is_packed(tensor):
         tensor.detach().fill_(torch.nan)
     return tensor._version
 
