@@ -10,7 +10,7 @@ from drumline.core.settings.setting import setting
 
 METHODS = ("lora", "ia3", "loha", "lokr")
 PLAIN_BASES = ("fp32", "bf16", "fp16")
-QUANTISED_BASES = ("int8", "nf4", "float8")
+QUANTISED_BASES = ("int8", "float8", "nf4", "llm-int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,9 @@ class AdapterSettings:
     dora: bool = setting(False, "whether to train the norms of the weights too, as DoRA does (lora)")
     settings: dict[str, Any] = setting({}, "further arguments of PEFT's configuration: layers_to_transform, ...")
     base: str = setting(
-        "", "numbers of the frozen model", one_of("", *PLAIN_BASES, *QUANTISED_BASES), empty="precision.weights"
-    )
+        "", "numbers of the frozen model; of a quantised one, what is not quantised has those of precision.compute",
+        one_of("", *PLAIN_BASES, *QUANTISED_BASES), empty="precision.weights",
+    )  # fmt: skip
     start: str = setting("", "folder of an adapter to go on with; its adapter_config.json decides", empty="a new one")
     merge: bool = setting(False, "whether to write the model with the adapter merged into it after the last step")
 

@@ -114,13 +114,13 @@ def seeded(seed: int) -> None:
 def build(settings: TrainSettings, make_model: MakeModel, *, whole: bool | None = None) -> Built:
     """Return the model: whole, or on the meta device, from which every rank gives memory to its own stages.
 
-    Unless told, it is on the meta device if it is large. Functions of users build it whole.
+    Unless told, it is on the meta device if it is large or has an adapter. Functions of users build it whole.
     """
     seeded(settings.run.seed)
     built = None
     if not whole and settings.model.kind != "function":
         built = make_model(settings, device="meta")
-        if whole is None and sum(param.numel() * 4 for param in built.model.parameters()) < _LARGE:
+        if whole is None and built.adapter is None and sum(param.numel() * 4 for param in built.model.parameters()) < _LARGE:
             built = None
     if built is None:
         seeded(settings.run.seed)

@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,7 +86,8 @@ class Training:
         self.settings, self.pipe, self.call, self.data = settings, pipe, call, data
         self.trained, self.memory, self.continues = trained, memory, continues
         self.optimizers = Optimizers(pipe, settings.optimizer)
-        self.checkpoints = Checkpoints(pipe, settings, data, trained.folder, continues=continues)
+        how: dict[str, Any] = {"adapter": call.adapter, "continues": continues}
+        self.checkpoints = Checkpoints(pipe, settings, data, trained.folder, **how)
         self.skips = Skips(pipe, settings.failures.max_skipped)
         self.batches: Iterator[Batch] = iter(pipe.data(data.training))
         self.curve = Curve()

@@ -48,6 +48,8 @@ def files_beside(settings: TrainSettings) -> dict[str, bytes]:
     if tokenizer and tokenizer != BYTES:  # what the model has been trained with
         found = {name: path for name, path in found.items() if not _matches(name, _TOKENIZERS)}
         found |= {name: path for name, path in _taken(Path(tokenizer)) if _matches(name, _TOKENIZERS)}
+    if settings.adapter.is_on:  # the configuration is the base's, and so is what it says of weights
+        found = {name: path for name, path in found.items() if _matches(name, _TOKENIZERS)}
     read = {name: content for name, path in found.items() if (content := _read(path)) is not None}
     if _CONFIG in read:
         read[_CONFIG] = _with_dtype(read[_CONFIG], _DTYPES[settings.precision.weights])

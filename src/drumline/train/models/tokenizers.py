@@ -36,7 +36,7 @@ class ByteTokenizer:
 class FolderTokenizer:
     """The tokenizer of a local folder, with whatever it puts before a text (such as a token for its beginning)."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, chat_template: str = "") -> None:
         try:
             from transformers import AutoTokenizer
         except ImportError:
@@ -58,6 +58,8 @@ class FolderTokenizer:
         self.vocabulary = len(self.inner)
         self.end = int(end)
         self.folder = str(folder)
+        if chat_template:
+            self.inner.chat_template = chat_template
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens, without the one that ends a text."""

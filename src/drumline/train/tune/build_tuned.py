@@ -19,8 +19,10 @@ from torch import nn
 
 from drumline.core.errors import ModelError, nearest
 from drumline.engine.state.materialise import materialise
+from drumline.model.catalogue import named_tensors
+from drumline.model.quantised.bases import quantise
 from drumline.model.weights.files import Weights
-from drumline.train.config.adapter_settings import PLAIN_BASES
+from drumline.train.config.adapter_settings import PLAIN_BASES, QUANTISED_BASES
 from drumline.train.config.placed import concerning
 from drumline.train.config.settings import TrainSettings
 from drumline.train.models.build import build_model
@@ -52,6 +54,9 @@ def adapted(built: Built, settings: TrainSettings) -> Built:
     with concerning("adapter.method"):
         library = peft()
         config = peft_config(settings.adapter)
+    if settings.adapter.base in QUANTISED_BASES:
+        with concerning("adapter.base"):
+            quantise(built.model, settings.adapter.base)
     with concerning("adapter.targets"), torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped = _wrapped(library, built.model, config)
@@ -66,10 +71,9 @@ def adapted(built: Built, settings: TrainSettings) -> Built:
 
 def _of_base(settings: TrainSettings) -> TrainSettings:
     """Return the settings with the numbers of the frozen model as those of its parameters."""
-    base = settings.adapter.base
-    if base not in PLAIN_BASES:
-        return settings
-    return replace(settings, precision=replace(settings.precision, weights=base))
+    base, precision = settings.adapter.base, settings.precision
+    numbers = base if base in PLAIN_BASES else precision.compute if base else precision.weights
+    return replace(settings, precision=replace(precision, weights=numbers))
 
 
 def _wrapped(library: Any, model: nn.Module, config: Any) -> Any:
@@ -91,13 +95,12 @@ def _wrapped(library: Any, model: nn.Module, config: Any) -> Any:
 def _names(library: Any, wrapped: Any) -> dict[str, str]:
     """Return PEFT's name of every tensor that it saves, by its name in the model."""
     model: nn.Module = wrapped.get_base_model()
+    state = dict(named_tensors(wrapped))  # state_dict fails for packed weights without memory
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        saved = library.get_peft_model_state_dict(
-            wrapped, state_dict=wrapped.state_dict(keep_vars=True), save_embedding_layers=False
-        )
+        saved = library.get_peft_model_state_dict(wrapped, state_dict=state, save_embedding_layers=False)
     theirs = {id(tensor): name for name, tensor in saved.items()}
-    ours = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    ours = {id(tensor): name for name, tensor in reversed(named_tensors(model))}
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     found = {ours[at]: name for at, name in theirs.items() if at in ours}
     if lost := sorted(trained - set(found)):
