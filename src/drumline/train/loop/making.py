@@ -120,7 +120,11 @@ def build(settings: TrainSettings, make_model: MakeModel, *, whole: bool | None 
     built = None
     if not whole and settings.model.kind != "function":
         built = make_model(settings, device="meta")
-        if whole is None and built.adapter is None and sum(param.numel() * 4 for param in built.model.parameters()) < _LARGE:
+        if (
+            whole is None
+            and built.adapter is None
+            and sum(param.numel() * 4 for param in built.model.parameters()) < _LARGE
+        ):
             built = None
     if built is None:
         seeded(settings.run.seed)
