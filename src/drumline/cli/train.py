@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 EXAMPLE = "drumline train --steps 300 --schedule zb-h1 --print-config"
 # Flags for what is changed most, as the help shows them, with the key that each sets; every other key has --set.
 _FLAGS = {
+    "--adapter METHOD": "adapter.method",
+    "--adapter-rank N": "adapter.rank",
+    "--base KIND": "adapter.base",
+    "--merge": "adapter.merge",
     "--steps N": "run.steps",
     "--lr RATE": "optimizer.lr",
     "--optimizer NAME": "optimizer.kind",
@@ -33,6 +37,7 @@ _FLAGS = {
     "--stages-per-rank V": "pipeline.stages_per_rank",
     "--plan FILE": "pipeline.plan",
     "--recompute HOW": "memory.recompute",
+    "--card NAME": "memory.card",
     "--precision KIND": "precision.compute",
     "--device NAME": "pipeline.device",
     "--interface NAME": "pipeline.interface",

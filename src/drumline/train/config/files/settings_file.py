@@ -17,6 +17,7 @@ from drumline.plan.device.plan import Plan
 from drumline.plan.launch.launch import FORMAT, VERSION
 from drumline.train.config import mesh_relations as _meshes  # noqa: F401 - registers its relations
 from drumline.train.config import optimizers as _optimizers  # noqa: F401 - registers its relation
+from drumline.train.config.files import adapter_relations as _adapters  # noqa: F401 - registers its relations
 from drumline.train.config.files import relations as _files  # noqa: F401 - registers its relations
 from drumline.train.config.files.data_files import hold_chats
 from drumline.train.config.functions import function_named, is_function
