@@ -318,6 +318,8 @@ def _tell(args: argparse.Namespace, settings: TrainSettings, trained: Any) -> No
         lines.append(f"Stopped by {stopped.stopped} after step {stopped.step} of {settings.run.steps}.")
     elif not losses:
         print(f"The run in {trained.folder} had made all {settings.run.steps} steps already.")
+        if trained.merged:
+            print(f"The model with the adapter merged into it is in {trained.merged}.")
         return
     if losses:
         what = (
@@ -329,6 +331,8 @@ def _tell(args: argparse.Namespace, settings: TrainSettings, trained: Any) -> No
     if trained.evaluations:
         lines.append(f"held-out loss {trained.evaluations[-1].loss:.4g}")
     lines.append(f"The run is in {trained.folder}. `drumline report {trained.folder}` shows where the time went.")
+    if trained.merged:
+        lines.append(f"The model with the adapter merged into it is in {trained.merged}.")
     print(wrapped("\n".join(lines), terminal_width()))
     if resume:
         print(f"{f'Saved {saved}. ' if saved else ''}To continue:\n  {resume}")

@@ -58,6 +58,7 @@ class TrainResult:
     stopped: EarlyStop | None = None  # where somebody stopped it
     seconds: float = 0.0  # without building
     peak_bytes: tuple[int, ...] = ()
+    merged: str = ""  # the folder of the model with the adapter merged into it
 
 
 class _TrainUpdate(NamedTuple):
