@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -19,6 +19,7 @@ from drumline.engine.model import splits
 from drumline.engine.program import programs
 from drumline.engine.ranks import transports
 from drumline.engine.together import PLANNED
+from drumline.model.quantised.packed import refuse_strange, settle
 from drumline.pipeline.attached import AttachedOptions
 from drumline.pipeline.together import table
 from drumline.plan.device.plan import Plan
@@ -64,6 +65,10 @@ class Options(CoreOptions, AttachedOptions):
                 expected="the plain model: Drumline divides it",
                 fix="pass mesh= with zero=3 or tensor_parallel= instead",
             )
+        for number, model in enumerate(_modules(self.model)):
+            settle(model.modules())
+            name = "" if model is self.model else f"of block {number}: "
+            refuse_strange((f"{name}{key}", param) for key, param in model.named_parameters())
         if isinstance(getattr(self.model, "_orig_mod", None), nn.Module):
             raise ModelError(
                 "the model is already compiled by torch.compile",
@@ -101,6 +106,12 @@ def taken(**wanted: Any) -> dict[str, Any]:
     """
     names = {field.name for field in fields(Options)}
     return {name: value for name, value in wanted.items() if name in names}
+
+
+def _modules(model: Any) -> list[nn.Module]:
+    """Return a model as modules: itself, or those of a list or a dict."""
+    listed = model.values() if isinstance(model, Mapping) else [model] if isinstance(model, nn.Module) else model
+    return [module for module in listed if isinstance(module, nn.Module)] if isinstance(listed, Iterable) else []
 
 
 def _is_divided(parameter: nn.Parameter) -> bool:

@@ -38,6 +38,7 @@ from drumline.engine.ranks.crew import Crew
 from drumline.engine.stages.intake import Intake
 from drumline.model.block import Block
 from drumline.model.follow.inputs import Inputs
+from drumline.model.quantised.placing import to_device
 from drumline.model.values import moved, pack, unpack
 from drumline.pipeline.options import device_named
 from drumline.pipeline.pipeline import Pipeline
@@ -151,12 +152,12 @@ def _measured(settings: ProfileSettings) -> RankMeasurements:
     material = settings.material()
     device = device_named(settings.device) or torch.device("cpu")
     if isinstance(material.model, nn.Module):
-        material.model.to(device)
+        to_device(material.model, device)
     inputs = example_inputs(material.model, material.batch)
     _check_rows(inputs, settings.sizes[-1])
     blocks = blocks_for(material.model, material.batch, device, num_microbatches=1)
     for block in blocks:
-        block.module.to(device)
+        to_device(block.module, device)
     identity = identity_of(blocks, type(material.model).__name__)
     intake = Intake(material.model, material.loss_fn, device, num_microbatches=1)
     say = _say if settings.shows and dist.get_rank() == 0 else lambda what: None

@@ -26,6 +26,7 @@ from drumline.core.prove.frozen import needed
 from drumline.core.rules import Backward
 from drumline.model.block import Block, Model, blocks_of
 from drumline.model.catalogue import places_in
+from drumline.model.quantised.packed import num_bytes
 from drumline.model.randomness import Randomness
 from drumline.model.values import pack
 from drumline.plan.device.blocks import OpTimes, Profile, ProfiledBlock
@@ -297,7 +298,7 @@ def _spreads(apart: Sequence[Ops]) -> list[OpTimes]:
 def _static(module: nn.Module) -> tuple[int, int]:
     """Return the bytes of a block's weights and buffers, and of its gradients."""
     trained = sum(param.nbytes for param in module.parameters() if param.requires_grad)
-    return sum(param.nbytes for param in chain(module.parameters(), module.buffers())), trained
+    return sum(num_bytes(tensor) for tensor in chain(module.parameters(), module.buffers())), trained
 
 
 def tied(blocks: Sequence[Block]) -> list[tuple[tuple[str, int, int], ...]]:
@@ -311,5 +312,5 @@ def tied(blocks: Sequence[Block]) -> list[tuple[tuple[str, int, int], ...]]:
         for param in chain(block.module.parameters(), block.module.buffers()):
             if len(uses[id(param)]) > 1:
                 name = next(iter(uses[id(param)].values()))
-                found[number].append((name, param.nbytes, param.nbytes if param.requires_grad else 0))
+                found[number].append((name, num_bytes(param), param.nbytes if param.requires_grad else 0))
     return [tuple(each) for each in found]

@@ -24,6 +24,7 @@ from drumline.model.blocks.pieces import Piece
 from drumline.model.blocks.script import Script
 from drumline.model.blocks.value_names import function_name, short
 from drumline.model.microbatches import has_microbatches
+from drumline.model.quantised.packed import named_parts
 from drumline.model.values import pack
 
 Print = tuple[str, tuple[int, ...], bytes]  # a tensor's dtype, shape and some elements
@@ -147,7 +148,7 @@ def weights_of(model: Model) -> dict[str, bytes]:
         named = list(model.named_parameters())
     else:
         named = [pair for block in blocks_of(model) for pair in block.named_parameters()]
-    return samples_of({name: param for name, param in named if not param.is_meta})
+    return samples_of(dict(named_parts((name, param) for name, param in named if not param.is_meta)))
 
 
 def samples_of(named: Mapping[str, torch.Tensor]) -> dict[str, bytes]:

@@ -21,6 +21,7 @@ from drumline.engine.ranks.observer import Observer
 from drumline.engine.stages.chain import Chain
 from drumline.model.block import Block
 from drumline.model.catalogue import places_in
+from drumline.model.quantised.state import file_names, is_same, is_text, joined, load_state
 from drumline.model.weights.tied import TiedCopies, Ties
 from drumline.runtime.execute.executor import Executor
 from drumline.runtime.gradients import clip
@@ -158,7 +159,8 @@ class Holdings(Observer):
     def stored_names(self) -> set[str]:
         """Return the names under which a state has what this process holds."""
         blocks = [block for executor in self.executors for _, block in _blocks(executor)]
-        return {self.ties.first(name) for block in blocks for name, _ in _entries(block)}
+        entries = [(self.ties.first(name), tensor) for block in blocks for name, tensor in _entries(block)]
+        return {text for name, value in entries for text in file_names(name, value)}
 
     def slices(self) -> dict[str, Slice | FlatSlice]:
         """Return which parts of whole tensors this process's modules hold, by name."""
@@ -221,12 +223,13 @@ class Holdings(Observer):
             if partly:
                 self._copy(blocks, given)
             for block in () if partly else blocks:
-                values = {name: (_given(given, self.ties, name), own) for name, own in _entries(block)}
-                block.module.load_state_dict(
+                values = {name: (_given(given, self.ties, name, own), own) for name, own in _entries(block)}
+                load_state(
+                    block.module,
                     {
                         name.removeprefix(_prefix(block)): own if value is None else self._part(value, own)
                         for name, (value, own) in values.items()
-                    }
+                    },
                 )
             self.share()
 
@@ -234,7 +237,7 @@ class Holdings(Observer):
         """Give some tensors new values."""
         with torch.no_grad():
             for place in (place for block in blocks for place in places_in(block)):
-                value = _given(given, self.ties, place.name)
+                value = None if place.tensor is None else _given(given, self.ties, place.name, place.tensor)
                 if value is not None and place.tensor is not None:
                     place.tensor.copy_(self._part(value, place.tensor))
 
@@ -259,7 +262,7 @@ class Holdings(Observer):
                 raise ModelError(f"the state is a {type(state).__name__}", expected="a dict from names to tensors")
             for index, block in _blocks(executor):
                 for name, own in _entries(block):
-                    value = _given(state, self.ties, name)
+                    value = _given(state, self.ties, name, own)
                     is_needed = not partly or (isinstance(own, nn.Parameter) and own.requires_grad)
                     if value is None and is_needed and self.ties.home(name, index) == executor.rank:
                         raise ModelError(
@@ -279,17 +282,20 @@ def _check_tensor(name: str, value: Any, own: Tensor, whole: torch.Size) -> None
         raise ModelError(f"{name!r} is a {type(value).__name__} in the state", expected="a tensor")
     if value.is_meta:
         raise ModelError(f"{name!r} is on the meta device in the state", expected="a tensor with data")
-    if value.shape not in (own.shape, whole):
+    if value.shape not in (own.shape, whole) and not is_text(name):
         raise ModelError(f"{name!r} has shape {tuple(value.shape)} in the state", expected=str(tuple(whole)))
 
 
-def _given(state: Mapping[str, Any], ties: Ties, name: str) -> Any:
-    """Return the state's entry under any of a tensor's names."""
+def _given(state: Mapping[str, Any], ties: Ties, name: str, own: Any) -> Any:
+    """Return the state's entry under any of a tensor's names; the state may hold the parts of a packed one."""
     held = ties.find(name)
-    names = [text for text in ((name,) if held is None else held.names) if text in state]
+    every = (name,) if held is None else held.names
+    names = [text for text in every if text in state]
     values = [state[text] for text in names]
+    if not names and isinstance(own, Tensor):
+        return next((value for text in every if (value := joined(state, text, own)) is not None), None)
     for other, value in zip(names[1:], values[1:], strict=True):
-        if value is not values[0] and not (value.shape == values[0].shape and torch.equal(value, values[0])):
+        if value is not values[0] and not is_same(value, values[0]):
             raise ModelError(
                 f"{names[0]!r} and {other!r} differ in the state", expected="equal values: the model ties them"
             )

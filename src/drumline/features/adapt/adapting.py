@@ -30,6 +30,7 @@ from drumline.engine.site import Site
 from drumline.engine.stages.assembly import LossHolder
 from drumline.model.block import Block
 from drumline.model.blocks.cut import guessed_costs
+from drumline.model.quantised.packed import num_bytes
 from drumline.plan.device.blocks import Profile
 from drumline.runtime.step import Step
 from drumline.schedules import generate, schedules
@@ -160,7 +161,7 @@ def _sizes(block: Block) -> tuple[int, int]:
     """Return a block's bytes of weights and of gradients."""
     tensors = [*block.module.parameters(), *block.module.buffers()]
     trained = (param.nbytes for param in block.module.parameters() if param.requires_grad)
-    return sum(tensor.nbytes for tensor in tensors), sum(trained)
+    return sum(map(num_bytes, tensors)), sum(trained)
 
 
 def _built(schedule: Any, program: Program) -> Callable[[int], Program | None] | None:

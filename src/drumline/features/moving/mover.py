@@ -24,6 +24,7 @@ from drumline.core.errors import DrumlineError, MismatchError, UsageError
 from drumline.engine.site import Site
 from drumline.features.moving.parcels import Freight, Parcel, TensorParcel, freights, packed, put_attributes, unpacked
 from drumline.model.blocks.cut import cut
+from drumline.model.quantised.packed import put_value, settle
 from drumline.model.weights.remote_blocks import give_up
 from drumline.model.weights.tied import Ties
 from drumline.plan.cut.peaks import held_by
@@ -145,7 +146,9 @@ class Mover:
         site.crew.connect(sorted({*after.edges, *moves}))
         if not site.crew.alone:
             with self._timed("send"):
-                held = chain.tensors(self._numbers(counts_before))
+                numbers = self._numbers(counts_before)
+                settle(module for number in numbers for module in chain.block(number).module.modules())
+                held = chain.tensors(numbers)
                 told, arrived = self._sent(moves, held)
                 num_bytes = sum(parcel.num_bytes for entry in told for parcel in entry.values())
                 self._leave(before, after, held)
@@ -222,7 +225,7 @@ class Mover:
         site = self._site
         named = site.engine.chain.tensors(self._numbers(counts))
         for name, parcel in arrived.items():
-            named[name].data = parcel.value
+            put_value(named[name], parcel.value)
             if parcel.trains is not None:
                 named[name].requires_grad_(parcel.trains)
         program = site.frozen.recut(counts)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,20 @@ def parts_of(tensor: Tensor) -> Parts:
     return {_DATA: tensor.detach()} if packing is None else packing.parts(tensor)
 
 
+def named_parts(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield plain tensors by name, and of packed ones every part by its own.
+
+    >>> list(named_parts([("a", torch.ones(1))]))
+    [('a', tensor([1.]))]
+    """
+    for name, tensor in named:
+        packing = packing_of(tensor)
+        if packing is None:
+            yield name, tensor
+        else:
+            yield from ((f"{name}.{part}", value) for part, value in packing.parts(tensor).items())
+
+
 def num_bytes(tensor: Tensor) -> int:
     """Return the memory that a tensor's value takes: of a packed one, all of its parts.
 
@@ -79,6 +93,15 @@ def num_bytes(tensor: Tensor) -> int:
     """
     packing = packing_of(tensor)
     return tensor.nbytes if packing is None else sum(part.nbytes for part in packing.parts(tensor).values())
+
+
+def kind_of(tensor: Tensor) -> str:
+    """Return a tensor's dtype in words; of a packed one, with its class.
+
+    >>> kind_of(torch.ones(1))
+    'torch.float32'
+    """
+    return f"{tensor.dtype} as {type(tensor).__name__}" if is_packed(tensor) else str(tensor.dtype)
 
 
 def unpacked_shape(tensor: Tensor) -> torch.Size:
@@ -98,6 +121,18 @@ def put_parts(tensor: Tensor, parts: Mapping[str, Tensor]) -> None:
     packing.put(tensor, parts)
 
 
+def put_value(tensor: Tensor, parts: Mapping[str, Tensor]) -> None:
+    """Give a tensor other memory, by the parts that `parts_of` returned of another; the object stays.
+
+    >>> value = torch.zeros(1); put_value(value, parts_of(torch.ones(1))); value
+    tensor([1.])
+    """
+    if is_packed(tensor):
+        put_parts(tensor, parts)
+    else:
+        tensor.data = parts[_DATA]
+
+
 def like(tensor: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
     """Return a tensor packed as another one is, of these parts, which may be on another device."""
     packing = packing_of(tensor)
@@ -108,6 +143,12 @@ def like(tensor: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
 def mapped_parts(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Return a tensor packed as another one is, with every part changed."""
     return like(tensor, {name: change(part) for name, part in parts_of(tensor).items()})
+
+
+def copied_states(tensor: Tensor, copied: Tensor) -> dict[int, Any]:
+    """Return what else stands for a packed tensor's copy in a copied module, by the id of what it stands for."""
+    state = tensor.__dict__.get(_STATE)
+    return {} if state is None else {id(state): copied.__dict__[_STATE]}
 
 
 def settle(modules: Iterable[nn.Module]) -> None:

@@ -47,7 +47,9 @@ _APART = (
     BaseException, CodeType, FrameType, TracebackType,
 )  # fmt: skip
 _WHOLE = (nn.Module, Tensor, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, *_APART)
-LIBRARIES = frozenset({"torch", "numpy", "transformers", "builtins"}) | sys.stdlib_module_names
+LIBRARIES = (
+    frozenset({"torch", "numpy", "transformers", "bitsandbytes", "torchao", "builtins"}) | sys.stdlib_module_names
+)
 
 
 class Same(list[Any]):

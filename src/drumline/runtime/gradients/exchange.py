@@ -21,6 +21,7 @@ from drumline.core.action import Action, Op
 from drumline.core.errors import MismatchError, ModelError
 from drumline.core.placement import Placement
 from drumline.model.catalogue import Place, places_in
+from drumline.model.quantised.packed import parts_of
 from drumline.model.values import pack, unpack
 from drumline.model.weights.tied import HeldTensor, Ties
 from drumline.runtime.draft import Clock, Draft
@@ -202,13 +203,14 @@ def share(exchange: GradientExchange) -> Generator[Wait, None, None]:
         channel.post(_meeting(both), home)
     for other in others:
         if given := [tensor for tensor in copied if tensor.home == rank and other in tensor.ranks]:
-            channel.send(_meeting(given), other, *pack([found[tensor.name][1].detach() for tensor in given]))
+            channel.send(_meeting(given), other, *pack([parts_of(found[tensor.name][1]) for tensor in given]))
     for home, both in asked.items():
         while (delivery := channel.take(_meeting(both), home)) is None:
             yield Wait(rank, _meeting(both), _meeting(both), home)
         with torch.no_grad():
             for tensor, value in zip(both, unpack(delivery.tensors, delivery.form), strict=True):
-                found[tensor.name][1].copy_(value)
+                for part, ours in parts_of(found[tensor.name][1]).items():
+                    ours.copy_(value[part])
 
 
 def _meeting(tensors: Sequence[HeldTensor], microbatch: int | None = None) -> Action:

@@ -16,6 +16,7 @@ from drumline.core.simulate.simulate import simulate
 from drumline.engine.model.blocks import is_chain
 from drumline.engine.program.find import program_for
 from drumline.model.block import Block
+from drumline.model.quantised.packed import unpacked_shape
 from drumline.pipeline.options import Options
 from drumline.train.config.settings import OptimizerSettings, TrainSettings
 from drumline.train.data.build import build_data
@@ -94,7 +95,7 @@ class DryRun:
 def count(blocks: Any) -> int:
     """Return how many parameters blocks have, a tied one counted once."""
     listed: Sequence[Block] = list(blocks)
-    found = {id(param): param.numel() for block in listed for param in block.module.parameters()}
+    found = {id(param): unpacked_shape(param).numel() for block in listed for param in block.module.parameters()}
     return sum(found.values())
 
 

@@ -36,6 +36,8 @@ from drumline.engine.stages.intake import Intake
 from drumline.model.block import Block
 from drumline.model.blocks.cut import cut
 from drumline.model.precision import LOW, Precision, casts_kept
+from drumline.model.quantised.packed import parts_of
+from drumline.model.quantised.placing import to_device
 from drumline.model.randomness import Randomness
 from drumline.model.values import moved, pack
 from drumline.pipeline.cutting import is_asked
@@ -128,7 +130,7 @@ def forecast(
     is_meta = is_on_meta(blocks)
     with stand_ins(blocks, root, device) if is_meta else nullcontext():
         for block in blocks:
-            block.module.to(device)
+            to_device(block.module, device)
         # A cast that blocks share would be counted for the first of them alone.
         with precision.uncached() if is_meta else precision.autocast:
             found = profile(
@@ -288,7 +290,7 @@ def _shared(blocks: Sequence[Block], microbatch: Any, precision: Precision) -> I
             stage.begin()
             (first, made), (second, _) = (_saved(stage, number, value) for number in (0, 1))
             tensors = (*block.module.parameters(), *block.module.buffers(), *pack(value)[0])
-            own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+            own = {part.untyped_storage().data_ptr() for tensor in tensors for part in parts_of(tensor).values()}
             yield block.name, sum(size for place, size in first.items() if place in second and place not in own)
             value = made
 

@@ -21,7 +21,8 @@ from drumline.features.check.by_itself.places import Home, Places
 from drumline.model.block import Block, Model
 from drumline.model.catalogue import named_tensors
 from drumline.model.follow.skeleton import copied
-from drumline.model.weights.remote_blocks import without_memory
+from drumline.model.quantised.packed import copied_states, is_packed, num_bytes
+from drumline.model.weights.remote_blocks import stand_in, without_memory
 
 _ROOM = 0.5  # of the memory that is free: what bringing a whole model to a device may take
 
@@ -77,7 +78,7 @@ class Reference:
             return False
         if device.type == "cpu":
             return True
-        away = sum(tensor.nbytes for tensor in dict.fromkeys(tensors) if tensor.device.type != device.type)
+        away = sum(num_bytes(tensor) for tensor in dict.fromkeys(tensors) if tensor.device.type != device.type)
         return away <= _ROOM * torch.get_device_module(device).mem_get_info(device)[0] if away else True
 
 
@@ -89,9 +90,13 @@ def _husk(model: nn.Module, home: Home) -> nn.Module | None:
         if id(tensor) in home.own:
             memo[id(tensor)] = tensor
         elif id(tensor) not in memo:
-            made: Tensor = without_memory(tensor.shape, tensor.dtype, torch.device("cpu"))
-            if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, tensor.requires_grad)
+            if is_packed(tensor):
+                made = stand_in(tensor, torch.device("cpu"))
+                memo |= copied_states(tensor, made)
+            else:
+                made = without_memory(tensor.shape, tensor.dtype, torch.device("cpu"))
+                if isinstance(tensor, nn.Parameter):
+                    made = nn.Parameter(made, tensor.requires_grad)
             memo[id(tensor)] = made
             kept.append(made)
     for module in home.modules.values():

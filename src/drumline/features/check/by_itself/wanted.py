@@ -23,6 +23,8 @@ from drumline.engine.unsplit.plain import Plain
 from drumline.engine.unsplit.unsplit_step import Made, UnsplitMicrobatch, unsplit_step
 from drumline.features.check.gradients.sketch import sketch
 from drumline.model.precision import Precision
+from drumline.model.quantised.packed import is_packed
+from drumline.model.quantised.placing import is_on, packed_on
 from drumline.model.randomness import Randomness
 from drumline.model.values import mapped, moved
 from drumline.model.watch.keeping import nothing_left
@@ -143,17 +145,15 @@ def _is_shared(gradient: Tensor) -> bool:
 def _on(device: torch.device, modules: Sequence[nn.Module]) -> Iterator[None]:
     """Have all of the model on a device, and give back what was elsewhere."""
     tensors = [param for module in modules for param in (*module._parameters.values(), *module._buffers.values())]
-    away = [(value, value.data) for value in dict.fromkeys(tensors) if value is not None and not _is_on(value, device)]
+    plain = (value for value in dict.fromkeys(tensors) if value is not None and not is_packed(value))
+    away = [(value, value.data) for value in plain if not is_on(value, device)]
     if any(tensor.is_meta for tensor, _ in away):
         raise ModelError("part of the model is on the meta device", expected="all of it in memory")
     try:
         for tensor, data in away:
             tensor.data = data.to(device)
-        yield
+        with packed_on(device, modules):
+            yield
     finally:
         for tensor, data in away:
             tensor.data = data
-
-
-def _is_on(tensor: Tensor, device: torch.device) -> bool:
-    return tensor.device.type == device.type and (device.index is None or tensor.device.index == device.index)
