@@ -48,8 +48,8 @@ def test_an_adapted_model_starts_as_its_base(name: str, inner: bool, llama: Path
 def test_adapters_are_drawn_as_peft_draws_them(llama: Path) -> None:
     found = dl.materialise(adapted(CONFIGS["lora"]), llama, seed=1)
     other = dl.materialise(adapted(CONFIGS["lora"]), llama, seed=2)
-    layer: Any = found.get_submodule("base_model.model.model.layers.1.self_attn.q_proj")
-    twin: Any = other.get_submodule("base_model.model.model.layers.1.self_attn.q_proj")
+    layer: Any = found.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    twin: Any = other.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
     assert not layer.lora_B["default"].weight.any()
     weight = layer.lora_A["default"].weight.detach()
     bound = SIZES["hidden_size"] ** -0.5  # of kaiming_uniform with a = sqrt(5)

@@ -34,7 +34,7 @@ def has_adapters(root: nn.Module | None) -> bool:
     >>> has_adapters(nn.Linear(2, 2))
     False
     """
-    return root is not None and next(_layers(root.modules()), None) is not None
+    return root is not None and next(adapter_layers(root.modules()), None) is not None
 
 
 def base_name(name: str) -> str:
@@ -56,7 +56,7 @@ def base_model(root: nn.Module) -> nn.Module:
 def base_names(root: nn.Module, names: Collection[str]) -> dict[str, list[str]]:
     """Return the tensors of an adapted model that files of its base have, by their names there."""
     paths = {module: path for path, module in root.named_modules()}
-    drawn = {name for layer in _layers(paths) for name in _slots(paths[layer], layer)}
+    drawn = {name for layer in adapter_layers(paths) for name in _slots(paths[layer], layer)}
     found: dict[str, list[str]] = {}
     for name in names:
         if name not in drawn:
@@ -68,7 +68,7 @@ def adapter_entries(catalogue: Catalogue, entries: Sequence[Entry]) -> list[Entr
     """Return those of the entries that adapters have of their own."""
     if not has_adapters(catalogue.root):
         return []
-    drawn = {id(tensor) for layer in _layers(catalogue.modules) for tensor in _tensors(layer)}
+    drawn = {id(tensor) for layer in adapter_layers(catalogue.modules) for tensor in adapter_tensors(layer)}
     return [entry for entry in entries if id(entry.tensor) in drawn]
 
 
@@ -81,8 +81,8 @@ def draw_adapters(catalogue: Catalogue, entries: Sequence[Entry], *, seed: int, 
     configs = _configs(catalogue.root)
     devices = [] if device.type == "cpu" else [device]
     with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type):
-        for layer in _layers(catalogue.modules):
-            if any(id(tensor) in wanted for tensor in _tensors(layer)):
+        for layer in adapter_layers(catalogue.modules):
+            if any(id(tensor) in wanted for tensor in adapter_tensors(layer)):
                 for adapter in _adapters(layer):
                     name = f"{catalogue.modules[layer].removeprefix(_HEAD)}/{adapter}"
                     with Seeded(f"{seed}/{name}"):
@@ -90,14 +90,14 @@ def draw_adapters(catalogue: Catalogue, entries: Sequence[Entry], *, seed: int, 
                     _norm(layer, adapter)
 
 
-def _layers(modules: Any) -> Iterator[Any]:
+def adapter_layers(modules: Any) -> Iterator[Any]:
     """Yield the layers that PEFT has put in place of others."""
     for module in modules:
         if isinstance(getattr(module, "adapter_layer_names", None), tuple) and hasattr(module, "get_base_layer"):
             yield module
 
 
-def _tensors(layer: Any) -> Iterator[Tensor]:
+def adapter_tensors(layer: Any) -> Iterator[Tensor]:
     """Yield the tensors that a layer's adapters have."""
     for name in layer.adapter_layer_names:
         part = getattr(layer, name, None)
@@ -108,7 +108,7 @@ def _tensors(layer: Any) -> Iterator[Tensor]:
 
 def _slots(path: str, layer: Any) -> Iterator[str]:
     """Yield the names of the tensors that a layer's adapters have."""
-    own = {id(tensor) for tensor in _tensors(layer)}
+    own = {id(tensor) for tensor in adapter_tensors(layer)}
     for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
         if id(tensor) in own:
             yield f"{path}.{name}" if path else name

@@ -24,7 +24,7 @@ from drumline.checkpoint.folder import checkpoints
 from drumline.core.errors import ModelError, RunError, UsageError
 from drumline.model.block import Block
 from drumline.model.catalogue import named_tensors
-from drumline.model.weights.adapters import base_name
+from drumline.model.weights.adapters import adapter_layers, adapter_tensors, base_name
 from drumline.model.weights.files import Weights
 from drumline.model.weights.materialise import materialise
 from drumline.train.config.settings import TrainSettings
@@ -136,25 +136,18 @@ class _Merging:
 
     def _layers(self) -> Any:
         """Yield the layers that have adapters: path, layer and key of every tensor of their base, by its name there."""
-        for path, module in self.model.named_modules():
-            if isinstance(getattr(module, "adapter_layer_names", None), tuple):
-                layer: Any = module
-                base: nn.Module = layer.get_base_layer()
-                for key, _ in base.named_parameters(recurse=False):
-                    yield base_name(f"{path}.base_layer.{key}"), (path, layer, key)
+        paths = {module: path for path, module in self.model.named_modules()}
+        for layer in adapter_layers(paths):
+            base: nn.Module = layer.get_base_layer()
+            for key, _ in base.named_parameters(recurse=False):
+                yield base_name(f"{paths[layer]}.base_layer.{key}"), (paths[layer], layer, key)
 
     def _replaced(self) -> Any:
         """Yield what was trained whole, by its name in the base."""
-        own = {id(tensor) for _, layer, _ in self.layers.values() for tensor in _adapter_tensors(layer)}
+        own = {id(tensor) for _, layer, _ in self.layers.values() for tensor in adapter_tensors(layer)}
         for name, tensor in named_tensors(self.model):
             if name in self.trained and id(tensor) not in own:
                 yield base_name(name), self.trained[name]
-
-
-def _adapter_tensors(layer: Any) -> list[Tensor]:
-    parts = (getattr(layer, name, None) for name in layer.adapter_layer_names)
-    modules = [part for part in parts if isinstance(part, nn.Module)]
-    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
 
 def _most_frequent(weights: Weights) -> torch.dtype:
