@@ -56,7 +56,7 @@ def plain_loop(settings: TrainSettings) -> dict[str, Tensor]:
         for row in range(len(batch.target)):
             logits = model(**{name: value[row : row + 1] for name, value in batch.inputs.items()}).logits
             target = batch.target[row]
-            loss = torch.nn.functional.cross_entropy(logits[0], target, ignore_index=IGNORED, reduction="sum")
+            loss = torch.nn.functional.cross_entropy(logits[0].float(), target, ignore_index=IGNORED, reduction="sum")
             (loss / tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
