@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from types import CodeType
 from typing import Any
 
@@ -24,7 +24,7 @@ from drumline.model.blocks.pieces import Piece
 from drumline.model.blocks.script import Script
 from drumline.model.blocks.value_names import function_name, short
 from drumline.model.microbatches import has_microbatches
-from drumline.model.quantised.packed import named_parts
+from drumline.model.quantised.packed import parts_of
 from drumline.model.values import pack
 
 Print = tuple[str, tuple[int, ...], bytes]  # a tensor's dtype, shape and some elements
@@ -148,7 +148,7 @@ def weights_of(model: Model) -> dict[str, bytes]:
         named = list(model.named_parameters())
     else:
         named = [pair for block in blocks_of(model) for pair in block.named_parameters()]
-    return samples_of(dict(named_parts((name, param) for name, param in named if not param.is_meta)))
+    return samples_of({name: param for name, param in named if not param.is_meta})
 
 
 def samples_of(named: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
@@ -157,7 +157,9 @@ def samples_of(named: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     >>> samples_of({"a": torch.zeros(100)}) == samples_of({"a": torch.ones(100)})
     False
     """
-    return dict(zip(named, samples_begun(list(named.values()))(), strict=True))
+    parts = {name: parts_of(tensor).values() for name, tensor in named.items()}
+    samples = iter(samples_begun([part for each in parts.values() for part in each])())
+    return {name: b"".join(islice(samples, len(each))) for name, each in parts.items()}
 
 
 def first_difference(told: Sequence[Mapping[str, bytes | str]]) -> tuple[int, int, str] | None:

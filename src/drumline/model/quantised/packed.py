@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from drumline.core.errors import ModelError
 
 Parts = dict[str, Tensor]
 _DATA, _STATE, _SCALES = "data", "quant_state", "SCB"
+_KEPT = "scales"  # our own reference to the scales, which a forward takes from the weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +70,6 @@ def parts_of(tensor: Tensor) -> Parts:
     """
     packing = packing_of(tensor)
     return {_DATA: tensor.detach()} if packing is None else packing.parts(tensor)
-
-
-def named_parts(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield plain tensors by name, and of packed ones every part by its own.
-
-    >>> list(named_parts([("a", torch.ones(1))]))
-    [('a', tensor([1.]))]
-    """
-    for name, tensor in named:
-        packing = packing_of(tensor)
-        if packing is None:
-            yield name, tensor
-        else:
-            yield from ((f"{name}.{part}", value) for part, value in packing.parts(tensor).items())
 
 
 def num_bytes(tensor: Tensor) -> int:
@@ -185,7 +172,9 @@ def _settle_eight(module: Any, weight: Any) -> None:
     state = module.__dict__.get("state")
     if weight.SCB is None and state is not None and state.SCB is not None:
         weight.SCB = state.SCB
-    weight.CB = weight.data
+    if weight.SCB is None:
+        weight.SCB = weight.__dict__.get(_KEPT)
+    weight.CB, weight.__dict__[_KEPT] = weight.data, weight.SCB
     if state is not None:
         state.reset_grads()
 
@@ -305,13 +294,14 @@ def _four_like(tensor: Any, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _eight_parts(tensor: Any) -> Parts:
-    scales = {} if tensor.SCB is None else {_SCALES: tensor.SCB}
-    return {_DATA: _plain(tensor), **scales}
+    scales = tensor.__dict__.get(_KEPT) if tensor.SCB is None else tensor.SCB
+    return {_DATA: _plain(tensor), **({} if scales is None else {_SCALES: scales})}
 
 
 def _put_eight(tensor: Any, parts: Mapping[str, Tensor]) -> None:
     tensor.data = parts[_DATA]
-    tensor.CB, tensor.SCB = tensor.data, parts.get(_SCALES)
+    tensor.CB = tensor.data
+    tensor.SCB = tensor.__dict__[_KEPT] = parts.get(_SCALES)
 
 
 def _eight_like(tensor: Any, parts: Mapping[str, Tensor]) -> Tensor:

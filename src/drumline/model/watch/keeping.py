@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from drumline.model.randomness import OWN_GENERATORS, HostChance, Randomness, set_own, state_of_own
 from drumline.model.values import content_of
 from drumline.model.watch.fingerprint import LIBRARIES, PLAIN
-from drumline.model.watch.watch import Surroundings
+from drumline.model.watch.surroundings import Surroundings
 
 PutBack = Callable[[], None]
 
