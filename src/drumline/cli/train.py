@@ -222,7 +222,7 @@ def _dry_run(args: argparse.Namespace, settings: TrainSettings) -> int:
     found = dry_run(with_device(settings))
     line = torchrun_line(args, settings)
     print_result(args, {**found.summary(), "torchrun": line}, _text(found, line))
-    return 0 if not found.violations else 1
+    return 0 if not found.violations and (found.fit is None or found.fit.fits) else 1
 
 
 def _text(found: DryRun, line: str) -> str:
@@ -252,7 +252,8 @@ def _text(found: DryRun, line: str) -> str:
         else f"It cannot run: {'; '.join(told['violations'][:3])}"
     )
     lines = [
-        f"{told['model']}: {told['parameters']:,} parameters in {counted(len(told['stages']), 'stage')} on "
+        f"{told['model']}: {told['parameters']:,} parameters{_trained_share(told)} in "
+        f"{counted(len(told['stages']), 'stage')} on "
         f"{counted(told['ranks'], 'rank')}",
         table(["stage", "rank", "blocks", "which", "parameters"], stages, width=width, keep=("parameters",)),
         "",
@@ -266,6 +267,7 @@ def _text(found: DryRun, line: str) -> str:
         "",
         "Memory that each rank needs at its fullest moment, without temporary memory of kernels:",
         table(["rank", *names], ranks, width=width, keep=("total",)),
+        *_fit(told["fit"], width),
         *(
             ["The whole model was built for this: only built-in and Hugging Face models can be built without memory."]
             if told["built_whole"]
@@ -276,6 +278,35 @@ def _text(found: DryRun, line: str) -> str:
         f"  {line}",
     ]
     return "\n".join(name if "\n" in name or name.startswith("  ") else wrapped(name, width) for name in lines)
+
+
+def _trained_share(told: dict[str, Any]) -> str:
+    trained = told["trained_parameters"]
+    return "" if trained == told["parameters"] else f", {trained:,} of them trained,"
+
+
+def _fit(told: dict[str, Any] | None, width: int) -> Iterator[str]:
+    """Yield whether the run fits on its cards, and what to change if not."""
+    from drumline.core.units import size_text
+    from drumline.report.draw.table import table
+
+    if told is None:
+        return
+    needed, usable, there = (size_text(round(told[f"{name}_bytes"])) for name in ("needed", "usable", "card"))
+    yield ""
+    if told["fits"]:
+        yield f"It fits on {told['card']}: the fullest rank needs {needed}; headroom leaves {usable} of {there}."
+        return
+    yield f"It does not fit on {told['card']}: the fullest rank needs {needed}; headroom leaves {usable} of {there}."
+    rows = [
+        [remedy["change"], size_text(round(remedy["bytes"])), "fits" if remedy["fits"] else "not enough"]
+        for remedy in told["remedies"]
+    ]
+    if rows:
+        yield table(["change", "fullest rank", ""], rows, width=width, left=1, keep=("fullest rank",))
+    yield (
+        f"Try next: {told['next']}" if told["next"] else "Nothing that is known here makes it fit: use a smaller model."
+    )
 
 
 def _buckets(told: dict[str, Any], width: int) -> Iterator[str]:

@@ -7,8 +7,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import fields
 
-from drumline.core.errors import installing
+from drumline.core.errors import DrumlineError, installing
 from drumline.train.config.adapter_settings import METHODS, AdapterSettings
+from drumline.train.config.files.cards import card_named
 from drumline.train.config.problems import Problem
 from drumline.train.config.relations import PlacedSettings, relation
 
@@ -61,6 +62,15 @@ def _an_adapter_fits_the_model(judged: PlacedSettings) -> Iterator[Problem]:
     if adapter.start and not os.path.isfile(os.path.join(adapter.start, "adapter_config.json")):
         expected = "a folder with adapter_config.json and adapter_model.safetensors"
         yield judged.problem("adapter.start", f"{adapter.start[:120]}: there is no adapter_config.json", expected)
+
+
+@relation("memory.card")
+def _a_card_is_known(judged: PlacedSettings) -> Iterator[Problem]:
+    if name := judged.settings.memory.card:
+        try:
+            card_named(name)
+        except DrumlineError as error:
+            yield judged.problem("memory.card", error.error.removeprefix("memory.card "), error.expected, error.fix)
 
 
 @relation("adapter.merge", "checkpoint.at_end", "model.pretrained")
