@@ -47,7 +47,7 @@ def plain_loop(settings: TrainSettings) -> dict[str, Tensor]:
     assert built.adapter is not None
     model: Any = built.model.train()
     trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=RATE)
+    optimizer = torch.optim.SGD(trained, lr=settings.optimizer.lr)
     data = build_data(settings, built)
     batches = iter(data.training)
     for _ in range(settings.run.steps):
