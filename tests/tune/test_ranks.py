@@ -13,10 +13,11 @@ from torch import Tensor
 import drumline as dl
 from drumline.model.weights.files import StoredTensor, Weights
 from drumline.train.loop.run import run_training
+from matrices import ALL
 from tune.llama import chats as chats_of
 from tune.runs import loaded, newest, plain_loop, settings_of
 
-BASES = ("", "nf4")
+BASES = ("", "nf4") if ALL else ("nf4",)
 
 
 def keys_of(base: str) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def _adapters(layer: Any) -> list[str]:
 def _configs(root: nn.Module | None) -> Mapping[str, Any]:
     """Return the configuration of every adapter by its name."""
     modules = () if root is None else root.modules()
-    found = next((config for module in modules if (config := getattr(module, "peft_config", None))), {})
+    found: Any = next((config for module in modules if (config := getattr(module, "peft_config", None))), {})
     return found if isinstance(found, Mapping) else {}
 
 
