@@ -15,7 +15,7 @@ peft: Any = needed("peft", extra="tune")
 transformers: Any = needed("transformers", extra="hf")
 tokenizers: Any = needed("tokenizers", extra="hf")
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
     "use_cache": False,

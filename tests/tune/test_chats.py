@@ -67,7 +67,7 @@ def test_a_tokenizer_without_a_template_is_refused_unless_one_is_named(chats: Pa
     template.write_text(TEMPLATE)
     assert all(text.endswith("</s>") for text in answers(bare, chats, tmp_path, data__chat_template=str(template)))
     assert answers(bare, chats, tmp_path, data__chat_template="plain")
-    with pytest.raises(ConfigError, match=r"data\.chat_template: nowhere\.jinja: no such file"):
+    with refused(ConfigError, r"data\.chat_template: nowhere\.jinja: no such file", expected="a file with a Jinja"):
         settings_of(bare, chats, tmp_path, data__chat_template="nowhere.jinja")
 
 

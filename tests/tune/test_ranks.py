@@ -14,6 +14,7 @@ import drumline as dl
 from drumline.model.weights.files import StoredTensor, Weights
 from drumline.train.loop.run import run_training
 from matrices import ALL
+from some import some
 from tune.llama import chats as chats_of
 from tune.runs import loaded, newest, plain_loop, settings_of
 
@@ -62,11 +63,10 @@ def test_each_rank_reads_its_own_stages_and_both_write_one_adapter(llama: Path, 
         found = load_file(newest(out) / "adapter_model.safetensors")
         expected = plain_loop(settings_of(llama, chats, out, **keys_of(base)))
         assert found.keys() == expected.keys()
-        for name, tensor in found.items():
+        for name, tensor in some(found.items()):
             assert torch.allclose(tensor, expected[name], rtol=0.0, atol=1e-5), name
         parts = [load_file(file) for file in sorted(newest(out).glob("model-*.safetensors"))]
-        assert len(parts) == 2
-        assert all(parts)
+        assert [bool(part) for part in parts] == [True, True]
         tokens = torch.arange(3, 9)[None]
         with torch.no_grad():
             assert loaded(llama, newest(out))(input_ids=tokens).logits.isfinite().all()

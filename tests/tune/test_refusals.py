@@ -13,6 +13,7 @@ from drumline.plan.cluster.frozen_base import BASES as PLANNED
 from drumline.train.config.adapter_settings import PLAIN_BASES, QUANTISED_BASES
 from drumline.train.config.files.settings_file import read_settings
 from drumline.train.tune.build_tuned import build_tuned
+from refused import refused
 from tune.llama import chats as chats_of
 from tune.runs import settings_of
 
@@ -43,7 +44,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.M
 
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "peft" else real(name, *rest))
-    with pytest.raises(ConfigError, match=r"needs peft, which is not installed.*\[tune\]"):
+    with refused(ConfigError, "needs peft, which is not installed", fix=r"\[tune\]"):
         read_settings(None, {"model.kind": "hf", "model.path": str(llama), "adapter.method": "lora"})
 
 

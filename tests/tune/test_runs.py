@@ -14,6 +14,7 @@ from drumline.cli.main import main
 from drumline.train.loop.run import run_training
 from drumline.train.tune.merge import merge
 from matrices import mainly
+from some import some
 from tune.llama import chats as chats_of
 from tune.llama import peft, transformers
 from tune.runs import loaded, newest, plain_loop, settings_of
@@ -48,8 +49,8 @@ def test_a_run_updates_an_adapter_as_a_plain_loop_does(
     found, expected = load_file(newest(tmp_path / "run") / "adapter_model.safetensors"), plain_loop(settings)
     assert found.keys() == expected.keys()
     start = plain_loop(replace(settings, run=replace(settings.run, steps=0)))
-    assert any(not torch.equal(start[name], tensor) for name, tensor in found.items()), "something was trained"
-    for name, tensor in found.items():
+    assert any(not torch.equal(start[name], tensor) for name, tensor in some(found.items())), "something was trained"
+    for name, tensor in some(found.items()):
         assert torch.allclose(tensor, expected[name], rtol=0.0, atol=1e-6), name
 
 
@@ -61,7 +62,7 @@ def test_a_checkpoint_is_an_adapter_of_peft_and_can_be_merged(llama: Path, chats
     checkpoint = newest(run)
     stored = {name for file in checkpoint.glob("model-*.safetensors") for name in load_file(file)}
     assert stored
-    assert all("lora_" in name or "modules_to_save" in name for name in stored), "the base is not saved"
+    assert all("lora_" in name or "modules_to_save" in name for name in some(stored)), "the base is not saved"
     model = loaded(llama, checkpoint)
     base = transformers.AutoModelForCausalLM.from_pretrained(llama)
     with torch.no_grad():
@@ -72,7 +73,7 @@ def test_a_checkpoint_is_an_adapter_of_peft_and_can_be_merged(llama: Path, chats
         assert transformers.AutoTokenizer.from_pretrained(checkpoint).chat_template
         merged = transformers.AutoModelForCausalLM.from_pretrained(merge(settings, checkpoint, tmp_path / "merged"))
         theirs = model.merge_and_unload().state_dict()
-        for name, tensor in merged.state_dict().items():
+        for name, tensor in some(merged.state_dict().items()):
             assert torch.allclose(tensor, theirs[name], rtol=0.0, atol=1e-6), name
         assert torch.allclose(merged(input_ids=TOKENS).logits, logits, rtol=0.0, atol=1e-5)
 
@@ -89,7 +90,7 @@ def test_a_run_that_continues_ends_where_one_ends_that_never_stopped(llama: Path
     for file in ("adapter_model.safetensors", "training-00001-of-00001.safetensors"):
         found, expected = load_file(newest(tmp_path / "rest") / file), load_file(newest(tmp_path / "whole") / file)
         assert found.keys() == expected.keys()
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items()), file
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in some(found.items())), file
 
 
 def test_an_adapter_of_peft_is_trained_on(llama: Path, chats: Path, tmp_path: Path) -> None:
@@ -107,7 +108,9 @@ def test_an_adapter_of_peft_is_trained_on(llama: Path, chats: Path, tmp_path: Pa
     found = load_file(newest(tmp_path / "run") / "adapter_model.safetensors")
     before = load_file(tmp_path / "first" / "adapter_model.safetensors")
     assert found.keys() == before.keys()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in found.items()), "at a rate of 0 nothing changes"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in some(found.items())), (
+        "at a rate of 0 nothing changes"
+    )
 
 
 def test_the_command_of_the_guide_trains_evaluates_and_merges(

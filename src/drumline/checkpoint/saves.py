@@ -92,7 +92,7 @@ class Saves(Protocol):
         extra: Any,
         keep: int | None,
         files: Mapping[str, str | bytes | Path | Maker],
-        only: Collection[str] | None,
+        only: Collection[str] | None = None,
     ) -> Saving:
         """Begin a checkpoint of a step in a folder, with data and files of the caller's; `keep` of them stay.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from drumline.core.errors import ModelError, RunError, UsageError
 from drumline.model.block import Block
 from drumline.model.catalogue import named_tensors
 from drumline.model.weights.adapters import adapter_layers, adapter_tensors, base_name
-from drumline.model.weights.files import Weights
+from drumline.model.weights.files import StoredTensor, Weights
 from drumline.model.weights.materialise import materialise
 from drumline.train.config.settings import TrainSettings
 from drumline.train.models.companion_files import files_beside
@@ -129,12 +130,13 @@ class _Merging:
         materialise(whole, [block], seed=self.settings.run.seed, **how)
         with torch.no_grad():
             layer.merge(safe_merge=True)
-        made: Tensor = getattr(layer.get_base_layer(), key).detach().clone()
+        merged: Tensor = getattr(layer.get_base_layer(), key)
+        made = merged.detach().clone()
         layer.merged_adapters.clear()
         layer.to("meta")
         return made
 
-    def _layers(self) -> Any:
+    def _layers(self) -> Iterator[tuple[str, tuple[str, Any, str]]]:
         """Yield the layers that have adapters: path, layer and key of every tensor of their base, by its name there."""
         paths = {module: path for path, module in self.model.named_modules()}
         for layer in adapter_layers(paths):
@@ -142,7 +144,7 @@ class _Merging:
             for key, _ in base.named_parameters(recurse=False):
                 yield base_name(f"{paths[layer]}.base_layer.{key}"), (paths[layer], layer, key)
 
-    def _replaced(self) -> Any:
+    def _replaced(self) -> Iterator[tuple[str, StoredTensor]]:
         """Yield what was trained whole, by its name in the base."""
         own = {id(tensor) for _, layer, _ in self.layers.values() for tensor in adapter_tensors(layer)}
         for name, tensor in named_tensors(self.model):
