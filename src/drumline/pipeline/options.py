@@ -19,7 +19,7 @@ from drumline.engine.model import splits
 from drumline.engine.program import programs
 from drumline.engine.ranks import transports
 from drumline.engine.together import PLANNED
-from drumline.model.quantised.packed import refuse_strange, settle
+from drumline.model.quantised.packed import is_packed, refuse_strange, settle
 from drumline.pipeline.attached import AttachedOptions
 from drumline.pipeline.together import table
 from drumline.plan.device.plan import Plan
@@ -57,7 +57,10 @@ class Options(CoreOptions, AttachedOptions):
         programs.check(self.programs)
         device_named(self.device)
         transports.check(self.transport)
-        Together(table(), self.facts()).refuse()
+        modules = _modules(self.model)
+        settle(module for model in modules for module in model.modules())
+        quantised = any(is_packed(param) for model in modules for param in model.parameters())
+        Together(table(), {**self.facts(), "quantised": quantised}).refuse()
         self.refuse_model(self.model)
         if isinstance(self.model, nn.Module) and any(map(_is_divided, self.model.parameters())):
             raise ModelError(
@@ -65,8 +68,7 @@ class Options(CoreOptions, AttachedOptions):
                 expected="the plain model: Drumline divides it",
                 fix="pass mesh= with zero=3 or tensor_parallel= instead",
             )
-        for number, model in enumerate(_modules(self.model)):
-            settle(model.modules())
+        for number, model in enumerate(modules):
             name = "" if model is self.model else f"of block {number}: "
             refuse_strange((f"{name}{key}", param) for key, param in model.named_parameters())
         if isinstance(getattr(self.model, "_orig_mod", None), nn.Module):

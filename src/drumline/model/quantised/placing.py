@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from drumline.model.patches import put_in
 from drumline.model.quantised.packed import is_packed, mapped_parts, settle
 
 Slot = tuple[dict[str, nn.Parameter | None], str, Tensor]
@@ -31,8 +30,12 @@ def to_device(module: nn.Module, device: torch.device) -> None:
     """
     settle(module.modules())
     slots = packed_slots(module.modules())
-    with put_in((table, key, None) for table, key, _ in slots):
+    try:
+        for table, key, _ in slots:
+            table[key] = None
         module.to(device)
+    finally:
+        _put_back(slots)
     _put(slots, device)
     settle(module.modules())
 
@@ -48,8 +51,7 @@ def packed_on(device: torch.device, modules: Iterable[nn.Module]) -> Iterator[No
         yield
     finally:
         settle(layers)
-        for table, key, tensor in slots:
-            table[key] = tensor  # type: ignore[assignment]
+        _put_back(slots)
         settle(layers)
 
 
@@ -60,6 +62,11 @@ def is_on(tensor: Tensor, device: torch.device) -> bool:
     True
     """
     return tensor.device.type == device.type and (device.index is None or tensor.device.index == device.index)
+
+
+def _put_back(slots: Iterable[Slot]) -> None:
+    for table, key, tensor in slots:
+        table[key] = tensor  # type: ignore[assignment]
 
 
 def _put(slots: Iterable[Slot], device: torch.device) -> None:

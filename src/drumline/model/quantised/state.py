@@ -56,13 +56,13 @@ def joined(state: Mapping[str, Any], name: str, tensor: Tensor) -> Tensor | None
     return like(tensor, dict(zip(parts_of(tensor), (state[text] for text in names), strict=True)))
 
 
-def is_same(one: Tensor, other: Tensor) -> bool:
+def is_same(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors have equal values, part by part.
 
     >>> is_same(torch.ones(2), torch.ones(2)), is_same(torch.ones(2), torch.ones(3))
     (True, False)
     """
-    parts, others = parts_of(one), parts_of(other)
+    parts, others = parts_of(tensor), parts_of(other)
     return parts.keys() == others.keys() and all(
         part.shape == others[name].shape and torch.equal(part, others[name]) for name, part in parts.items()
     )
