@@ -19,6 +19,8 @@ from tune.llama import chats as chats_of
 from tune.llama import peft, transformers
 from tune.runs import loaded, newest, plain_loop, settings_of
 
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+
 TOKENS = torch.arange(3, 15).reshape(2, 6)
 
 
