@@ -50,7 +50,7 @@ ADAPT = (
     Bug(
         "split-where-it-was-whole",
         "repaired.made",
-        "made = found.program if is_split(program) else joined(found.program)",
+        "made = found.program if is_split(program) else join(found.program, [True] * program.num_stages)",
         "made = found.program",
         "A pipeline of whole backwards gets a program that splits them.",
     ),

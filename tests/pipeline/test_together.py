@@ -133,6 +133,10 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**mesh_facts(TP), **AFTER}, LATE | {"mesh.context": 2}),
     f"`--elastic` x {FLUSH}": (
         {"elastic": True, "flushed": False, "program_name": "pipedream"}, {"failures.elastic": True, **KEY}),
+    "`--adapter` x a `mesh` with `tp` or `ep`": (
+        {"adapter": "lora", **mesh_facts(TP)}, {"adapter.method": "lora", "mesh.tensor": 2}),
+    "a quantised `--base` x `zero=3`": (
+        {"base": "nf4", **TWO_LINES}, {"adapter.base": "nf4", "memory.zero": 3, "mesh.data": 2}),
     "`--elastic` x several lines without `dp`": (
         {"elastic": True, **mesh_facts(TP)}, {"failures.elastic": True, "mesh.tensor": 2}),
 }  # fmt: skip

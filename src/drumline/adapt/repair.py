@@ -17,11 +17,12 @@ import sys
 import time
 from contextlib import suppress
 
-from drumline.core.action import B, Op
+from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.errors import DrumlineError
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
+from drumline.core.prove.whole import join
 from drumline.core.timeline.idle import Limit
 from drumline.plan.search.bounds.instance import Instance
 from drumline.plan.search.bounds.lower_bounds import lower_bound
@@ -40,23 +41,6 @@ def is_split(program: Program) -> bool:
     return any(part.op is Op.BACKWARD_INPUT for part in program.work())
 
 
-def joined(program: Program) -> Program:
-    """Return the program with every I and its W as one B, where the I is.
-
-    >>> print(joined(Program.parse("0F0,0F1,0I0,0I1,0W0,0W1")))
-    0F0,0F1,0B0,0B1
-    """
-    rows = [
-        [
-            B(act.stage, act.microbatch) if act.op is Op.BACKWARD_INPUT and act.microbatch is not None else act
-            for act in row
-            if act.op is not Op.BACKWARD_WEIGHT
-        ]
-        for row in program.rows
-    ]
-    return Program.of(rows, program.name)
-
-
 def repaired(costs: Costs, program: Program, limit: Limit, *, seconds: float) -> Program:
     """Return the best program found for a program's stages and these costs; whole backwards stay whole.
 
@@ -69,7 +53,7 @@ def repaired(costs: Costs, program: Program, limit: Limit, *, seconds: float) ->
     (43.0, 31.0, False)
     """
     found = search(costs, program.placement, num_microbatches=program.num_microbatches, limit=limit, seconds=seconds)
-    made = found.program if is_split(program) else joined(found.program)
+    made = found.program if is_split(program) else join(found.program, [True] * program.num_stages)
     assert not validate(made), "a program with joined backwards breaks a rule"
     return made
 

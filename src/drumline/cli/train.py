@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 EXAMPLE = "drumline train --steps 300 --schedule zb-h1 --print-config"
 # Flags for what is changed most, as the help shows them, with the key that each sets; every other key has --set.
 _FLAGS = {
+    "--adapter METHOD": "adapter.method",
+    "--adapter-rank N": "adapter.rank",
+    "--base KIND": "adapter.base",
+    "--merge": "adapter.merge",
     "--steps N": "run.steps",
     "--lr RATE": "optimizer.lr",
     "--optimizer NAME": "optimizer.kind",
@@ -33,6 +37,7 @@ _FLAGS = {
     "--stages-per-rank V": "pipeline.stages_per_rank",
     "--plan FILE": "pipeline.plan",
     "--recompute HOW": "memory.recompute",
+    "--card NAME": "memory.card",
     "--precision KIND": "precision.compute",
     "--device NAME": "pipeline.device",
     "--interface NAME": "pipeline.interface",
@@ -217,7 +222,7 @@ def _dry_run(args: argparse.Namespace, settings: TrainSettings) -> int:
     found = dry_run(with_device(settings))
     line = torchrun_line(args, settings)
     print_result(args, {**found.summary(), "torchrun": line}, _text(found, line))
-    return 0 if not found.violations else 1
+    return 0 if not found.violations and (found.fit is None or found.fit.fits) else 1
 
 
 def _text(found: DryRun, line: str) -> str:
@@ -247,7 +252,8 @@ def _text(found: DryRun, line: str) -> str:
         else f"It cannot run: {'; '.join(told['violations'][:3])}"
     )
     lines = [
-        f"{told['model']}: {told['parameters']:,} parameters in {counted(len(told['stages']), 'stage')} on "
+        f"{told['model']}: {told['parameters']:,} parameters{_trained_share(told)} in "
+        f"{counted(len(told['stages']), 'stage')} on "
         f"{counted(told['ranks'], 'rank')}",
         table(["stage", "rank", "blocks", "which", "parameters"], stages, width=width, keep=("parameters",)),
         "",
@@ -261,6 +267,7 @@ def _text(found: DryRun, line: str) -> str:
         "",
         "Memory that each rank needs at its fullest moment, without temporary memory of kernels:",
         table(["rank", *names], ranks, width=width, keep=("total",)),
+        *_fit(told["fit"], width),
         *(
             ["The whole model was built for this: only built-in and Hugging Face models can be built without memory."]
             if told["built_whole"]
@@ -271,6 +278,35 @@ def _text(found: DryRun, line: str) -> str:
         f"  {line}",
     ]
     return "\n".join(name if "\n" in name or name.startswith("  ") else wrapped(name, width) for name in lines)
+
+
+def _trained_share(told: dict[str, Any]) -> str:
+    trained = told["trained_parameters"]
+    return "" if trained == told["parameters"] else f", {trained:,} of them trained,"
+
+
+def _fit(told: dict[str, Any] | None, width: int) -> Iterator[str]:
+    """Yield whether the run fits on its cards, and what to change if not."""
+    from drumline.core.units import size_text
+    from drumline.report.draw.table import table
+
+    if told is None:
+        return
+    needed, usable, there = (size_text(round(told[f"{name}_bytes"])) for name in ("needed", "usable", "card"))
+    yield ""
+    if told["fits"]:
+        yield f"It fits on {told['card']}: the fullest rank needs {needed}; headroom leaves {usable} of {there}."
+        return
+    yield f"It does not fit on {told['card']}: the fullest rank needs {needed}; headroom leaves {usable} of {there}."
+    rows = [
+        [remedy["change"], size_text(round(remedy["bytes"])), "fits" if remedy["fits"] else "not enough"]
+        for remedy in told["remedies"]
+    ]
+    if rows:
+        yield table(["change", "fullest rank", ""], rows, width=width, left=1, keep=("fullest rank",))
+    yield (
+        f"Try next: {told['next']}" if told["next"] else "Nothing that is known here makes it fit: use a smaller model."
+    )
 
 
 def _buckets(told: dict[str, Any], width: int) -> Iterator[str]:
@@ -313,6 +349,8 @@ def _tell(args: argparse.Namespace, settings: TrainSettings, trained: Any) -> No
         lines.append(f"Stopped by {stopped.stopped} after step {stopped.step} of {settings.run.steps}.")
     elif not losses:
         print(f"The run in {trained.folder} had made all {settings.run.steps} steps already.")
+        if trained.merged:
+            print(f"The model with the adapter merged into it is in {trained.merged}.")
         return
     if losses:
         what = (
@@ -324,6 +362,8 @@ def _tell(args: argparse.Namespace, settings: TrainSettings, trained: Any) -> No
     if trained.evaluations:
         lines.append(f"held-out loss {trained.evaluations[-1].loss:.4g}")
     lines.append(f"The run is in {trained.folder}. `drumline report {trained.folder}` shows where the time went.")
+    if trained.merged:
+        lines.append(f"The model with the adapter merged into it is in {trained.merged}.")
     print(wrapped("\n".join(lines), terminal_width()))
     if resume:
         print(f"{f'Saved {saved}. ' if saved else ''}To continue:\n  {resume}")

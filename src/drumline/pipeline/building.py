@@ -16,7 +16,7 @@ from drumline.engine.ground import Ground
 from drumline.engine.kit import Kit
 from drumline.engine.lines import Lines
 from drumline.engine.no_check import NoCheck
-from drumline.engine.program.frozen import Frozen
+from drumline.engine.program.frozen import Frozen, is_named
 from drumline.engine.program.programs import Programs, named_programs
 from drumline.engine.ranks.agreement import agree_on_lines, code_of, first_difference, plan_of
 from drumline.engine.ranks.tally import TallyLedger
@@ -33,7 +33,8 @@ from drumline.runtime.backward.compiled import compiler_for
 
 def build(setting: PipelineSetup, kit: Kit, lines: Lines, cut: ModelCut) -> tuple[Ground, NoCheck]:
     """Return all that runs steps, and their check, which has seen whole what lines divide."""
-    frozen = Frozen(setting.program, cut.stages, lines.completing(cut.stages))
+    joins = is_named(setting.options.schedule)
+    frozen = Frozen(setting.program, cut.stages, lines.completing(cut.stages), joins=joins)
     assembled = _assembled(setting, frozen.program, cut).named()
     check = kit.check(setting, cut, lines.parts(cut.stages), _different(setting, cut, assembled))
     lines.divide(cut)

@@ -15,6 +15,7 @@ from drumline.engine.core_options import CoreOptions
 from drumline.engine.kit import Kit
 from drumline.engine.lines import Lines
 from drumline.engine.model.blocks import blocks_for, example_inputs
+from drumline.engine.program.frozen import is_named, with_whole_backwards
 from drumline.engine.ranks.agreement import weights_of
 from drumline.engine.ranks.crew import Crew
 from drumline.engine.setup import ModelCut, PipelineSetup
@@ -138,7 +139,7 @@ def _timed(given: CoreOptions, crew: Crew, program: Program, intake: Intake, blo
     measured = partial(
         balanced,
         blocks,
-        program,
+        with_whole_backwards(program, blocks) if is_named(given.schedule) else program,
         intake,
         (example_inputs(given.model, given.example), "the example"),
         (given.example_target, "the example's target"),

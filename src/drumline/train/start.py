@@ -51,14 +51,15 @@ def start(settings: TrainSettings, *, train: Train | None = None, source: TableS
         )
     if train is None:
         preflight(settings, source)
-    train, begun = train or _train_in, begin(settings)
+    is_own, train, begun = train is None, train or _train_in, begin(settings)
     with begun.claimed:
         if begun.is_done:
-            return _nothing_left(begun.settings)
+            return _merged(begun.settings, _nothing_left(begun.settings))
         if settings.failures.elastic:
             _warn_of_room(begun.settings)
         attempt = partial(_attempt, train)
-        return Restarts(begun.settings, _check_room).run(attempt, continues=begun.continues)
+        outcome = Restarts(begun.settings, _check_room).run(attempt, continues=begun.continues)
+        return _merged(begun.settings, outcome) if is_own else outcome
 
 
 def _attempt(train: Train, settings: TrainSettings, continues: bool) -> Any:
@@ -109,7 +110,17 @@ def _train_as_rank(settings: TrainSettings, *, is_replanned: bool) -> Any:
         raise told
     folder, continues, is_done = told
     settings = replace(settings, run=replace(settings.run, out=folder))
-    return _nothing_left(settings) if is_done else _train_in(settings, continues=continues)
+    outcome = _nothing_left(settings) if is_done else _train_in(settings, continues=continues)
+    return _merged(settings, outcome) if os.environ["RANK"] == "0" else outcome
+
+
+def _merged(settings: TrainSettings, outcome: Any) -> Any:
+    """Return the outcome of a run, whose adapter is merged into its model where that is asked for and it is done."""
+    if not settings.adapter.merge or outcome.stopped is not None:
+        return outcome
+    from drumline.train.tune.merge import merge_last
+
+    return replace(outcome, merged=str(merge_last(settings)))
 
 
 def _nothing_left(settings: TrainSettings) -> Any:

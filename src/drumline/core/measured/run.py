@@ -278,9 +278,10 @@ def _check_plan(path: Path, plan: dict[str, Any], program: Program) -> None:
             for stage in table["blocks"].each():
                 for block in stage.each():
                     block.text()
-        if plan.get("guessed_costs") is not None:
-            for cost in table["guessed_costs"].each():
-                cost.number()
+        for name in ("guessed_costs", "trained_shares"):
+            if plan.get(name) is not None:
+                for number in table[name].each():
+                    number.number()
         predicted = plan.get("predicted")
         if predicted is not None and table["predicted"].get("blocks") is not None and predicted["blocks"] is not None:
             for block in table["predicted"]["blocks"].each():

@@ -21,6 +21,7 @@ from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.timeline import Timeline
 from drumline.engine.model.blocks import blocks_for, example_inputs
 from drumline.engine.program.find import program_for
+from drumline.engine.program.frozen import is_named, with_whole_backwards
 from drumline.engine.ranks import transports
 from drumline.engine.stages.assembly import device_of
 from drumline.engine.stages.intake import Intake
@@ -167,10 +168,11 @@ def balance(
 
     def measured() -> Balance:
         blocks = blocks_for(model, batch, intake.device, num_microbatches=program.num_microbatches)
+        whole = with_whole_backwards(program, blocks) if is_named(schedule) else program
         given = (example_inputs(model, batch), "the batch"), (target, "the target")
         loss_fn = intake.loss if intake.has_loss else None
         how: Any = {"max_bytes": max_bytes, "optimizer_states": optimizer_states, "num_runs": num_runs}
-        return balanced(blocks, program, intake, *given, loss_fn, **how)
+        return balanced(blocks, whole, intake, *given, loss_fn, **how)
 
     return of_rank_0(measured, _gathered) if transports.started_by_launcher() else measured()
 

@@ -7,7 +7,7 @@ are the model's. Loading accepts any of its names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from drumline.engine.ranks.crew import Crew
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.stages.chain import Chain
 from drumline.model.block import Block
+from drumline.model.catalogue import places_in
 from drumline.model.quantised.state import file_names, is_same, is_text, joined, load_state
 from drumline.model.weights.tied import TiedCopies, Ties
 from drumline.runtime.execute.executor import Executor
@@ -196,14 +197,32 @@ class Holdings(Observer):
             setattr(plain, "slice", part)  # noqa: B010 - an attribute that torch's class does not declare
         return plain
 
-    def load_state_dict(self, given: Mapping[str, Any]) -> None:
-        """Load a state on all ranks, or raise on all of them before anything changes."""
-        problems = [self._problem_with(given, executor) for executor in self.executors]
+    def some_state(self, only: Collection[str]) -> dict[str, Any]:
+        """Return of what this process stores the tensors with these names."""
+        stored: dict[str, Any] = {}
+        with self.whole():
+            for executor in self.executors:
+                for index, block in _blocks(executor):
+                    for place in places_in(block):
+                        first = self.ties.first(place.name)
+                        if place.saved and first in only and self.ties.home(place.name, index) == executor.rank:
+                            stored.setdefault(first, self._plain(place.tensor))
+        return stored
+
+    def load_state_dict(self, given: Mapping[str, Any], *, partly: bool = False) -> None:
+        """Load a state on all ranks, or raise on all of them before anything changes; `partly` allows that some lack.
+
+        What a part of a state does not have stays as it is.
+        """
+        problems = [self._problem_with(given, executor, partly=partly) for executor in self.executors]
         for problem in self.crew.all_told("state", problems):
             if problem is not None:
                 raise problem
         with self.crew.together("load_state_dict"), self.whole(changed=True):
-            for block in (block for executor in self.executors for _, block in _blocks(executor)):
+            blocks = [block for executor in self.executors for _, block in _blocks(executor)]
+            if partly:
+                self._copy(blocks, given)
+            for block in () if partly else blocks:
                 values = {name: (_given(given, self.ties, name, own), own) for name, own in _entries(block)}
                 load_state(
                     block.module,
@@ -213,6 +232,14 @@ class Holdings(Observer):
                     },
                 )
             self.share()
+
+    def _copy(self, blocks: Iterable[Block], given: Mapping[str, Any]) -> None:
+        """Give some tensors new values."""
+        with torch.no_grad():
+            for place in (place for block in blocks for place in places_in(block)):
+                value = None if place.tensor is None else _given(given, self.ties, place.name, place.tensor)
+                if value is not None and place.tensor is not None:
+                    place.tensor.copy_(self._part(value, place.tensor))
 
     def _whole_shape(self, own: Tensor) -> torch.Size:
         """Return the shape of the tensor of which this process may hold a part."""
@@ -226,7 +253,9 @@ class Holdings(Observer):
         part = slice_of(own) if isinstance(own, Tensor) else None
         return cut_out(value, part, self.crew.axes) if isinstance(part, Slice) and value.shape != own.shape else value
 
-    def _problem_with(self, state: Mapping[str, Any], executor: Executor) -> DrumlineError | None:
+    def _problem_with(
+        self, state: Mapping[str, Any], executor: Executor, *, partly: bool = False
+    ) -> DrumlineError | None:
         """Return why a rank cannot load a state, or None if it can."""
         try:
             if not isinstance(state, Mapping):
@@ -234,7 +263,8 @@ class Holdings(Observer):
             for index, block in _blocks(executor):
                 for name, own in _entries(block):
                     value = _given(state, self.ties, name, own)
-                    if value is None and self.ties.home(name, index) == executor.rank:
+                    is_needed = not partly or (isinstance(own, nn.Parameter) and own.requires_grad)
+                    if value is None and is_needed and self.ties.home(name, index) == executor.rank:
                         raise ModelError(
                             f"the state has no {name!r}",
                             expected="every parameter and buffer of this rank's stages",

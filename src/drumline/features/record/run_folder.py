@@ -40,6 +40,7 @@ from drumline.core.measured.run import (
 )
 from drumline.core.program import Program
 from drumline.core.version import __version__
+from drumline.engine.program.frozen import weight_counts
 from drumline.engine.stages.balance import Balance
 from drumline.model.block import Block
 from drumline.model.blocks.cut import guessed_costs
@@ -210,10 +211,17 @@ def plan_of(
         "placement": [list(placement.stages_of(rank)) for rank in range(program.num_ranks)],
         "blocks": [[block.name for block in blocks] for blocks in stages],
         "checkpoint": [[block.name for block in blocks if block.name in recomputed] for blocks in stages],
+        "trained_shares": [_trained_share(blocks) for blocks in stages],
         "guessed_costs": guessed_costs([block for blocks in stages for block in blocks]),
         "predicted": predicted,
         "program_sha256": hashlib.sha256(program.format().encode()).hexdigest(),
     }
+
+
+def _trained_share(blocks: Sequence[Block]) -> float:
+    """Return which share of the weights of a stage trains."""
+    counts = [weight_counts(block) for block in blocks]
+    return sum(trained for trained, _ in counts) / max(sum(weights for _, weights in counts), 1)
 
 
 def environment_of(device: torch.device) -> dict[str, Any]:

@@ -16,18 +16,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from drumline.core.errors import ModelError
 from drumline.model.catalogue import Catalogue, Entry, with_memory
 from drumline.model.patches import put_in
 from drumline.model.quantised.bases import recipe_in
 from drumline.model.quantised.packed import is_packed, unpacked_shape
+from drumline.model.weights.seeded import Seeded
 
 Initialiser = Callable[[nn.Module], Any]
 
@@ -112,7 +111,7 @@ class _Initialisation:
         entry.put(tensor)
 
     def _call(self, module: nn.Module, which: str, initialiser: Callable[..., Any], *arguments: Any) -> None:
-        with _Seeded(f"{self.seed}/{self.names[module]}/{which}"):
+        with Seeded(f"{self.seed}/{self.names[module]}/{which}"):
             initialiser(*arguments)
         self._adopt(module)
 
@@ -154,29 +153,6 @@ class _Initialisation:
     def _is_wanted(self, tensor: Tensor) -> bool:
         entry = self.entries.get(id(tensor))
         return entry is not None and entry in self.wanted
-
-
-class _Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Seeds the generators before every operation that draws from them."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.key = key
-        self.num_draws = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here; telling the compiler would import it: seconds, 40 MB
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operation, seeded."""
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            digest = blake2b(f"{self.key}/{self.num_draws}".encode(), digest_size=8).digest()
-            torch.manual_seed(int.from_bytes(digest, "little") >> 1)
-            self.num_draws += 1
-        return func(*args, **(kwargs or {}))
 
 
 def _children_first(modules: Mapping[nn.Module, str]) -> Iterator[nn.Module]:

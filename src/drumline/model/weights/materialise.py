@@ -28,6 +28,7 @@ from drumline.model.block import Block
 from drumline.model.catalogue import Catalogue, Entry, with_memory
 from drumline.model.quantised.loading import packed_value, stored_names
 from drumline.model.quantised.packed import is_packed, settle
+from drumline.model.weights.adapters import adapter_entries, base_model, base_names, draw_adapters, has_adapters
 from drumline.model.weights.files import StoredTensor, Weights
 from drumline.model.weights.initialise import initialise
 
@@ -39,6 +40,14 @@ class Conversion:
     names: tuple[str, ...]
     make: Callable[[], Mapping[str, Tensor]]
 
+    def renamed(self, places: Mapping[str, Sequence[str]]) -> Conversion:
+        """Return the conversion to tensors that have other names in the model."""
+
+        def make() -> Mapping[str, Tensor]:
+            return {place: tensor for name, tensor in self.make().items() for place in places[name]}
+
+        return Conversion(tuple(place for name in self.names for place in places[name]), make)
+
 
 # The source of each tensor of the model, by its name in the model.
 Sources = dict[str, StoredTensor | Conversion]
@@ -48,6 +57,31 @@ def sources_of(
     stored: Mapping[str, StoredTensor], names: Collection[str], root: nn.Module | None
 ) -> tuple[Sources, list[StoredTensor]]:
     """Return the sources of the model's tensors with these names, and file tensors without a place in the model."""
+    if root is not None and has_adapters(root):
+        places = base_names(root, names)
+        direct = {name: tensor for name, tensor in stored.items() if name in names and name not in places}
+        others = {name: tensor for name, tensor in stored.items() if name not in direct}
+        sources, left = _of_base(others, places, base_model(root))
+        return {**sources, **direct}, left
+    return _of_plain(stored, names, root)
+
+
+def _of_base(
+    stored: Mapping[str, StoredTensor], places: Mapping[str, Sequence[str]], base: nn.Module
+) -> tuple[Sources, list[StoredTensor]]:
+    """Return the sources of an adapted model by its own names; files have the names of its base."""
+    found, left = _of_plain(stored, places, base)
+    renamed = {source: source.renamed(places) for source in found.values() if isinstance(source, Conversion)}
+    sources: Sources = {}
+    for name, source in found.items():
+        sources.update(dict.fromkeys(places[name], renamed[source] if isinstance(source, Conversion) else source))
+    return sources, left
+
+
+def _of_plain(
+    stored: Mapping[str, StoredTensor], names: Collection[str], root: nn.Module | None
+) -> tuple[Sources, list[StoredTensor]]:
+    """Return the same of a model without adapters."""
     rules = _rules(root)
     if rules is not None:
         sources, left = rules.sort(stored, names)
@@ -190,9 +224,12 @@ def materialise(
         for entry in (entry for entry in empty if not is_packed(entry.tensor)):
             entry.put(with_memory(entry.tensor, device))
         fresh = [entry for entry in empty if entry not in set(loaded)]
-        initialise(catalogue, fresh, seed=seed, device=device, parents=weights is None)
+        drawn = adapter_entries(catalogue, fresh)
+        others = [entry for entry in fresh if entry not in set(drawn)]
+        initialise(catalogue, others, seed=seed, device=device, parents=weights is None)
         with torch.no_grad():
             _load(loaded, sources, device)
+        draw_adapters(catalogue, drawn, seed=seed, device=device)
     except BaseException:
         for entry, tensor in before:
             entry.put(tensor)  # leave nothing that looks as if it had values
@@ -220,7 +257,8 @@ def _check(
 ) -> None:
     """Refuse files that lack a tensor, contain an extra one, or have another shape or dtype."""
     missing = [entry for entry in needed if entry.saved and _name_in(sources, entry) is None]
-    missing = [entry for entry in missing if not any(map(weights.leaves_fresh, entry.names))]
+    drawn = set(adapter_entries(catalogue, missing))
+    missing = [entry for entry in missing if entry not in drawn and not any(map(weights.leaves_fresh, entry.names))]
     unused = [tensor for tensor in unused if not _is_expected(tensor.name, catalogue, weights)]
     if missing:
         name = missing[0].name
@@ -246,7 +284,8 @@ def _check(
 
 def _is_expected(name: str, catalogue: Catalogue, weights: Weights) -> bool:
     """Whether a tensor without a place in the model is harmless: ignored, or computed by the model itself."""
-    patterns = getattr(catalogue.root, "_keys_to_ignore_on_load_unexpected", None) or ()
+    base = None if catalogue.root is None else base_model(catalogue.root)
+    patterns = getattr(base, "_keys_to_ignore_on_load_unexpected", None) or ()
     return (
         weights.ignores(name)
         or _COMPUTED.search(name) is not None

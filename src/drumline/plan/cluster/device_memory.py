@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from drumline.plan.cluster.layers import WORD, Layer, fp8_weights, layers_of, ring_bytes, tokens_of, wide_of
+from drumline.plan.cluster.layers import (
+    WORD,
+    Layer,
+    fp8_weights,
+    layers_of,
+    product_weights,
+    ring_bytes,
+    tokens_of,
+    wide_of,
+)
 from drumline.plan.cluster.layout import WHOLE, Layout, StageLayers, recomputed_ops
 from drumline.plan.cluster.stages import Alike, alike, counts_of, pairs_held
 from drumline.plan.cluster.transformer import Transformer
@@ -52,6 +61,49 @@ def device_parameters(
     return used + ends / layout.tensor, experts
 
 
+def trained_parameters(
+    transformer: Transformer, layout: Layout, rank: Alike, layers: Sequence[Layer] = ()
+) -> tuple[float, float]:
+    """Return how many parameters a device of a pipeline rank trains: of what all tokens use, and of its experts.
+
+    Over a frozen base these are the adapters' alone, which tensor-parallel ranks divide as they divide the base.
+    """
+    layers = layers or layers_of(transformer, layout.share)
+    if (base := transformer.frozen_base) is None:
+        return device_parameters(transformer, layout, rank, layers)
+    return base.trainable_share * _weights(layers, rank, False), base.trainable_share * _weights(layers, rank, True)
+
+
+def base_bytes(
+    transformer: Transformer, layout: Layout, rank: Alike, layers: Sequence[Layer] = ()
+) -> tuple[float, float]:
+    """Return the bytes of a frozen base on a device of a pipeline rank: of what all tokens use, and of its experts.
+
+    Embedding, head, norms and biases take 16 bits, whatever the base's products take. Nothing without a frozen base.
+    """
+    if (base := transformer.frozen_base) is None:
+        return 0.0, 0.0
+    layers = layers or layers_of(transformer, layout.share)
+    used, routed = device_parameters(transformer, layout, rank, layers)
+    saved = []
+    for experts in (False, True):
+        sizes = [
+            [
+                (WEIGHT_BYTES * i * o - base.bytes_of(i, o)) * times
+                for i, o, times in product_weights(layer, experts=experts)
+            ]
+            for layer in layers
+        ]
+        saved.append(sum(slice_.dense * sum(sizes[0]) + slice_.experts * sum(sizes[1]) for slice_, _ in rank.slices))
+    return WEIGHT_BYTES * used - saved[0], WEIGHT_BYTES * routed - saved[1]
+
+
+def _weights(layers: Sequence[Layer], rank: Alike, experts: bool) -> float:
+    """Return the weights of products on a device of a pipeline rank: of its experts, or of the rest."""
+    each = [sum(i * o * times for i, o, times in product_weights(layer, experts=experts)) for layer in layers]
+    return sum(slice_.dense * each[0] + slice_.experts * each[1] for slice_, _ in rank.slices)
+
+
 def sharded(layout: Layout, parameters: tuple[float, float]) -> float:
     """Return a device's own share of its parameters among the data-parallel ranks that share them."""
     group = layout.data * layout.context
@@ -64,13 +116,16 @@ def device_bytes(transformer: Transformer, layout: Layout, rank: Alike) -> Bytes
     The first rank holds the most activations: as many microbatches as the schedule runs ahead of their backwards.
     """
     layers = layers_of(transformer, layout.share)
-    parameters = device_parameters(transformer, layout, rank, layers)
+    parameters, base = (size(transformer, layout, rank, layers) for size in (trained_parameters, base_bytes))
     whole, part = sum(parameters), sharded(layout, parameters)
+    frozen = sharded(layout, base) if layout.zero >= 3 else sum(base)
     pairs = pairs_held(layout.schedule, rank.first, layout.pipeline, layout.num_microbatches, layout.stages_per_rank)
     kept = _activations(layers, layout, [slice_ for slice_, _ in rank.slices]) / len(rank.slices)
     whole_gradients = layout.zero < 2 or keeps_gradients(layout)
     return Bytes(
-        weights=WEIGHT_BYTES * (part if layout.zero >= 3 else whole) + FP8_BYTES * held_fp8(transformer, layout, rank),
+        weights=WEIGHT_BYTES * (part if layout.zero >= 3 else whole)
+        + frozen
+        + FP8_BYTES * held_fp8(transformer, layout, rank),
         gradients=layout.practice.gradient_bytes * (whole if whole_gradients else part),
         optimizer=OPTIMIZER_BYTES * (part if layout.zero >= 1 else whole),
         activations=pairs * kept,
@@ -122,7 +177,8 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, layers: Sequ
 
     A message each way; one layer, or its queries, keys and values, in recomputation; the gathered keys and values of
     a layer, and their gradients; the whole weights of two layers if sharded; the 8-bit weights of a layer if
-    not held; the embedding's mask of every microbatch in flight; the head's input and logits of one microbatch.
+    not held; the largest weight of a quantised base in 16 bits; the embedding's mask of every microbatch in flight; the
+    head's input and logits of one microbatch.
     """
     wide, has_experts = wide_of(transformer, layout), any(slice_.experts for slice_, _ in rank.slices)
     layer = layers[has_experts]
@@ -137,6 +193,9 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, layers: Sequ
         size += 2 * WEIGHT_BYTES * max(block.parameters + block.expert_parameters for block in (layers[0], layer))
     if layout.practice.fp8 and not layout.share.holds_fp8:
         size += fp8_weights(transformer, layout, experts=has_experts)
+    if transformer.frozen_base is not None and transformer.frozen_base.is_quantised:
+        every = (product_weights(layers[kind], experts=flag) for kind in (0, has_experts) for flag in (False, True))
+        size += WEIGHT_BYTES * max(inputs * outputs for weights in every for inputs, outputs, _ in weights)
     if transformer.dropout and any(slice_.is_first for slice_, _ in rank.slices):
         size += wide * min(layout.pipeline, layout.num_microbatches)
     if any(slice_.is_last for slice_, _ in rank.slices):

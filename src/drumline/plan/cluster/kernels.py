@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from drumline.plan.cluster.frozen_base import FrozenBase
 from drumline.plan.cluster.hardware import Cluster, Device, DeviceLink
 from drumline.plan.cluster.layers import (
     WORD,
@@ -184,10 +185,16 @@ class KernelTimes(NamedTuple):
     products: float
 
 
-def operation_times(cluster: Cluster, share: Share, operation: Operation) -> KernelTimes:
-    """Return the compute seconds of an operation of a layer."""
+def operation_times(
+    cluster: Cluster, share: Share, operation: Operation, base: FrozenBase | None = None
+) -> KernelTimes:
+    """Return the compute seconds of an operation of a layer, of whose weights perhaps nothing but adapters trains."""
     device = cluster.device
-    products, by_input, by_weight = product_times(cluster, share, operation.products)
+    products, by_input, by_weight = product_times(cluster, share, operation.products, trains=base is None)
+    if base is not None:
+        for product in operation.products:
+            more = _adapted(device, base, product)
+            products, by_input, by_weight = products + more[0], by_input + more[1], by_weight + more[2]
     launches = operation.num_kernels * device.reach.launch_seconds
     passes, passes_back = (memory_seconds(device, size) + launches for size in operation.bytes)
     scores = sum(product_seconds(device, *product[:4]) for product in operation.scores)
@@ -200,8 +207,10 @@ def operation_times(cluster: Cluster, share: Share, operation: Operation) -> Ker
     )
 
 
-def product_times(cluster: Cluster, share: Share, products: Sequence[Product]) -> tuple[float, float, float]:
-    """Return the seconds of products: forward, gradients of their inputs, gradients of their weights."""
+def product_times(
+    cluster: Cluster, share: Share, products: Sequence[Product], *, trains: bool = True
+) -> tuple[float, float, float]:
+    """Return the seconds of products: forward, gradients of their inputs, gradients of their weights if these train."""
     forward = by_input = by_weight = 0.0
     for product in products:
         rows, columns, depth, times, _ = product
@@ -212,7 +221,29 @@ def product_times(cluster: Cluster, share: Share, products: Sequence[Product]) -
         if fp8:
             casts = _casts(cluster, share, product)
             forward, by_input, by_weight = forward + casts[0], by_input + casts[1], by_weight + casts[2]
-    return forward, by_input, by_weight
+    return forward, by_input, by_weight if trains else 0.0
+
+
+def _adapted(device: Device, base: FrozenBase, product: Product) -> tuple[float, float, float]:
+    """Return the seconds that an adapter adds to a product of a frozen base in its three passes.
+
+    Forward, two thin products follow each other, and a sum; backward, likewise; weights have two thin products again.
+    A quantised base is written out in 16 bits before each of its products.
+    """
+    rows, columns, depth, times, _ = product
+    rank, launch = base.rank_of(depth, columns), device.reach.launch_seconds
+    sizes = {
+        "forward": [(rows, rank, depth), (rows, columns, rank)],
+        "input": [(rows, rank, columns), (rows, depth, rank)],
+        "weight": [(depth, rank, rows), (rank, columns, rows)],
+    }
+    thin = {name: sum(product_seconds(device, *size, times) for size in pair) for name, pair in sizes.items()}
+    sums = [memory_seconds(device, 3 * WORD * rows * wide * times) + launch for wide in (columns, depth)]
+    out = 0.0
+    if base.is_quantised:
+        size = (base.bytes_of(depth, columns) + WORD * depth * columns) * times
+        out = memory_seconds(device, size) + launch
+    return thin["forward"] + sums[0] + out, thin["input"] + sums[1] + out, thin["weight"]
 
 
 def _casts(cluster: Cluster, share: Share, product: Product) -> tuple[float, float, float]:
@@ -259,12 +290,14 @@ def layer_ops(
     transformer: Transformer, cluster: Cluster, share: Share, *, experts: bool, recomputed: tuple[str, ...]
 ) -> Ops:
     """Return the seconds of a microbatch in one layer; what is `recomputed` may differ from layer to layer."""
-    layer, ops = layers_of(transformer, share)[experts], Ops()
-    times = [operation_times(cluster, share, operation) for operation in layer.operations]
+    layer, ops, base = layers_of(transformer, share)[experts], Ops(), transformer.frozen_base
+    times = [operation_times(cluster, share, operation, base) for operation in layer.operations]
     whole = KernelTimes(*map(sum, zip(*times, strict=True)))
     for operation, own in zip(layer.operations, times, strict=True):
         ops = ops + _operation_ops(cluster, share, operation, own, whole, repeats=operation.name in recomputed)
     parameters = layer.parameters + layer.expert_parameters
+    if base is not None:
+        parameters *= base.trainable_share
     added = Spent(memory_seconds(cluster.device, share.practice.accumulation_bytes * parameters))
     forward = _hosted(ops.forward, share)
     return Ops(
@@ -318,7 +351,7 @@ def embedding_ops(transformer: Transformer, cluster: Cluster, share: Share) -> O
     size = WORD * tokens_of(transformer, share) * transformer.hidden
     summed = message_seconds(cluster, share, exchange(transformer, share)) / (2 if share.sequence_parallel else 1)
     passes = Spent(memory_seconds(cluster.device, 3 * size) + 3 * cluster.device.reach.launch_seconds)
-    return Ops(passes + Spent(tensor=summed), Spent(), Spent(), passes)
+    return Ops(passes + Spent(tensor=summed), Spent(), Spent(), passes if transformer.frozen_base is None else Spent())
 
 
 def head_ops(transformer: Transformer, cluster: Cluster, share: Share) -> Ops:
@@ -327,9 +360,10 @@ def head_ops(transformer: Transformer, cluster: Cluster, share: Share) -> Ops:
     tokens = tokens_of(transformer, share)
     part = transformer.vocabulary / share.tensor
     table = Product(tokens, part, transformer.hidden, fp8=False)
-    forward, by_input, by_weight = product_times(cluster, share, [table])
+    trains = transformer.frozen_base is None
+    forward, by_input, by_weight = product_times(cluster, share, [table], trains=trains)
     loss = memory_seconds(device, share.practice.loss_bytes * tokens * part)
-    add = memory_seconds(device, share.practice.accumulation_bytes * part * transformer.hidden)
+    add = memory_seconds(device, share.practice.accumulation_bytes * part * transformer.hidden) if trains else 0.0
     summed = message_seconds(cluster, share, exchange(transformer, share))
     hidden = by_weight if share.hides_tensor else 0.0
     return Ops(

@@ -130,6 +130,17 @@ def fp8_weights(transformer: Transformer, layout: Layout, *, experts: bool) -> f
     return sum(p.columns * p.depth * p.times for op in operations for p in op.products if p.fp8)
 
 
+def product_weights(layer: Layer, *, experts: bool) -> list[tuple[float, float, float]]:
+    """Return the inputs, the outputs and the number of all products with weights: of its experts, or of the rest.
+
+    >>> gpt = Transformer("tiny", 1, hidden=64, num_heads=4, vocabulary=10, sequence=8)
+    >>> product_weights(layers_of(gpt, Layout(batch=1).share)[0], experts=False)
+    [(64, 192.0, 1.0), (64.0, 64, 1.0), (64, 256.0, 1.0), (256.0, 64, 1.0)]
+    """
+    operations = (operation for operation in layer.operations if (operation.name == "experts") is experts)
+    return [(p.depth, p.columns, p.times) for operation in operations for p in operation.products]
+
+
 def tokens_of(transformer: Transformer, share: Layout | Share) -> float:
     """Return how many tokens of a microbatch a device processes."""
     return share.microbatch * transformer.sequence / share.context

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from drumline.plan.cluster.device_memory import WEIGHT_BYTES, device_parameters, held_fp8, keeps_gradients
+from drumline.plan.cluster.device_memory import WEIGHT_BYTES, base_bytes, held_fp8, keeps_gradients, trained_parameters
 from drumline.plan.cluster.hardware import Cluster, DeviceLink
 from drumline.plan.cluster.kernels import Ops, Spent, exposed, gather_seconds, reduce_seconds, slice_ops
 from drumline.plan.cluster.layers import WORD, layers_of, tokens_of
@@ -45,21 +45,22 @@ def data_exchange(
     forward_seconds: float,
     backward_seconds: float,
     num_layers: int = 1,
+    base: tuple[float, float] = (0.0, 0.0),
 ) -> ExchangeCost:
     """Return the exchange of a rank's gradients and weights; the seconds are those of one microbatch on the rank.
 
     A reduce-scatter sums the gradients. All sums (ZeRO 0) or the new 16-bit weights come back. ZeRO 2 keeps no whole
     gradients and sums them after every microbatch; in a pipeline it keeps them, and sums once. ZeRO 3 keeps no whole
     weights either, and gathers them before every forward and every backward, layer by layer, so every layer pays for
-    the start and the latency of a collective.
+    the start and the latency of a collective. `base` are bytes of frozen weights, which only ZeRO 3 gathers.
     """
     reduce = gather = reduced = gathered = 0.0
     there = layout.practice.gradient_bytes
     back = there if layout.zero == 0 else WEIGHT_BYTES
     group = layout.data * layout.context
-    for count, size, stride in (
-        (parameters[0], group, layout.tensor),
-        (parameters[1], group // layout.expert, layout.tensor * layout.expert),
+    for count, frozen, size, stride in (
+        (parameters[0], base[0], group, layout.tensor),
+        (parameters[1], base[1], group // layout.expert, layout.tensor * layout.expert),
     ):
         if size > 1 and count:
             link = cluster.link(size, stride)
@@ -67,9 +68,10 @@ def data_exchange(
                 start, late = num_layers * link.start_seconds, num_layers * link.latency_seconds
                 link = replace(link, start_seconds=start, latency_seconds=late)
             reduce += gather_seconds(link, size, there * count)
-            gather += gather_seconds(link, size, back * count)
+            returned = back * count + (frozen if layout.zero == 3 else 0.0)
+            gather += gather_seconds(link, size, returned)
             reduced += there * count * (size - 1) / size
-            gathered += back * count * (size - 1) / size
+            gathered += returned * (size - 1) / size
     times = layout.num_microbatches
     beside = layout.practice.overlap_data and (layout.pipeline == 1 or layout.practice.overlap_staged)
     hidden, hidden_back = (forward_seconds, backward_seconds) if beside else (0.0, 0.0)
@@ -89,7 +91,7 @@ def data_exchange(
 
 def tied_exchange(transformer: Transformer, cluster: Cluster, layout: Layout) -> ExchangeCost:
     """Return the exchange of a tied embedding's gradient between the first rank and the last."""
-    if layout.pipeline == 1 or not transformer.tied:
+    if layout.pipeline == 1 or not transformer.tied or transformer.frozen_base is not None:
         return ExchangeCost()
     size = layout.practice.gradient_bytes * transformer.vocabulary * transformer.hidden / layout.tensor
     return ExchangeCost(once=reduce_seconds(pipeline_link(cluster, layout), 2, size), bytes=size)
@@ -180,9 +182,10 @@ def loads_of(transformer: Transformer, cluster: Cluster, layout: Layout) -> list
         for own, (_, part) in zip(parts, rank.slices, strict=True):
             ops = ops + own.times(part)
         forward, backward = ops.forward.total, ops.backward.total
-        cast, parameters = held_fp8(transformer, layout, rank), device_parameters(transformer, layout, rank, layers)
+        cast, parameters = held_fp8(transformer, layout, rank), trained_parameters(transformer, layout, rank, layers)
+        base = base_bytes(transformer, layout, rank, layers)
         num_layers = sum(slice_.num_layers for slice_, _ in rank.slices)
-        exchange = data_exchange(cluster, layout, parameters, forward, backward, num_layers)
+        exchange = data_exchange(cluster, layout, parameters, forward, backward, num_layers, base)
         found.append(Load(rank, ops, parts, waiting * rank.sides, parameters, exchange, cast))
     return found
 

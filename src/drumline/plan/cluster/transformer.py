@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from drumline.core.errors import PlanError
+from drumline.plan.cluster.frozen_base import FrozenBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,8 @@ class Transformer:
 
     `feedforward` is the inner width of the dense layers; `gated` layers multiply two such projections. With `experts`,
     the layers from `num_dense_layers` on have experts instead. `biased` layers add a bias after every product, and
-    `dropout` keeps a mask everywhere it applies. `details` is what a framework must know besides sizes.
+    `dropout` keeps a mask everywhere it applies. `details` is what a framework must know besides sizes. With a
+    `frozen_base`, nothing but adapters trains.
 
     >>> gpt = Transformer("175B", num_layers=96, hidden=12288, num_heads=96, vocabulary=51200, sequence=2048)
     >>> gpt.feedforward, gpt.head_width
@@ -145,6 +147,7 @@ class Transformer:
     dropout: bool = True
     latent: LatentAttention | None = None
     details: Details = PLAIN
+    frozen_base: FrozenBase | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden", "num_heads", "vocabulary", "sequence"):
@@ -262,7 +265,7 @@ def model_flops(transformer: Transformer, batch: int, *, causal: bool = False) -
     """Return the operations of a step: per weight and token two forward and four backward, plus attention.
 
     Attention counts as if every token attended to every other, as in most papers; `causal` counts only the half that
-    is not masked.
+    is not masked. A frozen weight has two operations backward, and its share of adapters has all six.
 
     >>> gpt = Transformer("175B", num_layers=96, hidden=12288, num_heads=96, vocabulary=51200, sequence=2048)
     >>> h, l, s, v = 12288, 96, 2048, 51200
@@ -270,8 +273,11 @@ def model_flops(transformer: Transformer, batch: int, *, causal: bool = False) -
     1.0
     """
     attention = attention_flops(transformer, batch) / (2 if causal else 1)
-    tokens = batch * transformer.sequence
-    return 3 * (attention + 2.0 * tokens * (layer_weights(transformer) + transformer.hidden * transformer.vocabulary))
+    tokens, layers = batch * transformer.sequence, layer_weights(transformer)
+    head = transformer.hidden * transformer.vocabulary
+    if (base := transformer.frozen_base) is not None:
+        return 3 * attention + 2.0 * tokens * (2 * (layers + head) + 3 * base.trainable_share * layers)
+    return 3 * (attention + 2.0 * tokens * (layers + head))
 
 
 def attention_flops(transformer: Transformer, batch: int) -> float:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from drumline.core.errors import PlanError, ScheduleError, nearest
 from drumline.core.program import Program
+from drumline.core.prove.whole import join
+from drumline.plan.device.blocks import Profile
 from drumline.plan.device.candidate import Candidate
 from drumline.plan.device.model_profile import ModelProfile
 from drumline.plan.device.ranks import Ranks
@@ -19,6 +21,8 @@ CHECKPOINTING = ("none", "full")
 _MOST_MICROBATCHES = 128
 _EVERY_STAGE = 4  # up to this many stages, every choice of stages to recompute is tried
 _EVERY_RANK = 4
+_LITTLE = 0.25  # of F; if W takes less, whole backwards are tried in schedules that split them
+_FORWARD, _WEIGHT = "forward", "backward_weight"
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Question:
         sizes = self.sizes()
         for number, rows in enumerate(sizes):
             self.say(f"microbatches of {rows} rows ({number + 1} of {len(sizes)} sizes) ...")
-            for program in self._programs(self.batch // rows):
+            for program in self._with_whole(self._programs(self.batch // rows), self.profile.at(rows)):
                 for order in self.ranks.orders():
                     yield from self._checkpointed(reordered(program, order), rows)
 
@@ -114,6 +118,22 @@ class Question:
                     continue
                 if not program.placement.mirrored and program.has_backward and not program.num_updates:
                     yield program
+
+    def _with_whole(self, programs: Iterable[Program], profile: Profile) -> Iterator[Program]:
+        """Yield the programs; if little trains, those that split backwards also with whole ones.
+
+        What they take was measured, so the shorter step decides.
+        """
+        weight, forward = (sum(layer.times.of(op, split=0) for layer in profile.layers) for op in (_WEIGHT, _FORWARD))
+        known = set[Program]()
+        for program in programs:
+            yield program
+            if weight <= _LITTLE * forward:
+                known.add(program)
+                whole = join(program, [True] * program.num_stages)
+                if whole not in known:
+                    known.add(whole)
+                    yield whole
 
     def say(self, what: str) -> None:
         """Report progress."""

@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from drumline.core.errors import PlanError, nearest
+from drumline.plan.cluster.frozen_base import FrozenBase
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.transformer import PLAIN, Transformer
@@ -95,10 +96,10 @@ def launch(
 ) -> Launch:
     """Return the configs for every framework; `source` is the folder or config.json of the model.
 
-    `program_file` holds a searched program, which only `drumline train` runs.
+    `program_file` holds a searched program, which only `drumline train` runs, as it alone trains adapters.
     """
     own = _own(transformer, cluster, layout, source, program_file)
-    if program_file:
+    if program_file or transformer.frozen_base is not None:
         return Launch((own,))
     start = torchrun(cluster)
     by_titan = f"{start} -m torchtitan.train --job.config_file plan.toml"
@@ -183,7 +184,7 @@ def train_config(
 
     `source` is the folder or config.json of the model, `program_file` the program to run in place of the schedule.
     """
-    nested = ("experts", "latent", "details", "sequence")
+    nested = ("experts", "latent", "details", "sequence", "frozen_base")
     model: dict[str, Any] = {"kind": "hf", "path": source} if source else {}
     model |= {field.name: getattr(transformer, field.name) for field in fields(transformer) if field.name not in nested}
     details = transformer.details
@@ -201,6 +202,7 @@ def train_config(
             "format": FORMAT,
             "version": VERSION,
             "model": model,
+            **_adapter(transformer.frozen_base),
             "batch": {"sequences": layout.batch, "microbatch": layout.microbatch, "sequence": transformer.sequence},
             "mesh": {name: getattr(layout, name) for name in ("tensor", "pipeline", "data", "context", "expert")},
             "pipeline": {
@@ -222,6 +224,14 @@ def train_config(
         },
         comment="\n".join([first, *said]),
     )
+
+
+def _adapter(base: FrozenBase | None) -> dict[str, Any]:
+    """Return the table of an adapter, if nothing else is trained."""
+    if base is None or not base.rank:
+        return {}
+    targets = {"targets": list(base.targets)} if base.targets else {}
+    return {"adapter": {"method": "lora", "rank": base.rank, "base": base.kind, **targets}}
 
 
 class RankPlace(NamedTuple):

@@ -22,6 +22,7 @@ from drumline.core.memory import holdings
 from drumline.core.placement import Placement
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
+from drumline.core.prove.whole import LIGHT, join
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.idle import Limit
 from drumline.core.units import number
@@ -101,7 +102,7 @@ def search(
         run.run()
     except KeyboardInterrupt:
         interrupted = True
-    program = run.program or instance.program(run.rows or [])
+    program = _unsplit(run, run.program or instance.program(run.rows or []))
     violations = validate(program, limit=instance.limit, costs=costs)
     assert not violations, f"the search made a program that breaks a rule: {violations[0]}"
     return SearchResult(
@@ -116,6 +117,16 @@ def search(
         jitter,
         interrupted,
     )
+
+
+def _unsplit(run: SearchRun, program: Program) -> Program:
+    """Return the program with whole backwards in stages whose W fills nothing: it is short, and no step gets longer."""
+    costs, stages = run.instance.costs, run.instance.num_stages
+    pairs = zip(costs.per_stage("backward_weight", stages), costs.per_stage("forward", stages), strict=True)
+    whole = join(program, [weight <= LIGHT * forward for weight, forward in pairs])
+    rows = None if whole is program else run.instance.rows_of(whole)
+    measured = None if rows is None else run.objective.measure(rows)
+    return program if measured is None or measured.value > run.value * (1 + SAME) else whole
 
 
 def _check_limit(instance: Instance) -> None:

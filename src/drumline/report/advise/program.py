@@ -4,17 +4,20 @@
 
     more microbatches    fill and drain get shorter, because each microbatch is shorter
     fewer                there are fewer actions, each with its own overhead
+
+Where few weights of a stage train, as adapters do, its backwards run whole in every schedule (`core/prove/whole.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.program import Program
+from drumline.core.prove.whole import is_light, join
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.units import ms
 from drumline.plan.device.advice import LEAST_GAIN, Remedy, predicted
@@ -24,6 +27,7 @@ from drumline.schedules.registry import made_by
 
 _FACTORS = (4, 2, 1 / 2, 1 / 4)
 _HALVES = "assuming that W takes half of B"
+_SHARES = "assuming that W takes as long as I, times the share of weights that train"
 _LINEAR = "assuming that a microbatch's time is proportional to its rows"
 
 
@@ -59,18 +63,32 @@ def other_schedule(seen: Evidence) -> Iterator[Remedy]:
     If the pipeline is not ours, the executor's own time may change: then both schedules are compared at their best, and
     only schedules that hold no more count.
     """
-    program, ours = seen.program, seen.plan is not None
-    if ours and (program.num_updates or program.placement.mirrored or made_by(program.name, program) != program):
+    program, ours, shares = seen.program, seen.plan is not None, _trained_shares(seen)
+    light = [is_light(share, 1.0) for share in shares]
+    if ours and (program.num_updates or program.placement.mirrored or _recipe(program, light) != program):
         return
     split = any(part.op is Op.BACKWARD_WEIGHT for part in program.work())
-    costs = seen.costs if split else _halved(seen.costs, program.num_stages)
+    costs = seen.costs if split else _divided(seen.costs, shares)
     now = simulate(program, costs)
-    others = [simulate(other, costs) for other in _others(program, elsewhere=not ours)]
+    others = [simulate(join(other, light), costs) for other in _others(program, elsewhere=not ours)]
     if ours:
-        yield from _faster(seen, now, others, "" if split else _HALVES)
+        assumes = "" if split or all(light) else _HALVES if set(shares) == {1.0} else _SHARES
+        yield from _faster(seen, now, others, assumes)
         yield from _smaller(now, others)
     else:
         yield from _at_best(seen, now, others, split)
+
+
+def _trained_shares(seen: Evidence) -> list[float]:
+    """Return which share of its weights each stage trains; all of them if that is unknown."""
+    shares: Sequence[float] = (seen.plan or {}).get("trained_shares") or ()
+    return list(shares) if len(shares) == seen.program.num_stages else [1.0] * seen.program.num_stages
+
+
+def _recipe(program: Program, light: Sequence[bool]) -> Program | None:
+    """Return what the schedule of a program makes for these stages; None if it is unknown."""
+    made = made_by(program.name, program)
+    return None if made is None else join(made, light)
 
 
 def _others(program: Program, *, elsewhere: bool) -> Iterator[Program]:
@@ -137,6 +155,13 @@ def _scaled(costs: Costs, num_stages: int, factor: float) -> Costs:
     return replace(costs, **scaled)
 
 
-def _halved(costs: Costs, num_stages: int) -> Costs:
-    halves = [value / 2 for value in costs.per_stage("backward_input", num_stages)]
-    return replace(costs, backward_input=halves, backward_weight=halves)
+def _divided(costs: Costs, shares: Sequence[float]) -> Costs:
+    """Return the costs with whole backwards divided into I and W, by the share of weights that each stage trains.
+
+    >>> _divided(Costs(backward_input=2.0, backward_weight=0.0), [1.0, 0.25]).backward_weight
+    [1.0, 0.4]
+    """
+    whole = costs.per_stage("backward_input", len(shares))
+    weight = [value * share / (1 + share) for value, share in zip(whole, shares, strict=True)]
+    rest = [value - later for value, later in zip(whole, weight, strict=True)]
+    return replace(costs, backward_input=rest, backward_weight=weight)

@@ -29,7 +29,8 @@ def help_of(key: Setting) -> str:
     if key.kind is bool:
         return key.short.removeprefix("whether to ")
     if key.default in (None, ""):
-        return f"{key.short} (default: {key.empty})" if key.empty else key.short
+        named = f"{', '.join(filter(None, key.rule.choices))}; " if key.rule.choices else ""
+        return f"{key.short} ({named}default: {key.empty})" if key.empty else key.short
     choices = f"{', '.join(key.rule.choices)}; " if key.rule.choices else ""
     return f"{key.meaning} ({choices}default {key.default})"
 

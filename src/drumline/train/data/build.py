@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -133,7 +134,9 @@ def _documents(settings: TrainSettings, built: Built) -> tuple[Documents, Docume
             fix = 'name one in data.tokenizer: "bytes", or a folder'
             raise UsageError(f"data.kind is {data.kind!r}, and there is no tokenizer", fix=fix)
         if data.kind == "instructions":
-            return instruction_documents(names, built.tokenizer, key=key)
+            how: dict[str, Any] = {"template": data.chat_template, "strict": settings.adapter.is_on}
+            with concerning("data.chat_template") if data.chat_template else nullcontext():
+                return instruction_documents(names, built.tokenizer, key=key, **how)
         return text_documents(names, data.separator, built.tokenizer, key=key)
 
     documents = read(data.files, "data.files")

@@ -31,7 +31,7 @@ from drumline.train.config.mesh_relations import experts_are_shared_out
 from drumline.train.config.relations import check_made, one_cut, program_of, schedule_exists
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.items.batch import Batch
-from drumline.train.models.built import DTYPES, Built, Tokenizer
+from drumline.train.models.built import DTYPES, Adapter, Built, Tokenizer
 
 MakeModel = Callable[..., Built]
 _LARGE = 2**31  # bytes of parameters from which on each process makes only its own
@@ -85,20 +85,25 @@ def seeded(seed: int) -> None:
 def build(settings: TrainSettings, make_model: MakeModel, *, whole: bool | None = None) -> Built:
     """Return the model: whole, or on the meta device, from which every rank gives memory to its own stages.
 
-    Unless told, it is on the meta device if it is large. Functions of users build it whole.
+    Unless told, it is on the meta device if it is large or has an adapter. Functions of users build it whole.
     """
     seeded(settings.run.seed)
     built = None
     if not whole and settings.model.kind != "function":
         built = make_model(settings, device="meta")
-        if whole is None and sum(param.numel() * 4 for param in built.model.parameters()) < _LARGE:
+        if (
+            whole is None
+            and built.adapter is None
+            and sum(param.numel() * 4 for param in built.model.parameters()) < _LARGE
+        ):
             built = None
     if built is None:
         seeded(settings.run.seed)
         built = make_model(settings, device="cpu")
     dtype = DTYPES[settings.precision.weights]
     for param in built.model.parameters():
-        if param.is_floating_point() and dtype is not torch.float32:
+        is_base = built.adapter is not None and not param.requires_grad  # which has numbers of its own
+        if param.is_floating_point() and dtype is not torch.float32 and not is_base:
             param.data = param.data.to(dtype)
     return built
 
@@ -262,13 +267,15 @@ class Calling:
     inputs: str
     takes_target: bool
     tokenizer: Tokenizer | None
+    adapter: Adapter | None = None
     counts: frozenset[int] = frozenset()  # microbatches of steps that have a program of their own
 
     @staticmethod
     def of(built: Built, counts: Sequence[int] = ()) -> Calling:
         """Return how a model's pipeline is called."""
         takes_target = built.loss_fn is not None
-        return Calling(is_chain(built.model), built.inputs, takes_target, built.tokenizer, frozenset(counts))
+        how = is_chain(built.model), built.inputs, takes_target, built.tokenizer, built.adapter
+        return Calling(*how, frozenset(counts))
 
     def __call__(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return what a step gets of a batch: in order, and by name."""

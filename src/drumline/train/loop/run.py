@@ -35,7 +35,7 @@ from drumline.train.loop.making import (
 from drumline.train.loop.peak_memory import PeakMemory, resident
 from drumline.train.loop.progress import Tell
 from drumline.train.loop.training import Training, TrainResult
-from drumline.train.models.build import build_model
+from drumline.train.tune.build_tuned import build_tuned
 
 MakeData = Callable[..., Data]
 
@@ -45,7 +45,7 @@ def run_training(
     settings: TrainSettings,
     *,
     tell: Tell | None = None,
-    make_model: MakeModel = build_model,
+    make_model: MakeModel = build_tuned,
     make_data: MakeData = build_data,
     continues: bool = False,
 ) -> TrainResult:

@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -56,6 +56,7 @@ class TrainResult:
     stopped: EarlyStop | None = None  # where somebody stopped it
     seconds: float = 0.0  # without building
     peak_bytes: tuple[int, ...] = ()
+    merged: str = ""  # the folder of the model with the adapter merged into it
 
 
 class _TrainUpdate(NamedTuple):
@@ -84,7 +85,8 @@ class Training:
         self.settings, self.pipe, self.call, self.data = settings, pipe, call, data
         self.trained, self.memory, self.continues = trained, memory, continues
         self.optimizers = Optimizers(pipe, settings.optimizer)
-        self.checkpoints = Checkpoints(pipe, settings, data, trained.folder, continues=continues)
+        how: dict[str, Any] = {"adapter": call.adapter, "continues": continues}
+        self.checkpoints = Checkpoints(pipe, settings, data, trained.folder, **how)
         self.skips = Skips(pipe, settings.failures.max_skipped)
         self.batches: Iterator[Batch] = iter(pipe.data(data.training))
         self.curve = Curve()

@@ -17,10 +17,12 @@ from typing import Any
 from drumline.core.files import MIB
 from drumline.train.config.settings import TrainSettings
 from drumline.train.models.built import DTYPES
+from drumline.train.models.chat_templates import PLAIN, template_named
 from drumline.train.models.tokenizers import BYTES
 
 _CONFIG = "config.json"
 _TEMPLATES = "additional_chat_templates"
+_TEMPLATE = "chat_template.jinja"
 _LARGEST = 256 * MIB
 # What transformers reads of a folder besides weights. Families have tokenizers of their own, so names are not listed.
 _TOKENIZERS = (
@@ -48,7 +50,11 @@ def files_beside(settings: TrainSettings) -> dict[str, bytes]:
     if tokenizer and tokenizer != BYTES:  # what the model has been trained with
         found = {name: path for name, path in found.items() if not _matches(name, _TOKENIZERS)}
         found |= {name: path for name, path in _taken(Path(tokenizer)) if _matches(name, _TOKENIZERS)}
+    if settings.adapter.is_on:  # the configuration is the base's, and so is what it says of weights
+        found = {name: path for name, path in found.items() if _matches(name, _TOKENIZERS)}
     read = {name: content for name, path in found.items() if (content := _read(path)) is not None}
+    if template := template_named("" if settings.data.chat_template == PLAIN else settings.data.chat_template):
+        read[_TEMPLATE] = template.encode()  # what the model is trained with
     if _CONFIG in read:
         read[_CONFIG] = _with_dtype(read[_CONFIG], str(DTYPES[settings.precision.weights]).removeprefix("torch."))
     return read

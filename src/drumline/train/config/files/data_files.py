@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import UsageError
-from drumline.core.files import unreadable
+from drumline.core.files import is_regular, unreadable
 from drumline.train.config.problems import Problem
 
 _CHUNK = 1 << 22
@@ -105,6 +105,26 @@ def records_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield place, record
     if empty:
         raise UsageError(f"{path} has only blank lines", expected="one object a line")
+
+
+def hold_chats(names: Sequence[str]) -> bool:
+    """Whether all of these are files of chats: JSONL whose first line has messages, or a prompt and its response.
+
+    >>> hold_chats(["nowhere.jsonl"])
+    False
+    """
+    files = [path for name in names for path in matched(name)]
+    return bool(files) and all(_holds_chats(path) for path in files)
+
+
+def _holds_chats(path: Path) -> bool:
+    if path.suffix not in (".jsonl", ".ndjson") or not is_regular(path):
+        return False
+    try:
+        _, record = next(records_of(path))
+    except (UsageError, OSError, StopIteration):
+        return False  # whoever reads it says what is wrong
+    return "text" not in record and ("messages" in record or {"prompt", "response"} <= record.keys())
 
 
 def _not_text(path: Path, line: int) -> UsageError:

@@ -16,7 +16,7 @@ from drumline.train.config.problems import Problem
 from drumline.train.config.relations import PlacedSettings, relation
 
 
-@relation("data.files", "data.validation_files", "data.tokenizer", "data.kind")
+@relation("data.files", "data.validation_files", "data.tokenizer", "data.kind", "data.chat_template")
 def _files_are_there(judged: PlacedSettings) -> Iterator[Problem]:
     data = judged.settings.data
     for name in ("files", "validation_files"):
@@ -26,6 +26,9 @@ def _files_are_there(judged: PlacedSettings) -> Iterator[Problem]:
     if data.tokenizer not in ("", "bytes") and not os.path.isdir(data.tokenizer):
         why = "is a file" if is_regular(data.tokenizer) else unreadable(data.tokenizer).replace("file", "folder")
         yield judged.problem("data.tokenizer", f"{data.tokenizer}: {why}", '"bytes", or a tokenizer\'s folder')
+    if data.chat_template not in ("", "chatml", "plain") and (why := unreadable(data.chat_template)):
+        expected = "chatml, plain, or a file with a Jinja template"
+        yield judged.problem("data.chat_template", f"{data.chat_template[:120]}: {why}", expected)
     if data.kind in ("tokens", "instructions") and not data.files:
         yield judged.problem("data.files", "is empty", f"files with {data.kind}: only text is shipped with Drumline")
 

@@ -17,7 +17,9 @@ from drumline.plan.device.plan import Plan
 from drumline.plan.launch.launch import FORMAT, VERSION
 from drumline.train.config import mesh_relations as _meshes  # noqa: F401 - registers its relations
 from drumline.train.config import optimizers as _optimizers  # noqa: F401 - registers its relation
+from drumline.train.config.files import adapter_relations as _adapters  # noqa: F401 - registers its relations
 from drumline.train.config.files import relations as _files  # noqa: F401 - registers its relations
+from drumline.train.config.files.data_files import hold_chats
 from drumline.train.config.functions import function_named, is_function
 from drumline.train.config.problems import Problem, refused
 from drumline.train.config.relations import PlacedSettings, related
@@ -200,12 +202,17 @@ def _planned(reading: Reading, settings: TrainSettings) -> tuple[Plan | None, Tr
 
 
 def _followed(settings: TrainSettings, source: TableSource) -> TrainSettings:
-    """Return the settings with what follows from others: an MLP learns from points.
+    """Return the settings with what follows from others: an MLP learns from points, files of chats hold instructions.
 
+    Chats for an adapter are packed: each row holds several, none of which attends to another.
     What a plan calls selective recomputation leaves out the scores of attention. Torch's attention never keeps them.
     """
     if settings.model.kind == "mlp" and not source.has("data.kind"):
         settings = replace(settings, data=replace(settings.data, kind="points"))
+    elif not source.has("data.kind") and hold_chats(settings.data.files):
+        settings = replace(settings, data=replace(settings.data, kind="instructions"))
+    if settings.adapter.is_on and settings.data.kind == "instructions" and not source.has("lengths.how"):
+        settings = replace(settings, lengths=replace(settings.lengths, how="packed"))
     if settings.memory.recompute == "selective":
         settings = replace(settings, memory=replace(settings.memory, recompute="none"))
     return settings
