@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from drumline.channel.devices.visible import in_use
 from drumline.core.errors import DrumlineError
 from drumline.core.program import Program
 from drumline.core.settings.clash import Together
@@ -47,7 +48,7 @@ from drumline.runtime.clocks import clock_for
 def set_up(options: Options) -> StepRun:
     """Return the object that runs the steps, connected to all other ranks; raises the same error on all of them."""
     assert options.schedule is not None, "options that were decided"
-    device = device_named(options.device) or assembly.device_of(options.model)
+    device = in_use(device_named(options.device) or assembly.device_of(options.model))
     num_ranks = transports.num_ranks(
         options.transport, options.num_ranks, timeout=options.timeout, interface=options.interface
     )
