@@ -96,9 +96,11 @@ def run(args: argparse.Namespace) -> int:
         if args.print_config:
             return _print_config(args, settings)
         if args.dry_run:
-            with pytorch("train runs a model"):
-                return _dry_run(args, settings)
+            settings = _with_ranks(judged).settings
+            return _dry_run(args, settings)
         with stop_on_signals():  # from here on: importing PyTorch takes seconds
+            judged = _with_ranks(judged)
+            settings = judged.settings
             trained = _trained(judged)
     except DrumlineError as error:
         if not is_first and isinstance(error, ConfigError | UsageError):
@@ -109,6 +111,13 @@ def run(args: argparse.Namespace) -> int:
     if is_first:
         _tell(args, settings, trained)
     return 0
+
+
+def _with_ranks(judged: PlacedSettings) -> PlacedSettings:
+    """Return the settings with as many ranks as this machine has devices for, where nobody says."""
+    with pytorch("train runs a model"):
+        from drumline.train.default_ranks import with_default_ranks
+    return with_default_ranks(judged)
 
 
 def _trained(judged: PlacedSettings) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from drumline.channel.devices.visible import in_use
+from drumline.channel.devices.visible import device_named, in_use, tell_of
 from drumline.core.errors import DrumlineError
 from drumline.core.program import Program
 from drumline.core.settings.clash import Together
@@ -39,7 +39,7 @@ from drumline.engine.updates.updates import Updates
 from drumline.pipeline.attached import attached, kit_for
 from drumline.pipeline.building import build
 from drumline.pipeline.cutting import cut_model
-from drumline.pipeline.options import Options, device_named
+from drumline.pipeline.options import Options
 from drumline.pipeline.steps.step import StepRun
 from drumline.pipeline.together import table
 from drumline.runtime.clocks import clock_for
@@ -79,6 +79,8 @@ def set_up(options: Options) -> StepRun:
         interface=options.interface,
         now=clock_for(device).now,
     )
+    if crew.rank == axes.number == 0:
+        tell_of(crew.devices, is_named=options.device is not None)
     with crew.together("the set-up"):
         if isinstance(program, DrumlineError):
             raise program

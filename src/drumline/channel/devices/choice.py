@@ -136,6 +136,16 @@ def device_of_rank(local_rank: int, visible: VisibleDevices, asked: AskedDevice)
     return AskedDevice(visible.kind, local_rank % visible.count if asked.index is None else asked.index)
 
 
+def kind_for(num_processes: int, visible: VisibleDevices) -> str:
+    """Return the kind of device that processes of a host compute on if nobody names one.
+
+    >>> kind_for(2, VisibleDevices("cuda", 1)), kind_for(2, VisibleDevices())
+    ('cuda', 'cpu')
+    """
+    asked = AskedDevice(visible.kind)
+    return visible.kind if visible.count and refusal(asked, visible, num_processes) is None else "cpu"
+
+
 def too_many_text(num_ranks: int, visible: VisibleDevices, asked: AskedDevice) -> str:
     """Return what to say, before they start, of more ranks on this host than it has accelerators; else nothing.
 
@@ -146,6 +156,8 @@ def too_many_text(num_ranks: int, visible: VisibleDevices, asked: AskedDevice) -
     """
     if asked.kind == "cpu" or not visible.count:
         return ""
+    if num_ranks > 1 and kind_for(num_ranks, visible) == "cpu":
+        return f"{num_ranks} ranks were asked for, and {visible} takes one process: they compute on the CPU"
     if asked.index is not None and num_ranks > 1:
         return f"{num_ranks} ranks were asked for on {asked} alone: they share it, which is slow"
     if num_ranks <= visible.count:

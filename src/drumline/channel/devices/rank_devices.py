@@ -87,7 +87,7 @@ class RankDevices:
         if not self.shared:
             return ""
         place = next((ranks.index(rank) for ranks in self.shared.values() if rank in ranks), 0)
-        return f"drumline-{self._host_number(rank)}-{place}"
+        return nccl_host(self._host_number(rank), place)
 
     def __str__(self) -> str:
         hosts = [list(ranks) for _, ranks in groupby(range(len(self.cards)), key=self._host_number)]
@@ -98,6 +98,15 @@ class RankDevices:
             places = f"{'; '.join(named)}; "
         how = self.transport if self.transport == IN_PROCESS else f"by {self.transport}"
         return f"{places}{how}" + (f": {self.shared_text}" if self.shared else "")
+
+    @property
+    def places(self) -> str:
+        """The devices that ranks compute on, without their ranks.
+
+        >>> RankDevices.alone("cpu", 2).places
+        'cpu'
+        """
+        return ", ".join(dict.fromkeys(card.device for card in self.cards))
 
     @property
     def shared_text(self) -> str:
@@ -148,6 +157,11 @@ class RankDevices:
             f"{f'rank {group[0][0]}' if len(group) == 1 else f'ranks {group[0][0]}-{group[-1][0]}'} on {group[0][1]}"
             for group in groups
         )
+
+
+def nccl_host(host: int, place: int) -> str:
+    """Return a name of a host for NCCL: that of the ranks which have this place among those on their device."""
+    return f"drumline-{host}-{place}"
 
 
 def chosen_transport(asked: str, cards: Sequence[DeviceCard], lines: Sequence[Sequence[int]], *, by_device: str) -> str:

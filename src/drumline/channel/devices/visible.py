@@ -1,14 +1,19 @@
-"""Ask PyTorch which accelerators this process can use, and let a rank compute on its own."""
+"""Ask PyTorch which accelerators this process can use, let a rank compute on its own, and say where ranks compute."""
 
 from __future__ import annotations
 
+import logging
 import os
+from functools import cache
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from drumline.channel.devices.choice import AskedDevice, VisibleDevices, device_of_rank
-from drumline.channel.devices.rank_devices import DeviceCard
+from drumline.channel.devices.choice import AskedDevice, VisibleDevices, device_of_rank, refusal
+from drumline.channel.devices.rank_devices import DeviceCard, RankDevices, nccl_host
 from drumline.channel.rendezvous import host_id
+from drumline.core.errors import UsageError
 
 _LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
@@ -20,6 +25,58 @@ def visible() -> VisibleDevices:
         hiding = next((name for name in _LISTS if os.environ.get(name, "all").strip() in ("", "-1")), "")
         return VisibleDevices(hidden_by=hiding)
     return VisibleDevices(kind.type, torch.accelerator.device_count())
+
+
+def with_nccl() -> VisibleDevices:
+    """Return the accelerators that this process can use, if PyTorch has NCCL for them; else none."""
+    there = visible()
+    has_nccl = dist.is_nccl_available() and dist.Backend.default_device_backend_map.get(there.kind) == "nccl"
+    return there if has_nccl else VisibleDevices()
+
+
+def group_backend() -> str:
+    """Return the backends of a process group for ranks of this machine: NCCL beside gloo where it can be used."""
+    there = with_nccl()
+    return f"cpu:gloo,{there.kind}:nccl" if there.count else "gloo"
+
+
+def take_own() -> None:
+    """Make the accelerator of this rank's number the current one; for NCCL, a rank that shares one is another host."""
+    there, number = visible(), local_rank() or 0
+    if not there.count:
+        return
+    in_use(own_device(AskedDevice()))
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > there.count:
+        tell_nccl(nccl_host(0, number // there.count), is_one_host=True)
+
+
+def tell_nccl(host: str, *, is_one_host: bool) -> None:
+    """Let NCCL take this process to be on a host of this name; it reads that at its first connection."""
+    os.environ.setdefault("NCCL_HOSTID", host)
+    if is_one_host:
+        os.environ.setdefault("NCCL_IB_DISABLE", "1")
+
+
+def device_named(device: Any) -> torch.device | None:
+    """Return the device that a user names, if this machine has it; None for None.
+
+    >>> device_named("gpu")
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: device is 'gpu'; expected a PyTorch device, such as cpu or cuda:0; use cuda
+    """
+    if device is None:
+        return None
+    try:
+        known = torch.device(device) if isinstance(device, str | torch.device) else None
+    except RuntimeError:
+        known = None
+    if known is None:
+        AskedDevice.read(device if isinstance(device, str) else "")  # it may know which one is meant
+        raise UsageError(f"device is {device!r}", expected="a PyTorch device, such as cpu or cuda:0")
+    wrong = None if known.type == "meta" else refusal(AskedDevice(known.type, known.index), visible())
+    if wrong is not None:
+        raise wrong
+    return known
 
 
 def local_rank() -> int | None:
@@ -58,3 +115,24 @@ def card_of(device: torch.device) -> DeviceCard:
     identity = "" if properties is None else str(getattr(properties(device), "uuid", ""))
     listed = next((f"{name}={os.environ[name]}" for name in _LISTS if name in os.environ), "")
     return DeviceCard(host_id(), str(device), identity, listed)
+
+
+def tell_of(devices: RankDevices, *, is_named: bool) -> None:
+    """Say where all ranks compute: warn of ranks that share a device, and of accelerators that nobody uses.
+
+    `is_named` says that somebody has named the device.
+    """
+    logging.getLogger("drumline").info("%s", devices)
+    if devices.warning:
+        _warn(devices.warning)
+    elif not is_named and devices.cards[0].kind == "cpu" and (there := visible()).count:
+        _warn(
+            f"the ranks compute on the CPU, where the model is, and this process sees {there}. "
+            f"Pass device={there.kind!r} to compute there, or device='cpu' to silence this warning."
+        )
+
+
+@cache
+def _warn(text: str) -> None:
+    """Warn of the same thing once."""
+    logging.getLogger("drumline").warning("%s", text)

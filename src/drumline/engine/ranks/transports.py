@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from drumline.channel.channel import TIMEOUT, Channel, too_late
 from drumline.channel.devices.choice import AskedDevice
 from drumline.channel.devices.rank_devices import RankDevices, chosen_transport
-from drumline.channel.devices.visible import card_of, own_device
+from drumline.channel.devices.visible import card_of, own_device, tell_nccl
 from drumline.channel.distributed import DistributedChannel
 from drumline.channel.interfaces import endpoint, loopback
 from drumline.channel.lines.axes import Axes
@@ -184,7 +184,8 @@ def open_channel(
     cards = axes.exchanged("drumline/devices", card[1]) if axes.is_mesh else [own for _, own in told]
     transport = chosen_transport(transport, cards, axes.lines, by_device=backend_for(device))
     devices = RankDevices(tuple(cards), transport)
-    _tell_nccl(devices, axes.rank if axes.is_mesh else rank)
+    if host := devices.nccl_host(axes.rank):
+        tell_nccl(host, is_one_host=devices.num_hosts == 1)
     connecting: dict[str, Any] = {"store": store, "timeout": timeout, "called": called}
     connecting["interface"] = interface or named_before()
     if transport == "shared-memory":
@@ -192,14 +193,6 @@ def open_channel(
     connecting |= {"line": axes.line, "lines": axes.lines}
     channel = DistributedChannel(rank, size, backend=transport, device=device, edges=edges, now=now, **connecting)
     return channel, devices
-
-
-def _tell_nccl(devices: RankDevices, rank: int) -> None:
-    """Let NCCL take ranks that share a device for hosts of their own; it reads this at its first connection."""
-    if host := devices.nccl_host(rank):
-        os.environ.setdefault("NCCL_HOSTID", host)
-        if devices.num_hosts == 1:
-            os.environ.setdefault("NCCL_IB_DISABLE", "1")
 
 
 def backend_for(device: torch.device) -> str:

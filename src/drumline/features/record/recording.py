@@ -199,7 +199,9 @@ class Recording(Journal):
         told = self._crew.collect("environment", environment_of(assembly.device))
         if 0 in self._ranks:
             plan = plan_of(program, assembly, balance)
-            self.folder.describe(program, config_of(settings), plan, {"ranks": told})
+            self.folder.describe(
+                program, config_of(settings), plan, {"ranks": told, "devices": self._crew.devices.to_json()}
+            )
 
     def called(self, step: Step) -> None:
         """Begin the drafts of a step; its program is written before its first line."""
