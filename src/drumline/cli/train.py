@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         judged = read_judged(args.config, overrides, flags=named)
         settings = judged.settings
         if args.print_config:
-            return _print_config(args, settings)
+            return _print_config(args, judged)
         if args.dry_run:
             settings = _with_ranks(judged).settings
             return _dry_run(args, settings)
@@ -162,12 +162,15 @@ def _overrides(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]
     return {key: value for key, (value, _) in found.items()}, {key: flag for key, (_, flag) in found.items()}
 
 
-def _print_config(args: argparse.Namespace, settings: TrainSettings) -> int:
+def _print_config(args: argparse.Namespace, judged: PlacedSettings) -> int:
     from dataclasses import asdict
 
     from drumline.train.config.write import config_text
 
-    print_result(args, asdict(settings), config_text(settings).removesuffix("\n"))
+    # The machine that trains decides on ranks if nobody does.
+    left_out = () if judged.source.has("mesh.pipeline") or judged.plan is not None else ("mesh.pipeline",)
+    text = config_text(judged.settings, left_out=left_out)
+    print_result(args, asdict(judged.settings), text.removesuffix("\n"))
     return 0
 
 
