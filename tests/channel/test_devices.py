@@ -116,12 +116,18 @@ def test_devices_that_are_there_are_taken(asked: str) -> None:
 @pytest.mark.parametrize(
     ("text", "fix"),
     [("gpu", "use cuda"), ("gpu:1", "use cuda:1"), ("rocm", "use cuda"), ("hip:0", "use cuda:0"), ("CUDA", "use cuda"),
-     ("cuda:", ""), ("cuda:x", ""), ("cuda 0", ""), ("metal", "use mps"), ("0", ""), (":0", "")],
+     ("cuda:", ""), ("cuda:x", ""), ("cuda 0", ""), ("metal:1", "use cuda:1"), ("0", ""), (":0", "")],
 )  # fmt: skip
 def test_other_spellings_are_refused_with_the_one_that_is_meant(text: str, fix: str) -> None:
     with refused(UsageError, "device is", expected="such as cpu or cuda:0", fix=fix) as caught:
-        AskedDevice.read(text)
+        AskedDevice.read(text, TWO)
     assert bool(caught.value.fix) == bool(fix)
+
+
+def test_another_name_for_an_accelerator_that_is_not_there_has_no_fix() -> None:
+    with refused(UsageError, "device is 'gpu'") as caught:
+        AskedDevice.read("gpu", NONE)
+    assert not caught.value.fix
 
 
 def cards(*places: str) -> tuple[DeviceCard, ...]:

@@ -40,7 +40,7 @@ def for_devices(judged: PlacedSettings, there: VisibleDevices) -> tuple[PlacedSe
     If they admit fewer, some accelerators stay idle. If they need more than there are, ranks take turns in one process.
     """
     settings = judged.settings
-    asked = AskedDevice.read(settings.pipeline.device)
+    asked = AskedDevice.read(settings.pipeline.device, there)
     if asked.kind == "cpu" or not there.count:
         return judged, ""
     most = default_num_ranks(there, asked, settings.mesh.num_lines)

@@ -185,7 +185,8 @@ def with_device(settings: TrainSettings) -> TrainSettings:
     >>> with_device(TrainSettings(pipeline=PipelineSettings(device="cpu"))).pipeline.device
     'cpu'
     """
-    there, asked = visible(), AskedDevice.read(settings.pipeline.device)
+    there = visible()
+    asked = AskedDevice.read(settings.pipeline.device, there)
     num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", processes_of(settings)))
     if wrong := refusal(asked, there, num_processes):
         raise wrong

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from drumline.core.errors import DrumlineError, UsageError
 
 CPU_RANKS = 2  # where there is no accelerator to count
-_MEANT = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "metal": "mps"}
+_OTHER_NAMES = ("gpu", "nvidia", "rocm", "hip", "metal")  # of accelerators that PyTorch calls something else
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class AskedDevice:
     index: int | None = None
 
     @classmethod
-    def read(cls, text: str) -> AskedDevice:
-        """Return what a text names, as PyTorch spells devices.
+    def read(cls, text: str, visible: VisibleDevices = VisibleDevices()) -> AskedDevice:
+        """Return what a text names, as PyTorch spells devices; refuse another spelling, with what is visible in place.
 
         >>> AskedDevice.read("cuda:first")
         Traceback (most recent call last):
@@ -66,9 +66,9 @@ class AskedDevice:
         """
         kind, colon, index = text.partition(":")
         plain = not text or (kind.isascii() and kind.isalpha() and kind.islower() and (not colon or index.isdecimal()))
-        meant = _MEANT.get(kind.lower(), kind.lower())
-        if not plain or kind in _MEANT:
-            fix = f"use {meant}{f':{index}' if index.isdecimal() else ''}" if meant != kind else ""
+        if not plain or kind in _OTHER_NAMES:
+            meant = visible.kind if kind.lower() in _OTHER_NAMES else kind.lower()
+            fix = f"use {meant}{f':{index}' if index.isdecimal() else ''}" if meant and meant != kind else ""
             raise UsageError(f"device is {text!r}", expected="a PyTorch device, such as cpu or cuda:0", fix=fix)
         return cls(kind, int(index) if index else None)
 

@@ -62,7 +62,7 @@ def device_named(device: Any) -> torch.device | None:
 
     >>> device_named("gpu")
     Traceback (most recent call last):
-    drumline.core.errors.UsageError: device is 'gpu'; expected a PyTorch device, such as cpu or cuda:0; use cuda
+    drumline.core.errors.UsageError: device is 'gpu'; expected a PyTorch device, such as cpu or cuda:0
     """
     if device is None:
         return None
@@ -71,7 +71,7 @@ def device_named(device: Any) -> torch.device | None:
     except RuntimeError:
         known = None
     if known is None:
-        AskedDevice.read(device if isinstance(device, str) else "")  # it may know which one is meant
+        AskedDevice.read(device if isinstance(device, str) else "", visible())  # it may know which one is meant
         raise UsageError(f"device is {device!r}", expected="a PyTorch device, such as cpu or cuda:0")
     wrong = None if known.type == "meta" else refusal(AskedDevice(known.type, known.index), visible())
     if wrong is not None:
