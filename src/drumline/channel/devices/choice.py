@@ -57,7 +57,7 @@ class AskedDevice:
     index: int | None = None
 
     @classmethod
-    def read(cls, text: str, visible: VisibleDevices = VisibleDevices()) -> AskedDevice:
+    def read(cls, text: str, visible: VisibleDevices | None = None) -> AskedDevice:
         """Return what a text names, as PyTorch spells devices; refuse another spelling, with what is visible in place.
 
         >>> AskedDevice.read("cuda:first")
@@ -67,7 +67,7 @@ class AskedDevice:
         kind, colon, index = text.partition(":")
         plain = not text or (kind.isascii() and kind.isalpha() and kind.islower() and (not colon or index.isdecimal()))
         if not plain or kind in _OTHER_NAMES:
-            meant = visible.kind if kind.lower() in _OTHER_NAMES else kind.lower()
+            meant = kind.lower() if kind.lower() not in _OTHER_NAMES else visible.kind if visible else ""
             fix = f"use {meant}{f':{index}' if index.isdecimal() else ''}" if meant and meant != kind else ""
             raise UsageError(f"device is {text!r}", expected="a PyTorch device, such as cpu or cuda:0", fix=fix)
         return cls(kind, int(index) if index else None)
