@@ -91,6 +91,10 @@ def in_turn(model: Any, batch: dict[str, Any], count: int) -> Callable[[], None]
     return step
 
 
+def _nothing() -> None:
+    """What a rank does while another one computes alone."""
+
+
 def measured(case: Case) -> dict[str, Any]:
     """Run all contenders on this rank; rank 0 alone runs the naive ones."""
     import torch.distributed as dist
@@ -109,7 +113,7 @@ def measured(case: Case) -> dict[str, Any]:
         timeout=1800,
         **checked,
     ) as pipe:
-        naive = dict.fromkeys(BARS, lambda: None)
+        naive: dict[str, Callable[[], None]] = dict.fromkeys(BARS, _nothing)
         if plain is not None:
             counts = dict(zip(BARS, (MICROBATCHES, 1), strict=True))
             naive = {name: in_turn(plain, batch, count) for name, count in counts.items()}
@@ -118,7 +122,7 @@ def measured(case: Case) -> dict[str, Any]:
             pipe.step(**batch)
             pipe.settle()
 
-        contenders = {"drumline": ours, **naive}
+        contenders: dict[str, Callable[[], None]] = {"drumline": ours, **naive}
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
         processor: dict[str, list[float]] = {name: [] for name in contenders}
         gradients: dict[str, dict[str, Any]] = {}

@@ -183,7 +183,7 @@ def launched(folder: Path) -> str:
     """`dl.launch` starts a rank on each GPU; two that share one have the gradients of one process, and NCCL."""
     model, x = _model().cuda(), _batch().cuda()
     for rows, wanted in zip(x.chunk(4), x.flip(1).chunk(4), strict=True):
-        (functional.mse_loss(model(rows), wanted) / 4).backward()
+        torch.autograd.backward(functional.mse_loss(model(rows), wanted) / 4)
     expected = {name: param.grad.cpu() for name, param in model.named_parameters() if param.grad is not None}
     said = []
     for transport in ("auto", "nccl", "gloo"):
@@ -214,23 +214,22 @@ def idle_devices(folder: Path) -> str:
 def speed(folder: Path) -> str:
     """One rank on the GPU is quicker than two that share it, and these than two on the CPU."""
     words = "--steps 8 --evaluate-every 0 --set pipeline.check_model=false"
-    seconds = {}
+    rates: dict[str, float] = {}
     for name, more in {
         "1 rank": "--ranks 1",
         "2 share": "--ranks 2",
         "cpu": "--ranks 2 --device cpu --steps 3",
     }.items():
         out, _ = command(
-            f"train {words} {more} --out speed-{len(seconds)} --json", folder, env={"CUDA_VISIBLE_DEVICES": "0"}
+            f"train {words} {more} --out speed-{len(rates)} --json", folder, env={"CUDA_VISIBLE_DEVICES": "0"}
         )
         found = json.loads(out)
-        lines = [json.loads(line) for line in (folder / f"speed-{len(seconds)}/metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (folder / f"speed-{len(rates)}/metrics.jsonl").read_text().splitlines()]
         assert lines, found
-        rates = sorted(line["tokens_per_second"] for line in lines[1:])
-        seconds[name] = rates[len(rates) // 2]
-    assert seconds["1 rank"] > seconds["cpu"], seconds
-    assert seconds["2 share"] > seconds["cpu"], seconds
-    return ", ".join(f"{name} {rate:,.0f} tokens/s" for name, rate in seconds.items())
+        rates[name] = sorted(line["tokens_per_second"] for line in lines[1:])[len(lines[1:]) // 2]
+    assert rates["1 rank"] > rates["cpu"], rates
+    assert rates["2 share"] > rates["cpu"], rates
+    return ", ".join(f"{name} {rate:,.0f} tokens/s" for name, rate in rates.items())
 
 
 CHECKS: dict[str, Callable[[Path], str]] = {

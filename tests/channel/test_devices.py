@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -290,7 +291,7 @@ def test_a_model_left_on_the_cpu_beside_devices_is_warned_of_once(
 ) -> None:
     here._warn.cache_clear()
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    options = {"loss_fn": torch.nn.functional.mse_loss, "num_microbatches": 1}
+    options: dict[str, Any] = {"loss_fn": torch.nn.functional.mse_loss, "num_microbatches": 1}
     with caplog.at_level(logging.WARNING, "drumline"):
         dl.Pipeline(model, device="cpu", **options)
         assert not caplog.records
