@@ -92,7 +92,7 @@ def in_turn(model: Any, batch: dict[str, Any], count: int) -> Callable[[], None]
 
 
 def _nothing() -> None:
-    """What a rank does while another one computes alone."""
+    """Stand in for a step of rank 0 alone."""
 
 
 def measured(case: Case) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def test_several_processes_do_not_share_an_apple_gpu() -> None:
     ("asked", "there", "error", "fix"),
     [
         ("cuda", NONE, "'cuda', but PyTorch finds no such device: this process sees no accelerator", ""),
-        ("cuda", HIDDEN, r"\(CUDA_VISIBLE_DEVICES hides all of them\)", "unset CUDA_VISIBLE_DEVICES"),
+        ("cuda", HIDDEN, r"\(CUDA_VISIBLE_DEVICES lists none\)", "unset CUDA_VISIBLE_DEVICES"),
         ("cuda:2", TWO, "'cuda:2', but this process sees cuda:0 and cuda:1", ""),
         ("mps", TWO, "'mps', but PyTorch finds no such device: this process sees cuda:0 and cuda:1", ""),
         ("xpu:0", NONE, "'xpu:0', but PyTorch finds no such device", ""),

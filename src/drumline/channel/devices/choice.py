@@ -26,12 +26,12 @@ _OTHER_NAMES = ("gpu", "nvidia", "rocm", "hip", "metal")  # of accelerators that
 class VisibleDevices:
     """The accelerators that a process can use, by PyTorch's name of their kind.
 
-    `hidden_by` names the variable of the environment that hides all of them.
+    `hidden_by` names the variable of the environment that lists none.
 
     >>> str(VisibleDevices("cuda", 2)), str(VisibleDevices())
     ('cuda:0 and cuda:1', 'no accelerator')
     >>> str(VisibleDevices("cuda", 8)), str(VisibleDevices(hidden_by="CUDA_VISIBLE_DEVICES"))
-    ('cuda:0 to cuda:7', 'no accelerator (CUDA_VISIBLE_DEVICES hides all of them)')
+    ('cuda:0 to cuda:7', 'no accelerator (CUDA_VISIBLE_DEVICES lists none)')
     """
 
     kind: str = ""
@@ -40,7 +40,7 @@ class VisibleDevices:
 
     def __str__(self) -> str:
         if not self.count:
-            return "no accelerator" + (f" ({self.hidden_by} hides all of them)" if self.hidden_by else "")
+            return "no accelerator" + (f" ({self.hidden_by} lists none)" if self.hidden_by else "")
         first, last = f"{self.kind}:0", f"{self.kind}:{self.count - 1}"
         return first if self.count == 1 else f"{first} {'and' if self.count == 2 else 'to'} {last}"
 
