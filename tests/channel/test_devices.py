@@ -256,6 +256,17 @@ def test_launched_ranks_that_share_a_device_are_hosts_of_their_own_for_nccl(
 
 
 @pytest.mark.torch
+def test_a_host_that_a_user_names_for_nccl_stays(two_devices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for before, after in ((None, "drumline-0-1"), ("drumline-0-0", "drumline-0-1"), ("mine", "mine")):
+        monkeypatch.delenv("NCCL_HOSTID", raising=False)
+        if before is not None:
+            monkeypatch.setenv("NCCL_HOSTID", before)
+        here.tell_nccl("drumline-0-1", is_one_host=False)
+        assert os.environ["NCCL_HOSTID"] == after
+    assert "NCCL_IB_DISABLE" not in os.environ
+
+
+@pytest.mark.torch
 def test_launch_starts_a_rank_for_each_device(two_devices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     assert here.group_backend() == "cpu:gloo,cuda:nccl"

@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import Any
 
 IN_PROCESS = "in-process"
+NCCL_HOST = "drumline-"  # how names that we give to hosts begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ class RankDevices:
 
 def nccl_host(host: int, place: int) -> str:
     """Return a name of a host for NCCL: that of the ranks which have this place among those on their device."""
-    return f"drumline-{host}-{place}"
+    return f"{NCCL_HOST}{host}-{place}"
 
 
 def chosen_transport(asked: str, cards: Sequence[DeviceCard], lines: Sequence[Sequence[int]], *, by_device: str) -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from drumline.channel.devices.choice import AskedDevice, VisibleDevices, device_of_rank, refusal
-from drumline.channel.devices.rank_devices import DeviceCard, RankDevices, nccl_host
+from drumline.channel.devices.rank_devices import NCCL_HOST, DeviceCard, RankDevices, nccl_host
 from drumline.channel.rendezvous import host_id
 from drumline.core.errors import UsageError
 
@@ -51,8 +51,12 @@ def take_own() -> None:
 
 
 def tell_nccl(host: str, *, is_one_host: bool) -> None:
-    """Let NCCL take this process to be on a host of this name; it reads that at its first connection."""
-    os.environ.setdefault("NCCL_HOSTID", host)
+    """Let NCCL take this process to be on a host of this name, unless a user has named one.
+
+    NCCL reads it at its first connection.
+    """
+    if os.environ.get("NCCL_HOSTID", host).startswith(NCCL_HOST):
+        os.environ["NCCL_HOSTID"] = host
     if is_one_host:
         os.environ.setdefault("NCCL_IB_DISABLE", "1")
 
