@@ -99,11 +99,13 @@ def run(args: argparse.Namespace) -> int:
         judged = read_judged(args.config, overrides, flags=named)
         settings = judged.settings
         if args.print_config:
-            return _print_config(args, settings)
+            return _print_config(args, judged)
         if args.dry_run:
-            with pytorch("train runs a model"):
-                return _dry_run(args, settings)
+            settings = _with_ranks(judged).settings
+            return _dry_run(args, settings)
         with stop_on_signals():  # from here on: importing PyTorch takes seconds
+            judged = _with_ranks(judged)
+            settings = judged.settings
             trained = _trained(judged)
     except DrumlineError as error:
         if not is_first and isinstance(error, ConfigError | UsageError):
@@ -114,6 +116,13 @@ def run(args: argparse.Namespace) -> int:
     if is_first:
         _tell(args, settings, trained)
     return 0
+
+
+def _with_ranks(judged: PlacedSettings) -> PlacedSettings:
+    """Return the settings with as many ranks as this machine has devices for, where nobody says."""
+    with pytorch("train runs a model"):
+        from drumline.train.default_ranks import with_default_ranks
+    return with_default_ranks(judged)
 
 
 def _trained(judged: PlacedSettings) -> Any:
@@ -158,12 +167,15 @@ def _overrides(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]
     return {key: value for key, (value, _) in found.items()}, {key: flag for key, (_, flag) in found.items()}
 
 
-def _print_config(args: argparse.Namespace, settings: TrainSettings) -> int:
+def _print_config(args: argparse.Namespace, judged: PlacedSettings) -> int:
     from dataclasses import asdict
 
     from drumline.train.config.write import config_text
 
-    print_result(args, asdict(settings), config_text(settings).removesuffix("\n"))
+    # The machine that trains decides on ranks if nobody does.
+    left_out = () if judged.source.has("mesh.pipeline") or judged.plan is not None else ("mesh.pipeline",)
+    text = config_text(judged.settings, left_out=left_out)
+    print_result(args, asdict(judged.settings), text.removesuffix("\n"))
     return 0
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import torch
 from torch import nn
 
+from drumline.channel.devices.visible import device_named
 from drumline.core.errors import ModelError, UsageError, counted
 from drumline.core.settings.clash import Together
 from drumline.engine.core_options import CoreOptions
@@ -149,26 +149,3 @@ def made_with(
         return made
 
     return decorate
-
-
-def device_named(device: Any) -> torch.device | None:
-    """Return the device that a user names, if this machine has it; None for None.
-
-    >>> device_named("gpu")
-    Traceback (most recent call last):
-    drumline.core.errors.UsageError: device is 'gpu'; expected a PyTorch device, such as cpu or cuda:0
-    """
-    if device is None:
-        return None
-    expected = "a PyTorch device, such as cpu or cuda:0"
-    if not isinstance(device, str | torch.device):
-        raise UsageError(f"device is {device!r}", expected=expected)
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        raise UsageError(f"device is {device!r}", expected=expected) from None
-    there = torch.accelerator.current_accelerator(check_available=True)
-    if found.type not in ("cpu", "meta") and (there is None or there.type != found.type):
-        here = "cpu" if there is None else f"cpu or {there.type}"
-        raise UsageError(f"device is {str(device)!r}, but PyTorch finds no such device", expected=here)
-    return found

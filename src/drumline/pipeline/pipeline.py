@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from drumline.channel.devices.rank_devices import RankDevices
 from drumline.channel.lines.axes import Axes
 from drumline.channel.lines.grid import AXES
 from drumline.core.errors import DrumlineError, UsageError, counted
@@ -141,6 +142,16 @@ class Pipeline(AttachedMethods):
     def transport(self) -> str:
         """What carries messages between ranks: "in-process", "shared-memory", "gloo" or "nccl"."""
         return self._crew.channels[0].name
+
+    @property
+    def devices(self) -> RankDevices:
+        """Where every rank computes and what carries their messages, of all lines of a mesh; `str` is one line.
+
+        >>> pipe = Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1)
+        >>> str(pipe.devices)
+        'rank 0 on cpu, in-process'
+        """
+        return self._crew.devices
 
     def step(
         self,

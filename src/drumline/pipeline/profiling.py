@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from drumline.channel.devices.visible import device_named, in_use
 from drumline.channel.launch.launch import launch
 from drumline.core.action import Op
 from drumline.core.errors import BatchError, UsageError, counted
@@ -40,7 +41,6 @@ from drumline.model.block import Block
 from drumline.model.follow.inputs import Inputs
 from drumline.model.quantised.placing import to_device
 from drumline.model.values import moved, pack, unpack
-from drumline.pipeline.options import device_named
 from drumline.pipeline.pipeline import Pipeline
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.model_profile import Identity, ModelProfile, ProfiledLink, merged
@@ -127,7 +127,7 @@ def profile_model(
         sources.check(source)
     device_named(device)
     settings = ProfileSettings(source, sizes, device, num_runs, max_seconds, length, seed, shows)
-    told = launch(_measured, settings, num_ranks=num_ranks, threads=num_threads, prefix=False)
+    told = launch(_measured, settings, num_ranks=num_ranks, threads=num_threads, backend="gloo", prefix=False)
     first = told[0]
     by_size = zip(sizes, zip(*(measurements.profiles for measurements in told), strict=True), strict=True)
     handling = [point for measurements in told for point in measurements.handling]
@@ -150,7 +150,7 @@ def profile_model(
 def _measured(settings: ProfileSettings) -> RankMeasurements:
     """Measure everything on this rank."""
     material = settings.material()
-    device = device_named(settings.device) or torch.device("cpu")
+    device = in_use(device_named(settings.device) or torch.device("cpu"))
     if isinstance(material.model, nn.Module):
         to_device(material.model, device)
     inputs = example_inputs(material.model, material.batch)

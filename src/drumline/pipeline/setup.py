@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from drumline.channel.devices.visible import device_named, in_use, tell_of
 from drumline.core.errors import DrumlineError
 from drumline.core.program import Program
 from drumline.core.settings.clash import Together
@@ -29,7 +30,7 @@ from drumline.engine.together import program_facts
 from drumline.pipeline.attached import attached, kit_for
 from drumline.pipeline.building import build
 from drumline.pipeline.cutting import cut_model
-from drumline.pipeline.options import Options, device_named
+from drumline.pipeline.options import Options
 from drumline.pipeline.steps.step import StepRun
 from drumline.pipeline.together import table
 from drumline.runtime.clocks import clock_for
@@ -38,7 +39,7 @@ from drumline.runtime.clocks import clock_for
 def set_up(options: Options) -> StepRun:
     """Return the object that runs the steps, connected to all other ranks; raises the same error on all of them."""
     assert options.schedule is not None, "options that were decided"
-    device = device_named(options.device) or assembly.device_of(options.model)
+    device = in_use(device_named(options.device) or assembly.device_of(options.model))
     num_ranks = transports.num_ranks(
         options.transport, options.num_ranks, timeout=options.timeout, interface=options.interface
     )
@@ -69,6 +70,8 @@ def set_up(options: Options) -> StepRun:
         interface=options.interface,
         now=clock_for(device).now,
     )
+    if crew.rank == axes.number == 0:
+        tell_of(crew.devices, is_named=options.device is not None)
     with crew.together("the set-up"):
         if isinstance(program, DrumlineError):
             raise program

@@ -45,7 +45,7 @@ def check_room(settings: TrainSettings) -> None:
     device = torch.device(settings.pipeline.device or "cpu")
     ranks = sorted(_rank_bytes(settings) * settings.mesh.num_lines, reverse=True)
     local = min(int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks))), len(ranks))
-    devices = torch.accelerator.device_count() if device.type != "cpu" else 1
+    devices = torch.accelerator.device_count() if device.type != "cpu" and device.index is None else 1
     together = max(1, -(-local // devices))
     needed, there = sum(ranks[:together]), device_bytes(device)
     if needed > there:

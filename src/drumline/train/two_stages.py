@@ -113,6 +113,7 @@ def train(build: Build, trial: DemoTrial, *, record: str) -> DemoResult:
         num_microbatches=trial.num_microbatches,
         balance=build.layers_per_stage,
         checkpoint=trial.checkpoint,
+        device="cpu",  # where one process computes, too
         **recorded,
     ) as pipe:
         optimizer = pipe.optimizer(torch.optim.Adam, lr=build.learning_rate)

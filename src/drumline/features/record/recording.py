@@ -193,7 +193,8 @@ class Recording(Journal):
         told = self._crew.collect("environment", environment_of(setting.device))
         if 0 in self._ranks:
             plan = plan_of(first, cut.stages, checkpointed(given.checkpoint, cut.stages), cut.balance)
-            self.folder.describe(first, config_of(given.settings()), plan, {"ranks": told})
+            environment = {"ranks": told, "devices": self._crew.devices.to_json()}
+            self.folder.describe(first, config_of(given.settings()), plan, environment)
 
     def called(self, step: Step) -> None:
         """Begin the drafts of a step; its program is written before its first line."""

@@ -20,7 +20,6 @@ from drumline.channel.channel import Channel, Delivery, Wait
 from drumline.core.action import Action, Op
 from drumline.core.errors import MismatchError
 from drumline.core.placement import Placement
-from drumline.model.catalogue import Place, places_in
 from drumline.model.quantised.packed import parts_of
 from drumline.model.values import pack, unpack
 from drumline.model.weights.tied import HeldTensor, Ties

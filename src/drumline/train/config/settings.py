@@ -172,7 +172,9 @@ class MeshSettings:
     """How many ranks each kind of parallelism has; those of `expert` are some of those of `data`."""
 
     tensor: int = setting(1, "ranks that divide every matrix", COUNT)
-    pipeline: int = setting(2, "ranks that divide the model into stages", COUNT)
+    pipeline: int = setting(
+        2, "ranks that divide the model into stages; unless given, one for each accelerator if there are any", COUNT
+    )
     data: int = setting(1, "pipelines that get different rows of the batch", COUNT)
     context: int = setting(1, "pipelines that get different parts of the same sequences", COUNT)
     expert: int = setting(1, "how many of the data-parallel ranks share out the experts; it divides data", COUNT)
@@ -214,7 +216,9 @@ class PipelineSettings:
     interface: str = setting(
         "", "network interface between hosts, or an address of it", empty="the one towards rank 0's host"
     )
-    device: str = setting("", 'PyTorch device, like "cpu" or "cuda"', empty="the accelerator if there is one")
+    device: str = setting(
+        "", 'PyTorch device, like "cpu", "cuda" or "cuda:1"', empty="the accelerators if there are any"
+    )
     timeout: float = setting(300.0, "seconds that a rank waits for another before it gives up", SECONDS)
     compile: bool = setting(False, "whether stages run through torch.compile")
     capture: bool = setting(False, "whether ranks launch CUDA graphs")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ _WIDTH = 40  # where comments begin, if the value is shorter
 KEPT = "settings.toml"
 
 
-def config_text(settings: TrainSettings) -> str:
-    """Return all settings as a config file, each key with its meaning behind it.
+def config_text(settings: TrainSettings, *, left_out: Collection[str] = ()) -> str:
+    """Return all settings as a config file, each key with its meaning behind it; those left out are comments.
 
     >>> print(config_text(TrainSettings()).partition("[data]")[0].splitlines()[6])
     name = ""                               # a name for the model, used for the run's folder
@@ -34,7 +34,9 @@ def config_text(settings: TrainSettings) -> str:
     for table, meaning in TABLES.items():
         lines += ["", f"[{table}]  # {meaning}"]
         values = getattr(settings, table)
-        lines += [_line(key, getattr(values, name)) for name, key in keys()[table].items() if key.path != GROUPS]
+        for name, key in keys()[table].items():
+            if key.path != GROUPS:
+                lines.append(("# " if key.path in left_out else "") + _line(key, getattr(values, name)))
         if table == "optimizer":
             lines += _groups(settings.optimizer.groups)
     return "\n".join(lines) + "\n"

@@ -74,4 +74,5 @@ def run_training(
                 pipe.take_program(in_groups(program_of(given), given.batch.accumulate))
             call, memory = Calling.of(built, data.counts), PeakMemory(torch.device(pipe.device), before=before)
             del built, arguments  # a rank keeps its own stages alone
-            return Training(settings, pipe, call, data, TrainResult(folder), memory, continues=continues).run(tell)
+            trained = TrainResult(folder, devices=pipe.devices.to_json())
+            return Training(settings, pipe, call, data, trained, memory, continues=continues).run(tell)

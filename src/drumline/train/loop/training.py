@@ -57,6 +57,7 @@ class TrainResult:
     seconds: float = 0.0  # without building
     peak_bytes: tuple[int, ...] = ()
     merged: str = ""  # the folder of the model with the adapter merged into it
+    devices: dict[str, Any] = field(default_factory=dict)  # where ranks computed, and what carried messages
 
 
 class _TrainUpdate(NamedTuple):
@@ -104,7 +105,8 @@ class Training:
                 self._log = open_ones.enter_context(closing(Log(self.pipe, self.settings, self.trained.folder)))
                 self._log.buckets(self.data.buckets)
                 if tell is None:
-                    tell = open_ones.enter_context(closing(Progress(self.settings.run.steps)))
+                    tell = progress = open_ones.enter_context(closing(Progress(self.settings.run.steps)))
+                    progress.begin(str(self.pipe.devices))
                 self._told.append(tell)
             first = self._resumed()
             if self._log is not None and self.continues:
