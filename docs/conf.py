@@ -10,6 +10,7 @@ from drumline.core.measured.measured import Measured
 from drumline.core.measured.record import Record
 from drumline.core.placement import Placement
 from drumline.core.program import Program
+from drumline.core.prove.whole import join
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
 from drumline.plan.cluster.hardware import cluster
@@ -157,6 +158,14 @@ found = search(
 )
 drawn["search-head"] = svg(
     found.timeline, width=900, title="searched, a heavy head in three activations"
+)
+drawn["frozen-base"] = svg(
+    simulate(
+        join(generate("zb-v", num_ranks=4, num_microbatches=8), [True] * 8),
+        Costs(0.5, 0.5, 0),
+    ),
+    width=900,
+    title="zb-v over a frozen base: F = I, no W, whole backwards",
 )
 unequal = Costs(microbatch_factor=[0.4, 0.6, 1.5, 2, 1, 0.5])
 drawn["lengths-ordered"] = svg(

@@ -71,9 +71,9 @@ def test_f_equals_i_and_w_is_little_for_a_large_model() -> None:
 
 
 def test_embedding_and_head_have_no_weight_gradients() -> None:
-    layout = Layout(batch=1, practice=BARE)
-    assert embedding_ops(WIDE, machines(), layout).backward_weight.total == 0
-    frozen, full = head_ops(WIDE, machines(), layout), head_ops(GPT, machines(), layout)
+    share = Layout(batch=1, practice=BARE).share
+    assert embedding_ops(WIDE, machines(), share).backward_weight.total == 0
+    frozen, full = head_ops(WIDE, machines(), share), head_ops(GPT, machines(), share)
     assert frozen.backward_weight.total == 0 < full.backward_weight.total
     assert (frozen.forward, frozen.backward_input) == (full.forward, full.backward_input)
 
@@ -149,6 +149,22 @@ def test_a_frozen_tied_embedding_is_not_exchanged() -> None:
     tied = replace(GPT, tied=True)
     assert tied_exchange(tied, machines(2), layout).bytes > 0
     assert tied_exchange(replace(tied, frozen_base=FrozenBase(0.01)), machines(2), layout).bytes == 0
+
+
+def test_a_split_backward_fills_nothing_and_more_stages_do() -> None:
+    cards = Cluster(IDEAL, 4, 8, DeviceLink(0.0, 1e30), DeviceLink(0.0, 1e30))
+    tuned = with_adapters(replace(GPT, num_layers=16, vocabulary=1), 8)
+
+    def seconds(transformer: Transformer, schedule: str, stages_per_rank: int = 1) -> float:
+        layout = Layout(16, pipeline=4, schedule=schedule, stages_per_rank=stages_per_rank, practice=BARE)
+        return estimate(transformer, cards, layout, exact=True).seconds.total
+
+    assert seconds(tuned, "zb-h1") == pytest.approx(seconds(tuned, "1f1b"))
+    full = replace(tuned, frozen_base=None)
+    assert seconds(full, "zb-h1") < 0.95 * seconds(full, "1f1b")
+    # 16 microbatches and three more of idle time, or half of them.
+    assert seconds(tuned, "interleaved-1f1b", 2) / seconds(tuned, "1f1b") == pytest.approx(17.5 / 19, rel=0.01)
+    assert seconds(tuned, "zb-v", 2) < 0.95 * seconds(tuned, "1f1b")
 
 
 def test_operations_of_a_step() -> None:

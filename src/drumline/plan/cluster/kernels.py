@@ -152,6 +152,11 @@ class Ops(NamedTuple):
         return self.again + self.backward_input + self.backward_weight
 
     @property
+    def whole(self) -> Ops:
+        """Return the same with W as a part of I."""
+        return Ops(self.forward, self.again, self.backward_input + self.backward_weight)
+
+    @property
     def total(self) -> Spent:
         """Return the sum of all parts."""
         return self.forward + self.backward
@@ -192,9 +197,8 @@ def operation_times(
     device = cluster.device
     products, by_input, by_weight = product_times(cluster, share, operation.products, trains=base is None)
     if base is not None:
-        for product in operation.products:
-            more = _adapted(device, base, product)
-            products, by_input, by_weight = products + more[0], by_input + more[1], by_weight + more[2]
+        more = [_adapted(device, base, product) for product in operation.products]
+        products, by_input, by_weight = map(sum, zip((products, by_input, by_weight), *more, strict=True))
     launches = operation.num_kernels * device.reach.launch_seconds
     passes, passes_back = (memory_seconds(device, size) + launches for size in operation.bytes)
     scores = sum(product_seconds(device, *product[:4]) for product in operation.scores)
@@ -227,23 +231,20 @@ def product_times(
 def _adapted(device: Device, base: FrozenBase, product: Product) -> tuple[float, float, float]:
     """Return the seconds that an adapter adds to a product of a frozen base in its three passes.
 
-    Forward, two thin products follow each other, and a sum; backward, likewise; weights have two thin products again.
-    A quantised base is written out in 16 bits before each of its products.
+    Each has two thin products, those of inputs and outputs also a sum, and a quantised base to write out in 16 bits.
     """
     rows, columns, depth, times, _ = product
     rank, launch = base.rank_of(depth, columns), device.reach.launch_seconds
-    sizes = {
-        "forward": [(rows, rank, depth), (rows, columns, rank)],
-        "input": [(rows, rank, columns), (rows, depth, rank)],
-        "weight": [(depth, rank, rows), (rank, columns, rows)],
-    }
-    thin = {name: sum(product_seconds(device, *size, times) for size in pair) for name, pair in sizes.items()}
+    passes = (
+        [(rows, rank, depth), (rows, columns, rank)],
+        [(rows, rank, columns), (rows, depth, rank)],
+        [(depth, rank, rows), (rank, columns, rows)],
+    )
+    thin = [sum(product_seconds(device, *size, times) for size in pair) for pair in passes]
     sums = [memory_seconds(device, 3 * WORD * rows * wide * times) + launch for wide in (columns, depth)]
-    out = 0.0
-    if base.is_quantised:
-        size = (base.bytes_of(depth, columns) + WORD * depth * columns) * times
-        out = memory_seconds(device, size) + launch
-    return thin["forward"] + sums[0] + out, thin["input"] + sums[1] + out, thin["weight"]
+    size = (base.bytes_of(depth, columns) + WORD * depth * columns) * times
+    out = memory_seconds(device, size) + launch if base.is_quantised else 0.0
+    return thin[0] + sums[0] + out, thin[1] + sums[1] + out, thin[2]
 
 
 def _casts(cluster: Cluster, share: Share, product: Product) -> tuple[float, float, float]:

@@ -176,6 +176,8 @@ def loads_of(transformer: Transformer, cluster: Cluster, layout: Layout) -> list
     ranks = alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
     slices = {slice_ for rank in ranks for slice_, _ in rank.slices}
     known = {slice_: slice_ops(transformer, cluster, share, slice_) for slice_ in slices}
+    if transformer.frozen_base is not None:  # its backwards run whole, whatever the schedule splits
+        known = {slice_: ops.whole for slice_, ops in known.items()}
     layers, found = layers_of(transformer, share), []
     for rank in ranks:
         parts, ops = tuple(known[slice_] for slice_, _ in rank.slices), Ops()
