@@ -7,18 +7,24 @@ from dataclasses import replace
 import pytest
 
 from drumline.core.errors import PlanError
+from drumline.plan.cluster import kernels
 from drumline.plan.cluster.adapters import lora_parameters, projections, with_adapters
 from drumline.plan.cluster.device_memory import base_bytes, device_bytes, device_parameters, trained_parameters
 from drumline.plan.cluster.estimate import STEP_BYTES, estimate
 from drumline.plan.cluster.frozen_base import BASES, FrozenBase
 from drumline.plan.cluster.hardware import Cluster, Device, DeviceLink, Reach
-from drumline.plan.cluster.kernels import embedding_ops, head_ops, layer_ops, product_seconds
+from drumline.plan.cluster.kernels import Ops, embedding_ops, head_ops, product_seconds
 from drumline.plan.cluster.layout import Layout, Practice
 from drumline.plan.cluster.loads import data_exchange, tied_exchange
 from drumline.plan.cluster.models import model
 from drumline.plan.cluster.stages import Alike, alike, counts_of
 from drumline.plan.cluster.transformer import ExpertShape, LatentAttention, Transformer, model_flops
 from refused import refused
+
+
+def layer_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
+    return kernels.layer_ops(transformer, cluster, layout.share, experts=False, recomputed=())
+
 
 # A device without overheads: a byte a second from memory, an operation a second, and no wave is partly empty.
 IDEAL = Device("ideal", 1.0, 1e30, 1.0, 1e-12, Reach(1.0, 0.0, 1.0, 1.0, 0.0))  # type: ignore[arg-type]

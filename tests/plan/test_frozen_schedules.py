@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,7 +111,7 @@ def test_the_planner_tries_whole_backwards_where_little_trains_and_takes_what_wa
 
 def remedies(path: Path, program: Program, shares: list[float] | None) -> list[Remedy]:
     costs = per_stage(*[MILLI] * 4)
-    plan_of_run = {} if shares is None else {"trained_shares": shares}
+    plan_of_run: dict[str, Any] = {} if shares is None else {"trained_shares": shares}
     found = advise(observe(read_run(write_simulated_run(path, program, costs, rows=8, **plan_of_run))))
     return [remedy for remedy in found.remedies if remedy.kind == "schedule"]
 
