@@ -113,6 +113,7 @@ bench: $(VENV)/full.stamp
 	$(BIN)/python benchmarks/planner.py --json out/planner.json
 	$(BIN)/python benchmarks/compile.py --json out/compile.json
 	$(BIN)/python benchmarks/train_gpt.py --json out/train_gpt.json
+	$(BIN)/python benchmarks/finetune_pair.py --json out/finetune_pair.json
 	$(BIN)/python benchmarks/saving.py --json out/saving.json
 	$(BIN)/python benchmarks/soak.py --json out/soak.json
 	PYTHONPATH=tests $(BIN)/python benchmarks/adapt.py --out out/adapt --json out/adapt.json

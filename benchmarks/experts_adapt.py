@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import drumline as dl
-from drumline.adapt.measured_step import MeasuredStep
+from drumline.adapt.measured_step import stage_seconds
 from drumline.adapt.rebalance import Layers
 from drumline.core.measured.costs import costs_of
 
@@ -89,9 +89,9 @@ def run(given: dict[str, int], *, sparse: int, microbatches: int, then: str = ""
 
         cut: tuple[int, ...] = (blocks // 2, blocks - blocks // 2)
         if profile is not None:
-            told = [MeasuredStep(at, one) for at, one in enumerate(steps(_WARM_UPS + 5)[_WARM_UPS:])]
+            told = steps(_WARM_UPS + 5)[_WARM_UPS:]
             layers = Layers(profile, dl.generate("1f1b", num_ranks=2, num_microbatches=microbatches))
-            each = [median(one) for one in zip(*(one.stage_seconds for one in told), strict=True)]
+            each = [median(one) for one in zip(*map(stage_seconds, told), strict=True)]
             cut = pipe.gather(layers.measured(cut, each).best().counts)[0]
             if cut != pipe.gather((blocks // 2, blocks - blocks // 2))[0]:
                 pipe.repartition(balance=list(cut))

@@ -84,7 +84,7 @@ ADAPT = (
     ),
     Bug(
         "queues-by-their-last-message",
-        "MeasuredStep.series",
+        "series_of",
         "waits[edge] += max(transfer.consumed - transfer.end, 0.0)",
         "waits[edge] = max(transfer.consumed - transfer.end, 0.0)",
         "A queue that grows is seen by its last message alone.",

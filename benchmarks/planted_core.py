@@ -35,7 +35,7 @@ CORE = (
     ),
     Bug(
         "updates-scale-with-the-microbatch",
-        "_scaled.computes",
+        "work_seconds.computes",
         "computes = np.isin(graph.work.code, [CODE[op] for op in rules.NEEDS])",
         "computes = graph.work.microbatch >= 0",
         "An optimizer step takes longer for a longer microbatch.",
@@ -99,8 +99,8 @@ CORE = (
     Bug(
         "twin-without-the-measured-factors",
         "Simulation.balanced.seconds",
-        "seconds = work_seconds(self.graph, self.costs) if self.work is None else self.work",
-        "seconds = work_seconds(self.graph, self.costs)",
+        "seconds = work_seconds(self.graph, [self.costs])[:, 0] if self.work is None else self.work",
+        "seconds = work_seconds(self.graph, [self.costs])[:, 0]",
         "The balanced twin of a replayed step is made of the costs and not of the measured seconds.",
     ),
     Bug(

@@ -43,9 +43,23 @@ FOLLOWED = (
     Bug(
         "hooks-are-counted",
         "Watch._now",
-        "found += [(kind, list(own[kind])) for kind in _HOOKS if own[kind]]",
-        "found += [(kind, len(own[kind])) for kind in _HOOKS if own[kind]]",
+        "states += [[*map(list, tables)] for tables in map(_TABLES, spaces) if any(tables)]",
+        "states += [[*map(len, tables)] for tables in map(_TABLES, spaces) if any(tables)]",
         "A hook in the place of another does not make the model be followed again.",
+    ),
+    Bug(
+        "attributes-of-functions-stay",
+        "_inside",
+        "parts += (*table, *table.values())",
+        "pass",
+        "A look does not notice another attribute or default of a function that forward calls.",
+    ),
+    Bug(
+        "tuples-never-change",
+        "is_settled",
+        "all(map(is_settled, value))",
+        "True",
+        "A look does not notice what changes inside of a tuple that forward reads.",
     ),
     Bug(
         "set-before-it-is-read",

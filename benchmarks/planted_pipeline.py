@@ -78,7 +78,7 @@ PIPELINE = (
     Bug(
         "clipped-by-own-norm",
         "Validation._judged.norm",
-        "self._total(self._crew.heard(update.topic), _TWO)",
+        "self._site.engine.assembly.total_norm(self._crew.heard(update.topic), _TWO)",
         "self._total(self._crew.heard(update.topic)[:1], _TWO)",
         "Updates are validated by the norm of the first rank alone.",
     ),
@@ -133,7 +133,7 @@ PIPELINE = (
     ),
     Bug(
         "earlier-gradients-unscaled",
-        "Scaling.begin",
+        "LossScaler.begin",
         "self._multiply(step.scale)",
         "self._multiply(1.0)",
         "Gradients of an earlier step are divided by the scale a second time.",
@@ -218,8 +218,8 @@ PIPELINE = (
     Bug(
         "evaluated-with-dropout",
         "evaluating",
-        "        part.training = False\n    try:",
-        "        part.training = True\n    try:",
+        'put_in((vars(part), "training", False)',
+        'put_in((vars(part), "training", True)',
         "Evaluation runs in training mode.",
     ),
     Bug(
@@ -406,7 +406,7 @@ PIPELINE = (
     ),
     Bug(
         "unsplit-microbatches-count-whole",
-        "_run",
+        "unsplit_step",
         "weight = torch.as_tensor(share * scale, dtype=loss.dtype",
         "weight = torch.as_tensor(scale, dtype=loss.dtype",
         "The unsplit model adds up microbatches as if each were the whole batch, and right models are refused.",

@@ -401,8 +401,8 @@ PLAN = (
     Bug(
         "moved-layers-over-the-limit",
         "Survey._moved.within",
-        "and peak_bytes(self.transformer, other := replace(found, counts=counts)) <= limit_bytes",
-        "and peak_bytes(self.transformer, other := replace(found, counts=counts)) > 0",
+        "and self.weigh(self.transformer, other := replace(found, counts=counts)) <= limit_bytes",
+        "and self.weigh(self.transformer, other := replace(found, counts=counts)) > 0",
         "Layers move to stages whose device cannot hold them.",
     ),
     Bug(

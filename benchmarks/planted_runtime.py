@@ -112,9 +112,9 @@ RUNTIME = (
     ),
     Bug(
         "changed-buffers-pass",
-        "GradientExchange.begin",
-        "        self._marks = self._seen() if self._steady else []\n",
-        "        self._marks = []\n        self._steady = []\n",
+        "_kept",
+        "(held.is_tied or held.is_copied)",
+        "held.is_tied",
         "A forward that changes a buffer of which other ranks have copies is not refused.",
     ),
     Bug(

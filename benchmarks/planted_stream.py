@@ -36,8 +36,8 @@ STREAM = (
     Bug(
         "newest-rate-for-old-gradients",
         "Stream.update",
-        "with updates.inside(parameters, move), with_settings(optimizers, settings):",
-        "with updates.inside(parameters, move):",
+        "with having_gradients(others), updates.inside(parameters, move), with_settings(optimizers, settings):",
+        "with having_gradients(others), updates.inside(parameters, move):",
         "An update uses the learning rate of a later step.",
     ),
     Bug(
@@ -50,8 +50,8 @@ STREAM = (
     Bug(
         "norm-of-one-rank",
         "Stream.total",
-        "return self._engine.total_norm(norms, 2.0)",
-        "return self._engine.total_norm(norms[:1], 2.0)",
+        "return self._engine.assembly.total_norm(norms, 2.0)",
+        "return self._engine.assembly.total_norm(norms[:1], 2.0)",
         "Gradients are clipped by rank 0's norm alone.",
     ),
     Bug(

@@ -244,6 +244,8 @@ OF_FILE = {
     "model/blocks/value_names.py": ("tests/pipeline/test_agreement.py", "tests/pipeline/test_zoo.py"),
     "features/validated": ("tests/pipeline/test_validated.py",),
     "model/values.py": ("tests/pipeline/test_pipeline.py", "tests/pipeline/test_odd_models.py"),
+    "model/watch/fingerprint.py": ("tests/model/test_watch.py",),
+    "model/watch/surroundings.py": ("tests/model/test_watch.py",),
     "model/watch/watch.py": ("tests/pipeline/test_zoo.py",),
 }
 

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from drumline.plan.cluster.device_memory import Bytes, stage_activations
-from drumline.plan.cluster.estimate import Estimate, Seconds
+from drumline.plan.cluster.estimate import Estimate, Least, Seconds
 from drumline.plan.cluster.hardware import Cluster, Device, DeviceLink
 from drumline.plan.cluster.layout import Layout, StageLayers, whole_layers
 from drumline.plan.cluster.loads import Volumes
 from drumline.plan.cluster.stages import stage_weights
 from drumline.plan.cluster.transformer import ExpertShape, LatentAttention, Transformer
+from drumline.plan.layouts.pins import Pins
+from drumline.plan.layouts.survey import Evaluator, Survey
 from drumline.schedules import find
 
 GIB = 2**30
@@ -80,6 +82,23 @@ class Rough:
     exchange: float = 1.0
     launch: float = 0.05
     stash: float = 1.0
+
+    def surveyed(
+        self, transformer: Transformer, cluster: Cluster, batch: int, pins: Pins, refine: Evaluator | None = None
+    ) -> Survey:
+        """Return a survey of layouts by these estimates; `refine` is exact, unless these are."""
+        return Survey(transformer, cluster, batch, pins, self, refine or self, self.weigh, self.least)
+
+    def weigh(self, transformer: Transformer, layout: Layout) -> float:
+        """Return the bytes of a device."""
+        return self(transformer, small_cluster(), layout).bytes.total
+
+    def least(self, transformer: Transformer, cluster: Cluster, layout: Layout) -> Least:
+        """Return what a layout takes, in place of a bound; its work is shared out evenly by the weights of stages."""
+        took = self(transformer, cluster, layout).seconds
+        weights = stage_weights(transformer, layout.counts)
+        work = took.compute + took.recompute + took.tensor + took.context + took.expert
+        return Least(took.total, sum(weights) / (len(weights) * max(weights)) * work)
 
     def __call__(self, transformer: Transformer, cluster: Cluster, layout: Layout) -> Estimate:
         tokens = layout.batch * transformer.sequence

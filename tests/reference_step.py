@@ -19,7 +19,7 @@ from drumline.model.block import Block
 from drumline.model.precision import Precision, gradient_dtype
 from drumline.model.randomness import Randomness, may_draw
 from drumline.runtime.batch import cut as cut_batch
-from drumline.runtime.batch import num_rows, shares
+from drumline.runtime.batch import num_rows
 from drumline.verification.one_process import accumulation_order
 
 Weight = Callable[[Any], float | Tensor]
@@ -44,7 +44,8 @@ def reference_step(
     """
     inputs = cut_batch(batch, program.num_microbatches)
     targets = cut_batch(target, program.num_microbatches, what="the target")
-    parts = shares([num_rows(one) if loss_weight is None else loss_weight(one) for one in targets])
+    weights = [num_rows(one) if loss_weight is None else loss_weight(one) for one in targets]
+    parts = [one / sum(weights) for one in weights]
     blocks = [block for stage in stages for block in stage]
     owned = _owned(stages)
     parameters = [one for stage in owned for one in stage]

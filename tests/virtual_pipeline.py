@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from drumline.adapt.decide import Decider
-from drumline.adapt.measured_step import MeasuredStep
 from drumline.adapt.proposal import Arrangement, Proposal
 from drumline.adapt.rebalance import Layers
 from drumline.adapt.repair import repaired
@@ -90,7 +89,7 @@ class Virtual:
             costs = Costs(**each, comm=self.latency(step))
             measured = Measured(now.program, tuple(records_of(simulate(now.program, costs), step)))
             self.steps.append(measured)
-            proposal = decider.see(MeasuredStep(step, measured), self.rows)
+            proposal = decider.see(measured, self.rows)
             if proposal is not None:
                 self.proposals.append(proposal)
                 decider.took(proposal, proposal.after, seconds=0.01, num_bytes=1000)

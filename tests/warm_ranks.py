@@ -42,7 +42,13 @@ _LOADED = (
     "drumline.train.models.build",
     "pytest",
 )
-_ONCE_USED = {"transformers": "transformers.models.llama.modeling_llama"}  # what is slow to import, of what tests use
+# What is slow to import, of what tests use.
+_ONCE_USED = {
+    "transformers": "transformers.models.llama.modeling_llama",
+    "bitsandbytes": "bitsandbytes",
+    "torchao": "torchao.quantization",
+    "peft": "peft",
+}
 _FIXED_AT_START = ("ATEN", "CUDA", "GLIBC", "LD_", "MALLOC", "MKL", "NCCL", "OMP", "PYTHON", "TORCH")
 _READ_LATER = ("NCCL_SOCKET_IFNAME", "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")
 # Arrow, which transformers imports where it finds it, would start a thread for its allocator.

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from drumline.model.layers.moe import MoE, PassAux
     from drumline.model.layers.styles import Colwise, Rowwise
     from drumline.model.microbatches import Microbatches
+    from drumline.model.quantised.bases import quantise
     from drumline.pipeline.pipeline import Pipeline
     from drumline.pipeline.profiling import profile_model
     from drumline.plan.device.plan import Plan
@@ -91,6 +92,7 @@ _HOME = {
     "plan": "plan",
     "profile_model": "pipeline.profiling",
     "prune": "core.prove.frozen",
+    "quantise": "model.quantised.bases",
     "read_run": "core.measured.run",
     "schedule": "schedules",
     "search": "plan.search.search",
@@ -141,6 +143,7 @@ __all__ = [
     "plan",
     "profile_model",
     "prune",
+    "quantise",
     "read_run",
     "schedule",
     "search",

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from drumline.adapt.proposal import CUT, NUMBER, PROGRAM
-from drumline.adapt.repair import Aside, Repair
+from drumline.adapt.repair import Aside
 from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
@@ -185,9 +185,9 @@ def test_a_search_runs_beside_and_ends_with_its_pipeline() -> None:
     while (found := beside.result()) is None:
         assert time.monotonic() < until
         time.sleep(0.05)
-    assert isinstance(found, Repair)
-    assert not validate(found.program, limit=Limit(max_activations=4))
-    assert found.seconds < simulate(program, costs).makespan
+    assert isinstance(found, Program)
+    assert not validate(found, limit=Limit(max_activations=4))
+    assert simulate(found, costs).makespan < simulate(program, costs).makespan
     stopped = Aside(costs, program, Limit(max_activations=4), seconds=60.0)
     stopped.stop()
     assert stopped._process is not None

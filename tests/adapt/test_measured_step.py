@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from drumline.adapt.measured_step import MeasuredStep
+from drumline.adapt.measured_step import series_of, stage_seconds
 from drumline.core.costs import Costs
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
@@ -17,19 +17,19 @@ PROGRAM = Program.parse("0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2")
 COSTS = Costs(forward=[1.0, 1.0], backward_input=[1.0, 1.0], backward_weight=[0.0, 0.0], comm=0.5)
 
 
-def seen() -> MeasuredStep:
-    return MeasuredStep(0, Measured(PROGRAM, tuple(records_of(simulate(PROGRAM, COSTS)))))
+def seen() -> Measured:
+    return Measured(PROGRAM, tuple(records_of(simulate(PROGRAM, COSTS))))
 
 
 def test_queues_count_how_long_messages_wait_in_all() -> None:
-    series = seen().series
-    assert seen().seconds == pytest.approx(9.0)
+    series = series_of(seen())
+    assert seen().makespan == pytest.approx(9.0)
     assert series["the queue of link 0-1"] == pytest.approx(1 + (0 + 1 + 2) / 9)
     assert series["the queue of link 1-0"] == pytest.approx(1.0)
 
 
 def test_messages_count_with_a_typical_action() -> None:
-    series = seen().series
+    series = series_of(seen())
     assert [series[f"a message on link {edge}"] for edge in ("0-1", "1-0")] == pytest.approx([1.5, 1.5])
     assert {name: value for name, value in series.items() if "stage" in name} == pytest.approx(
         {f"{op} of stage {stage}": 1.0 for op in "FB" for stage in (0, 1)}
@@ -37,5 +37,5 @@ def test_messages_count_with_a_typical_action() -> None:
 
 
 def test_loads_and_stages_count_compute_alone() -> None:
-    assert seen().loads == pytest.approx([6.0, 6.0])
-    assert seen().stage_seconds == pytest.approx([2.0, 2.0])
+    assert seen().busy == pytest.approx((6.0, 6.0))
+    assert stage_seconds(seen()) == pytest.approx([2.0, 2.0])

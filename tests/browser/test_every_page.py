@@ -106,7 +106,7 @@ def written_by(folder: Path, *words: str) -> str:
 
 def planned_for_cluster(folder: Path) -> str:
     machines = small_cluster(memory=1.2 * GIB)
-    told = explain(plan(small_transformer(), machines, batch=32, evaluate=Rough(), pins=Pins(pipeline=2)))
+    told = explain(plan(small_transformer(), machines, batch=32, surveyed=Rough().surveyed, pins=Pins(pipeline=2)))
     assert told.reasons is not None
     return plan_page(told, told.reasons)
 

@@ -17,7 +17,7 @@ from drumline.report.plan.page import plan_page
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_page_draws_without_errors_and_requests(windows: Windows, tmp_path: Path, pipeline: int) -> None:
     machines = small_cluster(memory=1.2 * GIB)
-    found = plan(small_transformer(), machines, batch=32, evaluate=Rough(), pins=Pins(pipeline=pipeline))
+    found = plan(small_transformer(), machines, batch=32, surveyed=Rough().surveyed, pins=Pins(pipeline=pipeline))
     told = explain(found)
     assert told.reasons is not None
     path = tmp_path / "plan.html"

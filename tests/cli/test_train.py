@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from drumline.cli.main import main
-from drumline.train.config.files.settings_file import read_settings, read_with_plan
+from drumline.train.config.files.settings_file import read_judged, read_settings
 from drumline.train.config.settings import TrainSettings
 from profiles import SOME, model_profile
 
@@ -142,7 +142,8 @@ def test_a_plan_of_a_profile_becomes_a_config_with_the_plan_beside_it(capsys: py
     profiled.save("profile.json")
     assert main(shlex.split("plan profile.json -r 2 --batch 4 --seconds 0 --out mine.toml")) == 0
     assert capsys.readouterr().out.endswith("wrote mine.toml\nwrote mine.json\n\nStart it: drumline train mine.toml\n")
-    found, plan = read_with_plan("mine.toml")
+    judged = read_judged("mine.toml")
+    found, plan = judged.settings, judged.plan
     assert (found.model.function, found.model.arguments) == (
         "drumline.train.profiled_model:model",
         {"source": "make.py:model"},

@@ -303,10 +303,10 @@ def test_a_plan_is_translated_from_torch_and_hugging_face() -> None:
 
 def test_a_hugging_face_model_brings_its_plan() -> None:
     pytest.importorskip("transformers")
-    from drumline.model.layers.styles import Colwise, StylePlan, Vocabulary
+    from drumline.model.layers.styles import Colwise, PlainStyle, StylePlan
 
     own = StylePlan.of(None, llama())
     assert own.style_of("model.layers.0.self_attn.q_proj") == Colwise()
     assert own.style_of("lm_head") == Colwise(gather=True)
-    assert own.style_of("model.embed_tokens") == Vocabulary()
+    assert own.style_of("model.embed_tokens") == PlainStyle.VOCABULARY
     assert own.style_of("model.norm") is None

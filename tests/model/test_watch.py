@@ -6,9 +6,10 @@ import functools
 import io
 import logging
 import threading
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 
 from drumline.model.follow.attributes import BETWEEN, Attributes
 from drumline.model.values import MISSING
+from drumline.model.watch import surroundings
 from drumline.model.watch.fingerprint import fingerprint
-from drumline.model.watch.watch import Surroundings, Watch
+from drumline.model.watch.surroundings import Surroundings
+from drumline.model.watch.watch import Watch
 
 pytestmark = pytest.mark.torch
 
@@ -196,3 +199,87 @@ def test_a_model_that_logs_is_the_same_after_other_loggers_were_made() -> None:
     for number in range(50):
         logging.getLogger(f"{LOGGER.name}.{number}").setLevel(logging.ERROR)
     assert not watch.has_changed()
+
+
+class Variables:
+    """What a function reads that stands elsewhere: it changes in place, or is replaced."""
+
+    rate = 1.0
+    table: ClassVar[dict[str, float]] = {"scale": 1.0}
+    tensor = torch.ones(2)
+    kinds = (nn.Identity, 2)
+    unlike = ([1.0],)
+
+
+def reads(x: Tensor, by: float = 1.0, *, offset: float = 0.0) -> Tensor:
+    if Variables.kinds and Variables.unlike:
+        x = x * Variables.tensor
+    return x * by * Variables.rate * Variables.table["scale"] + offset
+
+
+class Reads(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return reads(x)
+
+
+CHANGES: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
+    "a number": lambda patch: patch.setattr(Variables, "rate", 2.0),
+    "a number of another type": lambda patch: patch.setattr(Variables, "rate", 1),
+    "an entry of a table": lambda patch: patch.setitem(Variables.table, "scale", 2.0),
+    "a tensor in place": lambda patch: Variables.tensor.mul_(1.0),
+    "another tensor": lambda patch: patch.setattr(Variables, "tensor", torch.ones(2)),
+    "a tuple": lambda patch: patch.setattr(Variables, "kinds", (nn.ReLU, 2)),
+    "what a tuple holds": lambda patch: Variables.unlike[0].append(2.0),
+    "a number that becomes a table": lambda patch: patch.setattr(Variables, "rate", {"a": 1.0}),
+    "a default": lambda patch: patch.setattr(reads, "__defaults__", (2.0,)),
+    "a default by keyword": lambda patch: patch.setattr(reads, "__kwdefaults__", {"offset": 1.0}),
+    "an attribute of a function": lambda patch: patch.setattr(reads, "mark", 1, raising=False),
+    "a function's code": lambda patch: patch.setattr(reads, "__code__", (lambda x, by=1.0, *, offset=0.0: x).__code__),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_variable_that_changes_or_is_replaced_is_noticed_once(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    around = Surroundings([Reads()])
+    before = around.now()
+    assert around.now() == before
+    CHANGES[change](monkeypatch)
+    after = around.now()
+    assert after != before
+    assert around.now() == after
+    monkeypatch.undo()
+
+
+def test_another_object_that_is_equal_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    around = Surroundings([Reads()])
+    before = around.now()
+    monkeypatch.setattr(Variables, "kinds", tuple([nn.Identity, 2]))  # noqa: C409 - not the constant
+    assert around.now() == before
+
+
+def test_a_second_look_takes_only_the_states_of_what_changes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    around = Surroundings([Reads()])
+    around.now()
+    taken: list[str] = []
+
+    def count(value: Any, *, name: str) -> Any:
+        taken.append(name)
+        return fingerprint(value, name=name)
+
+    monkeypatch.setattr(surroundings, "fingerprint", count)
+    around.now()
+    assert sorted(taken) == ["table", "tensor", "unlike"]
+
+
+def test_a_look_into_a_large_value_has_a_bound_that_is_said_once() -> None:
+    value = [[[float(number)] for number in range(1000)] for _ in range(20)]
+    with pytest.warns(UserWarning, match=r"LARGE, which .* is a builtins.list of more than 16,384 parts"):
+        before = fingerprint(value, name="LARGE")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fingerprint(value, name="LARGE") == before
+    assert len(before[0]) < 50_000
+    value[0][0][0] = -1.0  # beyond the bound
+    assert fingerprint(value, name="LARGE") == before
+    value[0][0] = [1.0]
+    assert fingerprint(value, name="LARGE") != before

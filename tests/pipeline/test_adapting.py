@@ -14,9 +14,9 @@ from torch.nn import functional
 
 import drumline as dl
 from attached import adapting_of
-from drumline.adapt.measured_step import MeasuredStep
 from drumline.adapt.proposal import CUT, NUMBER, PROGRAM, Arrangement, ChangeResult, Proposal
 from drumline.core.errors import DrumlineError, MismatchError, ProgramError, UsageError
+from drumline.core.measured.measured import Measured
 from drumline.core.prove.violation import InvalidProgram
 from drumline.pipeline.pipeline import Pipeline
 from drumline.report.run.report import report_of
@@ -67,14 +67,15 @@ class Scripted:
         self.seen: list[int] = []
         self.stays = False
 
-    def see(self, seen: MeasuredStep, rows: int | None = None) -> Proposal | None:
-        self.seen.append(seen.step)
-        given = self.script.get(seen.step + 1)
+    def see(self, seen: Measured, rows: int | None = None) -> Proposal | None:
+        step = seen.records[0].step
+        self.seen.append(step)
+        given = self.script.get(step + 1)
         if given is None:
             return None
         kind = CUT if "counts" in given else PROGRAM
         after = replace(self.now, **given)
-        return Proposal(seen.step, kind, "of the script", self.now, after, 2.0, 1.0)
+        return Proposal(step, kind, "of the script", self.now, after, 2.0, 1.0)
 
     def took(self, proposal: Proposal, now: Arrangement, *, seconds: float, num_bytes: int) -> None:
         self.now = now

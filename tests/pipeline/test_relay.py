@@ -17,7 +17,7 @@ from drumline.channel.launch.launch import launch
 from drumline.channel.rank_names import BY_NUMBER
 from drumline.core.errors import DrumlineError
 from drumline.features.check.by_itself import remote_model
-from drumline.features.check.by_itself.places import Places
+from drumline.features.check.by_itself.places import Home, Places
 from drumline.features.check.by_itself.remote_model import GaveUp, Relay
 from drumline.features.check.verdict import CheckReport
 from drumline.model.blocks.pieces import Piece
@@ -267,11 +267,12 @@ def test_what_the_blocks_make_may_be_too_much(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(remote_model, "MOST_BYTES", 0)
     model = Mixes()
     places = Places(tuple(f"blocks.{number}" for number in range(4)), ())
+    home = Home({name: model.get_submodule(name) for name in places.blocks}, {}, frozenset(map(id, model.parameters())))
     crew: Any = Alone()
     device = torch.device("cpu")
     with (
         pytest.raises(GaveUp, match="rank 0: its blocks produce over 0 MiB per microbatch"),
-        Relay(crew, model, places, places, device, Randomness(0, device)).running(),
+        Relay(crew, model, places, home, device, Randomness(0, device)).running(),
     ):
         model(data()[0])
     assert all("forward" not in vars(one) for one in some(model.modules()))

@@ -10,6 +10,7 @@ from drumline.core.measured.record import Record
 from drumline.core.program import Program
 from drumline.engine.ranks.tally import RankReport, Tally, TallyLedger
 from drumline.features.precision.scaler import LossScaler
+from drumline.runtime.step import Step
 from drumline.schedules import generate
 from refused import refused
 
@@ -38,7 +39,7 @@ def test_what_is_not_finite_is_named_by_its_rank(rank: int) -> None:
 @each_rank
 def test_an_overflow_on_any_rank_lowers_the_scale(rank: int) -> None:
     scaler = LossScaler(init_scale=8.0)
-    scaler.ran(3)
+    scaler.end(Step(3))
     tally(rank, RankReport(finite=False), scaler=scaler).check()
     assert not scaler.decide()
     assert scaler.scale == 4.0

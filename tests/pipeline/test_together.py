@@ -122,6 +122,8 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "`zero=3` x a schedule with two copies of each stage": (
         {**TWO_LINES, **program_facts(generate("dualpipe", num_ranks=2, num_microbatches=4))},
         {"memory.zero": 3, "mesh.data": 2, "pipeline.schedule": "dualpipe"}),
+    "a quantised model x `zero=3`": ({**TWO_LINES, "quantised": True}, {}),
+    "a quantised model x a `mesh` with `tp`": ({**mesh_facts(TP), "quantised": True}, {}),
     "an optimizer that may look at whole matrices x `zero=3`": ({**TWO_LINES, "optimizer": "Muon"}, {}),
     "`repartition` x a `mesh` with `tp` or `ep`": ({"call": "repartition", **mesh_facts(TP)}, {}),
     "`repartition` x `zero`": ({"call": "repartition", **TWO_LINES}, {}),
@@ -131,6 +133,10 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**mesh_facts(TP), **AFTER}, LATE | {"mesh.context": 2}),
     f"`--elastic` x {FLUSH}": (
         {"elastic": True, "flushed": False, "program_name": "pipedream"}, {"failures.elastic": True, **KEY}),
+    "`--adapter` x a `mesh` with `tp` or `ep`": (
+        {"adapter": "lora", **mesh_facts(TP)}, {"adapter.method": "lora", "mesh.tensor": 2}),
+    "a quantised `--base` x `zero=3`": (
+        {"base": "nf4", **TWO_LINES}, {"adapter.base": "nf4", "memory.zero": 3, "mesh.data": 2}),
     "`--elastic` x several lines without `dp`": (
         {"elastic": True, **mesh_facts(TP)}, {"failures.elastic": True, "mesh.tensor": 2}),
 }  # fmt: skip

@@ -8,23 +8,22 @@ import pytest
 
 from cluster_models import activation_bytes
 from drumline.core.errors import PlanError
+from drumline.plan.cluster import kernels
 from drumline.plan.cluster.device_memory import device_bytes, device_parameters, sharded
 from drumline.plan.cluster.estimate import STEP_BYTES, estimate
 from drumline.plan.cluster.hardware import Cluster, Device, DeviceLink, Reach
 from drumline.plan.cluster.kernels import (
     CONTENTION,
+    Ops,
     attention_seconds,
-    embedding_ops,
     exposed,
     gather_seconds,
-    head_ops,
-    layer_ops,
     memory_seconds,
     product_seconds,
     reduce_seconds,
 )
 from drumline.plan.cluster.layers import fp8_weights, keys_of, ring_bytes, routed_bytes, tokens_of
-from drumline.plan.cluster.layout import Layout, Practice
+from drumline.plan.cluster.layout import WHOLE, Layout, Practice, recomputed_ops
 from drumline.plan.cluster.loads import data_exchange, device_volumes, hop_seconds, message_bytes, tied_exchange
 from drumline.plan.cluster.stages import Alike, alike, counts_of, head_weight, slices_of
 from drumline.plan.cluster.transformer import ExpertShape, LatentAttention, Transformer, model_flops
@@ -56,6 +55,19 @@ DOWN, UP, OUT = 256 * 384 + 256 * (128 + 128), 384 * 4 * 256 + 128 * 4 * (128 + 
 
 def machines(num_devices: int, per_node: int = 64, latency: float = 0.0, start: float = 0.0) -> Cluster:
     return Cluster(IDEAL, num_devices, per_node, DeviceLink(latency, 1.0, start), DeviceLink(latency, 0.5, start))
+
+
+def layer_ops(transformer: Transformer, cluster: Cluster, layout: Layout, *, experts: bool = False) -> Ops:
+    again = WHOLE if layout.recompute == "full" else recomputed_ops(layout)
+    return kernels.layer_ops(transformer, cluster, layout.share, experts=experts, recomputed=again)
+
+
+def embedding_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
+    return kernels.embedding_ops(transformer, cluster, layout.share)
+
+
+def head_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
+    return kernels.head_ops(transformer, cluster, layout.share)
 
 
 def rank_of(transformer: Transformer, layout: Layout, at: int = 0) -> Alike:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
 from drumline.plan.cluster.device_memory import peak_bytes
-from drumline.plan.cluster.estimate import estimate
 from drumline.plan.cluster.hardware import cluster
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.models import model
@@ -26,7 +24,7 @@ INTERLEAVED = "interleaved-1f1b"
 def survey_of(transformer: Transformer, pipeline: int, batch: int) -> Survey:
     pins = Pins(tensor=1, pipeline=pipeline, microbatch=1)
     machines = cluster("a100-80", pipeline)
-    return Survey(transformer, machines, batch, pins, estimate, partial(estimate, exact=True), peak_bytes)
+    return Survey(transformer, machines, batch, pins)
 
 
 def staged(transformer: Transformer, pipeline: int, per_rank: int, batch: int) -> Layout:

@@ -7,18 +7,24 @@ from dataclasses import replace
 import pytest
 
 from drumline.core.errors import PlanError
+from drumline.plan.cluster import kernels
 from drumline.plan.cluster.adapters import lora_parameters, projections, with_adapters
 from drumline.plan.cluster.device_memory import base_bytes, device_bytes, device_parameters, trained_parameters
 from drumline.plan.cluster.estimate import STEP_BYTES, estimate
 from drumline.plan.cluster.frozen_base import BASES, FrozenBase
 from drumline.plan.cluster.hardware import Cluster, Device, DeviceLink, Reach
-from drumline.plan.cluster.kernels import embedding_ops, head_ops, layer_ops, product_seconds
+from drumline.plan.cluster.kernels import Ops, embedding_ops, head_ops, product_seconds
 from drumline.plan.cluster.layout import Layout, Practice
 from drumline.plan.cluster.loads import data_exchange, tied_exchange
 from drumline.plan.cluster.models import model
 from drumline.plan.cluster.stages import Alike, alike, counts_of
 from drumline.plan.cluster.transformer import ExpertShape, LatentAttention, Transformer, model_flops
 from refused import refused
+
+
+def layer_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
+    return kernels.layer_ops(transformer, cluster, layout.share, experts=False, recomputed=())
+
 
 # A device without overheads: a byte a second from memory, an operation a second, and no wave is partly empty.
 IDEAL = Device("ideal", 1.0, 1e30, 1.0, 1e-12, Reach(1.0, 0.0, 1.0, 1.0, 0.0))  # type: ignore[arg-type]
@@ -71,9 +77,9 @@ def test_f_equals_i_and_w_is_little_for_a_large_model() -> None:
 
 
 def test_embedding_and_head_have_no_weight_gradients() -> None:
-    layout = Layout(batch=1, practice=BARE)
-    assert embedding_ops(WIDE, machines(), layout).backward_weight.total == 0
-    frozen, full = head_ops(WIDE, machines(), layout), head_ops(GPT, machines(), layout)
+    share = Layout(batch=1, practice=BARE).share
+    assert embedding_ops(WIDE, machines(), share).backward_weight.total == 0
+    frozen, full = head_ops(WIDE, machines(), share), head_ops(GPT, machines(), share)
     assert frozen.backward_weight.total == 0 < full.backward_weight.total
     assert (frozen.forward, frozen.backward_input) == (full.forward, full.backward_input)
 

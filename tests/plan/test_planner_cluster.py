@@ -53,7 +53,7 @@ PLAIN = small_transformer()
 
 
 def planned(memory: float = 1.2 * GIB, **options: object) -> ClusterPlan:
-    return plan(PLAIN, small_cluster(memory=memory), batch=32, evaluate=Rough(), **options)  # type: ignore[arg-type]
+    return plan(PLAIN, small_cluster(memory=memory), batch=32, **{"surveyed": Rough().surveyed, **options})  # type: ignore[arg-type]
 
 
 def every_layout(transformer: Transformer, machines: Cluster, batch: int, pins: Pins) -> Iterator[Layout]:
@@ -91,7 +91,7 @@ def test_survey_finds_what_brute_force_finds() -> None:
         pins = drawn.choice(
             [Pins(), Pins(), Pins(zero=1), Pins(recompute="selective"), Pins(schedules=("v-half", "1f1b"))]
         )
-        survey = Survey(transformer, machines, batch=batch, pins=pins, evaluate=evaluate)
+        survey = evaluate.surveyed(transformer, machines, batch, pins)
         smallest = survey.smallest()
         assert smallest is not None
         limit = smallest.bytes * drawn.uniform(0.9, 6)
@@ -103,18 +103,14 @@ def test_survey_finds_what_brute_force_finds() -> None:
 
 
 def test_survey_looks_at_few_layouts_for_one_answer() -> None:
-    def weigh(transformer: Transformer, layout: Layout) -> float:
-        return Rough()(transformer, small_cluster(16), layout).bytes.total
-
-    survey = Survey(PLAIN, small_cluster(16), batch=64, pins=Pins(), evaluate=Rough(), weigh=weigh)
+    survey = Rough().surveyed(PLAIN, small_cluster(16), 64, Pins())
     found = survey.best(GIB)
     assert survey.num_evaluated < survey.num_layouts / 6
-    plain = Survey(PLAIN, small_cluster(16), batch=64, pins=Pins(), evaluate=Rough())
-    assert found == plain.best(GIB)
+    assert found == brute_force(PLAIN, small_cluster(16), 64, Pins(), Rough(), GIB)[:1]
 
 
 def test_smallest_layout_is_the_smallest_of_all() -> None:
-    survey = Survey(PLAIN, small_cluster(), batch=16, pins=Pins(), evaluate=Rough())
+    survey = Rough().surveyed(PLAIN, small_cluster(), 16, Pins())
     smallest = survey.smallest()
     assert smallest is not None
     every = (Rough()(PLAIN, small_cluster(), layout) for layout in layouts(PLAIN, small_cluster(), 16, Pins()))
@@ -135,7 +131,7 @@ def test_what_only_the_exact_estimate_refuses_is_not_returned() -> None:
             return one
         return replace(one, bytes=replace(one.bytes, buffers=100 * GIB))
 
-    found = planned(refine=fuller)
+    found = planned(surveyed=partial(Rough().surveyed, refine=fuller))
     assert {one.layout.pipeline for one in found.best} == {1}
 
 
@@ -144,7 +140,7 @@ def test_the_exact_estimate_decides() -> None:
         one = Rough()(transformer, machines, layout)
         return replace(one, seconds=replace(one.seconds, bubble=one.seconds.bubble + 1.0 * (layout.tensor > 1)))
 
-    rough, exact = planned(), planned(refine=slower)
+    rough, exact = planned(), planned(surveyed=partial(Rough().surveyed, refine=slower))
     assert rough.chosen.layout.tensor > 1
     assert exact.chosen.layout.tensor == 1
     assert all(some(one.is_exact for one in exact.best))
@@ -167,7 +163,7 @@ def exactly(transformer: Transformer, machines: Cluster, batch: int, limit: floa
 def test_the_projections_of_latents_are_recomputed_where_that_is_enough() -> None:
     transformer = latent_transformer(num_layers=8, vocabulary=2000)
     machines, pins = small_cluster(2), Pins(microbatch=4)
-    survey = Survey(transformer, machines, batch=16, pins=pins, evaluate=estimate, weigh=peak_bytes)
+    survey = Survey(transformer, machines, 16, pins)
     every = [Choice(one, estimate(transformer, machines, one)) for one in every_layout(transformer, machines, 16, pins)]
     least, most = (pick(one.bytes for one in every) for pick in (min, max))
     chosen = set()
@@ -292,7 +288,7 @@ def test_contradictory_pins_are_refused(pins: Pins, words: dict[str, str]) -> No
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     with refused(PlanError, "DP 4 does not divide a batch of 30 sequences", fix="use a batch of 32"):
-        plan(PLAIN, small_cluster(), batch=30, evaluate=Rough(), pins=Pins(data=4))
+        plan(PLAIN, small_cluster(), batch=30, surveyed=Rough().surveyed, pins=Pins(data=4))
 
 
 @pytest.mark.parametrize(
@@ -313,7 +309,7 @@ def test_headroom_and_nodes_must_make_sense() -> None:
     with refused(PlanError, "headroom is 1"):
         planned(headroom=1.0)
     with refused(PlanError, "10 devices do not fill nodes of 4", fix="use 12 or 8"):
-        plan(PLAIN, small_cluster(10), batch=32, evaluate=Rough())
+        plan(PLAIN, small_cluster(10), batch=32, surveyed=Rough().surveyed)
 
 
 def test_nothing_fits_says_how_much_less_and_which_pin_would_do() -> None:
@@ -329,9 +325,9 @@ def test_nothing_fits_names_a_cluster_and_a_memory_that_do() -> None:
     with pytest.raises(PlanError) as caught:
         planned(0.06 * GIB)
     devices = int(caught.value.fix.split(" on ")[-1].split(" devices")[0])
-    assert plan(PLAIN, small_cluster(devices, memory=0.06 * GIB), batch=32, evaluate=Rough())
+    assert plan(PLAIN, small_cluster(devices, memory=0.06 * GIB), batch=32, surveyed=Rough().surveyed)
     with pytest.raises(PlanError):
-        plan(PLAIN, small_cluster(devices // 2, memory=0.06 * GIB), batch=32, evaluate=Rough())
+        plan(PLAIN, small_cluster(devices // 2, memory=0.06 * GIB), batch=32, surveyed=Rough().surveyed)
     assert caught.value.smallest_bytes is not None
     assert planned(caught.value.smallest_bytes / 0.9 + 8)
 
@@ -445,7 +441,7 @@ def test_margins_are_what_planning_again_gives() -> None:
     found = planned()
     by_name = {one.kind: one for one in margins(found)}
     assert not isinstance(by_name["one more GPU"], Alternative)
-    larger = plan(PLAIN, small_cluster(12, memory=1.2 * GIB), batch=32, evaluate=Rough())
+    larger = plan(PLAIN, small_cluster(12, memory=1.2 * GIB), batch=32, surveyed=Rough().surveyed)
     node = by_name["one more node"]
     assert node.gain == pytest.approx(found.chosen.seconds / larger.chosen.seconds - 1)
     roomier = planned((found.limit_bytes + GIB) / 0.9)
@@ -465,7 +461,7 @@ def test_scaling_plans_anew_at_every_size() -> None:
     strong, weak = scaling(planned()).values()
     assert [one.devices for one in strong] == [2, 4, 8, 16, 32]
     assert [one.batch for one in weak] == [8, 16, 32, 64, 128]
-    small = plan(PLAIN, small_cluster(4, memory=1.2 * GIB), batch=32, evaluate=Rough())
+    small = plan(PLAIN, small_cluster(4, memory=1.2 * GIB), batch=32, surveyed=Rough().surveyed)
     half = strong[1].best
     assert half is not None
     assert half.layout == small.chosen.layout
@@ -552,7 +548,7 @@ def test_json_has_the_layout_and_its_items() -> None:
 def test_the_real_estimate_keeps_to_what_the_survey_takes_for_true() -> None:
     transformer, machines = model("gpt-1.7b"), cluster("a100-40", 16)
     limit = 0.9 * machines.device.memory_bytes
-    survey = Survey(transformer, machines, batch=32, pins=Pins(microbatch=2), evaluate=estimate)
+    survey = Survey(transformer, machines, 32, Pins(microbatch=2))
     expected = brute_force(transformer, machines, 32, Pins(microbatch=2), estimate, limit)
     assert [one.layout for one in survey.best(limit, top=4)] == [one.layout for one in expected[:4]]
 

@@ -52,7 +52,7 @@ def latent(**given: int) -> LatentAttention:
 
 
 def planned(**given: Any) -> Any:
-    return plan(GPT, MACHINES, **{"batch": 8, "evaluate": Rough(), "headroom": 0.0, "top": 1, **given})
+    return plan(GPT, MACHINES, **{"batch": 8, "surveyed": Rough().surveyed, "headroom": 0.0, "top": 1, **given})
 
 
 CASES: list[tuple[Callable[[Any], Any], list[Any], list[Any]]] = [
@@ -104,7 +104,7 @@ def test_values_outside_of_their_bounds_are_refused(
 
 def test_a_layout_of_more_stages_than_layers_names_them() -> None:
     with refused(PlanError, "PP is 16, but small has only 12 layers"):
-        plan(GPT, small_cluster(16), batch=8, evaluate=Rough(), pins=Pins(pipeline=16))
+        plan(GPT, small_cluster(16), batch=8, surveyed=Rough().surveyed, pins=Pins(pipeline=16))
 
 
 def test_memory_is_given_once() -> None:

@@ -19,7 +19,7 @@ GPT = small_transformer()
 
 def planned(batch: int, pins: Pins, *, memory: float = 64 * GIB, headroom: float = 0.0) -> ClusterPlan:
     cluster = small_cluster(4, memory=memory)
-    return plan(GPT, cluster, batch=batch, pins=pins, evaluate=Rough(), headroom=headroom)
+    return plan(GPT, cluster, batch=batch, pins=pins, surveyed=Rough().surveyed, headroom=headroom)
 
 
 @pytest.mark.parametrize(("pipeline", "data", "batch"), [(4, 1, 24), (2, 2, 40)])
@@ -70,4 +70,10 @@ def replaced(found: ClusterPlan, limit: float) -> ClusterPlan:
 )
 def test_what_contradicts_is_told_apart_for_models_with_experts(pins: Pins, words: str) -> None:
     with refused(PlanError, words):
-        plan(sparse_transformer(), small_cluster(4), batch=32 if pins.expert else 30, evaluate=Rough(), pins=pins)
+        plan(
+            sparse_transformer(),
+            small_cluster(4),
+            batch=32 if pins.expert else 30,
+            surveyed=Rough().surveyed,
+            pins=pins,
+        )

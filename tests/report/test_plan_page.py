@@ -28,7 +28,7 @@ from some import some
 @cache
 def explained(pipeline: int = 2) -> Explanation:
     machines = small_cluster(memory=1.2 * GIB)
-    found = plan(small_transformer(), machines, batch=32, evaluate=Rough(), pins=Pins(pipeline=pipeline))
+    found = plan(small_transformer(), machines, batch=32, surveyed=Rough().surveyed, pins=Pins(pipeline=pipeline))
     return explain(found)
 
 
@@ -197,7 +197,7 @@ def test_text_says_what_the_page_says() -> None:
 
 
 def test_a_brief_plan_is_text_too() -> None:
-    found = plan(small_transformer(), small_cluster(memory=1.2 * GIB), batch=32, evaluate=Rough())
+    found = plan(small_transformer(), small_cluster(memory=1.2 * GIB), batch=32, surveyed=Rough().surveyed)
     text = plan_text(brief(found))
     assert "Why the others lose" in text
     assert "What more hardware would gain" not in text

@@ -26,10 +26,11 @@ from drumline.features.mesh.tensor.sequence import SequenceLayers, _changed
 from drumline.features.stream.rows import StreamRows
 from drumline.model.block import Block
 from drumline.model.layers.moe import MoE
-from drumline.model.layers.styles import Colwise, Rowwise, Stacked, StylePlan, Vocabulary, Whole, style_named
+from drumline.model.layers.styles import Colwise, PlainStyle, Rowwise, StylePlan, style_named
+from drumline.model.loss.counts import weighed
 from drumline.runtime.backward import compiled
 from drumline.runtime.batch import cut as cut_batch
-from drumline.runtime.batch import num_rows, shares
+from drumline.runtime.batch import num_rows
 from refused import refused, saying
 
 pytestmark = [pytest.mark.torch, pytest.mark.features("mesh", "stream")]
@@ -77,10 +78,10 @@ def parametrized() -> nn.Module:
         (lambda: cut_batch((ONES,), 2, split={5: 0}), saying("split names argument 5", expected="one of 0")),
         (lambda: num_rows({"a": 3}), saying("the batch contains no tensor")),
         (
-            lambda: shares([0.0, 0.0]),
+            lambda: weighed([[0.0], [0.0]], [1, 1]),
             saying(r"loss weights are \[0.0, 0.0\]", expected="not all of them 0"),
         ),
-        (lambda: shares([1.0, -2.0]), saying(r"loss weights are \[1.0, -2.0\]")),
+        (lambda: weighed([[1.0], [-2.0]], [1, 1]), saying(r"loss weights are \[1.0, -2.0\]")),
         (lambda: MoE(8, 16, 4, top_k=0), saying("top_k is 0", expected="1 to 4")),
         (lambda: MoE(8, 16, 4, top_k=5), saying("top_k is 5", expected="1 to 4")),
         (lambda: MoE(8, 16, 4, capacity=0.0), saying("capacity is 0.0", expected="above 0")),
@@ -107,15 +108,15 @@ def parametrized() -> nn.Module:
         (lambda: StylePlan.of("colwise", None), saying("tensor_parallel is 'colwise'")),
         (lambda: _fitting("e", nn.Embedding(4, 4), Colwise()), saying("divides the embedding e by columns")),
         (
-            lambda: _fitting("e", nn.Embedding(4, 4, max_norm=1.0), Vocabulary()),
+            lambda: _fitting("e", nn.Embedding(4, 4, max_norm=1.0), PlainStyle.VOCABULARY),
             saying("the embedding e, which has max_norm"),
         ),
         (
-            lambda: _fitting("e", nn.Embedding(4, 4, sparse=True), Vocabulary()),
+            lambda: _fitting("e", nn.Embedding(4, 4, sparse=True), PlainStyle.VOCABULARY),
             saying("the embedding e, which has max_norm"),
         ),
         (lambda: _fitting("n", nn.LayerNorm(4), Colwise()), saying("divides n, a LayerNorm, as")),
-        (lambda: _fitting("n", nn.Linear(4, 4), Vocabulary()), saying("divides n, a Linear, as")),
+        (lambda: _fitting("n", nn.Linear(4, 4), PlainStyle.VOCABULARY), saying("divides n, a Linear, as")),
         (
             lambda: _fitting("n", parametrized(), Colwise()),
             saying(r"whose weight is computed from others \(a parametrization\)"),
@@ -141,7 +142,7 @@ def parametrized() -> nn.Module:
             saying("style latent, and Part has no qk_rope_head_dim"),
         ),
         (
-            lambda: sequenced(Part(), Stacked()),
+            lambda: sequenced(Part(), PlainStyle.STACKED),
             saying("tp divides the experts part.0, which would see a part of the rows"),
         ),
         (
@@ -172,7 +173,7 @@ def test_layers_that_may_be_in_parts_are_taken() -> None:
     assert (args, kwargs) == ((1, (2, 2, 2)), {"a": 2})
     args, kwargs = _changed((), {"mask": ONES, "hidden_states": torch.ones(2, 2, 2)}, lambda one: one.shape)
     assert kwargs["hidden_states"] == (2, 2, 2)
-    assert _fitting("e", nn.Embedding(4, 4), Whole()) == Whole()
+    assert _fitting("e", nn.Embedding(4, 4), PlainStyle.WHOLE) == PlainStyle.WHOLE
     _check(divided(nn.Linear(4, 8), Colwise(), Part(heads=4)), 4)
 
 

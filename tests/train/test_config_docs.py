@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from drumline.core.settings.setting import Setting
+from drumline.plan.launch.toml import written
 from drumline.train.config.keys import GROUPS, TABLES, keys
-from drumline.train.config.write import written
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "train.md"
 START, END = "<!-- keys -->\n", "<!-- /keys -->\n"

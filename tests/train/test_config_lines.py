@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drumline.train.config.toml_lines import Path, lines_of
-from drumline.train.config.write import written
+from drumline.plan.launch.toml import written
+from drumline.train.config.toml_lines import Path, line_finder
 from some import some
 
 TEXT = '''# a comment = 1
@@ -58,12 +58,19 @@ LINES: dict[Path, int] = {
 
 
 def test_headers_dotted_keys_arrays_of_tables_inline_tables_and_long_strings() -> None:
-    tomllib.loads(TEXT)
-    assert lines_of(TEXT) == LINES
+    line_of = line_finder(TEXT)
+    assert {path: line_of(path) for path in paths(tomllib.loads(TEXT))} == LINES
 
 
 def test_windows_line_ends_count_once() -> None:
-    assert lines_of(TEXT.replace("\n", "\r\n")) == LINES
+    line_of = line_finder(TEXT.replace("\n", "\r\n"))
+    assert {path: line_of(path) for path in LINES} == LINES
+
+
+def test_what_is_not_there_has_no_line() -> None:
+    line_of = line_finder(TEXT)
+    absent: tuple[Path, ...] = (("run",), ("optimizer", "groups", 2), ("optimizer", "groups", "names"), ("format", 0))
+    assert [line_of(path) for path in absent] == [None] * 4
 
 
 values: Any = st.recursive(
@@ -94,7 +101,6 @@ def test_every_key_and_item_of_any_text_has_the_line_that_it_is_written_in(pairs
         expected[name] = len(lines)
     text = "\n".join(lines)
     read = tomllib.loads(text)
-    found = lines_of(text)
-    assert set(found) == set(paths(read))
-    for path, line in some(found.items()):
-        assert line == expected[path[0]]
+    line_of = line_finder(text)
+    for path in some(paths(read)):
+        assert line_of(path) == expected[path[0]]

@@ -21,14 +21,12 @@ from drumline.core.errors import (
 )
 from drumline.train.config import settings as tables
 from drumline.train.config.settings import TrainSettings
-from drumline.train.data.buckets import check_buckets, layout_of
 from drumline.train.data.build import build_data
 from drumline.train.data.fill import TokenFiller
 from drumline.train.data.items.batch import Batch, Data
 from drumline.train.data.items.documents import Documents
 from drumline.train.data.items.fingerprint import Part, changed, fingerprint
 from drumline.train.data.items.order import Shuffle
-from drumline.train.data.layouts import StepShape
 from drumline.train.data.own.repeated import DataSource, RepeatedStream, batch_of
 from drumline.train.data.own.resume_trial import check_resumable
 from drumline.train.data.own.user_data import data_by_function
@@ -55,6 +53,11 @@ def filler(model: Built, how: str) -> TokenFiller:
 
 def settings(**changed: Any) -> TrainSettings:
     return replace(TrainSettings(), **changed)
+
+
+def in_buckets(*lengths: int) -> Data:
+    batch, buckets = tables.BatchSettings(sequence=8), tables.LengthSettings(how="buckets", buckets=lengths)
+    return build_data(settings(batch=batch, lengths=buckets), built())
 
 
 def test_blocks_have_the_lengths_that_are_read() -> None:
@@ -120,11 +123,16 @@ def test_data_that_were_tried_are_closed_before_the_run_begins_with_them() -> No
             saying(fix=r"did you mean blocks\?"),
         ),
         (
-            lambda: layout_of("pack", None, StepShape(1, 1, 1), 4),  # type: ignore[arg-type]
+            lambda: build_data(settings(lengths=tables.LengthSettings(how="pack")), built()),
             saying("lengths.how is 'pack'", fix=r"did you mean packed\?"),
         ),
-        (lambda: check_buckets((0, 4), 8), saying(r"lengths.buckets is \(0, 4\)", expected="lengths from 1 to 8")),
-        (lambda: check_buckets((4, 9), 8), saying(r"lengths.buckets is \(4, 9\)")),
+        (lambda: in_buckets(0, 4), saying(r"lengths.buckets is \(0, 4\)", expected="whole numbers of 1 or more")),
+        (lambda: in_buckets(4, 9), saying(r"lengths.buckets is \[4, 9\]", expected="at most batch.sequence, 8")),
+        (lambda: in_buckets(8, 4), saying(r"lengths.buckets is \[8, 4\]", expected="rising lengths")),
+        (
+            lambda: build_data(settings(data=tables.DataSettings(validation=1.0)), built()),
+            saying("data.validation is 1.0", expected="from 0 to less than 1"),
+        ),
         (
             lambda: filler(built(), "padded")._check(np.array([[1, 5]])),
             saying("the token 5, and the model 5 tokens"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import drumline as dl
-from drumline.core.errors import ModelError
+from drumline.core.errors import ConfigError, DrumlineError, ModelError
 from drumline.model.blocks.pieces import pieces_of
 from drumline.model.follow.inputs import Inputs
 from drumline.plan.cluster.models import model as named_model
@@ -18,7 +18,7 @@ from drumline.plan.cluster.transformer import Transformer
 from drumline.train.config.settings import BatchSettings, ModelSettings, RunSettings, TrainSettings
 from drumline.train.models.build import build_model, count_parameters, next_token_loss
 from drumline.train.models.gpt import GPT, GPTSizes
-from refused import refused
+from refused import refused, saying
 from some import some
 
 OLD = GPTSizes(num_layers=4, hidden=16, num_heads=2, vocabulary=31, sequence=12, tied=True)
@@ -145,16 +145,20 @@ def test_a_model_has_the_same_values_whole_and_in_stages() -> None:
 
 
 def test_what_it_cannot_be_is_refused() -> None:
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"num_key_value_heads": 4}, "num_key_value_heads is 4 and model.num_heads 6"),
-        ({"learned_positions": False, "head_width": 7}, "heads are 7 wide"),
-        ({"dropout": 1.0}, "model.dropout is 1.0"),
-        ({"vocabulary": 200}, "the tokenizer has 257 tokens, and the model 200"),
-        ({"others": {"experts_num_experts": 8}}, "experts_num_experts = 8"),
-        ({"num_layers": 0}, "model.num_layers is 0"),
+    cases: list[tuple[dict[str, Any], type[DrumlineError], dict[str, str]]] = [
+        (
+            {"num_key_value_heads": 4},
+            ConfigError,
+            saying("num_key_value_heads is 4", expected="divides model.num_heads, 6"),
+        ),
+        ({"learned_positions": False, "head_width": 7}, ModelError, saying("heads are 7 wide")),
+        ({"dropout": 1.0}, ConfigError, saying("model.dropout is 1.0")),
+        ({"vocabulary": 200}, ModelError, saying("the tokenizer has 257 tokens, and the model 200")),
+        ({"others": {"experts_num_experts": 8}}, ConfigError, saying("experts_num_experts is 8, which the built-in")),
+        ({"num_layers": 0}, ConfigError, saying("model.num_layers is 0")),
     ]
-    for changes, said in cases:
-        with refused(ModelError, said):
+    for changes, kind, said in cases:
+        with refused(kind, **said):
             build_model(TrainSettings(model=ModelSettings(**changes)), device="meta")
     with refused(ModelError, "a row has 13 tokens, and the model has 12 learned positions"):
         made(OLD)(torch.zeros(1, 13, dtype=torch.long))

@@ -17,6 +17,7 @@ import torch
 
 from drumline.core.errors import DrumlineError, UsageError
 from drumline.core.measured.run import read_run
+from drumline.train.config.keys import keys
 from drumline.train.config.settings import (
     BatchSettings,
     DataSettings,
@@ -31,7 +32,6 @@ from drumline.train.config.settings import (
 )
 from drumline.train.data.build import build_data
 from drumline.train.data.items.batch import Batch, Data
-from drumline.train.data.layouts import HOWS
 from drumline.train.data.stream import PlannedStream
 from drumline.train.dry.dry_run import dry_run
 from drumline.train.loop.run import run_training
@@ -43,6 +43,7 @@ from refused import refused
 from some import some
 
 END = 256
+HOWS = keys()["lengths"]["how"].rule.choices
 MODEL = ModelSettings(num_layers=1, hidden=8, num_heads=1)
 NOTHING_HELD = EvaluationSettings(every=0)
 

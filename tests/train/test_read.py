@@ -137,9 +137,9 @@ def test_wrong_files_are_refused_with_name_and_line(tmp_path: Path) -> None:
     long = "x" * 400
     np.save(tmp_path / "floats.npy", np.zeros(4))
     cases: list[tuple[dict[str, Any], dict[str, str]]] = [
-        ({"files": ("none.txt",)}, saying("data.files names none.txt, and there is no such file")),
-        ({"files": (str(tmp_path),)}, saying("names the folder")),
-        ({"files": (written(tmp_path, "empty.txt", ""),)}, saying("empty.txt is empty")),
+        ({"files": ("none.txt",)}, saying("data.files: none.txt: no such file", expected="a file to read")),
+        ({"files": (str(tmp_path),)}, saying("is no file but a folder", fix="name what is in it")),
+        ({"files": (written(tmp_path, "empty.txt", ""),)}, saying("data.files: .*empty.txt: is empty")),
         ({"files": (written(tmp_path, "short.txt", "abc"),)}, saying("the data have 1 row, and a step takes 4")),
         ({"files": (written(tmp_path, "latin.txt", b"a\nb\xe9\n"),)}, saying("latin.txt, line 2: not UTF-8")),
         ({"files": (written(tmp_path, "cut.txt", b"a\nb\n\xc3"),)}, saying("cut.txt, line 3: not UTF-8")),
@@ -247,8 +247,8 @@ def test_functions_of_users_give_model_and_data(tmp_path: Path) -> None:
     following: Batch = next(iter(again.training))
     assert following.inputs["input"][0, 0].item() == 3
     for changes, said in {
-        "build_modle": saying("names build_modle", fix="did you mean build_model"),
-        "USERS": saying("does not have"),
+        "build_modle": saying("model.function: .* has no function 'build_modle'", fix="did you mean build_model"),
+        "USERS": saying("has no function 'USERS'"),
     }.items():
         wrong = TrainSettings(model=ModelSettings(kind="function", function=f"{file}:{changes}"))
         with refused(UsageError, **said):

@@ -33,21 +33,18 @@ from drumline.train.config.settings import TrainSettings
 from drumline.train.demo import _clear
 from drumline.train.loop.making import layer_cuts
 from drumline.train.loop.optimizers import choose
-from drumline.train.loop.rates import check, rate
+from drumline.train.loop.rates import rate
+from drumline.train.loop.run import run_training
 from drumline.train.loop.training import TrainResult
 from drumline.train.memory.forecast import _num_ranks, _versions
 from drumline.train.models.build import build_model
 from drumline.train.models.built import Built
 from drumline.train.models.companion_files import _with_dtype
-from drumline.train.models.gpt import GPTSizes
-from drumline.train.models.mlp import mlp
 from drumline.train.models.user_function import built_by_user, named_function
 from drumline.train.restarts import is_worth_another
 from refused import refused, saying
 
 pytestmark = pytest.mark.torch
-
-SIZES: dict[str, Any] = {"num_layers": 1, "hidden": 8, "num_heads": 2, "vocabulary": 9, "sequence": 4}
 
 
 def built(**changes: Any) -> Built:
@@ -58,21 +55,35 @@ def settings(**changed: Any) -> TrainSettings:
     return replace(TrainSettings(), **changed)
 
 
+def model_of(**changed: Any) -> Built:
+    return build_model(settings(model=tables.ModelSettings(**changed)), device="meta")
+
+
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: mlp(0, 8, 4, 2), saying("model.num_layers is 0", expected="1 or more")),
-        (lambda: mlp(3, 0, 4, 2), saying("model.hidden is 0", expected="1 or more")),
-        (lambda: mlp(3, 8, 0, 2), saying("model.inputs is 0", expected="1 or more")),
-        (lambda: mlp(3, 8, 4, -1), saying("model.outputs is -1", expected="1 or more")),
-        (lambda: GPTSizes(**SIZES | {"hidden": 0}), saying("model.hidden is 0", expected="1 or more")),
-        (lambda: GPTSizes(**SIZES, feedforward=-1), saying("model.feedforward is -1", expected="0 or more")),
-        (lambda: GPTSizes(**SIZES, head_width=-2), saying("model.head_width is -2", expected="0 or more")),
-        (lambda: GPTSizes(**SIZES, rotary_base=0.0), saying("model.rotary_base is 0.0", expected="a number above 0")),
-        (lambda: GPTSizes(**SIZES, dropout=1.0), saying("model.dropout is 1.0", expected="0 or more, and below 1")),
+        (lambda: model_of(kind="mlp", num_layers=0), saying("model.num_layers is 0", expected="1 or more")),
+        (lambda: model_of(kind="mlp", hidden=0), saying("model.hidden is 0", expected="1 or more")),
+        (lambda: model_of(kind="mlp", inputs=0), saying("model.inputs is 0", expected="1 or more")),
+        (lambda: model_of(kind="mlp", outputs=-1), saying("model.outputs is -1", expected="1 or more")),
+        (lambda: model_of(hidden=0), saying("model.hidden is 0", expected="1 or more")),
+        (lambda: model_of(vocabulary=0), saying("model.vocabulary is 0", expected="1 or more")),
+        (lambda: model_of(feedforward=-1), saying("model.feedforward is -1", expected="0 or more")),
+        (lambda: model_of(head_width=-2), saying("model.head_width is -2", expected="0 or more")),
+        (lambda: model_of(rotary_base=0.0), saying("model.rotary_base is 0.0", expected="a number above 0")),
+        (lambda: model_of(dropout=1.0), saying("model.dropout is 1.0", expected="from 0 to less than 1")),
+        (lambda: model_of(attention_dropout=1.0), saying("model.attention_dropout is 1.0")),
+        (
+            lambda: build_model(settings(precision=tables.PrecisionSettings(weights="fp8"))),
+            saying("precision.weights is 'fp8'", expected='"fp32", "bf16" or "fp16"'),
+        ),
+        (
+            lambda: build_model(settings(batch=tables.BatchSettings(sequence=0))),
+            saying("batch.sequence is 0", expected="1 or more"),
+        ),
         (
             lambda: built_by_user([1, 2], name="mine.py:make"),
             saying("mine.py:make returned a list", expected="an nn.Module"),
@@ -83,16 +94,19 @@ def settings(**changed: Any) -> TrainSettings:
             saying("'gtp'", fix=r"did you mean gpt\?"),
         ),
         (lambda: build_model(TrainSettings(), device="cuda"), saying("device is 'cuda'", expected='"cpu" or "meta"')),
-        (lambda: named_function("mine", key="model.function"), saying("model.function is 'mine'")),
-        (lambda: named_function(":make", key="model.function"), saying("model.function is ':make'")),
-        (lambda: named_function("mine:", key="model.function"), saying("model.function is 'mine:'")),
+        (
+            lambda: named_function("mine", key="model.function"),
+            saying("model.function: 'mine' names no function"),
+        ),
+        (lambda: named_function(":make", key="model.function"), saying("model.function: ':make' names no function")),
+        (lambda: named_function("mine:", key="model.function"), saying("model.function: 'mine:' names no function")),
         (
             lambda: named_function("math:pi", key="model.function"),
-            saying("names pi of math, a float", expected="a function"),
+            saying("math has no function 'pi'", expected="package.module:function"),
         ),
         (
             lambda: named_function("no/such.py:make", key="data.function"),
-            saying("names the file no/such.py, and there is none"),
+            saying("data.function: no/such.py: no such file", expected="file.py:function"),
         ),
         (
             lambda: named_function("no_such_module:make", key="data.function"),
@@ -176,16 +190,41 @@ def test_an_error_of_ours_in_a_configs_function_stays_what_it_is() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"shape": "cosin"}, saying("learning_rate.shape is 'cosin'")),
-        ({"warmup_steps": -1}, saying("learning_rate.warmup_steps is -1", expected="0 or more steps")),
-        ({"decay_steps": -2}, saying("learning_rate.decay_steps is -2", expected="0 or more steps")),
-        ({"final": 1.5}, saying("learning_rate.final is 1.5", expected="a share of the rate")),
+        ({"shape": "cosin"}, saying("learning_rate.shape is 'cosin'", fix=r"did you mean cosine\?")),
+        ({"warmup_steps": -1}, saying("learning_rate.warmup_steps is -1", expected="0 or more")),
+        ({"decay_steps": -2}, saying("learning_rate.decay_steps is -2", expected="1 or more")),
+        ({"final": 1.5}, saying("learning_rate.final is 1.5", expected="a share, from 0 to 1")),
         ({"final": -0.1}, saying("learning_rate.final is -0.1")),
     ],
 )
 def test_rates_that_nothing_follows_are_refused(changed: dict[str, Any], said: dict[str, str]) -> None:
-    with refused(UsageError, **said):
-        check(tables.LearningRateSettings(**changed))
+    with refused(ConfigError, **said):
+        run_training(settings(learning_rate=tables.LearningRateSettings(**changed)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"memory": tables.MemorySettings(recompute="some")}, saying("memory.recompute is 'some'", expected='"full"')),
+        ({"batch": tables.BatchSettings(accumulate=0)}, saying("batch.accumulate is 0", expected="1 or more")),
+        ({"run": tables.RunSettings(steps=0)}, saying("run.steps is 0", expected="1 or more")),
+        ({"run": tables.RunSettings(log_every=0)}, saying("run.log_every is 0", expected="1 or more")),
+        ({"optimizer": tables.OptimizerSettings(clip_norm=-1.0)}, saying("optimizer.clip_norm is -1.0")),
+        (
+            {"optimizer": tables.OptimizerSettings(groups=(tables.OptimizerGroup(lr=-1.0),))},
+            saying("optimizer.groups.lr is -1.0", expected="0 or more"),
+        ),
+        (
+            {"pipeline": tables.PipelineSettings(layers=(3, 3), balance="even")},
+            saying("pipeline.balance stands beside pipeline.layers"),
+        ),
+    ],
+)
+def test_settings_made_by_hand_are_refused_as_those_of_a_file_are(
+    changed: dict[str, Any], said: dict[str, str]
+) -> None:
+    with refused(ConfigError, **said):
+        run_training(settings(**changed))
 
 
 def test_a_linear_rate_falls_in_equal_steps_and_wsd_over_a_tenth() -> None:
@@ -207,7 +246,7 @@ GROUP = tables.OptimizerGroup
             r"optimizer.groups\[1\] gets no parameter: earlier groups take all",
         ),
         ((GROUP(names=("b",), only_matrices=True),), r"groups\[0\] is for matrices only, and none of b has two"),
-        ((GROUP(names=("w",), settings={"lr": 1.0}),), r"optimizer.groups\[0\].settings has lr"),
+        ((GROUP(names=("w",), settings={"lr": 1.0}),), r"optimizer.groups\[0\].settings.lr is no argument of AdamW"),
         ((GROUP(names=("b",), kind="Muon"),), r"Muon got 'b' of the shape \(2,\)"),
     ],
 )

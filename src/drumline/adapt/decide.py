@@ -17,15 +17,17 @@ from statistics import median
 from typing import Any
 
 from drumline.adapt.drift import Change, Drift, Uneven
-from drumline.adapt.measured_step import NAMED_QUEUE, MeasuredStep
+from drumline.adapt.measured_step import NAMED_QUEUE, series_of, stage_seconds
 from drumline.adapt.microbatches import Build, Groups, Sizing
 from drumline.adapt.proposal import CUT, NUMBER, PROGRAM, Arrangement, ChangeResult, Proposal
 from drumline.adapt.rebalance import Layers
-from drumline.adapt.repair import Aside, Repair, is_split, least_seconds
+from drumline.adapt.repair import Aside, is_split, least_seconds
 from drumline.adapt.settings import HALF, KEEP, SIZE, Adapt
 from drumline.core.costs import Costs
 from drumline.core.errors import DrumlineError
 from drumline.core.measured.costs import costs_of
+from drumline.core.measured.measured import Measured
+from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
 from drumline.plan.cut.cuts import Counts
@@ -65,7 +67,7 @@ class Decider:
         self._groups: Groups | None = None
         self._drift = Drift(threshold=settings.threshold)
         self._uneven = Uneven(threshold=settings.threshold, patience=settings.patience)
-        self._recent: deque[MeasuredStep] = deque(maxlen=_RECENT)
+        self._recent: deque[Measured] = deque(maxlen=_RECENT)
         self._skip = _WARM_UPS
         self._rest = 0  # steps until another change may come
         self._why: list[str] = []  # what has changed since the last decision
@@ -81,22 +83,23 @@ class Decider:
 
     # ---- what is seen ------------------------------------------------------------------------------------------------
 
-    def see(self, seen: MeasuredStep, rows: int | None = None) -> Proposal | None:
+    def see(self, seen: Measured, rows: int | None = None) -> Proposal | None:
         """Look at a step, with so many rows in its batch; return what to change before the next one."""
-        if seen.measured.program.num_microbatches != self.now.program.num_microbatches or self._skip > 0:
+        if seen.program.num_microbatches != self.now.program.num_microbatches or self._skip > 0:
             self._skip -= 1
             return None
         self._recent.append(seen)
         self._rest -= 1
-        self._notice(seen)
+        step = seen.records[0].step
+        self._notice(step, seen)
         if self._trial is not None:
-            return self._judge(seen.step)
+            return self._judge(step)
         if self._aside is not None:
-            return self._found(seen.step)
+            return self._found(step)
         if self._rest > 0 or len(self._recent) < _RECENT:
             return None
         self._begin_counting(rows)
-        return self._propose(seen.step) if self._why or self._has_untried else None
+        return self._propose(step) if self._why or self._has_untried else None
 
     def _begin_counting(self, rows: int | None) -> None:
         """If the number of microbatches may change, get ready for that at the first look."""
@@ -146,28 +149,28 @@ class Decider:
         self._uneven.begin()
         self._why, self._slow = [], None
 
-    def _notice(self, seen: MeasuredStep) -> None:
-        changes: Sequence[Change] = self._drift.see(seen.step, seen.series)
+    def _notice(self, step: int, seen: Measured) -> None:
+        changes: Sequence[Change] = self._drift.see(step, series_of(seen))
         if changes:
             self._has_drifted = True
             self._why += [str(max(changes, key=lambda change: max(change.ratio, 1 / change.ratio)))]
             self._refused.clear()
             if self._sizing is not None:
                 self._sizing.forget(0)
-        if (slow := self._uneven.see(seen.loads)) is not None:
+        if (slow := self._uneven.see(seen.busy)) is not None:
             self._slow = slow
-            longer = seen.loads[slow[0]] / max(seen.loads[slow[1]], 1e-12) - 1.0
+            longer = seen.busy[slow[0]] / max(seen.busy[slow[1]], 1e-12) - 1.0
             self._why.append(f"rank {slow[0]} computes {longer:.0%} longer than rank {slow[1]}")
 
     # ---- candidates --------------------------------------------------------------------------------------------------
 
     @property
     def _costs(self) -> Costs:
-        return costs_of([step.measured for step in self._recent], quickest=True)
+        return costs_of(self._recent, quickest=True)
 
     @property
     def _seconds(self) -> float:
-        return median(step.seconds for step in self._recent)
+        return median(step.makespan for step in self._recent)
 
     def _propose(self, step: int) -> Proposal | None:
         """Return the best change that pays at once, or begin to search a program."""
@@ -215,11 +218,11 @@ class Decider:
         other = None if self._instead is None else self._cut(step) or self._number(step)
         self._instead = None
         found = None
-        if isinstance(result, Repair):
+        if isinstance(result, Program):
             costs = self._costs
             scale = self._scale(costs)
-            predicted = simulate(result.program, costs).makespan * scale
-            after = replace(self.now, program=result.program)
+            predicted = simulate(result, costs).makespan * scale
+            after = replace(self.now, program=result)
             found = Proposal(step, PROGRAM, why, self.now, after, self._seconds, predicted, scale=scale)
             found = self._paying(found)
         if found is None or (other is not None and other.predicted < found.predicted * (1 - self.settings.least_gain)):
@@ -242,7 +245,7 @@ class Decider:
 
     def _measured(self) -> Layers:
         assert self._layers is not None
-        each = zip(*(step.stage_seconds for step in self._recent), strict=True)
+        each = zip(*map(stage_seconds, self._recent), strict=True)
         latency = max((edge.latency for edge in self._costs.edges.values()), default=0.0)
         layers = replace(self._layers, program=self.now.program)
         return layers.measured(self.now.counts, [median(stage) for stage in each], latency=latency)

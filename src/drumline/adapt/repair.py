@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 
 from drumline.core.action import Op
 from drumline.core.costs import Costs
@@ -24,7 +23,6 @@ from drumline.core.errors import DrumlineError
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.prove.whole import join
-from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
 from drumline.plan.search.bounds.instance import Instance
 from drumline.plan.search.bounds.lower_bounds import lower_bound
@@ -32,15 +30,6 @@ from drumline.plan.search.search import search
 
 _NICE = 5  # below training, and above nothing
 _SECONDS_TO_START = 60.0  # beyond those of the search itself, on a busy machine
-
-
-@dataclass(frozen=True, slots=True)
-class Repair:
-    """A proven program, and the simulated seconds of its step; `bound` is what no program can go below."""
-
-    program: Program
-    seconds: float
-    bound: float
 
 
 def is_split(program: Program) -> bool:
@@ -52,20 +41,21 @@ def is_split(program: Program) -> bool:
     return any(part.op is Op.BACKWARD_INPUT for part in program.work())
 
 
-def repaired(costs: Costs, program: Program, limit: Limit, *, seconds: float) -> Repair:
+def repaired(costs: Costs, program: Program, limit: Limit, *, seconds: float) -> Program:
     """Return the best program found for a program's stages and these costs; whole backwards stay whole.
 
+    >>> from drumline.core.simulate.simulate import simulate
     >>> from drumline.schedules import generate
     >>> program = generate("1f1b", num_ranks=2, num_microbatches=8)
     >>> slow = Costs(backward_input=2.0, backward_weight=0.0, comm=2.0)
     >>> found = repaired(slow, program, Limit(max_activations=4), seconds=1.0)
-    >>> simulate(program, slow).makespan, found.seconds, is_split(found.program)
+    >>> simulate(program, slow).makespan, simulate(found, slow).makespan, is_split(found)
     (43.0, 31.0, False)
     """
     found = search(costs, program.placement, num_microbatches=program.num_microbatches, limit=limit, seconds=seconds)
     made = found.program if is_split(program) else join(found.program, [True] * program.num_stages)
     assert not validate(made), "a program with joined backwards breaks a rule"
-    return Repair(made, simulate(made, costs).makespan, float(found.bound.value))
+    return made
 
 
 def least_seconds(costs: Costs, program: Program, limit: Limit) -> float:
@@ -117,7 +107,7 @@ class Aside:
             process.stdin.close()
         return process
 
-    def result(self) -> Repair | str | None:
+    def result(self) -> Program | str | None:
         """Return what was found, or why nothing was; None while the search goes on. It never waits."""
         if self._process is None:
             return self._problem
@@ -130,9 +120,8 @@ class Aside:
         text = self._process.stdout.read()
         self._process.stdout.close()
         try:
-            found = json.loads(text)
-            return Repair(Program.parse(found["program"], "searched"), found["seconds"], found["bound"])
-        except (ValueError, KeyError, TypeError):
+            return Program.parse(text.decode(), "searched")
+        except ValueError:
             return f"the search ended with {self._process.returncode}"
 
     def stop(self) -> None:
@@ -160,4 +149,4 @@ def main() -> None:
         found = repaired(costs, Program.parse(told["program"]), limit, seconds=told["seconds"])
     except DrumlineError as error:
         raise SystemExit(f"drumline: {error}") from None
-    print(json.dumps({"program": found.program.format(), "seconds": found.seconds, "bound": found.bound}))
+    print(found.format())

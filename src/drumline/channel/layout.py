@@ -89,20 +89,10 @@ class MessageLayout:
         """Return the tensors in a flat one; they share its memory but are not views: each can be changed separately."""
         storage = flat.untyped_storage()
         return tuple(
-            torch.empty(0, dtype=dtype, device=flat.device).set_(
-                storage, offset // dtype.itemsize, shape, contiguous_strides(shape)
-            )
+            # Without strides there are no gaps, which torch's types do not know.
+            torch.empty(0, dtype=dtype, device=flat.device).set_(storage, offset // dtype.itemsize, shape)  # type: ignore[call-overload]
             for (dtype, shape), offset in zip(self.metas, self.offsets, strict=True)
         )
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a tensor without gaps.
-
-    >>> contiguous_strides((2, 3, 4)), contiguous_strides(())
-    ((12, 4, 1), ())
-    """
-    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 class MessageLayouts:

@@ -7,7 +7,7 @@ they may be changed afterwards.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -15,7 +15,10 @@ from drumline.checkpoint.folder import INDEX, sync_folder
 from drumline.checkpoint.manifest import MANIFEST, write_bytes
 from drumline.core.errors import UsageError
 
-Files = Mapping[str, bytes | Path]  # by name, with "/" for folders inside: contents, or where the file lies
+# Writes a file (second) of a checkpoint from the tensors in it, whose folder (first) all processes have written to.
+Maker = Callable[[Path, Path], None]
+# By name, with "/" for folders inside: contents, where the file lies, or what makes it.
+Files = Mapping[str, bytes | Path | Maker]
 _TENSORS = r"(model|training)-\d+-of-\d+\.safetensors"
 _OURS = re.compile(rf"{re.escape(MANIFEST)}|{re.escape(INDEX)}|{_TENSORS}|(process|failed)-.*")
 
@@ -33,7 +36,7 @@ def checked_files(given: Any) -> Files:
         return {}
     if not isinstance(given, Mapping):
         raise UsageError(f"files is {given!r:.80}", expected="contents or paths by name, like {'config.json': path}")
-    found: dict[str, bytes | Path] = {}
+    found: dict[str, bytes | Path | Maker] = {}
     for name, content in given.items():
         parts = PurePosixPath(str(name)).parts
         if not isinstance(name, str) or not parts or name.startswith("/") or "\0" in name or ".." in parts:
@@ -42,7 +45,7 @@ def checked_files(given: Any) -> Files:
             raise UsageError(
                 f"files has {name!r}, which every checkpoint writes itself", expected="another name for it"
             )
-        if not isinstance(content, str | bytes | Path):
+        if not isinstance(content, str | bytes | Path) and not callable(content):
             raise UsageError(f"files has {name!r} as {content!r:.60}", expected="text, bytes, or a Path to copy")
         found["/".join(parts)] = content.encode() if isinstance(content, str) else content
     return found
@@ -53,6 +56,9 @@ def write_files(part: Path, files: Files) -> None:
     for name, content in files.items():
         path = part / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(path, content if isinstance(content, bytes) else content.read_bytes())
+        if callable(content):
+            content(part, path)
+        else:
+            write_bytes(path, content if isinstance(content, bytes) else content.read_bytes())
         if path.parent != part:
             sync_folder(path.parent)

@@ -140,6 +140,8 @@ def _check(content: Parsed) -> None:
         _sized(generator["python"], 2)
         _sized(generator["numpy"], 4)
     content["extra"]
+    if (only := content.get("only")) is not None and only.value is not True:
+        raise only.refuse("true, or nothing")
     if (scaler := content.get("scaler")) is not None and scaler.value is not None:
         _each(scaler, lambda number: number.number())
     if (stream := content.get("stream")) is not None and stream.value is not None:

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from drumline.checkpoint.extra_files import Maker
 from drumline.core.errors import RecordError, UsageError, WaitTimeout
 
 
@@ -90,9 +91,13 @@ class Saves(Protocol):
         step: int,
         extra: Any,
         keep: int | None,
-        files: Mapping[str, str | bytes | Path],
+        files: Mapping[str, str | bytes | Path | Maker],
+        only: Collection[str] | None = None,
     ) -> Saving:
-        """Begin a checkpoint of a step in a folder, with data and files of the caller's; `keep` of them stay."""
+        """Begin a checkpoint of a step in a folder, with data and files of the caller's; `keep` of them stay.
+
+        With `only`, it has these tensors of the model alone.
+        """
 
     def load(self, folder: str | Path, *, missing_ok: bool) -> Loaded | None:
         """Go on from the newest whole checkpoint of a folder; None if it holds none and `missing_ok` allows that."""

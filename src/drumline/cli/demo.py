@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         print(
             wrapped(
-                f"The two-stage build: ten linear layers of width {build.width}, five on each of two ranks;"
+                f"The two-stage build: ten linear layers of width {build.width}, five on each of two ranks,"
+                " which compute on the CPU by shared-memory;"
                 f" {build.num_points} points in batches of {build.batch_rows}, Adam, {build.num_epochs} epochs.\n",
                 terminal_width(),
             ),
@@ -63,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     save(page, run_page(reports, opening=opening(outcomes)))
     busy = next((report.steadiness.sentence for report in reports if report.steadiness.busy), "")
     if args.json:
-        print_json({"rows": [outcome.summary() for outcome in outcomes], "busy_machine": busy, "report": str(page)})
+        rows, devices = [outcome.summary() for outcome in outcomes], outcomes[0].run.environment["devices"]
+        print_json({"devices": devices, "rows": rows, "busy_machine": busy, "report": str(page)})
     else:
         print()
         _print(outcomes)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from drumline.cli.output import FROM_STDIN
 from drumline.core.channel import STRICTEST, Queues
@@ -28,6 +28,7 @@ CHANNELS = tuple(str(queues) for queues in Queues)
 # The defaults of show, simulate, compare and check.
 RANKS, MICROBATCHES = 4, 8
 _MOST_OF_STDIN = 2**30
+_T = TypeVar("_T")
 
 
 def whole_number(text: str) -> int:
@@ -49,18 +50,13 @@ def number(text: str) -> float:
     return value
 
 
-def whole_numbers(text: str) -> tuple[int, ...]:
-    """Parse counts separated by commas."""
-    return tuple(whole_number(part) for part in text.split(","))
+def listed(kind: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
+    """Return what parses values of a kind, separated by commas.
 
-
-def numbers(text: str) -> tuple[float, ...]:
-    """Parse numbers separated by commas.
-
-    >>> numbers("0.5,2")
+    >>> listed(number)("0.5,2")
     (0.5, 2.0)
     """
-    return tuple(number(part) for part in text.split(","))
+    return lambda text: tuple(kind(part) for part in text.split(","))
 
 
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("URL", "where the service listens, like 127.0.0.1:8001")
     add("--model NAME", "the model to load (default: the only one there is)")
     many = "closed loop: requests under way at a time, one load after the other (default 1,2,4,8 without --rate)"
-    add("--concurrency N,...", many, flags.whole_numbers)
-    add("--rate R,...", "open loop: requests a second, Poisson arrivals", flags.numbers)
+    add("--concurrency N,...", many, flags.listed(whole))
+    add("--rate R,...", "open loop: requests a second, Poisson arrivals", flags.listed(flags.number))
     add("--seconds S", "seconds of each load", flags.number, 10.0)
     add("--rows N[-N]", "rows of a request, or a range to draw from (default 1)", _range, (1, 1))
     add("--length N", "size of other dimensions that are open", whole, 32)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FORMATS = TEXTS | PICTURES | {".toml": "config", ".args": "config", ".csv": "program"}
 _SUBJECT = "a JSON file that `drumline profile --out FILE.json` wrote, or a Hugging Face model's folder or config.json"
 _ENDINGS = {"drumline": ".toml", "torchtitan": ".toml", "megatron": ".args"}
+BASES = ("bf16", "int8", "float8", "int4", "nf4")
 _DEGREES = {
     "tensor": "degree of tensor parallelism",
     "pipeline": "number of pipeline ranks",
@@ -50,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--search S", "seconds to search programs for the best layouts, beside the schedules", flags.number, 0.0)
     numbers = "numbers that products with weights take: bf16, or fp8 on devices that have it"
     add("--precision", numbers, ("bf16", "fp8"), "bf16")
+    add = flags.adder(parser, "adapters on a frozen model")
+    add("--adapter", "train nothing but an adapter of this kind", ("lora",))
+    add("--adapter-rank N", "rank of the adapter's matrices (default 8)", whole)
+    add("--adapter-targets NAME,...", "layers that get one, like q_proj,v_proj (default: all linear ones)", flags.names)
+    add("--base", "numbers of the frozen model (default bf16)", BASES)
     add = flags.adder(parser, "decisions to fix (default: the planner makes all of them)")
     for name, meaning in _DEGREES.items():
         add(f"--{name} N", meaning, whole)
@@ -62,7 +68,30 @@ def run(args: argparse.Namespace, model: Transformer) -> int:
     """Plan, explain, print and write."""
     _check(args)
     with seldom_collected():
-        return _run(args, model if args.sequence is None else replace(model, sequence=args.sequence))
+        return _run(args, _adapted(args, model if args.sequence is None else replace(model, sequence=args.sequence)))
+
+
+def _adapted(args: argparse.Namespace, model: Transformer) -> Transformer:
+    """Return the model with nothing but an adapter to train, where one is asked for."""
+    from drumline.plan.cluster.adapters import ALL_LINEAR, with_adapters
+
+    if args.adapter is None:
+        for flag in ("adapter_rank", "adapter_targets", "base"):
+            if getattr(args, flag) is not None:
+                name = f"--{flag.replace('_', '-')}"
+                raise UsageError(f"{name} is given, but no adapter", expected="--adapter lora", fix=f"omit {name}")
+        return model
+    if args.framework not in ("", "drumline"):
+        raise UsageError(
+            f"--launch {args.framework} with --adapter", expected="--launch drumline, which trains adapters"
+        )
+    if args.framework == "drumline":  # which divides no layer that has adapters
+        for axis in ("tensor", "expert"):
+            if (size := getattr(args, axis)) not in (None, 1):
+                raise UsageError(f"--{axis} is {size}, with --adapter", expected=f"--{axis} 1: layers stay whole")
+            setattr(args, axis, 1)
+    rank = 8 if args.adapter_rank is None else args.adapter_rank
+    return with_adapters(model, rank, targets=args.adapter_targets or ALL_LINEAR, base=args.base or "bf16")
 
 
 def _run(args: argparse.Namespace, model: Transformer) -> int:

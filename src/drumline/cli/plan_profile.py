@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimizer NAME", "adam, momentum or sgd, for its state", str, "adam")
     add("--seconds S", "seconds to search for a better schedule; 0 disables the search", flags.number, 5.0)
     speed = "speed of each rank, relative to the profiled device (default: all the same)"
-    add("--rank-speed S,...", speed, flags.numbers)
-    add("--rank-memory BYTES,...", "memory of each rank (default: --memory for all)", _bytes)
+    add("--rank-speed S,...", speed, flags.listed(flags.number))
+    add("--rank-memory BYTES,...", "memory of each rank (default: --memory for all)", flags.listed(flags.size))
     slower = "a slower link between two ranks, both ways: what it adds to a profiled message. May be repeated"
     add("--link A-B:LATENCY:BYTES_PER_SECOND", slower, _link, [], action="append")
 
@@ -189,10 +189,6 @@ def _checkpointing(again: tuple[bool, ...], *, short: bool = False) -> str:
         return "all" if short else "everything recomputed"
     named = " ".join(str(stage) for stage, flag in enumerate(again) if flag)
     return named if short else f"stages {named} recomputed"
-
-
-def _bytes(text: str) -> tuple[float, ...]:
-    return tuple(flags.size(part) for part in text.split(","))
 
 
 def _link(text: str) -> tuple[tuple[int, int], Edge]:

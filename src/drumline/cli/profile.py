@@ -77,7 +77,7 @@ def _measured(args: argparse.Namespace) -> ModelProfile:
 
 def _sizes(text: str) -> tuple[int, ...]:
     """Parse microbatch sizes; the error names the value."""
-    sizes = flags.whole_numbers(text)
+    sizes = flags.listed(flags.whole_number)(text)
     if min(sizes) < 1:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} contains a size below 1")
     return sizes

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _shares(text: str) -> float | tuple[float, ...]:
-    numbers = flags.numbers(text)
+    numbers = flags.listed(flags.number)(text)
     return numbers[0] if len(numbers) == 1 else numbers
 
 

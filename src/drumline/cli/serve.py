@@ -11,6 +11,9 @@ from drumline.cli.output import print_result
 from drumline.core.errors import UsageError, installing
 
 EXAMPLE = "drumline serve served --listen 127.0.0.1:8001"
+# Flags that settings of the service have under the same names.
+_ALIKE = ("listen", "threads", "pin", "budget", "window", "max_requests", "timeout", "hang", "drain", "log_requests",
+          "record")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,24 +80,14 @@ def run(args: argparse.Namespace) -> int:
         parts_of(host, flag="--hosts")
     settings = ServiceSettings(
         args.dir,
-        listen=args.listen,
         metrics=metrics,
         hosts=hosts,
         tls=tls,
-        threads=args.threads,
-        pin=args.pin,
-        budget=args.budget,
         rules=Rules(args.max_batch, args.max_wait, args.retries),
         rows=args.microbatch_rows,
-        window=args.window,
-        max_requests=args.max_requests,
         max_queue_bytes=int(args.max_queue),
         max_bytes=int(args.max_message),
-        timeout=args.timeout,
-        hang=args.hang,
-        drain=args.drain,
-        log_requests=args.log_requests,
-        record=args.record,
+        **{name: getattr(args, name) for name in _ALIKE},
     )
 
     def told(started: RunningService) -> None:

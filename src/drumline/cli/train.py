@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 EXAMPLE = "drumline train --steps 300 --schedule zb-h1 --print-config"
 # Flags for what is changed most, as the help shows them, with the key that each sets; every other key has --set.
 _FLAGS = {
+    "--adapter METHOD": "adapter.method",
+    "--adapter-rank N": "adapter.rank",
+    "--base KIND": "adapter.base",
+    "--merge": "adapter.merge",
     "--steps N": "run.steps",
     "--lr RATE": "optimizer.lr",
     "--optimizer NAME": "optimizer.kind",
@@ -33,6 +37,7 @@ _FLAGS = {
     "--stages-per-rank V": "pipeline.stages_per_rank",
     "--plan FILE": "pipeline.plan",
     "--recompute HOW": "memory.recompute",
+    "--card NAME": "memory.card",
     "--precision KIND": "precision.compute",
     "--device NAME": "pipeline.device",
     "--interface NAME": "pipeline.interface",
@@ -94,11 +99,13 @@ def run(args: argparse.Namespace) -> int:
         judged = read_judged(args.config, overrides, flags=named)
         settings = judged.settings
         if args.print_config:
-            return _print_config(args, settings)
+            return _print_config(args, judged)
         if args.dry_run:
-            with pytorch("train runs a model"):
-                return _dry_run(args, settings)
+            settings = _with_ranks(judged).settings
+            return _dry_run(args, settings)
         with stop_on_signals():  # from here on: importing PyTorch takes seconds
+            judged = _with_ranks(judged)
+            settings = judged.settings
             trained = _trained(judged)
     except DrumlineError as error:
         if not is_first and isinstance(error, ConfigError | UsageError):
@@ -109,6 +116,13 @@ def run(args: argparse.Namespace) -> int:
     if is_first:
         _tell(args, settings, trained)
     return 0
+
+
+def _with_ranks(judged: PlacedSettings) -> PlacedSettings:
+    """Return the settings with as many ranks as this machine has devices for, where nobody says."""
+    with pytorch("train runs a model"):
+        from drumline.train.default_ranks import with_default_ranks
+    return with_default_ranks(judged)
 
 
 def _trained(judged: PlacedSettings) -> Any:
@@ -153,12 +167,15 @@ def _overrides(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]
     return {key: value for key, (value, _) in found.items()}, {key: flag for key, (_, flag) in found.items()}
 
 
-def _print_config(args: argparse.Namespace, settings: TrainSettings) -> int:
+def _print_config(args: argparse.Namespace, judged: PlacedSettings) -> int:
     from dataclasses import asdict
 
     from drumline.train.config.write import config_text
 
-    print_result(args, asdict(settings), config_text(settings).removesuffix("\n"))
+    # The machine that trains decides on ranks if nobody does.
+    left_out = () if judged.source.has("mesh.pipeline") or judged.plan is not None else ("mesh.pipeline",)
+    text = config_text(judged.settings, left_out=left_out)
+    print_result(args, asdict(judged.settings), text.removesuffix("\n"))
     return 0
 
 
@@ -193,8 +210,8 @@ def _torchrun(settings: TrainSettings) -> str:
 
 def _words(args: argparse.Namespace, *, without: Sequence[str] = ()) -> list[str]:
     """Return the config and what flags set, as words of a command."""
+    from drumline.plan.launch.toml import written
     from drumline.train.config.files.settings_file import MICROBATCHES
-    from drumline.train.config.write import written
 
     overrides, _ = _overrides(args)
     words = [] if args.config is None else [args.config]
@@ -217,7 +234,7 @@ def _dry_run(args: argparse.Namespace, settings: TrainSettings) -> int:
     found = dry_run(with_device(settings))
     line = torchrun_line(args, settings)
     print_result(args, {**found.summary(), "torchrun": line}, _text(found, line))
-    return 0 if not found.violations else 1
+    return 0 if not found.violations and (found.fit is None or found.fit.fits) else 1
 
 
 def _text(found: DryRun, line: str) -> str:
@@ -247,7 +264,8 @@ def _text(found: DryRun, line: str) -> str:
         else f"It cannot run: {'; '.join(told['violations'][:3])}"
     )
     lines = [
-        f"{told['model']}: {told['parameters']:,} parameters in {counted(len(told['stages']), 'stage')} on "
+        f"{told['model']}: {told['parameters']:,} parameters{_trained_share(told)} in "
+        f"{counted(len(told['stages']), 'stage')} on "
         f"{counted(told['ranks'], 'rank')}",
         table(["stage", "rank", "blocks", "which", "parameters"], stages, width=width, keep=("parameters",)),
         "",
@@ -261,6 +279,7 @@ def _text(found: DryRun, line: str) -> str:
         "",
         "Memory that each rank needs at its fullest moment, without temporary memory of kernels:",
         table(["rank", *names], ranks, width=width, keep=("total",)),
+        *_fit(told["fit"], width),
         *(
             ["The whole model was built for this: only built-in and Hugging Face models can be built without memory."]
             if told["built_whole"]
@@ -271,6 +290,35 @@ def _text(found: DryRun, line: str) -> str:
         f"  {line}",
     ]
     return "\n".join(name if "\n" in name or name.startswith("  ") else wrapped(name, width) for name in lines)
+
+
+def _trained_share(told: dict[str, Any]) -> str:
+    trained = told["trained_parameters"]
+    return "" if trained == told["parameters"] else f", {trained:,} of them trained,"
+
+
+def _fit(told: dict[str, Any] | None, width: int) -> Iterator[str]:
+    """Yield whether the run fits on its cards, and what to change if not."""
+    from drumline.core.units import size_text
+    from drumline.report.draw.table import table
+
+    if told is None:
+        return
+    needed, usable, there = (size_text(round(told[f"{name}_bytes"])) for name in ("needed", "usable", "card"))
+    yield ""
+    if told["fits"]:
+        yield f"It fits on {told['card']}: the fullest rank needs {needed}; headroom leaves {usable} of {there}."
+        return
+    yield f"It does not fit on {told['card']}: the fullest rank needs {needed}; headroom leaves {usable} of {there}."
+    rows = [
+        [remedy["change"], size_text(round(remedy["bytes"])), "fits" if remedy["fits"] else "not enough"]
+        for remedy in told["remedies"]
+    ]
+    if rows:
+        yield table(["change", "fullest rank", ""], rows, width=width, left=1, keep=("fullest rank",))
+    yield (
+        f"Try next: {told['next']}" if told["next"] else "Nothing that is known here makes it fit: use a smaller model."
+    )
 
 
 def _buckets(told: dict[str, Any], width: int) -> Iterator[str]:
@@ -313,6 +361,8 @@ def _tell(args: argparse.Namespace, settings: TrainSettings, trained: Any) -> No
         lines.append(f"Stopped by {stopped.stopped} after step {stopped.step} of {settings.run.steps}.")
     elif not losses:
         print(f"The run in {trained.folder} had made all {settings.run.steps} steps already.")
+        if trained.merged:
+            print(f"The model with the adapter merged into it is in {trained.merged}.")
         return
     if losses:
         what = (
@@ -324,6 +374,8 @@ def _tell(args: argparse.Namespace, settings: TrainSettings, trained: Any) -> No
     if trained.evaluations:
         lines.append(f"held-out loss {trained.evaluations[-1].loss:.4g}")
     lines.append(f"The run is in {trained.folder}. `drumline report {trained.folder}` shows where the time went.")
+    if trained.merged:
+        lines.append(f"The model with the adapter merged into it is in {trained.merged}.")
     print(wrapped("\n".join(lines), terminal_width()))
     if resume:
         print(f"{f'Saved {saved}. ' if saved else ''}To continue:\n  {resume}")

@@ -78,7 +78,8 @@ def _text(result: Verification, width: int) -> str:
         ["weights", f"{result.weight_difference:.3g}", ""],
     ]
     mesh = f"{result.mesh}, {f'ZeRO {result.zero}, ' if result.zero else ''}" if result.mesh else ""
-    head = f"{result.schedule}: {mesh}{', '.join(counted(*number) for number in numbers)}, {result.transport}"
+    sizes = ", ".join(counted(*number) for number in numbers)
+    head = f"{result.schedule}: {mesh}{sizes}, {result.transport} on {result.devices.places}"
     over = {name: value for name, value in result.gradient_differences.items() if value > result.tolerance}
     worst = sorted(over, key=over.__getitem__, reverse=True)
     steps = f" in {counted(result.num_steps, 'step')}"

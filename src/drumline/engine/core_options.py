@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ _UNUSED = one_of("warn", "raise", "ignore")
 class CoreOptions(FeatureOptions):
     """The options of any pipeline; `Pipeline` documents each."""
 
-    ALIKE: ClassVar[tuple[str, ...]] = ("check_finite", "merge_weight_gradients", "ahead")
     model: Model
     _: KW_ONLY
     loss_fn: Callable[..., Tensor] | None = None
@@ -63,10 +62,10 @@ class CoreOptions(FeatureOptions):
     device: torch.device | str | None = None
     seed: int = option(0, _INTEGER)
     precision: str = "fp32"
-    check_finite: bool = option(True, SWITCH)
-    merge_weight_gradients: bool = option(False, SWITCH)
+    check_finite: bool = option(True, SWITCH, alike=True)
+    merge_weight_gradients: bool = option(False, SWITCH, alike=True)
     timeout: float = option(300.0, _SECONDS)
-    ahead: int = option(2, COUNT)
+    ahead: int = option(2, COUNT, alike=True)
     weigh: bool = option(False, SWITCH)
     compile: Compile = False
     programs: Mapping[str, Program | str | Path | int] | None = None

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from drumline.engine.flow import Flow
 from drumline.engine.ground import Ground
 from drumline.engine.lines import Lines
-from drumline.engine.local_pipeline import LocalPipeline
 from drumline.engine.no_check import NoCheck
+from drumline.engine.program.programs import Programs
 from drumline.engine.ranks.journal import Journal
 from drumline.engine.ranks.tally import TallyLedger
 from drumline.engine.setup import ModelCut, PipelineSetup
@@ -26,7 +26,7 @@ def _flushed(setting: PipelineSetup, ground: Ground) -> Flow:
 
 
 def _unwritten(
-    setting: PipelineSetup, cut: ModelCut, built: LocalPipeline, ledger: TallyLedger, holdings: Holdings
+    setting: PipelineSetup, cut: ModelCut, programs: Programs, ledger: TallyLedger, holdings: Holdings
 ) -> Journal:
     return Journal(ledger, holdings.has_gradients)
 
@@ -44,7 +44,7 @@ class Kit:
     executor: type[Executor] = Executor  # runs a rank's row
     lines: Callable[[PipelineSetup], Lines] = Lines
     check: Callable[[PipelineSetup, ModelCut, Parts, tuple[int, int, str] | None], NoCheck] = NoCheck
-    journal: Callable[[PipelineSetup, ModelCut, LocalPipeline, TallyLedger, Holdings], Journal] = _unwritten
+    journal: Callable[[PipelineSetup, ModelCut, Programs, TallyLedger, Holdings], Journal] = _unwritten
     flow: Callable[[PipelineSetup, Ground], Flow] = _flushed
     # Refuses tied tensors, before ranks have them.
     admit: Callable[[PipelineSetup, Ties], None] = lambda setting, ties: None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any
 
 from drumline.core.errors import UsageError
 from drumline.core.settings.rule import Rule
@@ -27,8 +27,8 @@ _SOMETHING = object()
 COUNT = Rule("an integer of at least 1", lambda value: is_whole(value) and value >= 1)
 
 
-def option(default: Any, rule: Rule) -> Any:
-    """Return a dataclass field with a default that accepts certain values.
+def option(default: Any, rule: Rule, *, alike: bool = False) -> Any:
+    """Return a dataclass field with a default that accepts certain values; all ranks the same one if `alike`.
 
     >>> @dataclass(frozen=True, kw_only=True)
     ... class Greeting(FeatureOptions):
@@ -37,7 +37,7 @@ def option(default: Any, rule: Rule) -> Any:
     Traceback (most recent call last):
     drumline.core.errors.UsageError: times is 0; expected an integer of at least 1
     """
-    return field(default=default, metadata={"rule": rule})
+    return field(default=default, metadata={"rule": rule, "alike": alike})
 
 
 def _known(value: Any) -> Any:
@@ -53,16 +53,11 @@ def _known(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureOptions:
-    """The options of a feature.
-
-    `ALIKE` names those that must be the same on all ranks.
-    """
-
-    ALIKE: ClassVar[tuple[str, ...]] = ()
+    """The options of a feature."""
 
     def alike(self) -> dict[str, Any]:
         """Return the values that must be the same on all ranks, by name."""
-        names = sorted({name for kind in type(self).__mro__ for name in kind.__dict__.get("ALIKE", ())})
+        names = sorted(entry.name for entry in fields(self) if entry.metadata.get("alike"))
         return {name: getattr(self, name) for name in names}
 
     def check_values(self) -> None:

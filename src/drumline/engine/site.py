@@ -38,11 +38,16 @@ class Site(Ground):
         """Call observers from the next step on that were idle, and leave out those that are idle now."""
         self.observe(self.observers.each)
 
-    def pause(self, what: str) -> None:
-        """Before something else than a step, run what is in flight; all ranks call it alike."""
-        self.flow.pause(what)
-
     def settle(self, what: str) -> None:
         """Wait for the outcome of all steps so far on all ranks, before something else that they do alike."""
         self.flow.pause(what)
         self.recording.settle()
+
+
+class Methods:
+    """A part of `Pipeline`: public methods of a feature, which work on what runs the pipeline here."""
+
+    _site: Site
+
+    def _finish(self, most_seconds: float | None) -> None:
+        """Finish what is under way before ranks disconnect; `most_seconds`, if given, bounds that, without an error."""

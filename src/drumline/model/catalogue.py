@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from drumline.model.block import Block
+from drumline.model.quantised.packed import is_packed, mapped_parts
 
 
 class Place(NamedTuple):
@@ -140,6 +142,8 @@ class Catalogue:
 
 def with_memory(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor with memory like one on the meta device; a parameter stays one, with all its settings."""
+    if is_packed(tensor):
+        return mapped_parts(tensor, partial(torch.empty_like, device=device))
     made = torch.empty_like(tensor, device=device, requires_grad=False)
     if isinstance(tensor, nn.Parameter):
         made = torch.Tensor._make_subclass(type(tensor), made, tensor.requires_grad)

@@ -9,7 +9,6 @@ Lengths and numbers of rows may differ. Behind the cut nobody knows of this: a m
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -58,23 +57,3 @@ class Microbatches(tuple[Any, ...]):
 
     def __repr__(self) -> str:
         return f"Microbatches({list(self)!r})"
-
-
-def has_microbatches(value: Any) -> bool:
-    """Whether any part of a value is given microbatch by microbatch.
-
-    >>> has_microbatches({"x": Microbatches([1, 2])}), has_microbatches({"x": (1, 2)})
-    (True, False)
-    """
-    todo = [value]
-    while todo:
-        entry = todo.pop()
-        if isinstance(entry, Microbatches):
-            return True
-        if isinstance(entry, tuple | list):
-            todo += entry
-        elif isinstance(entry, dict):
-            todo += entry.values()
-        elif is_dataclass(entry) and not isinstance(entry, type):
-            todo += [getattr(entry, field.name) for field in fields(entry)]
-    return False

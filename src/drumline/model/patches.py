@@ -11,11 +11,14 @@ then to the original. The original is restored when the last watcher is done:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from operator import setitem
+from types import MappingProxyType
 from typing import Any
+
+from torch import Tensor, nn
 
 _lock = threading.Lock()
 _INHERITED: Any = object()
@@ -110,6 +113,21 @@ class Patch:
             yield
         finally:
             self.leave()
+
+
+@contextmanager
+def having_gradients(
+    parameters: Iterable[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
+) -> Iterator[list[nn.Parameter]]:
+    """Let parameters have these gradients inside, and no others; yield all of them."""
+    before = {param: param.grad for param in parameters}
+    for param in before:
+        param.grad = gradients.get(param)
+    try:
+        yield list(before)
+    finally:
+        for param, gradient in before.items():
+            param.grad = gradient
 
 
 @contextmanager

@@ -149,11 +149,14 @@ class Randomness:
             self._standing = []
             self._listen()
             _seedings[threading.get_ident()] += 1
-            seed = self.seed_for(microbatch, block)
-            for generator in self._generators:
-                generator.manual_seed(seed)
+            self.seed_all(self.seed_for(microbatch, block))
             if self._drawing is not None:
                 self._seeded = block, self.states()
+
+    def seed_all(self, seed: int) -> None:
+        """Seed the generators."""
+        for generator in self._generators:
+            generator.manual_seed(seed)
 
     def watch(self) -> None:
         """Store the generators' states, unless they are known from the last check."""
@@ -225,23 +228,6 @@ def _generators(device: torch.device) -> list[torch.Generator]:
         module.init()
     number = module.current_device() if device.index is None else device.index
     return [torch.default_generator, module.default_generators[number]]
-
-
-def generator_states(device: torch.device) -> list[Tensor]:
-    """Return the states of the generators that a block on a device draws from."""
-    return [generator.get_state() for generator in _generators(device)]
-
-
-def set_generator_states(device: torch.device, states: Sequence[Tensor]) -> None:
-    """Set the generators that a block on a device draws from to earlier states."""
-    for generator, state in zip(_generators(device), states, strict=True):
-        generator.set_state(state)
-
-
-def seed_generators(device: torch.device, seed: int) -> None:
-    """Seed the generators that a block on a device draws from."""
-    for generator in _generators(device):
-        generator.manual_seed(seed)
 
 
 def state_of_own(generator: Any) -> Any:

@@ -247,14 +247,21 @@ def found_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
             yield from found_in(getattr(value, field.name, None), (*path, ("field", field.name)))
 
 
+_WITHOUT_CACHE = (
+    "pass use_cache=False; prefix tuning always passes a cache of keys and cannot be cut: use prompt tuning, LoRA or "
+    "another adapter"
+)
+
+
 def refuse_objects(form: Any, what: str) -> None:
     """Refuse plain objects that can change: all microbatches would share them, and they would stay on this rank."""
     for value in plain_in(form):
         if not isinstance(value, _PLAIN) and not callable(value):
+            kind = type(value).__name__
             raise ModelError(
-                f"{what} gets or returns a {type(value).__name__}",
+                f"{what} gets or returns a {kind}",
                 expected="tensors, plain values, or tuples, lists, dicts and dataclasses of these",
-                fix="pass its contents instead",
+                fix=_WITHOUT_CACHE if "Cache" in kind else "pass its contents instead",
             )
 
 

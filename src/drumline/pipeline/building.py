@@ -1,37 +1,55 @@
-"""What runs on this process's ranks, built from a model in stages: divided, agreed on, assembled and connected."""
+"""What runs on this process's ranks, built from a model in stages: divided, agreed on, assembled and connected.
+
+Beside it is built who holds tensors, notes steps and updates parameters.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
+from drumline.engine.ground import Ground
 from drumline.engine.kit import Kit
 from drumline.engine.lines import Lines
-from drumline.engine.local_pipeline import LocalPipeline
+from drumline.engine.no_check import NoCheck
 from drumline.engine.program.frozen import Frozen, is_named
 from drumline.engine.program.programs import Programs, named_programs
 from drumline.engine.ranks.agreement import agree_on_lines, code_of, first_difference, plan_of
+from drumline.engine.ranks.tally import TallyLedger
+from drumline.engine.ranks.unused import unused_in
 from drumline.engine.setup import ModelCut, PipelineSetup
 from drumline.engine.stages.assembly import Assembly, checkpointed
 from drumline.engine.stages.engine import Attachments, Engine
+from drumline.engine.state.tensors import Holdings
+from drumline.engine.updates.updates import Updates
 from drumline.model.randomness import Randomness
 from drumline.model.weights.tied import Ties
 from drumline.runtime.backward.compiled import compiler_for
 
 
-def build(setting: PipelineSetup, kit: Kit, lines: Lines, cut: ModelCut) -> LocalPipeline:
-    """Return the engine with its programs, after the check has seen whole what lines divide."""
+def build(setting: PipelineSetup, kit: Kit, lines: Lines, cut: ModelCut) -> tuple[Ground, NoCheck]:
+    """Return all that runs steps, and their check, which has seen whole what lines divide."""
     joins = is_named(setting.options.schedule)
     frozen = Frozen(setting.program, cut.stages, lines.completing(cut.stages), joins=joins)
     assembled = _assembled(setting, frozen.program, cut).named()
     check = kit.check(setting, cut, lines.parts(cut.stages), _different(setting, cut, assembled))
     lines.divide(cut)
     kit.admit(setting, assembled.ties)
-    engine = _engine(setting, kit, lines, assembled)
-    return LocalPipeline(lines, frozen, assembled, check, engine, _programs(setting, frozen))
+    engine, programs = _engine(setting, kit, lines, assembled), _programs(setting, frozen)
+    crew, intake = setting.crew, cut.intake
+    holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()), engine.chain)
+    unused = unused_in(cut.stages) if crew.rank == 0 and setting.axes.number == 0 else None
+    ledger = TallyLedger(setting.options.unused, unused)
+    recording = kit.journal(setting, cut, programs, ledger, holdings)
+    updates = Updates(cut.numbers, holdings, recording, check)
+    intake.precise = any(param.dtype is torch.float64 for param in holdings.parameters())
+    frozen.forget_all_but(engine.assembly.cuts)
+    runs = crew, ledger, intake, frozen, programs, engine, holdings, updates, recording, lines, setting.together
+    return Ground(*runs), check
 
 
 def _assembled(setting: PipelineSetup, program: Program, cut: ModelCut) -> Assembly:

@@ -27,6 +27,7 @@ from drumline.engine.state.shared_state import refuse_hidden
 from drumline.model.block import Block
 from drumline.model.blocks.cut import cut
 from drumline.model.precision import Precision
+from drumline.model.quantised.placing import to_device
 from drumline.model.weights.materialise import materialise
 from drumline.plan.cut.peaks import held_by
 from drumline.plan.device.blocks import Profile
@@ -133,7 +134,7 @@ def _timed(given: CoreOptions, crew: Crew, program: Program, intake: Intake, blo
     if any(param.is_meta for block in blocks for param in block.module.parameters()):
         return None
     for block in blocks:
-        block.module.to(intake.device)
+        to_device(block.module, intake.device)
     has_loss = intake.own or (intake.has_loss and given.example_target is not None)
     measured = partial(
         balanced,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import torch
 from torch import nn
 
+from drumline.channel.devices.visible import device_named
 from drumline.core.errors import ModelError, UsageError, counted
 from drumline.core.settings.clash import Together
 from drumline.engine.core_options import CoreOptions
@@ -19,6 +19,7 @@ from drumline.engine.model import splits
 from drumline.engine.program import programs
 from drumline.engine.ranks import transports
 from drumline.engine.together import PLANNED
+from drumline.model.quantised.packed import is_packed, refuse_strange, settle
 from drumline.pipeline.attached import AttachedOptions
 from drumline.pipeline.together import table
 from drumline.plan.device.plan import Plan
@@ -56,7 +57,10 @@ class Options(CoreOptions, AttachedOptions):
         programs.check(self.programs)
         device_named(self.device)
         transports.check(self.transport)
-        Together(table(), self.facts()).refuse()
+        modules = _modules(self.model)
+        settle(module for model in modules for module in model.modules())
+        quantised = any(is_packed(param) for model in modules for param in model.parameters())
+        Together(table(), {**self.facts(), "quantised": quantised}).refuse()
         self.refuse_model(self.model)
         if isinstance(self.model, nn.Module) and any(map(_is_divided, self.model.parameters())):
             raise ModelError(
@@ -64,6 +68,9 @@ class Options(CoreOptions, AttachedOptions):
                 expected="the plain model: Drumline divides it",
                 fix="pass mesh= with zero=3 or tensor_parallel= instead",
             )
+        for number, model in enumerate(modules):
+            name = "" if model is self.model else f"of block {number}: "
+            refuse_strange((f"{name}{key}", param) for key, param in model.named_parameters())
         if isinstance(getattr(self.model, "_orig_mod", None), nn.Module):
             raise ModelError(
                 "the model is already compiled by torch.compile",
@@ -103,6 +110,12 @@ def taken(**wanted: Any) -> dict[str, Any]:
     return {name: value for name, value in wanted.items() if name in names}
 
 
+def _modules(model: Any) -> list[nn.Module]:
+    """Return a model as modules: itself, or those of a list or a dict."""
+    listed = model.values() if isinstance(model, Mapping) else [model] if isinstance(model, nn.Module) else model
+    return [module for module in listed if isinstance(module, nn.Module)] if isinstance(listed, Iterable) else []
+
+
 def _is_divided(parameter: nn.Parameter) -> bool:
     """Whether a parameter is a DTensor; without importing that, which takes a second."""
     return any(kind.__module__.startswith("torch.distributed.tensor") for kind in type(parameter).__mro__)
@@ -136,26 +149,3 @@ def made_with(
         return made
 
     return decorate
-
-
-def device_named(device: Any) -> torch.device | None:
-    """Return the device that a user names, if this machine has it; None for None.
-
-    >>> device_named("gpu")
-    Traceback (most recent call last):
-    drumline.core.errors.UsageError: device is 'gpu'; expected a PyTorch device, such as cpu or cuda:0
-    """
-    if device is None:
-        return None
-    expected = "a PyTorch device, such as cpu or cuda:0"
-    if not isinstance(device, str | torch.device):
-        raise UsageError(f"device is {device!r}", expected=expected)
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        raise UsageError(f"device is {device!r}", expected=expected) from None
-    there = torch.accelerator.current_accelerator(check_available=True)
-    if found.type not in ("cpu", "meta") and (there is None or there.type != found.type):
-        here = "cpu" if there is None else f"cpu or {there.type}"
-        raise UsageError(f"device is {str(device)!r}, but PyTorch finds no such device", expected=here)
-    return found

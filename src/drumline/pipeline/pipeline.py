@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from drumline.channel.devices.rank_devices import RankDevices
 from drumline.channel.lines.axes import Axes
 from drumline.channel.lines.grid import AXES
 from drumline.core.errors import DrumlineError, UsageError, counted
@@ -17,7 +18,7 @@ from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.engine.state.keeper import Keeper
 from drumline.engine.state.name_patterns import matching
-from drumline.engine.updates.kinds import by_element
+from drumline.engine.updates.whole_matrices import by_element
 from drumline.pipeline.attached import AttachedMethods
 from drumline.pipeline.options import Options, made_with
 from drumline.pipeline.setup import set_up
@@ -142,6 +143,16 @@ class Pipeline(AttachedMethods):
         """What carries messages between ranks: "in-process", "shared-memory", "gloo" or "nccl"."""
         return self._crew.channels[0].name
 
+    @property
+    def devices(self) -> RankDevices:
+        """Where every rank computes and what carries their messages, of all lines of a mesh; `str` is one line.
+
+        >>> pipe = Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1)
+        >>> str(pipe.devices)
+        'rank 0 on cpu, in-process'
+        """
+        return self._crew.devices
+
     def step(
         self,
         *batch: Any,
@@ -178,7 +189,7 @@ class Pipeline(AttachedMethods):
         """
         wanted, step = _switched(outputs), self._new_step(train=False)
         self._run.run_by(step, program)
-        self._run.pause("eval_step")
+        self._run.flow.pause("eval_step")
         with self._recording.between.during("evaluate"):
             tally = self._run.evaluate(step, CalledWith(batch, named, target))
             return StepResult(step.draw, lambda: tally.loss, output_of(step) if wanted else None)
@@ -249,7 +260,7 @@ class Pipeline(AttachedMethods):
             with self._crew.together("clip_grad_norm_"):
                 own = self._holdings.norms(norm_type)
                 told = self._crew.all_told("norms", own)
-            total = self._engine.total_norm(told, norm_type)
+            total = self._engine.assembly.total_norm(told, norm_type)
             clip.scale(self.parameters(), total, max_norm)
             self._recording.note(grad_norm=total)
             return total

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from drumline.channel.devices.visible import device_named, in_use
 from drumline.channel.launch.launch import launch
 from drumline.core.action import Op
 from drumline.core.errors import BatchError, UsageError, counted
@@ -38,8 +39,8 @@ from drumline.engine.ranks.crew import Crew
 from drumline.engine.stages.intake import Intake
 from drumline.model.block import Block
 from drumline.model.follow.inputs import Inputs
+from drumline.model.quantised.placing import to_device
 from drumline.model.values import moved, pack, unpack
-from drumline.pipeline.options import device_named
 from drumline.pipeline.pipeline import Pipeline
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.model_profile import Identity, ModelProfile, ProfiledLink, merged
@@ -126,7 +127,7 @@ def profile_model(
         sources.check(source)
     device_named(device)
     settings = ProfileSettings(source, sizes, device, num_runs, max_seconds, length, seed, shows)
-    told = launch(_measured, settings, num_ranks=num_ranks, threads=num_threads, prefix=False)
+    told = launch(_measured, settings, num_ranks=num_ranks, threads=num_threads, backend="gloo", prefix=False)
     first = told[0]
     by_size = zip(sizes, zip(*(measurements.profiles for measurements in told), strict=True), strict=True)
     handling = [point for measurements in told for point in measurements.handling]
@@ -149,14 +150,14 @@ def profile_model(
 def _measured(settings: ProfileSettings) -> RankMeasurements:
     """Measure everything on this rank."""
     material = settings.material()
-    device = device_named(settings.device) or torch.device("cpu")
+    device = in_use(device_named(settings.device) or torch.device("cpu"))
     if isinstance(material.model, nn.Module):
-        material.model.to(device)
+        to_device(material.model, device)
     inputs = example_inputs(material.model, material.batch)
     _check_rows(inputs, settings.sizes[-1])
     blocks = blocks_for(material.model, material.batch, device, num_microbatches=1)
     for block in blocks:
-        block.module.to(device)
+        to_device(block.module, device)
     identity = identity_of(blocks, type(material.model).__name__)
     intake = Intake(material.model, material.loss_fn, device, num_microbatches=1)
     say = _say if settings.shows and dist.get_rank() == 0 else lambda what: None

@@ -5,40 +5,32 @@
     set_up      the program and the ranks, connected: from here on, a rank that fails tells all others
     kit_for     the parts of a pipeline, some of them made by features
     cut_model   the model in stages, with the parameters of this process's blocks
-    build       the engine and its programs, divided as lines say, and the check of its steps
-    _ground     who holds tensors, notes steps and updates parameters
+    build       the engine and its programs, divided as lines say, and the check of its steps; who holds tensors, notes
+                steps and updates parameters
     _made       what chooses the program of a step, and all that observes it
 """
 
 from __future__ import annotations
 
-import torch
-
+from drumline.channel.devices.visible import device_named, in_use, tell_of
 from drumline.core.errors import DrumlineError
 from drumline.core.program import Program
 from drumline.core.settings.clash import Together
 from drumline.engine.choice import ProgramChoice
-from drumline.engine.ground import Ground
-from drumline.engine.kit import Kit
-from drumline.engine.local_pipeline import LocalPipeline
 from drumline.engine.model.model_watch import WatchedModel
 from drumline.engine.program.find import program_for
 from drumline.engine.ranks import transports
 from drumline.engine.ranks.agreement import TracedKinds
 from drumline.engine.ranks.crew import Crew
 from drumline.engine.ranks.observer import Observers
-from drumline.engine.ranks.tally import TallyLedger
-from drumline.engine.ranks.unused import unused_in
-from drumline.engine.setup import ModelCut, PipelineSetup
+from drumline.engine.setup import PipelineSetup
 from drumline.engine.stages import assembly
 from drumline.engine.state.shared_state import SharedBuffers
-from drumline.engine.state.tensors import Holdings
 from drumline.engine.together import program_facts
-from drumline.engine.updates.updates import Updates
 from drumline.pipeline.attached import attached, kit_for
 from drumline.pipeline.building import build
 from drumline.pipeline.cutting import cut_model
-from drumline.pipeline.options import Options, device_named
+from drumline.pipeline.options import Options
 from drumline.pipeline.steps.step import StepRun
 from drumline.pipeline.together import table
 from drumline.runtime.clocks import clock_for
@@ -47,7 +39,7 @@ from drumline.runtime.clocks import clock_for
 def set_up(options: Options) -> StepRun:
     """Return the object that runs the steps, connected to all other ranks; raises the same error on all of them."""
     assert options.schedule is not None, "options that were decided"
-    device = device_named(options.device) or assembly.device_of(options.model)
+    device = in_use(device_named(options.device) or assembly.device_of(options.model))
     num_ranks = transports.num_ranks(
         options.transport, options.num_ranks, timeout=options.timeout, interface=options.interface
     )
@@ -78,6 +70,8 @@ def set_up(options: Options) -> StepRun:
         interface=options.interface,
         now=clock_for(device).now,
     )
+    if crew.rank == axes.number == 0:
+        tell_of(crew.devices, is_named=options.device is not None)
     with crew.together("the set-up"):
         if isinstance(program, DrumlineError):
             raise program
@@ -89,8 +83,7 @@ def _made(setting: PipelineSetup, options: Options) -> StepRun:
     kit = kit_for(setting, options)
     lines = kit.lines(setting)
     cut = cut_model(setting, kit, lines)
-    built = build(setting, kit, lines, cut)
-    ground = _ground(setting, kit, cut, built)
+    ground, check = build(setting, kit, lines, cut)
     flow = kit.flow(setting, ground)
     run = StepRun(
         **vars(ground),
@@ -99,7 +92,7 @@ def _made(setting: PipelineSetup, options: Options) -> StepRun:
         observers=Observers(()),
         cut=ground.intake.cut,
         run_rows=ground.engine.run,
-        followed=TracedKinds(built.engine.blocks()),
+        followed=TracedKinds(ground.engine.blocks()),
         balance=cut.balance,
     )
     observers = attached(run, setting, cut, options)
@@ -108,31 +101,7 @@ def _made(setting: PipelineSetup, options: Options) -> StepRun:
     run.holdings.share()
     lines.share(run.engine, run.holdings, run.updates)
     run.watched.begin()
-    built.check.attach(ground)
-    own = [flow, run.engine, run.holdings, SharedBuffers(run.engine), run.recording, built.check]
+    check.attach(ground)
+    own = [flow, run.engine, run.holdings, SharedBuffers(run.engine), run.recording, check]
     run.observe([*own, *observers])
     return run
-
-
-def _ground(setting: PipelineSetup, kit: Kit, cut: ModelCut, built: LocalPipeline) -> Ground:
-    """Return who holds tensors, notes steps and updates parameters."""
-    given, crew, engine = setting.options, setting.crew, built.engine
-    holdings = Holdings(built.assembled.ties, crew, engine.executors, list(engine.copies.values()), engine.chain)
-    ledger = TallyLedger(given.unused, unused_in(cut.stages) if crew.rank == 0 and setting.axes.number == 0 else None)
-    recording = kit.journal(setting, cut, built, ledger, holdings)
-    updates = Updates(cut.numbers, holdings, recording, built.check)
-    cut.intake.precise = any(param.dtype is torch.float64 for param in holdings.parameters())
-    built.frozen.forget_all_but(engine.assembly.cuts)
-    return Ground(
-        crew,
-        ledger,
-        cut.intake,
-        built.frozen,
-        built.programs,
-        engine,
-        holdings,
-        updates,
-        recording,
-        built.lines,
-        setting.together,
-    )

@@ -12,8 +12,7 @@ frozen block has no W, and a block with nothing trainable up to it has neither B
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from statistics import median, quantiles
 from typing import Any
@@ -26,6 +25,8 @@ from drumline.core.prove.frozen import needed
 from drumline.core.rules import Backward
 from drumline.model.block import Block, Model, blocks_of
 from drumline.model.catalogue import places_in
+from drumline.model.patches import having_gradients
+from drumline.model.quantised.packed import num_bytes
 from drumline.model.randomness import Randomness
 from drumline.model.values import pack
 from drumline.plan.device.blocks import OpTimes, Profile, ProfiledBlock
@@ -80,7 +81,7 @@ def profile(
     with (
         randomness.kept_aside(),
         buffers.as_they_were(buffers.save()),
-        _gradients_put_aside([param for module in modules for param in module.parameters()]),
+        having_gradients([param for module in modules for param in module.parameters()]),
     ):
         apart = [[block] for block in blocks]
         chains = [
@@ -120,18 +121,6 @@ def _repeated(run: Callable[[], list[Ops]], num_runs: int, max_seconds: float | 
             break
         found.append(run())
     return found[min(_NUM_WARM_UPS, len(found) - 1) :]
-
-
-@contextmanager
-def _gradients_put_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    before = [param.grad for param in parameters]
-    for param in parameters:
-        param.grad = None
-    try:
-        yield
-    finally:
-        for param, gradient in zip(parameters, before, strict=True):
-            param.grad = gradient
 
 
 class _Chain:
@@ -297,7 +286,7 @@ def _spreads(apart: Sequence[Ops]) -> list[OpTimes]:
 def _static(module: nn.Module) -> tuple[int, int]:
     """Return the bytes of a block's weights and buffers, and of its gradients."""
     trained = sum(param.nbytes for param in module.parameters() if param.requires_grad)
-    return sum(param.nbytes for param in chain(module.parameters(), module.buffers())), trained
+    return sum(num_bytes(tensor) for tensor in chain(module.parameters(), module.buffers())), trained
 
 
 def tied(blocks: Sequence[Block]) -> list[tuple[tuple[str, int, int], ...]]:
@@ -311,5 +300,5 @@ def tied(blocks: Sequence[Block]) -> list[tuple[tuple[str, int, int], ...]]:
         for param in chain(block.module.parameters(), block.module.buffers()):
             if len(uses[id(param)]) > 1:
                 name = next(iter(uses[id(param)].values()))
-                found[number].append((name, param.nbytes, param.nbytes if param.requires_grad else 0))
+                found[number].append((name, num_bytes(param), param.nbytes if param.requires_grad else 0))
     return [tuple(each) for each in found]

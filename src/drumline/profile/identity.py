@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 
 from drumline.model.block import Block
+from drumline.model.quantised.packed import kind_of, unpacked_shape
 from drumline.plan.device.model_profile import Identity
 
 
@@ -19,12 +20,12 @@ def identity_of(blocks: Sequence[Block], name: str) -> Identity:
     >>> value == same, value == other, value.num_parameters
     (True, False, 9)
     """
-    tensors = {id(param): param.numel() for block in blocks for param in block.module.parameters()}
+    tensors = {id(param): unpacked_shape(param).numel() for block in blocks for param in block.module.parameters()}
     described = [
         [
             block.name,
             [
-                [key, list(param.shape), str(param.dtype).removeprefix("torch."), param.requires_grad]
+                [key, list(param.shape), kind_of(param).removeprefix("torch."), param.requires_grad]
                 for key, param in block.named_parameters()
             ],
         ]

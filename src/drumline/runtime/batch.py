@@ -225,17 +225,3 @@ def counted_in(batch: Any) -> tuple[int, int]:
 
 def _is_text(tensor: Tensor) -> bool:
     return tensor.dim() == 2 and not tensor.is_floating_point() and not tensor.is_complex()
-
-
-def shares(weights: list[float | Tensor]) -> list[float | Tensor]:
-    """Return the share of each microbatch in the whole.
-
-    >>> shares([2, 2, 2, 1])[0] == 2 / 7
-    True
-    """
-    total = sum(weights[1:], start=weights[0])
-    if not isinstance(total, Tensor) and not total > 0:
-        raise BatchError(
-            f"the microbatches' loss weights are {weights}", expected="numbers of at least 0, not all of them 0"
-        )
-    return [weight / total for weight in weights]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from drumline.model.quantised.packed import parts_of
 from drumline.model.values import pack
 from drumline.runtime.stage import Stage
 
@@ -77,7 +78,7 @@ class Scale:
         """Watch what autograd keeps of the forwards inside."""
         modules = [block.module for stage in self._stages for block in stage.blocks]
         states = (param for module in modules for param in (*module.parameters(), *module.buffers()))
-        self._own = {state.untyped_storage().data_ptr() for state in states}
+        self._own = {part.untyped_storage().data_ptr() for state in states for part in parts_of(state).values()}
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: SavedTensor(self, tensor), SavedTensor.taken):
             yield
 

@@ -16,7 +16,17 @@ from typing import Any
 from torch import Tensor
 
 from drumline.core.errors import BatchError, counted
-from drumline.model.values import APART, HEADERS
+from drumline.model.values import APART, HEADERS, pack
+
+
+def has_microbatches(value: Any) -> bool:
+    """Whether any part of a value is given microbatch by microbatch.
+
+    >>> from drumline.model.microbatches import Microbatches
+    >>> has_microbatches({"x": Microbatches([1, 2])}), has_microbatches({"x": (1, 2)})
+    (True, False)
+    """
+    return is_apart(pack(value)[1])
 
 
 def is_apart(form: Any) -> bool:

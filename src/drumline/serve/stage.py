@@ -13,14 +13,14 @@ This process imports numpy, onnxruntime and grpc, and no PyTorch.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from drumline.serve.wire.flows import Flows, Home
 from drumline.serve.wire.frames import Answer, Failed
 from drumline.serve.wire.links import PLAIN, Tls, connect, listen, options
 from drumline.serve.wire.manifest import Manifest, read_manifest
-from drumline.serve.wire.protocol import SERVICE, InferRequest, InferResponse, message
+from drumline.serve.wire.protocol import SERVICE, InferRequest, InferResponse, handler, message
 from drumline.serve.wire.stage_times import StageTimes
 from drumline.serve.wire.tensors import Refused, put_inputs, put_outputs, read_inputs
 
@@ -85,18 +85,9 @@ class StageService:
 
     def handlers(self) -> Any:
         """Return the unary calls as gRPC wants them; requests and answers are bytes already."""
-        ready = grpc.unary_unary_rpc_method_handler(
-            self.ready,
-            request_deserializer=message("ServerReadyRequest").FromString,
-            response_serializer=message("ServerReadyResponse").SerializeToString,
-        )
-        metadata = grpc.unary_unary_rpc_method_handler(
-            self.metadata,
-            request_deserializer=message("ServerMetadataRequest").FromString,
-            response_serializer=message("ServerMetadataResponse").SerializeToString,
-        )
-        infer = grpc.unary_unary_rpc_method_handler(self.infer)
-        calls = {"ModelInfer": infer, "ServerReady": ready, "ServerMetadata": metadata}
+        named = {"ServerReady": self.ready, "ServerMetadata": self.metadata}
+        calls = {call: handler(call, answer) for call, answer in named.items()}
+        calls["ModelInfer"] = grpc.unary_unary_rpc_method_handler(self.infer)
         return grpc.method_handlers_generic_handler(SERVICE, calls)
 
     async def ready(self, request: Any, context: Any) -> Any:
@@ -312,43 +303,21 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run a stage as the front starts it."""
-    parser = argparse.ArgumentParser(prog="drumline.serve.stage")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("number", type=int)
-    parser.add_argument("address")
-    parser.add_argument("--next", default="")
-    parser.add_argument("--also", default="")
-    parser.add_argument("--ledger", type=Path)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--cores", default="")
-    parser.add_argument("--limit", type=int, default=16)
-    parser.add_argument("--max-bytes", type=int, default=MAX_BYTES)
-    args = parser.parse_args(words)
-    if args.cores:
-        stay_on([int(core) for core in args.cores.split(",")])
+def main(given: str) -> int:
+    """Run a stage as the front starts it: by the arguments of `run_stage` as JSON, and the cores to stay on."""
+    arguments = json.loads(given)
+    if cores := arguments.pop("cores"):
+        stay_on(cores)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     np.seterr(all="ignore")
+    folder, ledger = Path(arguments.pop("folder")), Ledger(Path(arguments.pop("ledger")))
     try:
-        asyncio.run(
-            run_stage(
-                args.folder,
-                args.number,
-                args.address,
-                args.next,
-                also=args.also,
-                threads=args.threads,
-                limit=args.limit,
-                max_bytes=args.max_bytes,
-                ledger=Ledger(args.ledger),
-            )
-        )
+        asyncio.run(run_stage(folder, ledger=ledger, **arguments))
     except DrumlineError as error:
-        print(f"stage {args.number}: {error}", file=sys.stderr, flush=True)
+        print(f"stage {arguments['number']}: {error}", file=sys.stderr, flush=True)
         return 2
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1]))

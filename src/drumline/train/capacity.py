@@ -12,7 +12,7 @@ from drumline.core.errors import UsageError, counted
 from drumline.core.units import size_text
 from drumline.train.config.settings import TrainSettings
 from drumline.train.dry.dry_run import dry_run, states
-from drumline.train.models.build import build_model
+from drumline.train.tune.build_tuned import build_tuned
 
 _LARGEST = 2**31  # bytes of parameters up to which a forecast may build the model beside other processes
 _CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -45,7 +45,7 @@ def check_room(settings: TrainSettings) -> None:
     device = torch.device(settings.pipeline.device or "cpu")
     ranks = sorted(_rank_bytes(settings) * settings.mesh.num_lines, reverse=True)
     local = min(int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks))), len(ranks))
-    devices = torch.accelerator.device_count() if device.type != "cpu" else 1
+    devices = torch.accelerator.device_count() if device.type != "cpu" and device.index is None else 1
     together = max(1, -(-local // devices))
     needed, there = sum(ranks[:together]), device_bytes(device)
     if needed > there:
@@ -60,7 +60,7 @@ def check_room(settings: TrainSettings) -> None:
 def _rank_bytes(settings: TrainSettings) -> list[float]:
     """Return what each rank of one pipeline needs."""
     if settings.model.kind in ("gpt", "hf"):
-        model = build_model(settings, device="meta").model
+        model = build_tuned(settings, device="meta").model
         if sum(param.nbytes for param in model.parameters()) > _LARGEST:
             kept = states(settings, model)
             total = sum(2 * param.nbytes + kept(name, param) for name, param in model.named_parameters())

@@ -151,7 +151,7 @@ def run_demo(
         lambda at, what: finished(len(counts) + at, len(counts) + len(TRIALS), what),
     )
     with watch.looking():
-        ranks = launch(_train_all, build, [str(place) for place in folders], num_ranks=NUM_RANKS)
+        ranks = launch(_train_all, build, [str(place) for place in folders], num_ranks=NUM_RANKS, backend="gloo")
     progress(total, total, "done")
     outcomes = []
     for at, (trial, path) in enumerate(zip(TRIALS, folders, strict=True)):

@@ -29,6 +29,7 @@ from drumline.train.data.example import example_of
 from drumline.train.loop.checkpoints import checkpoints_of
 from drumline.train.models.build import build_model
 from drumline.train.models.built import Built
+from drumline.train.models.hf import config_of
 from drumline.train.models.user_function import named_function, users_code
 
 LENGTH = "length"
@@ -79,7 +80,7 @@ def _of_path(source: str, path: Path) -> FinishedModel:
     if (path / KEPT).is_file():
         return _of_run(path)
     if (path / "config.json").is_file() or (path.suffix == ".json" and path.is_file()):
-        longest = _longest(source)
+        longest = _positions(config_of(source))
         settings = TrainSettings(
             model=ModelSettings(kind="hf", path=source),
             data=DataSettings(kind="tokens"),  # no tokenizer is needed
@@ -170,12 +171,6 @@ def _tokens(settings: TrainSettings, built: Built) -> Callable[[int, int], dict[
 def _most(model: nn.Module, settings: TrainSettings) -> dict[str, int]:
     """Return how long inputs may be: as many tokens as the model has positions."""
     return {LENGTH: _positions(getattr(model, "config", None)) or settings.batch.sequence}
-
-
-def _longest(source: str) -> int | None:
-    from transformers import AutoConfig
-
-    return _positions(AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False))
 
 
 def _positions(config: Any) -> int | None:

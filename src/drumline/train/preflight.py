@@ -29,9 +29,10 @@ from drumline.train.config.problems import Problem, refused
 from drumline.train.config.settings import DataSettings, TrainSettings
 from drumline.train.config.tables import TableSource
 from drumline.train.data.build import build_data
-from drumline.train.models.build import build_model, outlined
+from drumline.train.models.build import outlined
 from drumline.train.models.built import Built
 from drumline.train.models.tokenizers import BYTES
+from drumline.train.tune.build_tuned import build_tuned
 
 _SMALL = 16 << 20  # bytes of text or tokens that are read whole
 _FEW = 1 << 20  # bytes of lines that are parsed one by one, and of the beginning of large files
@@ -81,7 +82,7 @@ class _Looking:
         if data.tokenizer not in ("", BYTES) and not names:
             return None  # it needs transformers
         key = "model.path" if model.kind == "hf" else "model.vocabulary"
-        make = partial(build_model, self.settings, device="meta") if names else partial(outlined, self.settings)
+        make = partial(build_tuned, self.settings, device="meta") if names else partial(outlined, self.settings)
         found: Built | None = self.tried(key, make)
         return found
 

@@ -18,10 +18,8 @@ from dataclasses import replace
 from drumline.core.errors import DrumlineError, UsageError, counted
 from drumline.plan.device.plan import Plan
 from drumline.schedules import DEFAULT, schedules
-from drumline.train.config.relations import program_of
+from drumline.train.config.relations import AROUND, program_of
 from drumline.train.config.settings import MeshSettings, TrainSettings
-
-_AROUND = {"gpt": 2, "mlp": 0}  # blocks beside the layers, of models whose number is known
 
 
 def planned_for(settings: TrainSettings, num_ranks: int, *, quiet: bool = False) -> TrainSettings:
@@ -126,7 +124,7 @@ def _fits(settings: TrainSettings) -> bool:
         program = program_of(settings)
     except DrumlineError:
         return False
-    around = _AROUND.get(settings.model.kind)
+    around = AROUND.get(settings.model.kind)
     return around is None or program.num_stages <= settings.model.num_layers + around
 
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from drumline.channel.devices.choice import AskedDevice, kind_for, refusal, too_many_text
+from drumline.channel.devices.visible import in_use, visible
 from drumline.channel.launch.launch import launch
 from drumline.channel.launch.worker import die_with
 from drumline.core.errors import DrumlineError, UsageError, counted
 from drumline.engine.ranks import transports
-from drumline.pipeline.options import device_named
 from drumline.train.capacity import check_room
 from drumline.train.claim import Claim, job_here, take_part
 from drumline.train.config.settings import TrainSettings
@@ -43,7 +44,7 @@ def start(settings: TrainSettings, *, train: Train | None = None, source: TableS
     settings = with_device(settings)
     if is_started():
         planned = for_world(settings)
-        _use_device(planned)
+        in_use(torch.device(planned.pipeline.device))
         return (train or partial(_train_as_rank, is_replanned=planned is not settings))(planned)
     if settings.failures.elastic and not settings.failures.restarts:
         raise UsageError(
@@ -51,31 +52,30 @@ def start(settings: TrainSettings, *, train: Train | None = None, source: TableS
         )
     if train is None:
         preflight(settings, source)
-    train, begun = train or _train_in, begin(settings)
+    is_own, train, begun = train is None, train or _train_in, begin(settings)
     with begun.claimed:
         if begun.is_done:
-            return _nothing_left(begun.settings)
+            return _merged(begun.settings, _nothing_left(begun.settings))
         if settings.failures.elastic:
             _warn_of_room(begun.settings)
         attempt = partial(_attempt, train)
-        return Restarts(begun.settings, _check_room).run(attempt, continues=begun.continues)
+        outcome = Restarts(begun.settings, _check_room).run(attempt, continues=begun.continues)
+        return _merged(begun.settings, outcome) if is_own else outcome
 
 
 def _attempt(train: Train, settings: TrainSettings, continues: bool) -> Any:
     """Train once, in this process where nothing needs another."""
     more = {"continues": True} if continues else {}
-    together = settings.pipeline.transport == "in-process"
-    if (settings.num_ranks == 1 or together) and not settings.failures.restarts:
+    num_ranks = processes_of(settings)
+    if num_ranks == 1 and not settings.failures.restarts:
         torch.set_num_threads(threads_of(settings))
         return train(settings, **more)
-    num_ranks = 1 if together else settings.num_ranks
-    found = None if settings.pipeline.device.startswith("cpu") else _accelerator(num_ranks)
     return launch(
         train,
         settings,
         num_ranks=num_ranks,
         threads=threads_of(settings),
-        backend="gloo" if found is None else transports.backend_for(found),
+        backend="gloo" if settings.pipeline.device.startswith("cpu") else None,
         prefix=False,
         stoppable=True,
         kwargs=more,
@@ -109,7 +109,17 @@ def _train_as_rank(settings: TrainSettings, *, is_replanned: bool) -> Any:
         raise told
     folder, continues, is_done = told
     settings = replace(settings, run=replace(settings.run, out=folder))
-    return _nothing_left(settings) if is_done else _train_in(settings, continues=continues)
+    outcome = _nothing_left(settings) if is_done else _train_in(settings, continues=continues)
+    return _merged(settings, outcome) if os.environ["RANK"] == "0" else outcome
+
+
+def _merged(settings: TrainSettings, outcome: Any) -> Any:
+    """Return the outcome of a run, whose adapter is merged into its model where that is asked for and it is done."""
+    if not settings.adapter.merge or outcome.stopped is not None:
+        return outcome
+    from drumline.train.tune.merge import merge_last
+
+    return replace(outcome, merged=str(merge_last(settings)))
 
 
 def _nothing_left(settings: TrainSettings) -> Any:
@@ -178,32 +188,32 @@ def for_world(settings: TrainSettings) -> TrainSettings:
 
 
 def with_device(settings: TrainSettings) -> TrainSettings:
-    """Return the settings with the device that will be used: an accelerator for each rank, else the host.
+    """Return the settings with the device that will be used: the accelerators, which ranks may share, else the CPU.
+
+    More ranks than accelerators are warned of.
 
     >>> from drumline.train.config.settings import PipelineSettings
     >>> with_device(TrainSettings(pipeline=PipelineSettings(device="cpu"))).pipeline.device
     'cpu'
     """
-    name = settings.pipeline.device
-    if name:
-        device_named(name)
-        return settings
-    found = _accelerator(int(os.environ.get("LOCAL_WORLD_SIZE", settings.num_ranks)))
-    name = "cpu" if found is None else found.type
+    there = visible()
+    asked = AskedDevice.read(settings.pipeline.device, there)
+    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", processes_of(settings)))
+    if wrong := refusal(asked, there, num_processes):
+        raise wrong
+    if not is_started() and (text := too_many_text(num_processes, there, asked)):
+        logging.getLogger("drumline").warning("%s", text)
+    name = settings.pipeline.device or kind_for(num_processes, there)
     return replace(settings, pipeline=replace(settings.pipeline, device=name))
 
 
-def _use_device(settings: TrainSettings) -> None:
-    """Let this rank compute on the accelerator of its own number on this host."""
-    device = torch.device(settings.pipeline.device)
-    if device.type != "cpu" and device.index is None and "LOCAL_RANK" in os.environ:
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+def processes_of(settings: TrainSettings) -> int:
+    """Return in how many processes ranks run.
 
-
-def _accelerator(num_ranks: int) -> torch.device | None:
-    """Return the kind of accelerator of this host; None if it has too few for each rank to have one."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found if found is not None and torch.accelerator.device_count() >= num_ranks else None
+    >>> processes_of(TrainSettings())
+    2
+    """
+    return 1 if settings.pipeline.transport == "in-process" else settings.num_ranks
 
 
 def threads_of(settings: TrainSettings) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.pipeline.pipeline import Pipeline
+from drumline.train.models.mlp import mlp
 
 NUM_RANKS = 2
 Weights = dict[str, Tensor]
@@ -61,11 +62,9 @@ class Build:
         >>> len(Build(width=8).model())
         10
         """
-        num_layers = sum(self.layers_per_stage)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            linear = [nn.Linear(self.width, self.width) for _ in range(num_layers)]
-        return nn.Sequential(*(nn.Sequential(layer, nn.ReLU()) for layer in linear[:-1]), linear[-1])
+            return mlp(sum(self.layers_per_stage), self.width, self.width, self.width)
 
     def batches(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield the epoch and the rows of every step, reshuffled in each epoch."""
@@ -114,6 +113,7 @@ def train(build: Build, trial: DemoTrial, *, record: str) -> DemoResult:
         num_microbatches=trial.num_microbatches,
         balance=build.layers_per_stage,
         checkpoint=trial.checkpoint,
+        device="cpu",  # where one process computes, too
         **recorded,
     ) as pipe:
         optimizer = pipe.optimizer(torch.optim.Adam, lr=build.learning_rate)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drumline.model.microbatches import Microbatches, has_microbatches
+from drumline.model.microbatches import Microbatches
 from drumline.model.values import mapped, pack
+from drumline.runtime.user_batch import has_microbatches
 
 
 def can_turn(*values: Any) -> bool:

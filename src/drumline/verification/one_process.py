@@ -27,7 +27,7 @@ from drumline.engine.unsplit.plain import Plain
 from drumline.engine.unsplit.unsplit_step import UnsplitMicrobatch, unsplit_step
 from drumline.model.block import blocks_of
 from drumline.model.blocks.cut import cut
-from drumline.model.microbatches import has_microbatches
+from drumline.model.loss.counts import weighed
 from drumline.model.precision import Precision
 from drumline.model.randomness import Randomness
 from drumline.model.values import mapped, moved, pack
@@ -35,7 +35,8 @@ from drumline.model.watch.keeping import nothing_left
 from drumline.model.weights.tied import Ties
 from drumline.plan.cut.peaks import held_by
 from drumline.runtime.batch import cut as cut_batch
-from drumline.runtime.batch import num_rows, shares
+from drumline.runtime.batch import num_rows
+from drumline.runtime.user_batch import has_microbatches
 from drumline.verification.batches import can_turn, turned
 
 LEARNING_RATE = 0.01
@@ -145,7 +146,7 @@ class OneProcess:
         if self.turns:
             batch, target = (turned(value, self._randomness.step) for value in (batch, target))
         given = list(zip(self._cut(batch, "the batch"), self._cut(target, "the target"), strict=True))
-        parts = shares([self._counted(*pair) for pair in given])
+        parts = weighed([[self._counted(*pair)] for pair in given], [1] * len(given)).shares
         each = [
             UnsplitMicrobatch(at, *pair, float(share))
             for at, (pair, share) in enumerate(zip(given, parts, strict=True))

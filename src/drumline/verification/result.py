@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from drumline.channel.devices.rank_devices import RankDevices
 from drumline.engine.unsplit.comparing import difference
 from drumline.verification.one_process import Named
 
@@ -27,7 +28,7 @@ class Verification:
     num_stages: int
     num_microbatches: int
     num_steps: int
-    transport: str
+    devices: RankDevices
     loss: float
     loss_difference: float
     gradient_differences: dict[str, float]
@@ -67,6 +68,11 @@ class Verification:
         return names[at] if at < len(names) else ""
 
     @property
+    def transport(self) -> str:
+        """What carried messages between ranks."""
+        return self.devices.transport
+
+    @property
     def _largest(self) -> float:
         return max(self.loss_difference, self.gradient_difference, self.weight_difference)
 
@@ -92,6 +98,7 @@ class Verification:
             "steps": self.num_steps,
             "batches_differ": self.batches_differ,
             "transport": self.transport,
+            "devices": self.devices.to_json(),
             **({"mesh": self.mesh, "zero": self.zero} if self.mesh else {}),
             **{name: number if math.isfinite(number) else None for name, number in numbers.items()},
             "worst_parameter": self.worst_parameter,

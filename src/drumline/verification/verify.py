@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from drumline.channel.devices.rank_devices import RankDevices
 from drumline.channel.launch.launch import launch
 from drumline.channel.lines.axes import Axes
 from drumline.channel.lines.grid import ROWS, described
@@ -35,16 +36,16 @@ from drumline.core.settings.clash import Together
 from drumline.engine.model.blocks import example_inputs
 from drumline.engine.model.sources import Maker, Material, material_from
 from drumline.engine.program.find import program_for
-from drumline.engine.stages.assembly import Checkpointing
+from drumline.engine.stages.assembly import Checkpointing, device_of
 from drumline.engine.together import mesh_facts
 from drumline.engine.unsplit.comparing import difference, norm_of
 from drumline.model.follow.inputs import Inputs
-from drumline.model.microbatches import has_microbatches
 from drumline.model.precision import one_thread
 from drumline.pipeline.options import taken
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.together import table
 from drumline.runtime.batch import cut as cut_batch
+from drumline.runtime.user_batch import has_microbatches
 from drumline.verification.batches import can_turn, turned
 from drumline.verification.one_process import (
     LEARNING_RATE,
@@ -118,7 +119,7 @@ class _ProcessView:
     """What one process saw of the pipeline."""
 
     steps: list[StepSeen]
-    transport: str
+    devices: RankDevices
     bubble: float
 
 
@@ -191,7 +192,8 @@ def verify(
         if transport == "in-process":
             found = [_in_turns(case)]
         else:
-            found = launch(_pipelined, case, num_ranks=program.num_ranks * case.num_lines, threads=1)
+            num_processes = program.num_ranks * case.num_lines
+            found = launch(_pipelined, case, num_ranks=num_processes, threads=1, backend="gloo")
         for before in range(num_steps - 1):
             one_process.load([pair for seen in found for pair in seen.steps[before].weights])
             expected.append(one_process.step())
@@ -247,6 +249,7 @@ def _pipelined(case: _Case) -> _ProcessView:
         example=material.batch,
         checkpoint=case.checkpoint,
         transport=case.transport,
+        device=device_of(material.model),  # a reference of one process computes there too
         seed=case.seed,
         timeout=case.timeout,
         **features,
@@ -268,7 +271,7 @@ def _pipelined(case: _Case) -> _ProcessView:
                 loss = pipe.step(batch, target=target).loss
             assert loss is not None
             steps.append(stepped(loss, named, optimizer, partial(_whole, pipe.axes)))
-        return _ProcessView(steps, pipe.transport, pipe.timeline().bubble)
+        return _ProcessView(steps, pipe.devices, pipe.timeline().bubble)
 
 
 def _whole(axes: Axes, part: Tensor, parameter: Tensor) -> Tensor:
@@ -304,7 +307,7 @@ def _compared(
         num_stages=program.num_stages,
         num_microbatches=program.num_microbatches,
         num_steps=case.num_steps,
-        transport=ranks[0].transport,
+        devices=ranks[0].devices,
         loss=expected[-1].loss.item(),
         loss_difference=max(losses),
         gradient_differences=gradients,

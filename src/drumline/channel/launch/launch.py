@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from drumline.channel.devices.choice import AskedDevice, default_num_ranks
 from drumline.channel.launch import by_value
 from drumline.channel.launch.blame import blame
 from drumline.channel.launch.processes import Processes
@@ -32,7 +33,7 @@ _SECONDS_OF_GRACE = 5.0
 def launch(
     fn: Callable[..., T],
     *args: Any,
-    num_ranks: int = 2,
+    num_ranks: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
     threads: int = 1,
     timeout: float | None = None,
@@ -43,10 +44,13 @@ def launch(
 ) -> list[T]:
     """Run `fn(*args, **named)` on `num_ranks` local processes and return their results, rank 0 first.
 
-    Keyword arguments that launch does not know go to `fn`. Use `kwargs` for those with the same names.
+    Without `num_ranks` there is a rank for each CUDA device, or two on a machine without one. Keyword arguments that
+    launch does not know go to `fn`. Use `kwargs` for those with the same names.
 
-    Each rank joins the default process group and uses `threads` CPU threads. `backend` is gloo by default; with nccl,
-    rank r uses device r. What a rank prints appears here, after `[rank 1] ` unless `prefix` is False.
+    Each rank joins the default process group and uses `threads` CPU threads. On a machine with CUDA devices, that group
+    has gloo and NCCL, and rank r has the device of its number; with more ranks than devices, some share one. With
+    `backend="gloo"`, or without such devices, ranks compute on the CPU. What a rank prints appears here, after
+    `[rank 1] ` unless `prefix` is False.
 
     The ranks know the schedules that you registered.
 
@@ -68,6 +72,8 @@ def launch(
     for name in named.keys() & kwargs.keys():
         raise LaunchError(f"{name} is given twice, as an argument and in kwargs", expected="only one of them")
     kwargs = {**named, **kwargs}
+    if num_ranks is None:
+        num_ranks = _num_ranks(backend)
     _check(fn, args, kwargs, num_ranks=num_ranks, threads=threads, timeout=timeout)
     parts = _packed(fn, args, kwargs)
     limit = None if timeout is None else time.monotonic() + timeout
@@ -77,7 +83,7 @@ def launch(
         port = listener.getsockname()[1]
         for rank in range(num_ranks):
             ranks.start(
-                lambda control: _command(control, threads=threads, backend=backend or "gloo", stoppable=stoppable),
+                lambda control: _command(control, threads=threads, backend=backend or "", stoppable=stoppable),
                 _environment(rank, num_ranks=num_ranks, port=port, threads=threads),
                 task.fileno(),
                 prefix=f"[rank {rank}] " if prefix else "",
@@ -90,6 +96,13 @@ def launch(
             ranks.let_go()
             results = [rank.parts for rank in ranks]
     return [_loaded(rank, result) for rank, result in enumerate(results)]
+
+
+def _num_ranks(backend: str | None) -> int:
+    """Return how many ranks to start if nobody says."""
+    from drumline.channel.devices.visible import with_nccl
+
+    return default_num_ranks(with_nccl(), AskedDevice("cpu" if backend == "gloo" else ""))
 
 
 def _check(
@@ -166,10 +179,10 @@ def _store(listener: socket.socket, port: int, *, backend: str | None, num_ranks
     from torch import distributed
 
     dist: Any = distributed
-    if backend and "nccl" in backend and (found := torch.accelerator.device_count()) < num_ranks:
+    if backend and "nccl" in backend and not torch.accelerator.device_count():
         raise LaunchError(
-            f"{counted(num_ranks, 'rank')} with backend {backend}, but this host has {counted(found, 'device')}",
-            expected="a device for each rank",
+            f"{counted(num_ranks, 'rank')} with backend {backend}, but this host has no device",
+            expected="a device for each rank, or some that ranks share",
             fix='pass backend="gloo"',
         )
     listening = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}

@@ -116,11 +116,13 @@ def _join_group(*, threads: int, backend: str) -> None:
     dist: Any = distributed
     torch.set_num_threads(threads)
     rank = int(os.environ["RANK"])
-    if backend != "gloo" and torch.accelerator.is_available():
-        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+    from drumline.channel.devices.visible import group_backend, take_own
+
+    if backend != "gloo":
+        take_own()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store, size = dist.TCPStore(address, port, is_master=False, wait_for_workers=False), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    dist.init_process_group(backend or group_backend(), store=store, rank=rank, world_size=size)
     # One that is done at once and leaves would break the connections that others are still making.
     if store.add("drumline/joined", 1) == size:
         store.set("drumline/all joined", "")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 from drumline.core import rules
 from drumline.core.action import Action, Op
@@ -50,6 +50,7 @@ class Measured(Timeline):
     records: tuple[Record, ...]
     weighed: tuple[Record, ...] = ()  # from another step of the run, for bytes if this step has none
     dials: tuple[Dial, ...] = ()  # how to read the ranks' clocks; found from this step alone unless given
+    says_causes: ClassVar[bool] = True
 
     def __repr__(self) -> str:
         within = f", clocks within {duration(self.clock_error)}" if self.clock_error else ""
@@ -210,18 +211,6 @@ class Measured(Timeline):
         return found
 
     @cached_property
-    def occupied(self) -> Sequence[Sequence[Span]]:
-        """Per rank, the spans in which it sent or took a message, in time order."""
-        return [sorted(self._moves(record), key=lambda span: span.start) for record in self.records]
-
-    def _moves(self, record: Record) -> Iterator[Span]:
-        for *coded, _, start, end, _ in record.rows("sends"):
-            send = rules.message_of(decoded(*coded)).send
-            yield Span(record.rank, send, *self._both(record.rank, start, end), SpanLane.TRANSFER)
-        for _, *coded, _, _, _, _, start, end, _ in record.rows("messages"):
-            yield Span(record.rank, decoded(*coded), *self._both(record.rank, start, end), SpanLane.TRANSFER)
-
-    @cached_property
     def waits(self) -> tuple[WaitInterval, ...]:
         """Every period in which a rank waited, and what it waited for."""
         found = []
@@ -254,21 +243,11 @@ class Measured(Timeline):
         """Per rank, its step as pieces without gaps, each with what the rank did."""
         return tuple(account(record, partial(self.here, record.rank)) for record in self._corrected)
 
-    @property
-    def causes(self) -> tuple[Idle, ...]:
-        """Every idle interval with its cause; they sum to `idle`."""
-        return self.accounted
-
     @cached_property
-    def accounted(self) -> tuple[Idle, ...]:
-        """Every idle interval, as measured by the ranks."""
+    def causes(self) -> tuple[Idle, ...]:
+        """Every idle interval with its cause, as measured by the ranks; they sum to `idle`."""
         ranks = enumerate(self.accounts)
         return tuple(idle for rank, pieces in ranks for idle in idle_intervals(self, rank, pieces, self.seconds))
-
-    @property
-    def overhead(self) -> tuple[float, ...]:
-        """Seconds of each rank's step spent in the executor itself."""
-        return tuple(parts.overhead for parts in self.parts)
 
     def measured_costs(self) -> Costs:
         """Return the median seconds of each stage and op, and bytes if they were weighed, ready for `simulate`.
@@ -287,15 +266,6 @@ class Measured(Timeline):
         """Return the median forward, backward_input and backward_weight of every stage."""
         seconds = {key: median(values) for key, values in self.action_seconds().items()}
         return stage_costs(seconds, self.program.num_stages)
-
-    def action_seconds(self) -> dict[tuple[int, Op], list[float]]:
-        """Return the seconds of all actions by stage and op, without overlapped pairs."""
-        seconds: dict[tuple[int, Op], list[float]] = {}
-        for track in self.tracks:
-            for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
-                if not action.parts:
-                    seconds.setdefault((action.stage, action.op), []).append(end - start)
-        return seconds
 
 
 def stage_costs(seconds: Mapping[tuple[int, Op], float], num_stages: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -31,21 +31,16 @@ def in_kind(kind: Any, value: Any) -> Any:
             raise Wrong
         return _as_read(value)
     if get_origin(kind) in (Union, UnionType):
-        return next(_in_each(get_args(kind), value))
+        for each in get_args(kind):
+            with suppress(Wrong):
+                return in_kind(each, value)
+        raise Wrong
     if kind is float and _is_finite(value):
         return float(value)
     if kind is int and type(value) is int and value in _WHOLE:
         return value
     if (kind is bool and type(value) is bool) or (kind is str and type(value) is str and _is_text(value)):
         return value
-    raise Wrong
-
-
-def _in_each(kinds: Sequence[Any], value: Any) -> Iterator[Any]:
-    """Yield a value in each of some kinds that it is of; raise where it is of none."""
-    for kind in kinds:
-        with suppress(Wrong):
-            yield in_kind(kind, value)
     raise Wrong
 
 

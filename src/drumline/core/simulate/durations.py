@@ -14,16 +14,15 @@ from drumline.core.graph import CODE, OPS, Floats, Ints, Messages, TimeGraph
 _FIELDS = {op: op.name.lower() for op in (*rules.NEEDS, Op.UPDATE)}
 
 
-def work_seconds(graph: TimeGraph, costs: Costs) -> Floats:
-    """Return the seconds of every plain action."""
-    seconds: Floats = _table(graph, costs)[graph.work.code, graph.work.stage]
-    return _scaled(graph, seconds, [costs])
-
-
-def work_seconds_many(graph: TimeGraph, many: Sequence[Costs]) -> Floats:
-    """Return the seconds of every plain action, one column per costs."""
+def work_seconds(graph: TimeGraph, many: Sequence[Costs]) -> Floats:
+    """Return the seconds of every plain action, one column per costs; a microbatch's factor does not affect updates."""
     tables = np.stack([_table(graph, costs) for costs in many], axis=2)
-    return _scaled(graph, tables[graph.work.code, graph.work.stage], many)
+    seconds: Floats = tables[graph.work.code, graph.work.stage]
+    if any(costs.microbatch_factor != 1.0 for costs in many):
+        factors = np.array([costs.factors(graph.num_microbatches) for costs in many]).T
+        computes = np.isin(graph.work.code, [CODE[op] for op in rules.NEEDS])
+        seconds[computes] *= factors[graph.work.microbatch[computes]]
+    return seconds
 
 
 def _table(graph: TimeGraph, costs: Costs) -> Floats:
@@ -37,15 +36,6 @@ def _table(graph: TimeGraph, costs: Costs) -> Floats:
         for op in (Op.BACKWARD, Op.BACKWARD_INPUT):
             table[CODE[op]] += again
     return table
-
-
-def _scaled(graph: TimeGraph, seconds: Floats, many: Sequence[Costs]) -> Floats:
-    """Return the seconds of compute actions times their microbatch's factor; the factor does not affect updates."""
-    if any(costs.microbatch_factor != 1.0 for costs in many):
-        factors = np.array([costs.factors(graph.num_microbatches) for costs in many]).T
-        computes = np.isin(graph.work.code, [CODE[op] for op in rules.NEEDS])
-        seconds[computes] *= factors[graph.work.microbatch[computes]].reshape(-1, *seconds.shape[1:])
-    return seconds
 
 
 def level_work(graph: TimeGraph, seconds: Floats) -> Floats:
@@ -96,25 +86,16 @@ def message_bytes(graph: TimeGraph, costs: Costs) -> Floats:
     return sizes
 
 
-def lags(graph: TimeGraph, costs: Costs, seconds: Floats) -> Floats:
-    """Return how long after its need every node may start."""
-    if not len(graph.crossings.node) or (
-        costs.comm == 0 and not costs.edges and graph.messages is not Messages.BLOCKING
-    ):
-        return np.zeros(graph.num_nodes)
-    latency = _latencies(graph, [costs])[:, 0]
-    if graph.messages is Messages.BLOCKING:
+def lags(graph: TimeGraph, many: Sequence[Costs], seconds: Floats) -> Floats:
+    """Return how long after its need every node may start, one column per costs; `seconds` are those of the nodes."""
+    blocks = graph.messages is Messages.BLOCKING
+    if not len(graph.crossings.node) or (not blocks and all(costs.comm == 0 and not costs.edges for costs in many)):
+        return np.zeros((graph.num_nodes, 1))
+    latency = _latencies(graph, many)
+    if blocks:
         # A receive runs alongside its send, `latency` later, and not only after it.
         latency = latency - seconds[graph.crossings.node]
-    waits: Floats = np.append(latency, 0.0)[graph.crossing]
-    return waits
-
-
-def latencies_many(graph: TimeGraph, many: Sequence[Costs]) -> Floats:
-    """Return the lags for many costs at once, one column per costs; only for messages without nodes."""
-    if not len(graph.crossings.node) or all(costs.comm == 0 and not costs.edges for costs in many):
-        return np.zeros((graph.num_nodes, 1))
-    waits: Floats = np.vstack([_latencies(graph, many), np.zeros(len(many))])[graph.crossing]
+    waits: Floats = np.vstack([latency, np.zeros(len(many))])[graph.crossing]
     return waits
 
 

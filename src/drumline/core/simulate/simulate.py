@@ -20,12 +20,10 @@ from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.assemble import compile_program
 from drumline.core.simulate.durations import (
     lags,
-    latencies_many,
     level_work,
     message_bytes,
     node_seconds,
     work_seconds,
-    work_seconds_many,
 )
 from drumline.core.simulate.evaluate import evaluate, evaluate_many, starts_of
 from drumline.core.timeline.attribute import attribute
@@ -200,7 +198,7 @@ class Simulation(Timeline):
     @cached_property
     def balanced(self) -> Timeline | None:
         """The same program and work, as if all stages and microbatches cost the same; None if they do."""
-        seconds = work_seconds(self.graph, self.costs) if self.work is None else self.work
+        seconds = work_seconds(self.graph, [self.costs])[:, 0] if self.work is None else self.work
         level = level_work(self.graph, seconds)
         if np.allclose(level, seconds, rtol=1e-12, atol=0.0):
             return None
@@ -227,7 +225,7 @@ def simulate(
         limit.check(costs)
     try:
         graph = _compiled(program, costs)
-        work = work_seconds(graph, costs)
+        work = work_seconds(graph, [costs])[:, 0]
         if factors is not None:
             work = work * _by_work(graph, factors[None])[:, 0]
         timed = _timed(program, costs, graph, node_seconds(graph, costs, work), limit)
@@ -268,15 +266,15 @@ def _samples(graph: TimeGraph, many: list[Costs], factors: Floats | None) -> tup
     if factors is None:
         plain = all(costs.overlapped is None and costs.reduce == costs.pack == 0.0 for costs in many)
         if graph.messages is Messages.LATENCY and plain:
-            return node_seconds(graph, many[0], work_seconds_many(graph, many)), latencies_many(graph, many)
-        seconds = [node_seconds(graph, costs, work_seconds(graph, costs)) for costs in many]
-        waits = [lags(graph, costs, cost) for costs, cost in zip(many, seconds, strict=True)]
-        return np.stack(seconds, axis=1), np.stack(waits, axis=1)
+            seconds = node_seconds(graph, many[0], work_seconds(graph, many))
+        else:
+            each = [node_seconds(graph, costs, work_seconds(graph, [costs])) for costs in many]
+            seconds = np.concatenate(each, axis=1)
+        return seconds, lags(graph, many, seconds)
     if len(many) != 1:
         raise CostsError(f"factors was passed with {len(many)} Costs", expected="a single Costs")
-    work = work_seconds(graph, many[0])[:, None] * _by_work(graph, factors)
-    seconds_many = node_seconds(graph, many[0], work)
-    return seconds_many, lags(graph, many[0], seconds_many[:, 0])[:, None]
+    seconds = node_seconds(graph, many[0], work_seconds(graph, many) * _by_work(graph, factors))
+    return seconds, lags(graph, many, seconds[:, :1])
 
 
 def _by_work(graph: TimeGraph, factors: Floats) -> Floats:
@@ -307,5 +305,5 @@ def _invalid(program: Program) -> InvalidProgram:
 
 
 def _timed(program: Program, costs: Costs, graph: TimeGraph, seconds: Floats, limit: Limit | None = None) -> Simulation:
-    lag = lags(graph, costs, seconds)
+    lag = lags(graph, [costs], seconds[:, None])[:, 0]
     return Simulation(program, costs, graph, evaluate(graph, seconds, lag), lag, limit)

@@ -17,13 +17,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import ClassVar
 
 from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.graph import Columns
 from drumline.core.memory import Holding
 from drumline.core.program import Program
-from drumline.core.timeline.idle import Cause, Idle, Limit
+from drumline.core.timeline.idle import Cause, Idle
 from drumline.core.timeline.spans import Span, StepInterval, Track, Transfer
 
 
@@ -38,6 +39,7 @@ class Timeline(ABC):
     """
 
     program: Program
+    says_causes: ClassVar[bool] = False  # whether ranks noted why they were idle, so that it need not be inferred
 
     @property
     @abstractmethod
@@ -96,11 +98,6 @@ class Timeline(ABC):
         return [()] * self.num_ranks
 
     @property
-    def limit(self) -> Limit | None:
-        """What a rank was allowed to hold, if a limit was given."""
-        return None
-
-    @property
     def balanced(self) -> Timeline | None:
         """The same program as if all stages and microbatches cost the same; None if they do."""
         return None
@@ -108,11 +105,6 @@ class Timeline(ABC):
     @property
     def in_flight(self) -> Sequence[int] | None:
         """Per rank, the pairs that it held when the first action began, -1 if it keeps none; None with a flush."""
-        return None
-
-    @property
-    def accounted(self) -> tuple[Idle, ...] | None:
-        """Every measured idle interval; None if causes follow from the actions."""
         return None
 
     @property
@@ -131,6 +123,15 @@ class Timeline(ABC):
             for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
                 yield Span(rank, action, start, end)
         yield from self.exchanges
+
+    def action_seconds(self, *, halves: bool = False) -> dict[tuple[int, Op], list[float]]:
+        """Return the seconds of all actions by stage and op; overlapped pairs are left out, or count half for each."""
+        seconds: dict[tuple[int, Op], list[float]] = {}
+        for track in self.tracks:
+            for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
+                for part in action.work if halves or not action.parts else ():
+                    seconds.setdefault((part.stage, part.op), []).append((end - start) / len(action.work))
+        return seconds
 
     @cached_property
     def start(self) -> float:

@@ -166,10 +166,8 @@ class FnWeight:
         self, output: Any, microbatch: int, targets: Sequence[Any], rows: Sequence[int], sizes: Sequence[int] | None
     ) -> Weighing:
         """Compare the function on a microbatch, and return the shares of all of them."""
-        target = targets[microbatch]
-        answer = self._comparing.rules(
-            output, target, rows[microbatch], partial(joint_of, output, microbatch, targets, rows)
-        )
+        target, joint = targets[microbatch], partial(joint_of, output, microbatch, targets, rows)
+        answer = self._comparing.rules(output, target, rows[microbatch], joint)
         self._is_compared = True
         self._note_compared(answer, output, target, sizes)
         if answer.found is None or answer.found.num_tallies or sizes is not None:
@@ -189,7 +187,6 @@ class FnWeight:
         if is_told_of and (sizes is not None or self.across is not None) and any(mixed(self._found)):
             if is_told:
                 is_needed = sizes is not None or self.parts > 1
-                joint = partial(joint_of, output, microbatch, targets, rows)
                 self._found = by_length(self._found, self._comparing, output, target, joint, is_needed=is_needed)
             self._found, _ = self._agreed(self._found, is_told=is_told)
         is_apart, sizes = sizes is not None, self._sizes(targets, rows, sizes)
@@ -200,7 +197,6 @@ class FnWeight:
             raise _uncounted(is_apart=is_apart)
         if is_told_of and not self._found.trusted:
             if is_told:
-                joint = partial(joint_of, output, microbatch, targets, rows)
                 self._found = narrowed(self._found, self._comparing, counted, joint, self._varied)
                 self._varied |= counted.varying()
             self._found, _ = self._agreed(self._found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from drumline.engine.model.splits import found_split
 from drumline.model.block import Block, Model, blocks_of
 from drumline.model.blocks.pieces import pieces_of
 from drumline.model.follow.inputs import Inputs
+from drumline.model.patches import put_in
 from drumline.model.values import moved
 from drumline.model.watch.watch import has_hooks, refuse_hooks
 from drumline.runtime.batch import Split
@@ -32,17 +33,10 @@ def is_chain(model: Model) -> bool:
     return isinstance(model, nn.ModuleList) or not isinstance(model, nn.Module)
 
 
-@contextmanager
-def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+def evaluating(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """Put all parts of some modules into eval mode for a while."""
-    training = [part for module in modules for part in module.modules() if part.training]
-    for part in training:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
+    parts = (part for module in modules for part in module.modules())
+    return put_in((vars(part), "training", False) for part in parts if part.training)
 
 
 def inputs_for(args: tuple[Any, ...], kwargs: dict[str, Any], *, is_chain: bool) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from types import CodeType
 from typing import Any
 
@@ -23,8 +23,9 @@ from drumline.model.block import Block, Model, blocks_of
 from drumline.model.blocks.pieces import Piece
 from drumline.model.blocks.script import Script
 from drumline.model.blocks.value_names import function_name, short
-from drumline.model.microbatches import has_microbatches
+from drumline.model.quantised.packed import parts_of
 from drumline.model.values import pack
+from drumline.runtime.user_batch import is_apart
 
 Print = tuple[str, tuple[int, ...], bytes]  # a tensor's dtype, shape and some elements
 
@@ -156,7 +157,9 @@ def samples_of(named: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     >>> samples_of({"a": torch.zeros(100)}) == samples_of({"a": torch.ones(100)})
     False
     """
-    return dict(zip(named, samples_begun(list(named.values()))(), strict=True))
+    parts = {name: parts_of(tensor).values() for name, tensor in named.items()}
+    samples = iter(samples_begun([part for each in parts.values() for part in each])())
+    return {name: b"".join(islice(samples, len(each))) for name, each in parts.items()}
 
 
 def first_difference(told: Sequence[Mapping[str, bytes | str]]) -> tuple[int, int, str] | None:
@@ -206,15 +209,15 @@ def begun(batch: Any, target: Any) -> Callable[[], ArgumentPrint]:
     >>> later() == ArgumentPrint.of(torch.zeros(4, 2), None)
     True
     """
-    batches, targets = (() if value is None else pack(value)[0] for value in (batch, target))
+    (batches, form), (targets, other) = (((), None) if value is None else pack(value) for value in (batch, target))
     samples = samples_begun([*batches, *targets])
-    is_apart = has_microbatches(batch) or has_microbatches(target)
+    given_apart = is_apart(form) or is_apart(other)
 
     def given() -> ArgumentPrint:
         found = samples()
         pairs = zip((*batches, *targets), found, strict=True)
         prints = [(str(tensor.dtype), tuple(tensor.shape), sample) for tensor, sample in pairs]
-        return ArgumentPrint(tuple(prints[: len(batches)]), tuple(prints[len(batches) :]), is_apart)
+        return ArgumentPrint(tuple(prints[: len(batches)]), tuple(prints[len(batches) :]), given_apart)
 
     return given
 

@@ -20,6 +20,7 @@ import torch
 
 from drumline.channel import stacks
 from drumline.channel.channel import Channel, Wait
+from drumline.channel.devices.rank_devices import RankDevices
 from drumline.channel.in_process import Hub, take_turns
 from drumline.channel.lines.axes import Axes
 from drumline.channel.rank_names import RankNames
@@ -59,11 +60,14 @@ Drive = Callable[[Sequence[Generator[Wait, None, None]]], None]  # runs ranks un
 class Crew:
     """The channels of this process, and everything that all ranks do together."""
 
-    def __init__(self, channels: Sequence[Channel], hub: Hub | None, axes: Axes, *, timeout: float) -> None:
+    def __init__(
+        self, channels: Sequence[Channel], hub: Hub | None, axes: Axes, devices: RankDevices, *, timeout: float
+    ) -> None:
         self.channels = list(channels)
         self.hub = hub
         self.alone = hub is not None  # whether all ranks are in this process
         self.axes = axes
+        self.devices = devices  # of all ranks, of all lines
         self.timeout = timeout
         self.over = ""  # why the pipeline can no longer be used; empty while it can
         self._is_running = False  # whether ranks of this process are in the middle of their rows
@@ -96,8 +100,8 @@ class Crew:
             if transport == "auto" and (num_ranks or 1) > 1:
                 _tell_of_turns(num_ranks or 1)
             hub = Hub(num_ranks or 1, now)
-            return Crew(hub.channels(), hub, axes, timeout=timeout)
-        channel = transports.open_channel(
+            return Crew(hub.channels(), hub, axes, RankDevices.alone(str(device), num_ranks or 1), timeout=timeout)
+        channel, devices = transports.open_channel(
             transport,
             device,
             timeout=timeout,
@@ -108,7 +112,7 @@ class Crew:
             interface=interface,
             now=now,
         )
-        crew = Crew([channel], None, axes, timeout=timeout)
+        crew = Crew([channel], None, axes, devices, timeout=timeout)
         with crew.together("the set-up"):
             if num_ranks not in (None, channel.num_ranks):
                 raise MismatchError(

@@ -15,6 +15,9 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from drumline.channel.channel import TIMEOUT, Channel, too_late
+from drumline.channel.devices.choice import AskedDevice
+from drumline.channel.devices.rank_devices import RankDevices, chosen_transport
+from drumline.channel.devices.visible import card_of, own_device, tell_nccl
 from drumline.channel.distributed import DistributedChannel
 from drumline.channel.interfaces import endpoint, loopback
 from drumline.channel.lines.axes import Axes
@@ -47,11 +50,7 @@ def started_by_launcher() -> bool:
 def default_device() -> torch.device:
     """Return this rank's default device: its accelerator, or the host if there is none or the backend is gloo."""
     hosts_only = dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo"
-    accelerator = None if hosts_only else torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
-    return torch.device(accelerator.type, index % torch.accelerator.device_count())
+    return torch.device("cpu") if hosts_only else own_device(AskedDevice())
 
 
 def check(transport: str) -> None:
@@ -172,23 +171,28 @@ def open_channel(
     interface: str = "",
     edges: Sequence[tuple[int, int]] | None,
     now: Callable[[], int],
-) -> Channel:
-    """Return this rank's end of a new channel between the ranks of its line."""
+) -> tuple[Channel, RankDevices]:
+    """Return this rank's end of a new channel between the ranks of its line, and the devices of the ranks of all lines.
+
+    Ranks that share a device are hosts of their own for NCCL, which refuses them otherwise.
+    """
     rank, size = axes.place("pp"), axes.size("pp")
     store = _store_of(f"{scope}/line {axes.number}")
-    card, called = (transport, device.type, host_id()), axes.called
-    cards = exchange(store, rank, size, "drumline/transport", card, timeout=timeout, called=called)
-    agree([{"transport": asked, "device": kind} for asked, kind, _ in cards], called)
-    if transport == "auto":
-        together = len({host for _, _, host in cards}) == 1
-        staged = device.type == "cpu" or torch.accelerator.device_count() < size
-        transport = "shared-memory" if together and staged else backend_for(device)
+    card, called = (transport, card_of(device)), axes.called
+    told = exchange(store, rank, size, "drumline/transport", card, timeout=timeout, called=called)
+    agree([{"transport": asked, "device": own.kind} for asked, own in told], called)
+    cards = axes.exchanged("drumline/devices", card[1]) if axes.is_mesh else [own for _, own in told]
+    transport = chosen_transport(transport, cards, axes.lines, by_device=backend_for(device))
+    devices = RankDevices(tuple(cards), transport)
+    if host := devices.nccl_host(axes.rank):
+        tell_nccl(host, is_one_host=devices.num_hosts == 1)
     connecting: dict[str, Any] = {"store": store, "timeout": timeout, "called": called}
     connecting["interface"] = interface or named_before()
     if transport == "shared-memory":
-        return SharedMemoryChannel(rank, size, device=device, num_slots=num_slots, now=now, **connecting)
+        return SharedMemoryChannel(rank, size, device=device, num_slots=num_slots, now=now, **connecting), devices
     connecting |= {"line": axes.line, "lines": axes.lines}
-    return DistributedChannel(rank, size, backend=transport, device=device, edges=edges, now=now, **connecting)
+    channel = DistributedChannel(rank, size, backend=transport, device=device, edges=edges, now=now, **connecting)
+    return channel, devices
 
 
 def backend_for(device: torch.device) -> str:

@@ -17,6 +17,8 @@ from drumline.core.rules import Backward
 from drumline.engine.ranks import transports
 from drumline.model.block import Block
 from drumline.model.precision import Precision
+from drumline.model.quantised.packed import kind_of
+from drumline.model.quantised.placing import to_device
 from drumline.model.randomness import Randomness
 from drumline.model.weights.tied import TiedCopies, Ties
 from drumline.runtime.backward.compiled import Compiler
@@ -123,7 +125,7 @@ class Assembly:
             if copies is not None:
                 blocks = copies.of(index, blocks)
             for block in blocks:
-                block.module.to(self.device)
+                to_device(block.module, self.device)
             self.ties.join([*(block for stage in found.values() for block in stage.blocks), *blocks])
             before = None if known is None else known.get(index)
             found[index] = self._stage(index, blocks) if before is None else self._again(before, blocks)
@@ -161,7 +163,7 @@ class Assembly:
         """Return the settings that must be the same on all ranks."""
         return {
             "model": [
-                (name, tuple(param.shape), str(param.dtype), param.requires_grad)
+                (name, tuple(param.shape), kind_of(param), param.requires_grad)
                 for stage in self.cuts
                 for block in stage
                 for name, param in block.named_parameters()

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drumline.channel.channel import Channel
 from drumline.core.action import Op
@@ -111,10 +111,6 @@ class Engine(Observer):
         self._stages = [stage for executor in self.executors for stage in executor.stages.values()]
         held, last = {stage.index for stage in self._stages}, self.assembly.program.num_stages - 1
         self.ends = {end for end, at in (("first", 0), ("last", last)) if at in held}
-
-    def total_norm(self, norms: Iterable[Mapping[str, float]], norm_type: float) -> Tensor:
-        """Return the norm of all gradients, given the norms by name that ranks have told."""
-        return self.assembly.total_norm(norms, norm_type)
 
     def _copies(self) -> dict[int, TiedCopies]:
         """If all ranks are in this process, return each rank's copies of blocks that belong to another rank."""

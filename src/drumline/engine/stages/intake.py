@@ -22,10 +22,10 @@ from drumline.model.blocks.pieces import Piece
 from drumline.model.loss.counts import Across, Weighing, weighed
 from drumline.model.loss.factors import Factors, Multiplying
 from drumline.model.loss.guard import guard
-from drumline.model.microbatches import has_microbatches
 from drumline.model.values import moved, pack
-from drumline.runtime.batch import Split, cut_and_counted, rows_apart, rows_of_each, shares
+from drumline.runtime.batch import Split, cut_and_counted, rows_apart, rows_of_each
 from drumline.runtime.step import Step
+from drumline.runtime.user_batch import has_microbatches
 
 LossFunction = Callable[..., Tensor]
 Weigh = Callable[[Any], float | Tensor]
@@ -231,7 +231,7 @@ class Intake:
         """Set the microbatches' shares for a step; microbatches with weight 0 need no loss."""
         self.is_open = weighing is None
         if weighing is None:
-            weighing = Weighing(shares([float(row) for row in self._rows]))
+            weighing = weighed([[float(row)] for row in self._rows], self._rows)
         step.shares = self._shares_of(list(weighing.shares))
         step.targets = [
             target if isinstance(share, Tensor) or share else _NOTHING

@@ -21,9 +21,9 @@ from drumline.core.costs import Costs, Edge
 from drumline.core.errors import BatchError
 from drumline.core.measured.costs import latencies
 from drumline.core.measured.measured import Measured, stage_costs
-from drumline.model.microbatches import has_microbatches
 from drumline.model.values import pack
 from drumline.runtime import user_batch
+from drumline.runtime.user_batch import has_microbatches
 
 _NEAR = 1.02  # a fit with fewer terms is taken if its error is at most so many times that of one with more
 

@@ -11,6 +11,7 @@ from torch import nn
 from drumline.core.errors import ModelError
 from drumline.engine.stages.assembly import device_of
 from drumline.model.block import Block, blocks_of
+from drumline.model.quantised.placing import to_device
 from drumline.model.weights import materialise as runtime
 from drumline.model.weights.files import Weights as Weights
 
@@ -35,7 +36,7 @@ def materialise(
     blocks = [Block("", root, "")] if root is not None else blocks_of(model)  # type: ignore[arg-type]
     runtime.materialise(blocks, blocks, root=root, weights=opened(weights), device=where, seed=seed)
     for block in blocks:
-        block.module.to(where)
+        to_device(block.module, where)
     return model
 
 

@@ -3,7 +3,8 @@
     one process     F(0) changes, F(3) reads │ F(0) changes, F(3) reads       microbatch by microbatch
     a pipeline      F(0) changes │ F(0) changes │ F(0) changes, F(3) reads    stage 3 reads what later ones left
 
-So such changes are refused. They are detected by value after the first steps, and by version after that.
+So such changes are refused, and those of a buffer of which other ranks have copies: these would differ from then on.
+They are detected by value after the first steps, if stages share a buffer, and by version after that.
 """
 
 from __future__ import annotations
@@ -63,10 +64,10 @@ class SharedBuffers(Observer):
     def begin(self, step: Step) -> None:
         """Record the state before a step."""
         by_value = self._num_steps < _BY_VALUE
-        tensors = [copy.place.tensor for copy in self._kept]
+        looks = [(copy.place.tensor, by_value and copy.held.is_tied) for copy in self._kept]
         self._before = [
-            (t, 0 if t is None else _version(t), None if t is None or not by_value else t.detach().clone())
-            for t in tensors
+            (t, 0 if t is None else _version(t), None if t is None or not copies else t.detach().clone())
+            for t, copies in looks
         ]
         self._attributes = [plain_in(vars(module)) for _, module in self._doubled] if by_value else []
         self._num_steps += 1
@@ -88,6 +89,12 @@ class SharedBuffers(Observer):
         self._before = []
 
     def _refuse(self, kept: _BufferCopy) -> None:
+        if kept.held.is_copied:
+            raise ModelError(
+                f"a forward changes the buffer {kept.held.name}, which several ranks hold",
+                expected="buffers that stay unchanged if several ranks hold them",
+                fix="give each block its own buffer, and choose a schedule with one copy of each stage",
+            )
         stages = ", ".join(map(str, kept.held.stages))
         raise ModelError(
             f"the forward of block {kept.block!r} changes the buffer {kept.held.name!r}, which stages {stages} hold",
@@ -97,14 +104,11 @@ class SharedBuffers(Observer):
 
 
 def _kept(ties: Ties, stages: Sequence[Stage]) -> Iterator[_BufferCopy]:
-    for stage in stages:
-        seen: set[str] = set()
-        for block in stage.blocks:
-            for place in places_in(block):
-                held = ties.find(place.name)  # buffers held by several ranks are checked when they are exchanged
-                if held is not None and held.is_tied and not held.is_parameter and held.name not in seen:
-                    seen.add(held.name)
-                    yield _BufferCopy(held, place, block.name)
+    for block in (block for stage in stages for block in stage.blocks):
+        for place in places_in(block):
+            held = ties.find(place.name)
+            if held is not None and (held.is_tied or held.is_copied) and not held.is_parameter:
+                yield _BufferCopy(held, place, block.name)
 
 
 def _version(tensor: Tensor) -> int:

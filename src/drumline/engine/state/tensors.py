@@ -7,7 +7,7 @@ are the model's. Loading accepts any of its names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,8 @@ from drumline.engine.ranks.crew import Crew
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.stages.chain import Chain
 from drumline.model.block import Block
+from drumline.model.catalogue import places_in
+from drumline.model.quantised.state import file_names, is_same, is_text, joined, load_state
 from drumline.model.weights.tied import TiedCopies, Ties
 from drumline.runtime.execute.executor import Executor
 from drumline.runtime.gradients import clip
@@ -157,7 +159,8 @@ class Holdings(Observer):
     def stored_names(self) -> set[str]:
         """Return the names under which a state has what this process holds."""
         blocks = [block for executor in self.executors for _, block in _blocks(executor)]
-        return {self.ties.first(name) for block in blocks for name, _ in _entries(block)}
+        entries = [(self.ties.first(name), tensor) for block in blocks for name, tensor in _entries(block)]
+        return {text for name, value in entries for text in file_names(name, value)}
 
     def slices(self) -> dict[str, Slice | FlatSlice]:
         """Return which parts of whole tensors this process's modules hold, by name."""
@@ -194,22 +197,49 @@ class Holdings(Observer):
             setattr(plain, "slice", part)  # noqa: B010 - an attribute that torch's class does not declare
         return plain
 
-    def load_state_dict(self, given: Mapping[str, Any]) -> None:
-        """Load a state on all ranks, or raise on all of them before anything changes."""
-        problems = [self._problem_with(given, executor) for executor in self.executors]
+    def some_state(self, only: Collection[str]) -> dict[str, Any]:
+        """Return of what this process stores the tensors with these names."""
+        stored: dict[str, Any] = {}
+        with self.whole():
+            for executor in self.executors:
+                for index, block in _blocks(executor):
+                    for place in places_in(block):
+                        first = self.ties.first(place.name)
+                        if place.saved and first in only and self.ties.home(place.name, index) == executor.rank:
+                            stored.setdefault(first, self._plain(place.tensor))
+        return stored
+
+    def load_state_dict(self, given: Mapping[str, Any], *, partly: bool = False) -> None:
+        """Load a state on all ranks, or raise on all of them before anything changes; `partly` allows that some lack.
+
+        What a part of a state does not have stays as it is.
+        """
+        problems = [self._problem_with(given, executor, partly=partly) for executor in self.executors]
         for problem in self.crew.all_told("state", problems):
             if problem is not None:
                 raise problem
         with self.crew.together("load_state_dict"), self.whole(changed=True):
-            for block in (block for executor in self.executors for _, block in _blocks(executor)):
-                values = {name: (_given(given, self.ties, name), own) for name, own in _entries(block)}
-                block.module.load_state_dict(
+            blocks = [block for executor in self.executors for _, block in _blocks(executor)]
+            if partly:
+                self._copy(blocks, given)
+            for block in () if partly else blocks:
+                values = {name: (_given(given, self.ties, name, own), own) for name, own in _entries(block)}
+                load_state(
+                    block.module,
                     {
                         name.removeprefix(_prefix(block)): own if value is None else self._part(value, own)
                         for name, (value, own) in values.items()
-                    }
+                    },
                 )
             self.share()
+
+    def _copy(self, blocks: Iterable[Block], given: Mapping[str, Any]) -> None:
+        """Give some tensors new values."""
+        with torch.no_grad():
+            for place in (place for block in blocks for place in places_in(block)):
+                value = None if place.tensor is None else _given(given, self.ties, place.name, place.tensor)
+                if value is not None and place.tensor is not None:
+                    place.tensor.copy_(self._part(value, place.tensor))
 
     def _whole_shape(self, own: Tensor) -> torch.Size:
         """Return the shape of the tensor of which this process may hold a part."""
@@ -223,15 +253,18 @@ class Holdings(Observer):
         part = slice_of(own) if isinstance(own, Tensor) else None
         return cut_out(value, part, self.crew.axes) if isinstance(part, Slice) and value.shape != own.shape else value
 
-    def _problem_with(self, state: Mapping[str, Any], executor: Executor) -> DrumlineError | None:
+    def _problem_with(
+        self, state: Mapping[str, Any], executor: Executor, *, partly: bool = False
+    ) -> DrumlineError | None:
         """Return why a rank cannot load a state, or None if it can."""
         try:
             if not isinstance(state, Mapping):
                 raise ModelError(f"the state is a {type(state).__name__}", expected="a dict from names to tensors")
             for index, block in _blocks(executor):
                 for name, own in _entries(block):
-                    value = _given(state, self.ties, name)
-                    if value is None and self.ties.home(name, index) == executor.rank:
+                    value = _given(state, self.ties, name, own)
+                    is_needed = not partly or (isinstance(own, nn.Parameter) and own.requires_grad)
+                    if value is None and is_needed and self.ties.home(name, index) == executor.rank:
                         raise ModelError(
                             f"the state has no {name!r}",
                             expected="every parameter and buffer of this rank's stages",
@@ -249,17 +282,20 @@ def _check_tensor(name: str, value: Any, own: Tensor, whole: torch.Size) -> None
         raise ModelError(f"{name!r} is a {type(value).__name__} in the state", expected="a tensor")
     if value.is_meta:
         raise ModelError(f"{name!r} is on the meta device in the state", expected="a tensor with data")
-    if value.shape not in (own.shape, whole):
+    if value.shape not in (own.shape, whole) and not is_text(name):
         raise ModelError(f"{name!r} has shape {tuple(value.shape)} in the state", expected=str(tuple(whole)))
 
 
-def _given(state: Mapping[str, Any], ties: Ties, name: str) -> Any:
-    """Return the state's entry under any of a tensor's names."""
+def _given(state: Mapping[str, Any], ties: Ties, name: str, own: Any) -> Any:
+    """Return the state's entry under any of a tensor's names; the state may hold the parts of a packed one."""
     held = ties.find(name)
-    names = [text for text in ((name,) if held is None else held.names) if text in state]
+    every = (name,) if held is None else held.names
+    names = [text for text in every if text in state]
     values = [state[text] for text in names]
+    if not names and isinstance(own, Tensor):
+        return next((value for text in every if (value := joined(state, text, own)) is not None), None)
     for other, value in zip(names[1:], values[1:], strict=True):
-        if value is not values[0] and not (value.shape == values[0].shape and torch.equal(value, values[0])):
+        if value is not values[0] and not is_same(value, values[0]):
             raise ModelError(
                 f"{names[0]!r} and {other!r} differ in the state", expected="equal values: the model ties them"
             )

@@ -75,31 +75,20 @@ def unsplit_step(
     ([0.5, 0.0], tensor([[1.5000, 1.5000]]))
     """
     for given in each:
-        yield _run(model, given, loss_fn, randomness, precision, scale, multiplying(given))
-
-
-def _run(
-    model: Plain,
-    given: UnsplitMicrobatch,
-    loss_fn: Callable[[Any, Any], Tensor | None],
-    randomness: Randomness,
-    precision: Precision,
-    scale: float,
-    multiplying: AbstractContextManager[object],
-) -> Made:
-    with model.seeding(given.number, randomness) as run:
-        with randomness.listening() as drawing, precision.autocast:
-            with multiplying:
-                output = run(given.inputs)
-            before = randomness.states()
-            counts = given.share or given.seen_share is not None
-            loss = loss_fn(output, given.target) if counts else torch.zeros(())
-            loss_drew = randomness.has_moved(before)
-            assert loss is not None, "a step that trains has a loss"
-            loss = precision.full(loss)
-        share = given.share if given.seen_share is None else given.seen_share()
-        if loss.requires_grad:
-            weight = torch.as_tensor(share * scale, dtype=loss.dtype, device=loss.device)
-            torch.autograd.backward(loss, weight)
-    on_host = mapped(output, lambda tensor: tensor.detach().cpu())
-    return Made(on_host, loss.detach().cpu(), share, bool(drawing), loss_drew)
+        with model.seeding(given.number, randomness) as run:
+            with randomness.listening() as drawing, precision.autocast:
+                with multiplying(given):
+                    output = run(given.inputs)
+                before = randomness.states()
+                counts = given.share or given.seen_share is not None
+                loss = loss_fn(output, given.target) if counts else torch.zeros(())
+                loss_drew = randomness.has_moved(before)
+                assert loss is not None, "a step that trains has a loss"
+                loss = precision.full(loss)
+            share = given.share if given.seen_share is None else given.seen_share()
+            if loss.requires_grad:
+                weight = torch.as_tensor(share * scale, dtype=loss.dtype, device=loss.device)
+                torch.autograd.backward(loss, weight)
+        on_host, made = mapped(output, lambda tensor: tensor.detach().cpu()), loss.detach().cpu()
+        del output, loss  # no graph stays while the caller looks at them
+        yield Made(on_host, made, share, bool(drawing), loss_drew)

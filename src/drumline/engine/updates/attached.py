@@ -73,8 +73,6 @@ class ParameterCopies:
 class Divides:
     """Has this line's optimizers update whole parameters; a subclass has them update parts."""
 
-    is_on = False
-
     def divide(self, parameters: Sequence[nn.Parameter], kind: type[Optimizer]) -> None:
         """Divide parameters for an optimizer of a kind."""
 

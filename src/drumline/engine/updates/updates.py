@@ -26,10 +26,9 @@ from drumline.engine.ranks.tally import Handler
 from drumline.engine.state.tensors import Holdings
 from drumline.engine.updates.attached import Divides, ParameterCopies, Refuses, Scales
 from drumline.engine.updates.guard import Guard, guarded_by
-from drumline.engine.updates.kinds import by_element
 from drumline.engine.updates.optimizer_state import NamedTensors, StateByName
 from drumline.engine.updates.validation_time import Validates
-from drumline.engine.updates.whole_matrices import WholeMatrices
+from drumline.engine.updates.whole_matrices import WholeMatrices, by_element
 from drumline.model.precision import Precision, settle_products
 
 

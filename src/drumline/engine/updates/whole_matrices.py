@@ -11,10 +11,26 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from drumline.channel.lines.axes import Axes
-from drumline.channel.lines.slices import slice_of
+from drumline.channel.lines.slices import cut_out, put_together, slice_of
 from drumline.model.precision import LOW
+
+# Optimizers of torch that treat every element alike, so that they can update any part of a parameter.
+_BY_ELEMENT = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop,
+)  # fmt: skip
+
+
+def by_element(kind: type[Optimizer]) -> bool:
+    """Whether an optimizer updates each element by itself; a class that is not torch's own may not.
+
+    >>> by_element(torch.optim.AdamW), by_element(torch.optim.Adafactor)
+    (True, False)
+    """
+    return kind in _BY_ELEMENT
 
 
 class WholeMatrices:
@@ -36,9 +52,7 @@ class WholeMatrices:
                 self._seen[param] = _mark(param)
 
     def _whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
-        part = slice_of(parameter)
-        assert part is not None
-        return part.whole(self._axes.gathered(own, part.axis))
+        return put_together(own, slice_of(parameter), self._axes)
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return the whole copy of a parameter, None if there is none."""
@@ -56,9 +70,8 @@ class WholeMatrices:
     def give(self, parameters: Sequence[nn.Parameter]) -> None:
         """After the optimizer steps, give each parameter its part of the copy."""
         for param in (param for param in parameters if param in self._copies):
-            part, copy = slice_of(param), self._copies[param]
-            assert part is not None
-            param.copy_(part.local(copy.detach(), self._axes.place(part.axis), self._axes.size(part.axis)))
+            copy = self._copies[param]
+            param.copy_(cut_out(copy.detach(), slice_of(param), self._axes))
             copy.grad = None
             self._seen[param] = _mark(param)
 

@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from drumline.adapt.decide import Decider
-from drumline.adapt.measured_step import MeasuredStep
 from drumline.adapt.proposal import CUT, Arrangement, Proposal
 from drumline.adapt.rebalance import Layers, guessed
 from drumline.adapt.settings import Adapt
@@ -30,6 +29,7 @@ from drumline.engine.site import Site
 from drumline.engine.stages.assembly import LossHolder
 from drumline.model.block import Block
 from drumline.model.blocks.cut import guessed_costs
+from drumline.model.quantised.packed import num_bytes
 from drumline.plan.device.blocks import Profile
 from drumline.runtime.step import Step
 from drumline.schedules import generate, schedules
@@ -77,9 +77,7 @@ class Adapting(Observer):
             return None
         self._seen = number
         try:
-            proposal = decider.see(
-                MeasuredStep(number, measured), max((report.num_rows for report in last.told), default=0)
-            )
+            proposal = decider.see(measured, max((report.num_rows for report in last.told), default=0))
         except DrumlineError as error:  # training does not depend on this
             self._tell(number, f"nothing changes from here on: {error}", {})
             self.close()
@@ -160,7 +158,7 @@ def _sizes(block: Block) -> tuple[int, int]:
     """Return a block's bytes of weights and of gradients."""
     tensors = [*block.module.parameters(), *block.module.buffers()]
     trained = (param.nbytes for param in block.module.parameters() if param.requires_grad)
-    return sum(tensor.nbytes for tensor in tensors), sum(trained)
+    return sum(map(num_bytes, tensors)), sum(trained)
 
 
 def _built(schedule: Any, program: Program) -> Callable[[int], Program | None] | None:

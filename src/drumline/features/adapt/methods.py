@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drumline.engine.methods import Methods
+from drumline.engine.site import Methods
 from drumline.features.adapt.auto_schedule import AutoSchedule, SearchOutcome
 
 

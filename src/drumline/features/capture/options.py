@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from drumline.engine.options import SWITCH, FeatureOptions, option
 
@@ -12,5 +11,4 @@ from drumline.engine.options import SWITCH, FeatureOptions, option
 class CaptureOptions(FeatureOptions):
     """`capture`: record each step's actions once as CUDA graphs, and replay them while steps stay the same."""
 
-    ALIKE: ClassVar[tuple[str, ...]] = ("capture",)
-    capture: bool = option(False, SWITCH)
+    capture: bool = option(False, SWITCH, alike=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drumline.engine.methods import Methods
+from drumline.engine.site import Methods
 from drumline.features.check.model_check import ModelCheck
 from drumline.features.check.verdict import CheckReport
 

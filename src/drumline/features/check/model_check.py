@@ -25,6 +25,8 @@ from drumline.features.check.by_itself.reference import Reference
 from drumline.features.check.sentinels import Sentinels, When
 from drumline.features.check.trial import Trial
 from drumline.features.check.verdict import CheckReport, RankOutcome, merged, verdict
+from drumline.model.quantised.packed import is_packed, settle
+from drumline.model.quantised.state import file_names, load_value
 from drumline.runtime.step import CalledWith, Step
 
 NUM_MICROBATCHES = 2  # of the first step: one for each copy where a stage has two
@@ -69,9 +71,14 @@ class ModelCheck(NoCheck, Keeper):
         shards = self._ground.holdings.shards
         divided = {} if shards is None else shards.pieces  # they have their values, and may have no memory
         if self.is_pending and self._reference is not None and self._reference.whole is not None:
+            settle(self._reference.whole.modules)
             named = self._reference.whole.named_parameters().items()
             with torch.no_grad():
                 for name, param in ((name, param) for name, param in named if param not in divided):
+                    if is_packed(param):
+                        if not param.is_meta and any(text in state for text in file_names(name, param)):
+                            load_value(param, name, state)
+                        continue
                     value = state.get(name)
                     if isinstance(value, Tensor) and not param.is_meta and value.shape == param.shape:
                         param.copy_(value)

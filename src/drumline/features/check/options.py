@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from drumline.core.settings.rule import Rule
 from drumline.engine.options import FeatureOptions, option
@@ -16,5 +15,4 @@ _WHEN = Rule('True, False, "first", or a number of steps between two checks', is
 class CheckOptions(FeatureOptions):
     """`check_model`: compare the first step and some later ones with the unsplit model."""
 
-    ALIKE: ClassVar[tuple[str, ...]] = ("check_model",)
-    check_model: When = option(True, _WHEN)
+    check_model: When = option(True, _WHEN, alike=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from drumline.engine.methods import Methods
+from drumline.engine.site import Methods
 from drumline.features.lengths.arrange import Arranging, SearchedSizes
 
 

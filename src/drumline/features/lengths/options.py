@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from drumline.engine.options import SWITCH, FeatureOptions, option
 
@@ -12,5 +11,4 @@ from drumline.engine.options import SWITCH, FeatureOptions, option
 class LengthOptions(FeatureOptions):
     """`arrange`: run `Microbatches` of unequal sizes in the order that the simulator finds fastest."""
 
-    ALIKE: ClassVar[tuple[str, ...]] = ("arrange",)
-    arrange: bool = option(False, SWITCH)
+    arrange: bool = option(False, SWITCH, alike=True)

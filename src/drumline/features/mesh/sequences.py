@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from drumline.channel.lines.axes import Axes
 from drumline.core.errors import BatchError, ModelError
 from drumline.features.mesh.context import AXIS
-from drumline.model.microbatches import Microbatches, has_microbatches
+from drumline.model.microbatches import Microbatches
 from drumline.model.values import mapped, pack
+from drumline.runtime.user_batch import has_microbatches
 
 _POSITIONS = ("position_ids", "positions")  # what models call the argument with each token's position
 _SHIFTING = "ForCausalLMLoss"  # the loss of transformers' language models

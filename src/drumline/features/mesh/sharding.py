@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from drumline.channel.lines.axes import Axes
 from drumline.channel.lines.slices import FlatSlice, Slice, slice_of
 from drumline.engine.updates.attached import Divides
-from drumline.engine.updates.kinds import by_element
+from drumline.engine.updates.whole_matrices import by_element
 from drumline.features.mesh.reduce import summed_over
 from drumline.model.precision import gradient_dtype
 
@@ -54,8 +54,6 @@ def _marked(piece: nn.Parameter, whole: nn.Parameter, found: FlatSlice) -> nn.Pa
 
 class StateShards(Divides):
     """ZeRO-1: the pieces that this line's optimizers update, by parameter."""
-
-    is_on = True
 
     def __init__(self, axes: Axes, parameters: Iterable[nn.Parameter]) -> None:
         self._axes = axes

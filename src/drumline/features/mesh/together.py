@@ -13,6 +13,7 @@ _NOT_COMPILED = {
 }
 _WHOLE_MATRICES = Given("optimizer", "an optimizer that may look at whole matrices", given("optimizer").holds,
                         "{optimizer} may look at whole matrices")  # fmt: skip
+_QUANTISED = Given("quantised", "a quantised model", given("quantised").holds, "the model has quantised weights")
 CLASHES = (
     Clash(given("zero"), without("dp"), "lines along dp", "data-parallel lines divide the state", ("zero", 0)),
     Clash(given("sequence_parallel"), without("tp"), "lines along tp",
@@ -23,6 +24,10 @@ CLASHES = (
     ),
     Clash(given("zero", 3), TWO_COPIES, "a schedule with one copy of each stage",
           "each line holds a part of a stage, and two ranks of it would need it at different times", ("zero", 1)),
+    Clash(_QUANTISED, given("zero", 3), "parameters that every line holds",
+          "codes and scales of a weight make no flat pieces", ("zero", 1)),
+    Clash(_QUANTISED, axis("tp"), "layers that are not divided", "codes and scales belong to whole weights",
+          fix="use lines along pp or dp"),
     Clash(_WHOLE_MATRICES, given("zero", 3), "an optimizer that treats every element alike, such as AdamW",
           "each line holds a flat piece of every matrix", ("zero", 1), kind=RunError),
 )  # fmt: skip

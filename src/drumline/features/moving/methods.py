@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drumline.adapt.move import Move
-from drumline.engine.methods import Methods
-from drumline.features.moving.attach import Moving
+from drumline.engine.site import Methods
+from drumline.features.moving.mover import Mover
 
 
 class MovingMethods(Methods):
@@ -15,8 +15,8 @@ class MovingMethods(Methods):
     @property
     def moves(self) -> tuple[Move, ...]:
         """What `repartition` has moved so far."""
-        found = (moving for moving in self._site.observers.each if isinstance(moving, Moving))
-        return tuple(next(found).mover.moves)
+        found = (observer for observer in self._site.observers.each if isinstance(observer, Mover))
+        return tuple(next(found).moves)
 
     def repartition(
         self, cuts: Sequence[str] | str | None = None, *, balance: Sequence[int] | str | None = None

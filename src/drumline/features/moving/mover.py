@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from drumline.adapt.move import Move
 from drumline.channel.transfer import transferred
 from drumline.core.errors import DrumlineError, MismatchError, UsageError
+from drumline.engine.ranks.observer import Observer
 from drumline.engine.site import Site
 from drumline.features.moving.parcels import Freight, Parcel, TensorParcel, freights, packed, put_attributes, unpacked
 from drumline.model.blocks.cut import cut
+from drumline.model.quantised.packed import put_value, settle
 from drumline.model.weights.remote_blocks import give_up
 from drumline.model.weights.tied import Ties
 from drumline.plan.cut.peaks import held_by
@@ -31,15 +33,15 @@ from drumline.plan.cut.peaks import held_by
 _DURING = "the move of layers"
 
 
-class Mover:
-    """Moves the layers of one pipeline; `moves` are those so far."""
+class Mover(Observer):
+    """Moves the layers of one pipeline; `moves` are those so far. It has nothing to do in a step."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
         self._seconds: dict[str, float] = {}
         self.moves: list[Move] = []
 
-    def repartition(self, cuts: Any, balance: Any) -> Move:
+    def repartition(self, cuts: Any = None, *, balance: Any = None) -> Move:
         """Give the stages other blocks; see Pipeline.repartition."""
         site = self._site
         site.recording.settle()
@@ -145,7 +147,9 @@ class Mover:
         site.crew.connect(sorted({*after.edges, *moves}))
         if not site.crew.alone:
             with self._timed("send"):
-                held = chain.tensors(self._numbers(counts_before))
+                numbers = self._numbers(counts_before)
+                settle(module for number in numbers for module in chain.block(number).module.modules())
+                held = chain.tensors(numbers)
                 told, arrived = self._sent(moves, held)
                 num_bytes = sum(parcel.num_bytes for entry in told for parcel in entry.values())
                 self._leave(before, after, held)
@@ -222,7 +226,7 @@ class Mover:
         site = self._site
         named = site.engine.chain.tensors(self._numbers(counts))
         for name, parcel in arrived.items():
-            named[name].data = parcel.value
+            put_value(named[name], parcel.value)
             if parcel.trains is not None:
                 named[name].requires_grad_(parcel.trains)
         program = site.frozen.recut(counts)

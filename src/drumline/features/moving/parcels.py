@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from drumline.channel.transfer import TensorShape
 from drumline.engine.stages.chain import Chain
 from drumline.engine.updates.updates import OptimizerEntry, ParameterState, Updates
+from drumline.model.quantised.packed import parts_of
 from drumline.model.watch.fingerprint import plain_in
 from drumline.model.weights.tied import Ties
 
@@ -96,7 +97,8 @@ def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors_of(tensor: Tensor, handed: ParameterState | None) -> Iterator[tuple[Key, Tensor]]:
-    yield (_VALUE,), tensor.detach()
+    for part, value in parts_of(tensor).items():  # one, unless it is packed
+        yield (_VALUE, part), value
     if tensor.grad is not None:
         yield (_GRADIENT,), tensor.grad
     if handed is None:
@@ -113,7 +115,7 @@ def _tensors_of(tensor: Tensor, handed: ParameterState | None) -> Iterator[tuple
 class TensorParcel:
     """What has come of one tensor."""
 
-    value: Tensor
+    value: dict[str, Tensor]  # its parts; of a plain tensor, one
     gradient: Tensor | None
     trains: bool | None  # None of buffers
     handed: ParameterState
@@ -131,7 +133,8 @@ def unpacked(parcel: Parcel, tensors: Sequence[Tensor]) -> dict[str, TensorParce
             state = {key[1]: tensor for key, tensor in each.items() if key[0] == number}
             kept.append(None if plain is None else OptimizerEntry(plain[0], {**state, **plain[1]}))
         handed = ParameterState(each.get((_MASTER,)), kept)
-        made[name] = TensorParcel(each[_VALUE,], each.get((_GRADIENT,)), parcel.trains.get(name), handed)
+        value = {key[1]: tensor for key, tensor in each.items() if key[0] == _VALUE}
+        made[name] = TensorParcel(value, each.get((_GRADIENT,)), parcel.trains.get(name), handed)
     return made
 
 

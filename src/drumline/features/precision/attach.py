@@ -6,16 +6,14 @@ from drumline.engine.site import Site
 from drumline.features.precision.masters import Masters
 from drumline.features.precision.options import PrecisionOptions
 from drumline.features.precision.scaler import LossScaler
-from drumline.features.precision.scaling import Scaling
 
 
-def attach(site: Site, options: PrecisionOptions) -> Scaling | None:
+def attach(site: Site, options: PrecisionOptions) -> LossScaler | None:
     """Let optimizers update float32 copies, and return what scales the loss, each if it is asked for."""
     updates = site.updates
     if options.master_weights:
         updates.update_copies(Masters())
     if not updates.precision.scales:
         return None
-    scaler = LossScaler(refuse=site.refuse)
-    updates.scaler = scaler
-    return Scaling(scaler, site.holdings)
+    updates.scaler = scaler = LossScaler(refuse=site.refuse, parameters=site.holdings.parameters)
+    return scaler

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from drumline.engine.methods import Methods
+from drumline.engine.site import Methods
 from drumline.features.precision.scaler import LossScaler
-from drumline.features.precision.scaling import Scaling
 
 
 class PrecisionMethods(Methods):
@@ -13,4 +12,4 @@ class PrecisionMethods(Methods):
     @property
     def scaler(self) -> LossScaler | None:
         """The loss scaler, the same on all ranks; None unless `precision` is "fp16"."""
-        return next((observer.scaler for observer in self._site.observers.each if isinstance(observer, Scaling)), None)
+        return next((observer for observer in self._site.observers.each if isinstance(observer, LossScaler)), None)

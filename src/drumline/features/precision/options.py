@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from drumline.engine.options import SWITCH, FeatureOptions, option
 
@@ -12,5 +11,4 @@ from drumline.engine.options import SWITCH, FeatureOptions, option
 class PrecisionOptions(FeatureOptions):
     """`master_weights`: `pipe.optimizer` updates float32 copies of bf16 or fp16 parameters."""
 
-    ALIKE: ClassVar[tuple[str, ...]] = ("master_weights",)
-    master_weights: bool = option(False, SWITCH)
+    master_weights: bool = option(False, SWITCH, alike=True)

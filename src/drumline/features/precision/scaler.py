@@ -9,16 +9,20 @@ either all ranks skip the optimizer's step and lower the scale, or none does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError, NonFiniteError
+from drumline.engine.ranks.observer import Observer
+from drumline.engine.ranks.tally import RankReport
+from drumline.engine.state.keeper import Keeper, Named
 from drumline.engine.updates.attached import Scales
 from drumline.model.precision import LOW
+from drumline.runtime.gradients import clip
+from drumline.runtime.step import Step
 
 
 def _admit(**_: Any) -> None:
@@ -26,8 +30,10 @@ def _admit(**_: Any) -> None:
 
 
 @dataclass(eq=False, repr=False)
-class LossScaler(Scales):
+class LossScaler(Scales, Observer, Keeper):
     """The loss scale and when it changes: the rules, defaults and state of `torch.amp.GradScaler`.
+
+    Gradients of its `parameters` are scaled while a step runs, and true again after it. Checkpoints have the scale.
 
     A skipped optimizer step multiplies the scale by `backoff_factor`; `growth_interval` steps without a skip multiply
     it by `growth_factor`. If it would fall below `floor`, the gradients themselves are bad, and NonFiniteError is
@@ -35,7 +41,7 @@ class LossScaler(Scales):
 
     >>> scaler = LossScaler(init_scale=8.0, growth_interval=2)
     >>> for number, overflow in enumerate([True, False, False]):
-    ...     scaler.ran(number)
+    ...     scaler.end(Step(number))
     ...     _ = scaler.handles(number, ["1"] if overflow else [])
     ...     print(scaler.decide(), scaler.scale)
     False 4.0
@@ -49,6 +55,7 @@ class LossScaler(Scales):
     growth_interval: int = 2000
     floor: float = 2.0**-13
     refuse: Callable[..., None] = _admit  # what does not go with a scaled loss
+    parameters: Callable[[], Sequence[nn.Parameter]] = tuple  # those of this process now
 
     def __post_init__(self, init_scale: float) -> None:
         self.is_on = True
@@ -66,9 +73,23 @@ class LossScaler(Scales):
         if low:
             self.refuse(parameters=", ".join(sorted(low)))
 
-    def ran(self, number: int) -> None:
-        """Record that a training step ran with this scale."""
-        self._last = number
+    def begin(self, step: Step) -> None:
+        """Set the step's scale and apply it to earlier gradients, so that new ones can be added."""
+        step.scale = self.scale
+        self._multiply(step.scale)
+
+    def end(self, step: Step) -> None:
+        """Unscale the gradients."""
+        self._multiply(1.0 / step.scale)
+        self._last = step.number
+
+    def _multiply(self, factor: float) -> None:
+        clip.multiply([param.grad for param in self.parameters() if param.grad is not None], factor)
+
+    def tell(self, step: Step, each: Sequence[RankReport]) -> None:
+        """Tell the scale, which must be the same on all ranks."""
+        if step.train:
+            each[0].scale = step.scale
 
     def forget(self) -> None:
         """Record that gradients were set to zero: earlier overflows no longer count."""
@@ -107,6 +128,15 @@ class LossScaler(Scales):
             if math.isfinite(self.scale * self.growth_factor):
                 self.scale *= self.growth_factor
 
+    def described(self) -> dict[str, Any]:
+        """Return the scale and when it changes next."""
+        return {"scaler": self.state_dict()}
+
+    def take(self, content: Mapping[str, Any], tensors: Mapping[str, Tensor], named: Named) -> None:
+        """Go on with a stored scale, if there was one."""
+        if content.get("scaler") is not None:
+            self.load_state_dict(content["scaler"])
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the names that torch's scaler uses."""
         return {
@@ -134,18 +164,3 @@ class LossScaler(Scales):
         self.backoff_factor = float(state["backoff_factor"])
         self.growth_interval = int(state["growth_interval"])
         self._good = int(state["_growth_tracker"])
-
-
-@torch.no_grad()
-def multiplied(gradients: Sequence[Tensor], factor: float) -> None:
-    """Multiply gradients by a number, in place.
-
-    >>> value = torch.ones(2); multiplied([value], 0.5); value
-    tensor([0.5000, 0.5000])
-    """
-    dense = [gradient for gradient in gradients if gradient.layout is torch.strided]
-    if dense:
-        torch._foreach_mul_(dense, factor)
-    for gradient in gradients:
-        if gradient.layout is not torch.strided:
-            gradient.mul_(factor)

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from drumline.engine.kit import Kit
-from drumline.engine.local_pipeline import LocalPipeline
+from drumline.engine.program.programs import Programs
 from drumline.engine.ranks.tally import TallyLedger
 from drumline.engine.setup import ModelCut, PipelineSetup
 from drumline.engine.state.tensors import Holdings
@@ -30,13 +30,13 @@ def _recording(
     folder: str | Path | None,
     setting: PipelineSetup,
     cut: ModelCut,
-    built: LocalPipeline,
+    programs: Programs,
     ledger: TallyLedger,
     holdings: Holdings,
 ) -> Recording:
     """Return what records, after it has written what is known before the first step."""
-    clocks = [executor.clock for executor in built.engine.executors]
+    clocks = [executor.clock for executor in holdings.executors]
     left, continues = holdings.has_gradients, options.continue_record
     recording = Recording(folder, setting.crew, ledger, left, clocks, continues=continues)
-    recording.describe(setting.options.settings(), built.frozen.program, built.programs, built.assembled, cut.balance)
+    recording.describe(setting, cut, programs)
     return recording

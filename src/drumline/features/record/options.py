@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from drumline.core.settings.rule import Rule
 from drumline.engine.options import SWITCH, FeatureOptions, option
@@ -16,9 +16,8 @@ _WHERE = Rule("True, False, or a folder for the run", lambda flag: isinstance(fl
 class RecordOptions(FeatureOptions):
     """`record`: keep the last step's timeline, nothing, or the whole run in a folder, which may continue one."""
 
-    ALIKE: ClassVar[tuple[str, ...]] = ("continue_record",)
     record: bool | str | Path = option(True, _WHERE)
-    continue_record: bool = option(False, SWITCH)
+    continue_record: bool = option(False, SWITCH, alike=True)
 
     def alike(self) -> dict[str, Any]:
         """Return what is recorded too, which ranks may spell differently."""

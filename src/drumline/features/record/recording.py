@@ -28,8 +28,8 @@ from drumline.engine.program.programs import Programs
 from drumline.engine.ranks.crew import Crew
 from drumline.engine.ranks.journal import Journal, StepGap
 from drumline.engine.ranks.tally import RankReport, Tally, TallyLedger
-from drumline.engine.stages.assembly import Assembly
-from drumline.engine.stages.balance import Balance
+from drumline.engine.setup import ModelCut, PipelineSetup
+from drumline.engine.stages.assembly import checkpointed
 from drumline.features.record.continuation import set_aside
 from drumline.features.record.run_folder import RunFolder, config_of, environment_of, plan_of, problem
 from drumline.runtime.draft import END, LEAVE, Clock, Draft
@@ -182,24 +182,19 @@ class Recording(Journal):
             self._write(self.folder, last=True)
             self.folder.flush()
 
-    def describe(
-        self,
-        settings: Mapping[str, Any],
-        program: Program,
-        programs: Programs,
-        assembly: Assembly,
-        balance: Balance | None,
-    ) -> None:
+    def describe(self, setting: PipelineSetup, cut: ModelCut, programs: Programs) -> None:
         """Write what is known before the first step; all ranks call it."""
         if self.folder is None:
             return
         self._crew.waiting.append(self.waiting)
         self._crew.failed.append(self.flush)
         self._programs = programs
-        told = self._crew.collect("environment", environment_of(assembly.device))
+        given, first = setting.options, programs[0]
+        told = self._crew.collect("environment", environment_of(setting.device))
         if 0 in self._ranks:
-            plan = plan_of(program, assembly, balance)
-            self.folder.describe(program, config_of(settings), plan, {"ranks": told})
+            plan = plan_of(first, cut.stages, checkpointed(given.checkpoint, cut.stages), cut.balance)
+            environment = {"ranks": told, "devices": self._crew.devices.to_json()}
+            self.folder.describe(first, config_of(given.settings()), plan, environment)
 
     def called(self, step: Step) -> None:
         """Begin the drafts of a step; its program is written before its first line."""

@@ -14,7 +14,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,7 +41,6 @@ from drumline.core.measured.run import (
 from drumline.core.program import Program
 from drumline.core.version import __version__
 from drumline.engine.program.frozen import weight_counts
-from drumline.engine.stages.assembly import Assembly
 from drumline.engine.stages.balance import Balance
 from drumline.model.block import Block
 from drumline.model.blocks.cut import guessed_costs
@@ -195,7 +194,9 @@ def config_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def plan_of(program: Program, assembly: Assembly, balance: Balance | None) -> dict[str, Any]:
+def plan_of(
+    program: Program, stages: Sequence[Sequence[Block]], recomputed: Collection[str], balance: Balance | None
+) -> dict[str, Any]:
     """Return the decisions: blocks per stage, placement, schedule, checkpointing, and the predicted costs."""
     placement = program.placement
     predicted: dict[str, Any] = {"costs": None, "makespan": None, "blocks": None}
@@ -208,10 +209,10 @@ def plan_of(program: Program, assembly: Assembly, balance: Balance | None) -> di
         "num_stages": program.num_stages,
         "num_microbatches": program.num_microbatches,
         "placement": [list(placement.stages_of(rank)) for rank in range(program.num_ranks)],
-        "blocks": [[block.name for block in blocks] for blocks in assembly.cuts],
-        "checkpoint": [[b.name for b in blocks if b.name in assembly.checkpointed] for blocks in assembly.cuts],
-        "trained_shares": [_trained_share(blocks) for blocks in assembly.cuts],
-        "guessed_costs": guessed_costs([block for blocks in assembly.cuts for block in blocks]),
+        "blocks": [[block.name for block in blocks] for blocks in stages],
+        "checkpoint": [[block.name for block in blocks if block.name in recomputed] for blocks in stages],
+        "trained_shares": [_trained_share(blocks) for blocks in stages],
+        "guessed_costs": guessed_costs([block for blocks in stages for block in blocks]),
         "predicted": predicted,
         "program_sha256": hashlib.sha256(program.format().encode()).hexdigest(),
     }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
 
+from drumline.checkpoint.extra_files import Maker
 from drumline.checkpoint.saves import Loaded, Saving
-from drumline.engine.methods import Methods
+from drumline.engine.site import Methods
 from drumline.engine.state.keeper import Keeper
 from drumline.features.saving.state import State
 
@@ -31,7 +32,8 @@ class SavingMethods(Methods):
         step: int | None = None,
         extra: Any = None,
         keep: int | None = None,
-        files: Mapping[str, str | bytes | Path] | None = None,
+        files: Mapping[str, str | bytes | Path | Maker] | None = None,
+        only: Collection[str] | None = None,
         wait: bool = False,
     ) -> Saving:
         """Save everything that training needs to go on, as a checkpoint in `folder`; call it on every rank.
@@ -40,8 +42,10 @@ class SavingMethods(Methods):
         appears once every rank has written its part. `wait`, or `.wait()` of what is returned, waits for that.
         `extra` is data of your own, such as the position in the data: numbers, texts, bytes, tensors and arrays, in
         lists, tuples, sets and dicts. `files` are further files to store in the checkpoint, by name: their text or
-        bytes, or a path to copy from. `keep` is how many whole checkpoints of this run stay, this one included; older
-        ones are removed, and then damaged ones and those that a rewind has left.
+        bytes, a path to copy from, or a function that writes it: it is called with the folder of the checkpoint, in
+        which all ranks' tensors are, and with the file. `only` names the parameters and buffers to store, such as those
+        of an adapter; `load` then leaves all others as they are. `keep` is how many whole checkpoints of this run stay,
+        this one included; older ones are removed, and then damaged ones and those that a rewind has left.
 
         >>> import tempfile
         >>> from torch import nn
@@ -52,7 +56,7 @@ class SavingMethods(Methods):
         >>> saving.path.name, loaded.extra
         ('step-00000000', {'epoch': 3})
         """
-        saving = self._state.save(folder, step, extra, keep, files)
+        saving = self._state.save(folder, step, extra, keep, files, only)
         if wait:
             saving.wait()
         return saving

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from drumline.core.errors import ModelError, RecordError
 from drumline.engine.updates.optimizer_state import PLAIN, plain
+from drumline.model.quantised.state import flattened
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ def model_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
                 expected="tensors alone: checkpoints are read back without unpickling",
                 fix="make it a buffer, or save it yourself and leave it out of state_dict",
             )
-    return {name: value.detach() for name, value in state.items()}
+    return flattened(state)
 
 
 def optimizer_share(number: int, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -7,8 +7,8 @@ before any takes it in. Where one finds damage, all turn to the checkpoint befor
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,15 @@ class State:
     def _axes(self) -> Axes:
         return self._site.crew.axes
 
-    def save(self, folder: str | Path, step: int | None, extra: Any, keep: int | None, files: Any = None) -> Saving:
+    def save(
+        self,
+        folder: str | Path,
+        step: int | None,
+        extra: Any,
+        keep: int | None,
+        files: Any = None,
+        only: Collection[str] | None = None,
+    ) -> Saving:
         """Begin a checkpoint of everything; see Pipeline.save."""
         site = self._site
         beside, plain = checked_files(files), packed(extra)
@@ -73,12 +81,14 @@ class State:
             "num_trained": site.ledger.num_trained,
             "schedule": site.frozen.program.name,
             "extra": plain,
+            **({} if only is None else {"only": True}),
         }
         for keeper in self._keepers:
             content |= keeper.described()
         content["line"] = [list(part) for part in self._course.saving(folder, content["step"]).parts]
         with site.recording.between.during("save"), site.crew.together("save"):
-            saving = self._saver.save(folder, content["step"], self._taken, content, keep=keep, beside=beside)
+            taken = partial(self._taken, None if only is None else frozenset(only))
+            saving = self._saver.save(folder, content["step"], taken, content, keep=keep, beside=beside)
         if saving.refusal is not None:
             raise saving.refusal  # out here: all ranks raise it alike, and may train on
         return saving
@@ -88,7 +98,7 @@ class State:
         if "_saver" in self.__dict__:
             self._saver.finish(most_seconds)
 
-    def _taken(self) -> Snapshot:
+    def _taken(self, only: frozenset[str] | None = None) -> Snapshot:
         site = self._site
         training: dict[str, Tensor] = {}
         if site.updates.masters.is_on:
@@ -104,7 +114,8 @@ class State:
         training = self._whole(training, {name: pieces.get(_parameter_of(name)) for name in training}, pieces=True)
         tensors, plain = snapshot.generators(site.intake.device)
         training |= {f"random.{self._process}/{name}": tensor for name, tensor in tensors.items()}
-        model = self._whole(snapshot.model_tensors(site.holdings.state_dict()), site.holdings.slices())
+        state = site.holdings.state_dict() if only is None else site.holdings.some_state(only)
+        model = self._whole(snapshot.model_tensors(state), site.holdings.slices())
         due: list[dict[str, Any]] = []
         for keeper in self._keepers:
             tensors, more = keeper.due(dict(site.holdings.named_parameters()))
@@ -221,7 +232,7 @@ class State:
             keeper.refuse_stored(content)
         for keeper in self._keepers:
             keeper.loading()
-        site.holdings.load_state_dict(model)
+        site.holdings.load_state_dict(model, partly=content.get("only", False) is True)
         for keeper in self._keepers:
             keeper.loaded(model, checkpoint.model)
         if optimizers:

@@ -21,11 +21,10 @@ meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +34,9 @@ from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.rules import Backward
 from drumline.features.stream.rows import BACKWARDS, Cell, StreamRows, runs
-from drumline.features.stream.verdicts import Norms, Place, UpdateVerdict, Verdicts
+from drumline.features.stream.verdicts import Optimizers, Place, UpdateVerdict, Verdicts
 from drumline.features.stream.versions import Versions
+from drumline.model.patches import having_gradients
 from drumline.runtime.draft import BEGIN, Clock, Draft
 from drumline.runtime.execute.executor import Executor, Gradients
 from drumline.runtime.execute.jobs import Job
@@ -45,19 +45,6 @@ from drumline.runtime.gradients.exchange import Ending
 from drumline.runtime.step import Step
 
 _BETWEEN_STEPS = -2  # a pause belongs to no step
-
-
-class Stepping(Norms, Protocol):
-    """The optimizers, as an executor sees them."""
-
-    def clip(self, norm: Tensor, parameters: list[nn.Parameter]) -> None:
-        """Scale the gradients of these parameters, given the norm of all ranks' gradients."""
-
-    def settings(self) -> Any:
-        """Return the optimizers' settings now, such as learning rates: those of the step that begins."""
-
-    def update(self, parameters: list[nn.Parameter], settings: Any, move: Callable[[list[nn.Parameter]], None]) -> None:
-        """Update these parameters, which have gradients, by such settings; first `move` them to new memory."""
 
 
 @dataclass(slots=True)
@@ -76,10 +63,10 @@ class StreamExecutor(Executor):
     """One rank's stage and its endless row; give it `stream` and `optimizers` before it runs."""
 
     stream: StreamRows
-    optimizers: Stepping
+    optimizers: Optimizers
     check_finite = True
 
-    def attach(self, stream: StreamRows, optimizers: Stepping, *, check_finite: bool, together: bool) -> None:
+    def attach(self, stream: StreamRows, optimizers: Optimizers, *, check_finite: bool, together: bool) -> None:
         """Run these rows, and step these optimizers; `together` if all ranks make an update at the same place."""
         self.stream, self.optimizers, self.check_finite = stream, optimizers, check_finite
         self.verdicts = Verdicts(
@@ -164,7 +151,6 @@ class StreamExecutor(Executor):
 
     def _put_aside(self, clock: Clock, draft: Draft) -> Iterable[Wait]:
         """Put aside the gradients that have begun to add up."""
-        self.exchange.refuse_changes()
         for param in self._parameters():
             if param.grad is not None:
                 self._partial[param] = param.grad
@@ -329,16 +315,6 @@ class StreamExecutor(Executor):
     def _stage(self) -> int:
         return min(self.stages)
 
-    @contextmanager
-    def _having(self, gradients: Mapping[nn.Parameter, Tensor]) -> Iterator[list[nn.Parameter]]:
-        """Let parameters have these gradients inside, and no others; yields all parameters."""
-        aside = {param: param.grad for param in self._parameters()}
-        for param in aside:
-            param.grad = gradients.get(param)
-        yield list(aside)
-        for param, gradient in aside.items():
-            param.grad = gradient
-
     def _close(self, cell: Cell, job: Job, _: Step) -> None:
         """Put aside the gradients of an update, which are complete on this rank."""
         position, microbatch = self._place(cell)
@@ -359,7 +335,7 @@ class StreamExecutor(Executor):
 
     def _sum(self, group: Group, position: int, microbatch: int) -> Generator[Wait, None, None]:
         """Add the gradients of other ranks to those of tied parameters."""
-        with self._having(group.gradients) as parameters:
+        with having_gradients(self._parameters(), group.gradients) as parameters:
             self.channel.belongs(self._steps[position][0].number)
             yield from self.exchange.sum_tied(self.clock, self.draft, self.clock.now(), microbatch)
             group.gradients = {param: param.grad for param in parameters if param.grad is not None}
@@ -370,7 +346,7 @@ class StreamExecutor(Executor):
 
     def _tell(self, group: Group, position: int, microbatch: int) -> None:
         """Tell all ranks about the gradients of an update on this one."""
-        with self._having(group.gradients):
+        with having_gradients(self._parameters(), group.gradients):
             self.verdicts.tell((position, microbatch), is_finite=group.is_finite)
         group.is_told = True
 
@@ -396,7 +372,7 @@ class StreamExecutor(Executor):
         if judged.bad if judged is not None else not group.is_finite:
             versions.update([])
         else:
-            with self._having(group.gradients) as parameters:
+            with having_gradients(self._parameters(), group.gradients) as parameters:
                 changing = [param for param in parameters if param.grad is not None]
                 if judged is not None and judged.norm is not None:
                     self.optimizers.clip(judged.norm, changing)

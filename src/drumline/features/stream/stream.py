@@ -11,8 +11,8 @@ that step was called. A checkpoint keeps the gradients of updates that are due, 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +29,7 @@ from drumline.engine.updates.optimizer_state import plain
 from drumline.engine.updates.validation_time import check as validated_after
 from drumline.features.stream.executor import Group, StreamExecutor
 from drumline.features.stream.rows import StreamRows
+from drumline.model.patches import having_gradients, put_in
 from drumline.runtime.gradients import clip
 from drumline.runtime.step import Step
 
@@ -159,7 +160,7 @@ class Stream(Flow, Keeper):
 
     def total(self, norms: list[dict[str, float]]) -> Tensor:
         """Return the norm of all gradients, given those of every rank's own."""
-        return self._engine.total_norm(norms, 2.0)
+        return self._engine.assembly.total_norm(norms, 2.0)
 
     def clip(self, norm: Tensor, parameters: list[nn.Parameter]) -> None:
         """Scale the gradients of these parameters, given the norm of all ranks' gradients."""
@@ -177,15 +178,11 @@ class Stream(Flow, Keeper):
         """Update these parameters alone, by such settings; `move` gives them new memory where that is needed."""
         updates, chosen = self._updates, set(parameters)
         # Other ranks of this process have gradients that are not complete.
-        others = [(param, param.grad) for param in updates.holdings.parameters() if param not in chosen]
-        for param, _ in others:
-            param.grad = None
+        others = [param for param in updates.holdings.parameters() if param not in chosen]
         optimizers = updates.optimizers()
-        with updates.inside(parameters, move), with_settings(optimizers, settings):
+        with having_gradients(others), updates.inside(parameters, move), with_settings(optimizers, settings):
             for optimizer in optimizers:
                 optimizer.step()
-        for param, gradient in others:
-            param.grad = gradient
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -299,19 +296,13 @@ def _restored(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
 
 
-@contextmanager
-def with_settings(optimizers: Sequence[Optimizer], settings: Settings) -> Iterator[None]:
+def with_settings(optimizers: Sequence[Optimizer], settings: Settings) -> AbstractContextManager[None]:
     """Let optimizers have other settings inside."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    own = [dict(group) for group in groups]
-    for group, other in zip(groups, (entry for each in settings for entry in each), strict=True):
-        for key, value in other.items():
-            if isinstance(group.get(key), Tensor):
-                group[key] = torch.as_tensor(value).to(group[key])
-            else:
-                group[key] = value
-    try:
-        yield
-    finally:
-        for group, before in zip(groups, own, strict=True):
-            group.update(before)
+    pairs = zip(groups, (entry for each in settings for entry in each), strict=True)
+    return put_in((group, key, _like(group.get(key), value)) for group, other in pairs for key, value in other.items())
+
+
+def _like(own: Any, value: Any) -> Any:
+    """Return a setting in the form that an optimizer has it: a number, or a tensor where it has one."""
+    return torch.as_tensor(value).to(own) if isinstance(own, Tensor) else value

@@ -13,10 +13,10 @@ its own updates alone, and the others hear of that a few steps later.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from drumline.channel.channel import Channel, Wait
 from drumline.core.action import Action, Op
@@ -24,8 +24,8 @@ from drumline.core.action import Action, Op
 Place = tuple[int, int]  # of an update: the position of its step in the stream, and its last microbatch
 
 
-class Norms(Protocol):
-    """What knows the gradients' norms."""
+class Optimizers(Protocol):
+    """What a stream asks its optimizers for."""
 
     max_norm: float | None  # largest norm of all ranks' gradients in an update
 
@@ -34,6 +34,15 @@ class Norms(Protocol):
 
     def total(self, norms: list[dict[str, float]]) -> Tensor:
         """Return the norm of all gradients, given those of every rank's own."""
+
+    def clip(self, norm: Tensor, parameters: list[nn.Parameter]) -> None:
+        """Scale the gradients of these parameters, given the norm of all ranks' gradients."""
+
+    def settings(self) -> Any:
+        """Return the optimizers' settings now, such as learning rates: those of the step that begins."""
+
+    def update(self, parameters: list[nn.Parameter], settings: Any, move: Callable[[list[nn.Parameter]], None]) -> None:
+        """Update these parameters, which have gradients, by such settings; first `move` them to new memory."""
 
 
 class UpdateVerdict(NamedTuple):
@@ -47,7 +56,14 @@ class Verdicts:
     """What this rank tells and hears about updates; `together` says that all ranks make one at the same place."""
 
     def __init__(
-        self, channel: Channel, rank: int, ends: frozenset[int], norms: Norms, *, check_finite: bool, together: bool
+        self,
+        channel: Channel,
+        rank: int,
+        ends: frozenset[int],
+        norms: Optimizers,
+        *,
+        check_finite: bool,
+        together: bool,
     ) -> None:
         self._channel, self._rank, self._norms = channel, rank, norms
         self._check_finite, self.together = check_finite, together

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drumline.engine.methods import Methods
+from drumline.engine.site import Methods
 from drumline.features.validated.validated import Validation, Verdict
 
 

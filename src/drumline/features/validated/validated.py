@@ -34,6 +34,7 @@ from drumline.engine.ranks.tally import RankReport, Tally
 from drumline.engine.site import Site
 from drumline.engine.updates.validation_time import Validates
 from drumline.features.validated.undo import KeptBuffers, KeptOptimizer
+from drumline.model.patches import having_gradients
 from drumline.runtime.gradients import clip
 from drumline.runtime.step import CalledWith, Step
 
@@ -84,12 +85,8 @@ class _OptimizerStep:
             if gradients is None:
                 self.follow()
                 return
-            now = [param.grad for param in self.parameters]
-            for param in self.parameters:
-                param.grad = gradients.get(param)
-            self.apply()
-            for param, grad in zip(self.parameters, now, strict=True):
-                param.grad = grad
+            with having_gradients(self.parameters, gradients):
+                self.apply()
 
 
 @dataclass(slots=True)
@@ -126,7 +123,7 @@ class Validation(Observer, Validates):
     def __init__(self, site: Site, buffers: KeptBuffers) -> None:
         self._site, self._buffers = site, buffers
         self._holdings, self._ledger, self._recording = site.holdings, site.ledger, site.recording
-        self._crew, self._total = site.crew, site.engine.total_norm
+        self._crew = site.crew
         self.is_on = False
         self.max_norm: float | None = None
         self.verdict: Verdict | None = None  # the last one
@@ -233,7 +230,7 @@ class Validation(Observer, Validates):
 
     def _may_stand(self, own: Sequence[dict[str, float]]) -> bool:
         """Whether nothing that this process knows speaks against the update."""
-        norm = self._total(own, _TWO)
+        norm = self._site.engine.assembly.total_norm(own, _TWO)
         return self._is_finite and (self.max_norm is None or bool(norm <= self.max_norm))
 
     def forget(self) -> None:
@@ -255,7 +252,7 @@ class Validation(Observer, Validates):
             self._ledger.settle(until=last, gradients_left=lambda: False)
             norm = factor = None
             if self.max_norm is not None:
-                norm = self._total(self._crew.heard(update.topic), _TWO)
+                norm = self._site.engine.assembly.total_norm(self._crew.heard(update.topic), _TWO)
                 factor = clip.factor(norm, self.max_norm)
                 self._recording.note(update.trained, grad_norm=norm)
             bad = next((self._bad[step] for step in update.steps if step in self._bad), "")

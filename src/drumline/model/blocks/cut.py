@@ -11,6 +11,7 @@ from drumline.core.errors import ModelError, counted, nearest
 from drumline.core.prove.frozen import needed
 from drumline.core.rules import Backward
 from drumline.model.block import Block
+from drumline.model.quantised.packed import unpacked_shape
 from drumline.plan.cut.chain import BlockCosts
 from drumline.plan.cut.partition import partition
 from drumline.plan.cut.peaks import HeldPairs
@@ -70,7 +71,7 @@ def guessed_costs(blocks: Sequence[Block]) -> list[float]:
     """
     kinds = needed([block.trains for block in blocks])
     counts = [
-        sum(param.numel() * (1 + (kind is not Backward.NONE) + param.requires_grad)
+        sum(unpacked_shape(param).numel() * (1 + (kind is not Backward.NONE) + param.requires_grad)
             for part in block.module.modules() if not isinstance(part, nn.Embedding)
             for param in part._parameters.values() if param is not None)
         for block, kind in zip(blocks, kinds, strict=True)

@@ -30,6 +30,8 @@ from drumline.core.errors import ModelError
 from drumline.model.catalogue import named_tensors
 from drumline.model.hooks import BACKWARD, FORWARD
 from drumline.model.patches import Patch, Replacement, put_in
+from drumline.model.quantised.packed import copied_states, settle
+from drumline.model.quantised.sketch import sketch
 from drumline.model.values import MISSING, content_of, pack, unpack
 from drumline.model.watch.fingerprint import can_change
 
@@ -116,6 +118,7 @@ class Skeleton:
         self.device = device
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.states: dict[int, str] = {}  # first names of parameters and buffers, by the stand-in's id
+        settle(model.modules())
         memo: dict[int, Any] = {}
         with self.mode:
             for name, tensor in named_tensors(model):
@@ -123,6 +126,8 @@ class Skeleton:
                     memo[id(tensor)] = stand_in = self._like(tensor)
                     self.states[id(stand_in)] = name
         self._alive = list(memo.values())
+        for _, tensor in named_tensors(model):
+            memo |= copied_states(tensor, tensor)  # nothing computes with them here
         try:
             self.model: nn.Module = copied(model, memo)
         except Exception as error:
@@ -131,6 +136,8 @@ class Skeleton:
                 expected="a model that copy.deepcopy can copy: Drumline traces the copy to see where it can cut",
                 fix="pass an nn.Sequential or a list of blocks, which Drumline does not copy",
             ) from error
+        for original, made in zip(model.modules(), self.model.modules(), strict=True):
+            sketch(original, made)
         _without_cache(self.model)
         self.names = {id(module): name for name, module in self.model.named_modules()}
         # Results of blocks that cannot run on stand-ins, by what such blocks have in common.

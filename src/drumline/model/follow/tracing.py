@@ -49,7 +49,8 @@ from drumline.model.hooks import HOOKS
 from drumline.model.randomness import HostChance
 from drumline.model.transforms import transformed
 from drumline.model.values import pack, refuse_objects, tensors_in, unpack
-from drumline.model.watch.watch import AttributeName, Surroundings
+from drumline.model.watch.surroundings import Surroundings
+from drumline.model.watch.watch import AttributeName
 
 
 def trace(skeleton: Skeleton, inside: frozenset[str], kind: InputKind) -> tuple[CallGraph, list[AttributeName]]:

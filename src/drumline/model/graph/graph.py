@@ -9,7 +9,7 @@ the model's inputs (masks, positions) need not travel: the inputs may be smaller
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -126,16 +126,25 @@ class CallGraph:
         """Return the total bytes of some values."""
         return sum(self.values[value].num_bytes for value in values)
 
-    def origins(self, wanted: Iterable[int]) -> tuple[set[int], set[int]]:
-        """Return the inputs from which values are computed, and the calls that compute them."""
+    def origins(
+        self, wanted: Iterable[int], changes: Mapping[int, Sequence[int]] | None = None
+    ) -> tuple[set[int], set[int]]:
+        """Return the inputs from which values are computed, and the calls that compute them.
+
+        `changes`, if given, are the calls that change values in place, by value: they count too.
+        """
         seen: set[int] = set()
-        todo = list(wanted)
+        calls: set[int] = set()
+        todo, changed = list(wanted), changes or {}
         while todo:
             value = todo.pop()
-            if value not in seen and self.is_carried(value):
+            if value not in seen and (self.is_carried(value) or value in changed):
                 seen.add(value)
-                todo += self.calls[self.made_at[value]].takes if self.made_at[value] >= 0 else ()
-        return seen & set(self.inputs), {self.made_at[value] for value in seen} - {-1}
+                here = {*changed.get(value, ()), self.made_at.get(value, -1)} - {-1}
+                calls |= here
+                todo += [number for at in here for number in self.calls[at].takes]
+                todo += [number for at in here if changed for _, number in self.calls[at].makes]
+        return seen & set(self.inputs), calls
 
 
 _CHANCE = (

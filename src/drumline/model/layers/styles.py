@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -49,57 +50,36 @@ class Rowwise:
     split: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """An embedding of which each line has some rows; all lines get the whole output."""
+class PlainStyle(StrEnum):
+    """A style that has no numbers.
 
-
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """A module that every line holds whole and applies to its own part, such as a norm of each head's queries.
-
+    VOCABULARY: an embedding of which each line has some rows; all lines get the whole output.
+    PARTIAL: a module that every line holds whole and applies to its own part, such as a norm of each head's queries.
     Its gradients are summed over the lines.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class Stacked:
-    """A module that uses its own weights, such as stacked experts; the plan gives each of its parameters a style.
-
+    STACKED: a module that uses its own weights, such as stacked experts; the plan gives each of its parameters a style.
     Its inputs are whole, and all lines get the whole output, the sum of theirs.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class LatentLayer:
-    """A whole layer whose last outputs go to this line's heads directly: the rotary keys of latent attention.
-
+    LATENT: a whole layer whose last outputs go to this line's heads directly: the rotary keys of latent attention.
     Their gradient is summed over the lines; that of the other outputs is whole, as a layer by columns follows.
+    WHOLE: a module that stays as it is, although a later pattern matches it.
+    ONCE: a module inside stacked experts that keeps what it gets: its lines' outputs add up to one.
     """
 
-
-@dataclass(frozen=True, slots=True)
-class Once:
-    """A module inside stacked experts that keeps what it gets: its lines' outputs add up to one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """A module that stays as it is, although a later pattern matches it."""
+    VOCABULARY = "embedding"
+    PARTIAL = "partial"
+    STACKED = "experts"
+    LATENT = "latent"
+    WHOLE = "whole"
+    ONCE = "once"
 
 
-Style = Colwise | Rowwise | Vocabulary | Partial | Stacked | LatentLayer | Once | Whole
+Style = Colwise | Rowwise | PlainStyle
 
 STYLES: dict[str, Style] = {
     "colwise": Colwise(),
     "colwise_gather": Colwise(gather=True),
     "rowwise": Rowwise(),
     "rowwise_split": Rowwise(split=True),
-    "embedding": Vocabulary(),
-    "partial": Partial(),
-    "experts": Stacked(),
-    "latent": LatentLayer(),
-    "whole": Whole(),
+    **{style.value: style for style in PlainStyle if style is not PlainStyle.ONCE},
 }
 # What transformers calls them.
 _THEIRS: dict[str, Style] = {
@@ -109,15 +89,16 @@ _THEIRS: dict[str, Style] = {
     "rowwise_split_input": Rowwise(split=True),
     "packed_colwise": Colwise(parts=2),
     "packed_rowwise": Rowwise(parts=2),
-    "embedding_rowwise": Vocabulary(),
-    "replicated_with_grad_allreduce": Partial(),
-    "replicate": Whole(),
+    "embedding_rowwise": PlainStyle.VOCABULARY,
+    "replicated_with_grad_allreduce": PlainStyle.PARTIAL,
+    "replicate": PlainStyle.WHOLE,
     "embedding_colwise": Colwise(gather=True),
-    "moe_tp_experts": Stacked(),
-    "all_reduce": Stacked(),
-    "moe_identity_expert": Once(),
-    "mla_kv_a_proj": LatentLayer(),
+    "moe_tp_experts": PlainStyle.STACKED,
+    "all_reduce": PlainStyle.STACKED,
+    "moe_identity_expert": PlainStyle.ONCE,
+    "mla_kv_a_proj": PlainStyle.LATENT,
 }
+_OF_EXPERTS = (PlainStyle.STACKED, PlainStyle.ONCE)
 _EXPECTED = f"one of {', '.join(STYLES)}, dl.Colwise(...), dl.Rowwise(...), or torch's ColwiseParallel, RowwiseParallel"
 _FIX = "pass tensor_parallel={PATTERN: STYLE, ...}, such as {'*.q_proj': 'colwise', '*.o_proj': 'rowwise'}"
 
@@ -131,7 +112,7 @@ def style_named(pattern: str, given: Any) -> Style:
     Traceback (most recent call last):
     drumline.core.errors.UsageError: tensor_parallel gives '*.q_proj' the style 'colwize'; expected ...
     """
-    if isinstance(given, str):
+    if isinstance(given, str) and not isinstance(given, PlainStyle):
         found = STYLES.get(given) or _THEIRS.get(given)
         if found is None:
             raise UsageError(
@@ -224,7 +205,7 @@ class StylePlan:
 
     def without_experts(self) -> StylePlan:
         """Return the plan without stacked experts, which the axis ep divides."""
-        return StylePlan(tuple(pair for pair in self.styles if not isinstance(pair[1], Stacked | Once)), self.is_own)
+        return StylePlan(tuple(pair for pair in self.styles if pair[1] not in _OF_EXPERTS), self.is_own)
 
     def check(self, names: Iterable[str]) -> None:
         """Refuse a user's pattern that matches no module and no parameter."""

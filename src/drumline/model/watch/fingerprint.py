@@ -10,10 +10,12 @@ import io
 import logging
 import sys
 import threading
+import warnings
 from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping
-from functools import partial
+from enum import Enum, auto
+from functools import lru_cache, partial
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -40,6 +42,7 @@ _DEPTH = 6
 _SIZED = (list, tuple, deque, dict, set, frozenset)
 _MOST = 1024  # entries: with more, only their identities are compared
 _MANY = 65536  # entries: with more, only their number is compared
+_WALK = 16384  # parts of a value: those beyond are compared by identity, which is said
 # What computes nothing that a model returns: what it logs by, waits for, reads or runs beside.
 _APART = (
     logging.Filterer, logging.LoggerAdapter, logging.Manager, logging.Formatter, io.IOBase, threading.Thread,
@@ -47,7 +50,12 @@ _APART = (
     BaseException, CodeType, FrameType, TracebackType,
 )  # fmt: skip
 _WHOLE = (nn.Module, Tensor, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, *_APART)
-LIBRARIES = frozenset({"torch", "numpy", "transformers", "builtins"}) | sys.stdlib_module_names
+_said: set[tuple[str, str]] = set()
+# Libraries whose code reads no variable that a user changes between two steps, with what they are made of.
+LIBRARIES = sys.stdlib_module_names | {
+    "accelerate", "bitsandbytes", "builtins", "diffusers", "filelock", "httpx", "httpx2", "huggingface_hub", "numpy",
+    "packaging", "peft", "psutil", "requests", "safetensors", "torch", "torchao", "tqdm", "transformers",
+}  # fmt: skip
 
 
 class Same(list[Any]):
@@ -68,6 +76,29 @@ class Same(list[Any]):
     __hash__ = None
 
 
+class _Sort(Enum):
+    """How values of a class are compared."""
+
+    PLAIN = auto()
+    TENSOR = auto()
+    WHOLE = auto()
+    ROW = auto()
+    TABLE = auto()
+    OTHER = auto()
+
+
+@lru_cache(maxsize=4096)
+def _sort(kind: type) -> _Sort:
+    """Return how values of a class are compared; asked for once, because some classes take long to ask."""
+    if kind in _PLAIN:
+        return _Sort.PLAIN
+    if issubclass(kind, Tensor):
+        return _Sort.TENSOR
+    if issubclass(kind, _WHOLE) and not issubclass(kind, _SIZED):
+        return _Sort.WHOLE
+    return _Sort.ROW if kind in _ORDERED else _Sort.TABLE if kind is dict else _Sort.OTHER
+
+
 def plain_in(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of a module's attributes that are plain values.
 
@@ -77,8 +108,10 @@ def plain_in(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {key: attribute for key, attribute in attributes.items() if type(attribute) in PLAIN}
 
 
-def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
+def fingerprint(value: Any, depth: int = _DEPTH, *, name: str = "") -> Any:
     """Return the state of a value; equal as long as nothing about it changes.
+
+    A value of very many parts is looked into only so far; a warning says so once, with the value's name.
 
     >>> settings = {"scale": 1}
     >>> before = fingerprint(settings)
@@ -92,27 +125,55 @@ def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
     while level:
         inside: list[Any] = []
         for part in level:
-            kind = type(part)
-            if kind in _PLAIN:
+            kind: type = type(part)
+            sort = _sort(kind)
+            if sort is _Sort.PLAIN:
                 state.append((kind, "nan" if kind is float and part != part else part))  # a NaN never equals itself
-            elif isinstance(part, Tensor):
+            elif sort is _Sort.TENSOR:
                 state.append(0 if part.is_inference() else part._version)
                 same.append(part)
-            elif depth == 0 or (isinstance(part, _WHOLE) and not isinstance(part, _SIZED)):
+            elif depth == 0 or sort is _Sort.WHOLE:
                 state.append(None)
                 same.append(part)
-            elif kind in _ORDERED and len(part) <= _MOST:
+            elif sort is _Sort.ROW and len(part) <= _MOST:
                 state.append((kind, len(part)))
                 inside += part
-            elif kind is dict and len(part) <= _MOST:
+            elif sort is _Sort.TABLE and len(part) <= _MOST:
                 state.append((kind, [*part]))
                 inside += part.values()
             else:
-                seen, more = _opened(part, kind, same)
-                state.append((kind, seen))
+                content, more = _opened(part, kind, same)
+                state.append((kind, content))
                 inside += more
+        if len(state) + len(inside) > _WALK:
+            _say_bound(value, name)
+            depth = 1
         level, depth = inside, depth - 1
     return (state, same) if same else state
+
+
+def _say_bound(value: Any, name: str) -> None:
+    """Warn once of a value that is too large to be looked at before every step."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if (name, kind) in _said:
+        return
+    _said.add((name, kind))
+    warnings.warn(
+        f"{name or 'a value'}, which the model's forward may read, is a {kind} of more than {_WALK:,} parts: before a "
+        "step, those deeper inside are compared by identity. If you change one in place, create a new pipeline.",
+        stacklevel=2,
+    )
+
+
+def is_settled(value: Any) -> bool:
+    """Whether a value has one state as long as it is not replaced.
+
+    >>> is_settled((1, "a")), is_settled(print), is_settled(([],)), is_settled(torch.ones(1))
+    (True, True, False, False)
+    """
+    if isinstance(value, tuple | frozenset):
+        return all(map(is_settled, value))
+    return not isinstance(value, Tensor) and not can_change(value)
 
 
 def _opened(value: Any, kind: type, same: Same) -> tuple[Any, Iterable[Any]]:

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from drumline.model.randomness import OWN_GENERATORS, HostChance, Randomness, set_own, state_of_own
 from drumline.model.values import content_of
-from drumline.model.watch.fingerprint import LIBRARIES, PLAIN
-from drumline.model.watch.watch import Surroundings
+from drumline.model.watch.fingerprint import PLAIN
+from drumline.model.watch.surroundings import Surroundings, is_known
 
 PutBack = Callable[[], None]
 
@@ -61,7 +61,7 @@ def undisturbed(modules: Iterable[nn.Module] = (), loss: Any = None) -> Iterator
     variables = Surroundings(modules, roots).variables()
     memory.note(value for value, _ in variables)
     kinds = dict.fromkeys(cls for kind in dict.fromkeys(map(type, modules)) for cls in kind.__mro__)
-    spaces = [(cls, _fields_of(cls)) for cls in kinds if not _is_librarys(cls)]
+    spaces = [(cls, _fields_of(cls)) for cls in kinds if not is_known(cls)]
     memory.note(attribute for _, space in spaces for attribute in space.values())
     try:
         yield
@@ -96,7 +96,7 @@ def _behind(loss: Any) -> list[Any]:
             waiting += [method_type.func, *method_type.args, *method_type.keywords.values()]
         elif isinstance(method_type, MethodType):
             waiting += [method_type.__self__, method_type.__func__]
-        elif isinstance(method_type, FunctionType) and not _is_librarys(method_type):
+        elif isinstance(method_type, FunctionType) and not is_known(method_type):
             space = method_type.__globals__
             values = [content_of(cell) for cell in method_type.__closure__ or ()]
             values += [space[name] for name in method_type.__code__.co_names if name in space]
@@ -108,10 +108,6 @@ def _fields_of(cls: type) -> dict[str, Any]:
     """Return the values that a class holds, without its code."""
     named = {name: attribute for name, attribute in vars(cls).items() if not name.startswith("__")}
     return {name: index for name, index in named.items() if isinstance(index, PLAIN) or not isinstance(index, _CODE)}
-
-
-def _is_librarys(kind: type | FunctionType) -> bool:
-    return str(kind.__module__).partition(".")[0] in LIBRARIES | {"drumline"}
 
 
 class Memory:
@@ -158,7 +154,7 @@ def _held(value: Any) -> tuple[PutBack | None, Sequence[Any]]:
         return (None if value.nbytes > _MOST_BYTES or value.dtype.hasobject else _of_array(value)), ()
     if isinstance(value, OWN_GENERATORS):
         return (None if isinstance(value, random.SystemRandom) else _of_generator(value)), ()  # that has no state
-    return (None, ()) if _is_librarys(type(value)) else _of_object(value)
+    return (None, ()) if is_known(type(value)) else _of_object(value)
 
 
 def _of_module(module: nn.Module) -> tuple[PutBack, Sequence[Any]]:

@@ -16,16 +16,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from drumline.core.errors import ModelError
 from drumline.model.catalogue import Catalogue, Entry, with_memory
 from drumline.model.patches import put_in
+from drumline.model.quantised.bases import recipe_in
+from drumline.model.quantised.packed import is_packed, unpacked_shape
+from drumline.model.weights.seeded import Seeded
 
 Initialiser = Callable[[nn.Module], Any]
 
@@ -68,6 +69,8 @@ class _Initialisation:
     def untouched(self, entry: Entry) -> bool:
         """Whether an entry still has no value."""
         tensor = entry.tensor.detach()
+        if is_packed(entry.tensor):
+            return tensor.is_meta
         if _has_nan(tensor):
             return bool(tensor.numel()) and bool(tensor.min().isnan())
         return bool(tensor.numel()) and tensor._version == self.versions[entry]
@@ -77,7 +80,7 @@ class _Initialisation:
         above, own = self.above[module], _own(module)
         if above is None and own is None:
             return
-        with self._values_kept(module), self._foreign_put_aside(module):
+        with self._unpacked(module), self._values_kept(module), self._foreign_put_aside(module):
             if above is not None:
                 self._call(module, "above", above, module)
             left = any(self.untouched(entry) for entry in self.owned.get(module, ()))
@@ -86,8 +89,29 @@ class _Initialisation:
                 if above is not None:
                     self._call(module, "above", above, module)
 
+    @contextmanager
+    def _unpacked(self, module: nn.Module) -> Iterator[None]:
+        """Give a module's quantised weights full precision inside, and pack what its initialiser has drawn."""
+        packed = [(entry, recipe_in(entry.tensor)) for entry in self.owned.get(module, ()) if is_packed(entry.tensor)]
+        for entry, recipe in packed:
+            if recipe is None:
+                raise _refusal(entry)
+            shape = unpacked_shape(entry.tensor)
+            self._replace(entry, nn.Parameter(torch.empty(shape, dtype=recipe.dtype, device=self.device), False))
+            self.versions[entry] = _emptied(entry.tensor)
+        yield
+        for entry, recipe in packed:
+            if recipe is None or self.untouched(entry):
+                raise _refusal(entry)
+            self._replace(entry, recipe.pack(entry.tensor))
+
+    def _replace(self, entry: Entry, tensor: Tensor) -> None:
+        self.entries.pop(id(entry.tensor), None)  # another tensor may get its id
+        self.entries[id(tensor)] = entry
+        entry.put(tensor)
+
     def _call(self, module: nn.Module, which: str, initialiser: Callable[..., Any], *arguments: Any) -> None:
-        with _Seeded(f"{self.seed}/{self.names[module]}/{which}"):
+        with Seeded(f"{self.seed}/{self.names[module]}/{which}"):
             initialiser(*arguments)
         self._adopt(module)
 
@@ -129,29 +153,6 @@ class _Initialisation:
     def _is_wanted(self, tensor: Tensor) -> bool:
         entry = self.entries.get(id(tensor))
         return entry is not None and entry in self.wanted
-
-
-class _Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Seeds the generators before every operation that draws from them."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.key = key
-        self.num_draws = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here; telling the compiler would import it: seconds, 40 MB
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operation, seeded."""
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            digest = blake2b(f"{self.key}/{self.num_draws}".encode(), digest_size=8).digest()
-            torch.manual_seed(int.from_bytes(digest, "little") >> 1)
-            self.num_draws += 1
-        return func(*args, **(kwargs or {}))
 
 
 def _children_first(modules: Mapping[nn.Module, str]) -> Iterator[nn.Module]:
@@ -204,7 +205,7 @@ def _has_nan(tensor: Tensor) -> bool:
 
 def _emptied(tensor: Tensor) -> int:
     """Make a tensor look untouched; return its version."""
-    if _has_nan(tensor):
+    if _has_nan(tensor) and not is_packed(tensor):
         tensor.detach().fill_(torch.nan)
     return tensor._version
 

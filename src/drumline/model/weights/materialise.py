@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from torch import Tensor, nn
 from drumline.core.errors import ModelError, counted, nearest
 from drumline.model.block import Block
 from drumline.model.catalogue import Catalogue, Entry, with_memory
+from drumline.model.quantised.loading import packed_value, stored_names
+from drumline.model.quantised.packed import is_packed, settle
+from drumline.model.weights.adapters import adapter_entries, base_model, base_names, draw_adapters, has_adapters
 from drumline.model.weights.files import StoredTensor, Weights
 from drumline.model.weights.initialise import initialise
 
@@ -36,6 +40,14 @@ class Conversion:
     names: tuple[str, ...]
     make: Callable[[], Mapping[str, Tensor]]
 
+    def renamed(self, places: Mapping[str, Sequence[str]]) -> Conversion:
+        """Return the conversion to tensors that have other names in the model."""
+
+        def make() -> Mapping[str, Tensor]:
+            return {place: tensor for name, tensor in self.make().items() for place in places[name]}
+
+        return Conversion(tuple(place for name in self.names for place in places[name]), make)
+
 
 # The source of each tensor of the model, by its name in the model.
 Sources = dict[str, StoredTensor | Conversion]
@@ -45,6 +57,31 @@ def sources_of(
     stored: Mapping[str, StoredTensor], names: Collection[str], root: nn.Module | None
 ) -> tuple[Sources, list[StoredTensor]]:
     """Return the sources of the model's tensors with these names, and file tensors without a place in the model."""
+    if root is not None and has_adapters(root):
+        places = base_names(root, names)
+        direct = {name: tensor for name, tensor in stored.items() if name in names and name not in places}
+        others = {name: tensor for name, tensor in stored.items() if name not in direct}
+        sources, left = _of_base(others, places, base_model(root))
+        return {**sources, **direct}, left
+    return _of_plain(stored, names, root)
+
+
+def _of_base(
+    stored: Mapping[str, StoredTensor], places: Mapping[str, Sequence[str]], base: nn.Module
+) -> tuple[Sources, list[StoredTensor]]:
+    """Return the sources of an adapted model by its own names; files have the names of its base."""
+    found, left = _of_plain(stored, places, base)
+    renamed = {source: source.renamed(places) for source in found.values() if isinstance(source, Conversion)}
+    sources: Sources = {}
+    for name, source in found.items():
+        sources.update(dict.fromkeys(places[name], renamed[source] if isinstance(source, Conversion) else source))
+    return sources, left
+
+
+def _of_plain(
+    stored: Mapping[str, StoredTensor], names: Collection[str], root: nn.Module | None
+) -> tuple[Sources, list[StoredTensor]]:
+    """Return the same of a model without adapters."""
     rules = _rules(root)
     if rules is not None:
         sources, left = rules.sort(stored, names)
@@ -171,35 +208,48 @@ def materialise(
     tensors = (param for block in mine for param in (*block.module.parameters(), *block.module.buffers()))
     if weights is None and not any(value.is_meta for value in tensors):
         return
+    settle(module for block in blocks for module in block.module.modules())
     catalogue = Catalogue(blocks, root)
     entries = catalogue.of(mine)
     empty = [entry for entry in entries if entry.tensor.is_meta]
     _refuse_hidden(catalogue, mine)
     sources: Sources = {}
     if weights is not None:
-        names = {name for entry in catalogue.entries if entry.saved for name in entry.names}
+        names = {text for entry in catalogue.entries if entry.saved for text in _texts(entry)}
         sources, unused = sources_of(weights.tensors, names, root)
         _check(catalogue, catalogue.of(blocks), sources, unused, weights)
     loaded = [entry for entry in entries if _name_in(sources, entry) is not None]
     before = [(entry, entry.tensor) for entry in empty]
     try:
-        for entry in empty:
+        for entry in (entry for entry in empty if not is_packed(entry.tensor)):
             entry.put(with_memory(entry.tensor, device))
         fresh = [entry for entry in empty if entry not in set(loaded)]
-        initialise(catalogue, fresh, seed=seed, device=device, parents=weights is None)
+        drawn = adapter_entries(catalogue, fresh)
+        others = [entry for entry in fresh if entry not in set(drawn)]
+        initialise(catalogue, others, seed=seed, device=device, parents=weights is None)
         with torch.no_grad():
-            _load(loaded, sources)
+            _load(loaded, sources, device)
+        draw_adapters(catalogue, drawn, seed=seed, device=device)
     except BaseException:
         for entry, tensor in before:
             entry.put(tensor)  # leave nothing that looks as if it had values
         raise
     finally:
+        settle(module for block in mine for module in block.module.modules())
         _renew_flat_weights(mine)
 
 
 def _name_in(sources: Sources, entry: Entry) -> str | None:
     """Return the first of an entry's names that the files have."""
-    return next((name for name in entry.names if name in sources), None) if entry.saved else None
+    if not entry.saved:
+        return None
+    named = (name for name in entry.names for text in (name, *stored_names(entry.tensor, name)) if text in sources)
+    return next(named, None)
+
+
+def _texts(entry: Entry) -> list[str]:
+    """Return all names that files may have for an entry, and for the parts of a packed one."""
+    return [*entry.names, *(text for name in entry.names for text in stored_names(entry.tensor, name))]
 
 
 def _check(
@@ -207,7 +257,8 @@ def _check(
 ) -> None:
     """Refuse files that lack a tensor, contain an extra one, or have another shape or dtype."""
     missing = [entry for entry in needed if entry.saved and _name_in(sources, entry) is None]
-    missing = [entry for entry in missing if not any(map(weights.leaves_fresh, entry.names))]
+    drawn = set(adapter_entries(catalogue, missing))
+    missing = [entry for entry in missing if entry not in drawn and not any(map(weights.leaves_fresh, entry.names))]
     unused = [tensor for tensor in unused if not _is_expected(tensor.name, catalogue, weights)]
     if missing:
         name = missing[0].name
@@ -227,13 +278,14 @@ def _check(
         )
     for entry in needed:
         source = sources.get(_name_in(sources, entry) or "")
-        if isinstance(source, StoredTensor):
+        if isinstance(source, StoredTensor) and not is_packed(entry.tensor):
             _check_fit(entry, source, source.shape, source.dtype)
 
 
 def _is_expected(name: str, catalogue: Catalogue, weights: Weights) -> bool:
     """Whether a tensor without a place in the model is harmless: ignored, or computed by the model itself."""
-    patterns = getattr(catalogue.root, "_keys_to_ignore_on_load_unexpected", None) or ()
+    base = None if catalogue.root is None else base_model(catalogue.root)
+    patterns = getattr(base, "_keys_to_ignore_on_load_unexpected", None) or ()
     return (
         weights.ignores(name)
         or _COMPUTED.search(name) is not None
@@ -257,12 +309,15 @@ def _more(others: Sequence[object]) -> str:
     return f" and {counted(len(others) - 1, 'other')}" if len(others) > 1 else ""
 
 
-def _load(entries: Iterable[Entry], sources: Sources) -> None:
+def _load(entries: Iterable[Entry], sources: Sources, device: torch.device) -> None:
     """Read every entry's value; tensors that are converted together are converted once."""
     together: dict[Conversion, list[tuple[str, Entry]]] = {}
     for entry in entries:
         name = _name_in(sources, entry)
         assert name is not None
+        if is_packed(entry.tensor):
+            entry.put(packed_value(entry.tensor, name, sources, partial(_read, sources), device))
+            continue
         source = sources[name]
         if isinstance(source, StoredTensor):
             source.into(entry.tensor.detach())
@@ -274,6 +329,12 @@ def _load(entries: Iterable[Entry], sources: Sources) -> None:
         for name, entry in places:
             _check_fit(entry, name, tuple(made[name].shape), made[name].dtype)
             entry.tensor.detach().copy_(made[name])
+
+
+def _read(sources: Sources, name: str) -> Tensor:
+    """Read one tensor, or convert those that it is made of."""
+    source = sources[name]
+    return source.read() if isinstance(source, StoredTensor) else source.make()[name]
 
 
 def _check_same(entry: Entry, sources: Sources) -> None:

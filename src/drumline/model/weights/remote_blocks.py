@@ -24,6 +24,7 @@ from drumline.model.block import Block
 from drumline.model.blocks.pieces import Piece
 from drumline.model.catalogue import places_in
 from drumline.model.follow.skeleton import copied
+from drumline.model.quantised.packed import copied_states, is_packed, mapped_parts, parts_of, put_parts, settle
 from drumline.model.weights.twin import Twin
 
 
@@ -44,11 +45,21 @@ def give_up(tensor: Tensor) -> None:
     >>> value = nn.Parameter(torch.ones(3)); give_up(value); value.untyped_storage().nbytes()
     4
     """
-    tensor.data = without_memory(tensor.shape, tensor.dtype, tensor.device)
+    if is_packed(tensor):
+        put_parts(tensor, {name: _empty(part) for name, part in parts_of(tensor).items()})
+        return
+    tensor.data = _empty(tensor)
     tensor.grad = None
 
 
-def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
+def _empty(tensor: Tensor) -> Tensor:
+    return without_memory(tensor.shape, tensor.dtype, tensor.device)
+
+
+def stand_in(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor like another, with its hooks and attributes, and without its memory."""
+    if is_packed(tensor):
+        return mapped_parts(tensor, lambda part: without_memory(part.shape, part.dtype, device))
     made = without_memory(tensor.shape, tensor.dtype, device)
     if isinstance(tensor, nn.Parameter):
         made = torch.Tensor._make_subclass(type(tensor), made, tensor.requires_grad)
@@ -78,6 +89,7 @@ class Absent:
         self._problems: dict[int, ModelError] = {}
         self.copies: dict[int, list[Twin]] = {}  # of modules that have come here, with the user's, by block
         modules = [module for block in blocks.values() for module in block.module.modules()]
+        settle(modules)
         memo: dict[int, Any] = {
             id(tensor): tensor for each in modules for tensor in vars(each).values() if isinstance(tensor, Tensor)
         }
@@ -86,8 +98,9 @@ class Absent:
             name = first(place.name)
             assert place.tensor is not None
             if name not in known:
-                known[name] = _stand_in(place.tensor, device)
+                known[name] = stand_in(place.tensor, device)
             memo[id(place.tensor)] = known[name]
+            memo |= copied_states(place.tensor, known[name])
         for number, block in blocks.items():
             self._copy(number, block, memo)
 
@@ -100,6 +113,7 @@ class Absent:
                 expected="a block that copy.deepcopy can copy",
             )
             return
+        settle(made.modules())
         twins = self.copies[number] = []
         for original, ours in zip(block.module.modules(), made.modules(), strict=True):
             if isinstance(ours, Piece):

@@ -29,6 +29,7 @@ from drumline.core.placement import Placement
 from drumline.model.block import Block
 from drumline.model.blocks.pieces import Piece
 from drumline.model.catalogue import Place, named_tensors, places_in
+from drumline.model.quantised.packed import is_packed, parts_of, put_parts, settle
 from drumline.model.weights.twin import Table, Twin
 
 
@@ -249,7 +250,9 @@ class TiedCopies:
         return any(self.ties.home(place.name, stage) != self.rank for place in places_in(block))
 
     def _copied(self, block: Block) -> Block:
+        settle(block.module.modules())
         made = copy.deepcopy(block.module, self._memo)
+        settle(made.modules())
         for original, ours in zip(block.module.modules(), made.modules(), strict=True):
             self.modules.append((original, ours))
             if not isinstance(original, Piece):  # which is not the user's
@@ -287,7 +290,9 @@ class TiedCopies:
 
 def _follow(copied: Tensor, original: Tensor) -> None:
     """Give a copy the original's values, requires_grad and hooks."""
-    if (copied.shape, copied.dtype, copied.device) == (original.shape, original.dtype, original.device):
+    if is_packed(original):
+        put_parts(copied, {name: part.clone() for name, part in parts_of(original).items()})
+    elif (copied.shape, copied.dtype, copied.device) == (original.shape, original.dtype, original.device):
         copied.copy_(original)
     else:
         copied.data = original.detach().clone()

@@ -105,4 +105,5 @@ def with_adapters(
             expected=f"fewer than the {weights} weights of the base",
             fix="use a smaller rank",
         )
-    return replace(transformer, frozen_base=FrozenBase(parameters / weights, base))
+    named = () if targets == ALL_LINEAR else (targets,) if isinstance(targets, str) else tuple(targets)
+    return replace(transformer, frozen_base=FrozenBase(parameters / weights, base, rank, named))

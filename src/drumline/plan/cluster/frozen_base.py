@@ -17,7 +17,7 @@ Embedding, head and norms are neither adapted nor kept in fewer bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from drumline.core.errors import PlanError, nearest
@@ -49,12 +49,24 @@ class FrozenBase:
 
     trainable_share: float
     kind: str = "bf16"
+    rank: int = field(default=0, repr=False)  # of its adapters, if it is known
+    targets: tuple[str, ...] = field(default=(), repr=False)  # layers that have them; none named: all linear ones
 
     def __post_init__(self) -> None:
         if not 0 < self.trainable_share <= 1:
             raise PlanError(f"trainable_share is {self.trainable_share}", expected="more than 0, at most 1")
         if self.kind not in BASES:
             raise PlanError(f"unknown base {self.kind!r:.60}", fix=nearest(self.kind, BASES))
+
+    @property
+    def words(self) -> str:
+        """What trains beside it, in words.
+
+        >>> FrozenBase(0.006, "nf4", 16).words
+        'a LoRA adapter of rank 16 on a frozen base in nf4'
+        """
+        adapter = f"a LoRA adapter of rank {self.rank}" if self.rank else "adapters"
+        return f"{adapter} on a frozen base in {self.kind}"
 
     @property
     def is_quantised(self) -> bool:

@@ -28,7 +28,7 @@ from drumline.plan.cluster.layers import (
     layers_of,
     tokens_of,
 )
-from drumline.plan.cluster.layout import WHOLE, Layout, Share, StageLayers, recomputed_ops
+from drumline.plan.cluster.layout import WHOLE, Share, StageLayers
 from drumline.plan.cluster.transformer import Transformer
 
 CONTENTION = 0.15  # of a hidden message's seconds: it runs on 16 of an A100's 108 processors
@@ -288,17 +288,9 @@ def message_seconds(cluster: Cluster, share: Share, message: AxisMessage) -> flo
 
 @lru_cache(maxsize=4096)
 def layer_ops(
-    transformer: Transformer,
-    cluster: Cluster,
-    layout: Layout | Share,
-    *,
-    experts: bool = False,
-    recomputed: tuple[str, ...] | None = None,
+    transformer: Transformer, cluster: Cluster, share: Share, *, experts: bool, recomputed: tuple[str, ...]
 ) -> Ops:
-    """Return the seconds of a microbatch in one layer; what is `recomputed` may differ from what the layout says."""
-    share = layout.share
-    if recomputed is None:
-        recomputed = WHOLE if share.recompute == "full" else recomputed_ops(share)
+    """Return the seconds of a microbatch in one layer; what is `recomputed` may differ from layer to layer."""
     layer, ops, base = layers_of(transformer, share)[experts], Ops(), transformer.frozen_base
     times = [operation_times(cluster, share, operation, base) for operation in layer.operations]
     whole = KernelTimes(*map(sum, zip(*times, strict=True)))
@@ -355,18 +347,17 @@ def _hosted(spent: Spent, share: Share) -> Spent:
     return spent + Spent(max(floor - spent.total, 0.0))
 
 
-def embedding_ops(transformer: Transformer, cluster: Cluster, layout: Layout | Share) -> Ops:
+def embedding_ops(transformer: Transformer, cluster: Cluster, share: Share) -> Ops:
     """Return the seconds of a microbatch before the first layer: reading rows, and summing them over ranks."""
-    share = layout.share
     size = WORD * tokens_of(transformer, share) * transformer.hidden
     summed = message_seconds(cluster, share, exchange(transformer, share)) / (2 if share.sequence_parallel else 1)
     passes = Spent(memory_seconds(cluster.device, 3 * size) + 3 * cluster.device.reach.launch_seconds)
     return Ops(passes + Spent(tensor=summed), Spent(), Spent(), passes if transformer.frozen_base is None else Spent())
 
 
-def head_ops(transformer: Transformer, cluster: Cluster, layout: Layout | Share) -> Ops:
+def head_ops(transformer: Transformer, cluster: Cluster, share: Share) -> Ops:
     """Return the seconds of a microbatch after the last layer: a product with the vocabulary, and the loss."""
-    device, share = cluster.device, layout.share
+    device = cluster.device
     tokens = tokens_of(transformer, share)
     part = transformer.vocabulary / share.tensor
     table = Product(tokens, part, transformer.hidden, fp8=False)
@@ -385,9 +376,8 @@ def head_ops(transformer: Transformer, cluster: Cluster, layout: Layout | Share)
 
 
 @lru_cache(maxsize=4096)
-def slice_ops(transformer: Transformer, cluster: Cluster, layout: Layout | Share, slice_: StageLayers) -> Ops:
+def slice_ops(transformer: Transformer, cluster: Cluster, share: Share, slice_: StageLayers) -> Ops:
     """Return the seconds of a microbatch in a stage."""
-    share = layout.share
     ops = Ops()
     for count, experts, recomputed in slice_.parts(share):
         ops = ops + layer_ops(transformer, cluster, share, experts=experts, recomputed=recomputed).times(count)

@@ -100,11 +100,6 @@ class Share(NamedTuple):
     holds_fp8: bool
     practice: Practice
 
-    @property
-    def share(self) -> Share:
-        """Return itself, so that functions may be given a layout or its share."""
-        return self
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:

@@ -124,7 +124,7 @@ class Stages:
         around: Floats = self._around(np.max([gradients[:, stages].sum(axis=1) for stages in held], axis=0))
         if self.ranks.edges:
             return makespans(program, [self.costs(counts) for counts in many]) + around
-        ops, stages = _work(program)
+        ops, stages = ops_and_stages(program)
         unit = Costs(backward=1.0, comm=self.overheads.flight)
         return makespans(program, unit, factors=self._seconds(ends[:, :-1], ends[:, 1:])[ops, :, stages].T) + around
 
@@ -171,8 +171,8 @@ class Stages:
 
 
 @once_per_program
-def _work(program: Program) -> tuple[list[int], list[int]]:
-    """Return op and stage of every plain action, row by row."""
+def ops_and_stages(program: Program) -> tuple[list[int], list[int]]:
+    """Return the op, as its place in `OPS`, and the stage of every plain action, row by row."""
     parts = [(OPS.index(part.op), part.stage) for part in program.work() if part.op in OPS]
     return [op for op, _ in parts], [stage for _, stage in parts]
 

@@ -30,13 +30,14 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from drumline.core.errors import PlanError, nearest
+from drumline.plan.cluster.frozen_base import FrozenBase
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.transformer import PLAIN, Transformer
 from drumline.plan.launch.megatron import MANY, megatron, shards_by_fsdp
 from drumline.plan.launch.own import differs, drops_less, not_run, zero_of
 from drumline.plan.launch.titan import titan
-from drumline.plan.launch.toml import written
+from drumline.plan.launch.toml import document
 
 FORMAT = "drumline-train"
 VERSION = 1
@@ -95,10 +96,10 @@ def launch(
 ) -> Launch:
     """Return the configs for every framework; `source` is the folder or config.json of the model.
 
-    `program_file` holds a searched program, which only `drumline train` runs.
+    `program_file` holds a searched program, which only `drumline train` runs, as it alone trains adapters.
     """
     own = _own(transformer, cluster, layout, source, program_file)
-    if program_file:
+    if program_file or transformer.frozen_base is not None:
         return Launch((own,))
     start = torchrun(cluster)
     by_titan = f"{start} -m torchtitan.train --job.config_file plan.toml"
@@ -196,11 +197,12 @@ def train_config(
         model["attention_dropout"] = 0.0
     inner = "expert, context" if layout.expert > 1 and layout.context > 1 else "context"
     first = f"Written by `drumline plan`. Ranks count tensor first, then {inner}, data, and the pipeline last."
-    return written(
+    return document(
         {
             "format": FORMAT,
             "version": VERSION,
             "model": model,
+            **_adapter(transformer.frozen_base),
             "batch": {"sequences": layout.batch, "microbatch": layout.microbatch, "sequence": transformer.sequence},
             "mesh": {name: getattr(layout, name) for name in ("tensor", "pipeline", "data", "context", "expert")},
             "pipeline": {
@@ -222,6 +224,14 @@ def train_config(
         },
         comment="\n".join([first, *said]),
     )
+
+
+def _adapter(base: FrozenBase | None) -> dict[str, Any]:
+    """Return the table of an adapter, if nothing else is trained."""
+    if base is None or not base.rank:
+        return {}
+    targets = {"targets": list(base.targets)} if base.targets else {}
+    return {"adapter": {"method": "lora", "rank": base.rank, "base": base.kind, **targets}}
 
 
 class RankPlace(NamedTuple):

@@ -34,6 +34,7 @@ def not_run(transformer: Transformer, cluster: Cluster, layout: Layout, *, sourc
         yield f"{layout.recomputation}: it recomputes nothing or everything (--recompute none or full plans so)"
     if layout.data % layout.expert:
         yield f"expert {layout.expert}: training shares experts out between data-parallel ranks, here {layout.data}"
+    yield from _adapters(transformer, layout, source)
     if source:
         return
     details = transformer.details
@@ -45,6 +46,19 @@ def not_run(transformer: Transformer, cluster: Cluster, layout: Layout, *, sourc
     }
     for name in (name for name, there in beyond.items() if there):
         yield f"{name}: the built-in GPT has none; plan from the model's Hugging Face folder to train that model"
+
+
+def _adapters(transformer: Transformer, layout: Layout, source: str) -> Iterator[str]:
+    """Yield why adapters are not trained so."""
+    if (base := transformer.frozen_base) is None:
+        return
+    if layout.tensor > 1 or layout.expert > 1:
+        name = "tensor" if layout.tensor > 1 else "expert"
+        yield f"adapters with {name} parallelism: it trains them in whole layers (--{name} 1 plans so)"
+    if base.kind == "int4":
+        yield "a base of int4: it has int8, float8 and nf4"
+    if not source:
+        yield "adapters: the built-in GPT has no weights to put them beside; plan from the model's Hugging Face folder"
 
 
 def _state(transformer: Transformer, cluster: Cluster, layout: Layout) -> Iterator[str]:

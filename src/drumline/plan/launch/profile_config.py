@@ -7,7 +7,7 @@ from typing import Any
 from drumline.plan.device.model_profile import ModelProfile
 from drumline.plan.device.plan import Plan
 from drumline.plan.launch.launch import FORMAT, VERSION
-from drumline.plan.launch.toml import written
+from drumline.plan.launch.toml import document
 
 # Take the function that was profiled for model and data.
 _MODEL, _DATA = "drumline.train.profiled_model:model", "drumline.train.profiled_model:data"
@@ -39,4 +39,4 @@ def profile_config(profile: ModelProfile, plan: Plan, *, plan_file: str) -> str:
         "pipeline": {"plan": plan_file},
         "optimizer": _OPTIMIZERS.get(plan.optimizer, {}),
     }
-    return written(tables, comment=comment)
+    return document(tables, comment=comment)

@@ -12,7 +12,7 @@ from typing import Any
 from drumline.core.lower.torch_text import titan_by_placement
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.transformer import Transformer
-from drumline.plan.launch.toml import written
+from drumline.plan.launch.toml import document
 from drumline.schedules import find
 
 RELEASE = "0.2"  # the last with TOML files
@@ -48,7 +48,7 @@ def titan(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...
     missing.append(f"the model: choose or write the flavor for {transformer.name}: {described(transformer)}")
     first = f"Written by `drumline plan` for torchtitan {RELEASE}, the last release with TOML files. Not expressed:"
     comment = "\n".join([first, *(f"- {name}" for name in missing)])
-    text = written(
+    text = document(
         {
             **(_float8(transformer) if layout.practice.fp8 else {}),
             "training": {"seq_len": transformer.sequence, "local_batch_size": local, "global_batch_size": layout.batch},

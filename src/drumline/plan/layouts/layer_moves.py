@@ -13,7 +13,6 @@ from functools import cached_property
 
 import numpy as np
 
-from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.graph import Floats
 from drumline.core.program import Program
@@ -25,10 +24,10 @@ from drumline.plan.cluster.loads import hop_seconds, stage_ops
 from drumline.plan.cluster.stages import slices_of
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.cut.cuts import Counts
+from drumline.plan.device.stages import ops_and_stages
 from drumline.schedules import find
 
 _ROUNDS = 2  # microbatches per rank that show what a cut does
-_OPS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 _Seconds = tuple[float, float, float]  # of the forward and of both halves of the backward
 
 
@@ -73,7 +72,7 @@ class MovedLayers:
         """Return the seconds of the pipeline with each of these cuts; what was asked before is not timed again."""
         if new := [counts for counts in dict.fromkeys(many) if counts not in self._took]:
             hop, _ = hop_seconds(self.transformer, self.cluster, self.layout)
-            ops, stages = self._work
+            ops, stages = ops_and_stages(self.program)
             took = makespans(self.program, Costs(backward=1.0, comm=hop), factors=self._each(new)[:, ops, stages])
             self._took.update(zip(new, took.tolist(), strict=True))
         return [self._took[counts] for counts in many]
@@ -82,14 +81,8 @@ class MovedLayers:
     def _took(self) -> dict[Counts, float]:
         return {}
 
-    @cached_property
-    def _work(self) -> tuple[list[int], list[int]]:
-        """Op, as in `_OPS`, and stage of every action of the program that takes time, row by row."""
-        work = list(self.program.work())
-        return [_OPS.index(action.op) for action in work], [action.stage for action in work]
-
     def _each(self, many: Sequence[Counts]) -> Floats:
-        """Return the seconds of every cut's ops and stages: cut, op, stage."""
+        """Return the seconds of every cut's ops, as in `plan.device.stages.OPS`, and stages: cut, op, stage."""
         own = np.array([[self._of(part) for part in slices_of(self.transformer, counts)] for counts in many])
         forward, by_input, by_weight = np.moveaxis(own + np.array(self._beside), 2, 0)
         return np.stack([forward, by_input + by_weight, by_input, by_weight], axis=1)
@@ -101,7 +94,7 @@ class MovedLayers:
     def _of(self, slice_: StageLayers) -> _Seconds:
         """Return the seconds of a stage's own work."""
         if slice_ not in self._known:
-            ops = slice_ops(self.transformer, self.cluster, self.layout, slice_)
+            ops = slice_ops(self.transformer, self.cluster, self.layout.share, slice_)
             by_input = ops.again.total + ops.backward_input.total
             self._known[slice_] = (ops.forward.total, by_input, ops.backward_weight.total)
         return self._known[slice_]

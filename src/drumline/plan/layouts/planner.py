@@ -16,18 +16,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from drumline.core.errors import PlanError, counted
-from drumline.plan.cluster.device_memory import peak_bytes
-from drumline.plan.cluster.estimate import estimate, least_seconds
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout, check_precision
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.pins import Degrees, Pins
 from drumline.plan.layouts.program_search import LayoutProgram, check_search, searched
-from drumline.plan.layouts.survey import Evaluator, Survey
+from drumline.plan.layouts.survey import Survey
 from drumline.plan.layouts.why import nothing_fits
 
 OBJECTIVE = (
@@ -95,8 +92,7 @@ def plan(
     cluster: Cluster,
     *,
     batch: int,
-    evaluate: Evaluator | None = None,
-    refine: Evaluator | None = None,
+    surveyed: Callable[..., Survey] = Survey,
     pins: Pins | None = None,
     headroom: float = HEADROOM,
     top: int = 10,
@@ -106,19 +102,15 @@ def plan(
 ) -> ClusterPlan:
     """Return the plan, or raise PlanError with what would work if nothing fits or the pins contradict each other.
 
-    `evaluate` is fast and sees every layout that may matter; `refine` is exact and sees the best of them. The defaults
-    are `estimate` by formula and by simulation. `search_seconds` is how long to search programs for the best layouts;
-    then the answer depends on the machine that searches.
+    `surveyed` makes the survey of the layouts, which says what each takes. `search_seconds` is how long to search
+    programs for the best layouts; then the answer depends on the machine that searches.
     """
-    began, weigh, bound = clock(), None, None
-    if evaluate is None:
-        evaluate, refine, weigh = estimate, partial(estimate, exact=True), peak_bytes
-        bound = least_seconds
+    began = clock()
     check(cluster, batch, headroom, top)
     pins = pins or Pins()
     check_precision(cluster, pins.practice)
     check_search(search_seconds, pins.framework)
-    survey = Survey(transformer, cluster, batch, pins, evaluate, refine, weigh, bound)
+    survey = surveyed(transformer, cluster, batch, pins)
     limit = limit_of(cluster, headroom)
     best, near = _answer(survey, limit, top, _PAIRS)
     if not best:
@@ -133,12 +125,9 @@ def plan(
     )
 
 
-def chosen_of(survey: Survey, limit: float, *, top: int = 1, pairs: int = _PAIRS // 8) -> list[Choice]:
-    """Return the best layout of each of the `top` best meshes within the limit; the first is the choice.
-
-    It simulates what may be the best by formula, until the rest cannot be; at most `pairs` pairs, whatever `top` is.
-    """
-    return _answer(survey, limit, top, pairs)[0]
+def fastest(survey: Survey, limit: float) -> Choice | None:
+    """Return the choice within the limit, if anything fits; it simulates fewer pairs than a plan does."""
+    return next(iter(_answer(survey, limit, 1, _PAIRS // 8)[0]), None)
 
 
 def _answer(survey: Survey, limit: float, top: int, pairs: int) -> tuple[list[Choice], list[Choice]]:
@@ -153,7 +142,7 @@ def _answer(survey: Survey, limit: float, top: int, pairs: int) -> tuple[list[Ch
     chosen = near[0]
     for choice in found:
         if choice.mesh not in first and len(first) < top:
-            known = choice if survey.refine is None else survey.cut(choice.layout, limit)
+            known = survey.cut(choice.layout, limit)
             if known.bytes <= limit:
                 first.setdefault(choice.mesh, known)
     others = (choice for mesh, choice in first.items() if mesh != chosen.mesh)
@@ -165,9 +154,6 @@ def _near_best(survey: Survey, limit: float, top: int, pairs: int) -> tuple[list
 
     If simulating finds the best of them slower than its formula, more of the others may be as fast: the margin grows.
     """
-    if survey.refine is None:
-        found = survey.best(limit, top=top, margin=BAND)
-        return found, [choice for choice in found if choice.seconds <= found[0].seconds * (1 + BAND)]
     margin, exact, spent = (1 + BAND) / (1 - MISS) - 1, dict[Layout, Choice](), 0
     while True:
         found = survey.best(limit, top=top, margin=margin)

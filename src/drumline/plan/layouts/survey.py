@@ -19,15 +19,16 @@ import math
 from bisect import insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
 from drumline.plan.cluster.device_memory import peak_bytes
-from drumline.plan.cluster.estimate import Estimate, Least
+from drumline.plan.cluster.estimate import Estimate, Least, estimate, least_seconds
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout, includes
-from drumline.plan.cluster.stages import even_counts, layer_counts, stage_weights
+from drumline.plan.cluster.stages import even_counts, layer_counts
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.layer_moves import MovedLayers, moves
@@ -38,6 +39,7 @@ from drumline.schedules import DEFAULT, find
 Evaluator = Callable[[Transformer, Cluster, Layout], Estimate]
 Weigher = Callable[[Transformer, Layout], float]
 Bounder = Callable[[Transformer, Cluster, Layout], Least]
+_SIMULATED: Evaluator = partial(estimate, exact=True)
 _Key = tuple[tuple[str, int], int, str]  # the schedule with its stages per rank, the ZeRO stage, the recomputation
 
 MOST_PAIRS = 40_000  # (stage, microbatch) pairs of the largest pipeline to simulate
@@ -53,18 +55,11 @@ class _Family:
 
     mesh: Degrees
     microbatch: int
-    num_microbatches: int
     schedules: list[tuple[str, int]]
     floor: float | None = None
     weighed: dict[_Key, float] = field(default_factory=dict)
     seen: dict[_Key, Choice] = field(default_factory=dict)
     bounded: dict[_Key, Least] = field(default_factory=dict)
-
-    def bubble(self, schedule: tuple[str, int]) -> float:
-        """Return the least bubble as a share of the work: known for (interleaved) 1f1b, 0 for others."""
-        name, stages = schedule
-        known = find(name).bubble
-        return known(self.mesh.pipeline, self.num_microbatches, stages) if known is not None else 0.0
 
 
 class _Open(NamedTuple):
@@ -144,10 +139,10 @@ class Survey:
     cluster: Cluster
     batch: int
     pins: Pins
-    evaluate: Evaluator
-    refine: Evaluator | None = None
-    weigh: Weigher | None = None
-    bound: Bounder | None = None
+    evaluate: Evaluator = estimate
+    refine: Evaluator = _SIMULATED
+    weigh: Weigher = peak_bytes
+    bound: Bounder = least_seconds
     num_evaluated: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -165,9 +160,9 @@ class Survey:
     def exact(self, layout: Layout) -> Choice:
         """Return the costs of the layout as exactly as known; formulas handle the longest pipelines."""
         if layout not in self._exact:
-            known = self.refine if layout.num_microbatches * layout.num_stages <= MOST_PAIRS else None
-            estimate = (known or self.evaluate)(self.transformer, self.cluster, layout)
-            self._exact[layout] = Choice(layout, estimate, is_exact=known is not None)
+            is_exact = layout.num_microbatches * layout.num_stages <= MOST_PAIRS
+            known = (self.refine if is_exact else self.evaluate)(self.transformer, self.cluster, layout)
+            self._exact[layout] = Choice(layout, known, is_exact)
         return self._exact[layout]
 
     def cut(self, layout: Layout, limit_bytes: float) -> Choice:
@@ -186,7 +181,7 @@ class Survey:
             return (choice.bytes > limit_bytes, choice.rank)
 
         best = min([first, *others], key=order)
-        if best.bytes > limit_bytes or self.weigh is None:
+        if best.bytes > limit_bytes:
             return best
         return min(best, self.exact(self._moved(best.layout, limit_bytes)), key=order)
 
@@ -206,7 +201,7 @@ class Survey:
                     (took, other)
                     for took, counts in shorter
                     if took < now * (1 - _GAIN)
-                    and peak_bytes(self.transformer, other := replace(found, counts=counts)) <= limit_bytes
+                    and self.weigh(self.transformer, other := replace(found, counts=counts)) <= limit_bytes
                 )
                 better = next(within, None)
                 if better is None:
@@ -271,7 +266,7 @@ class Survey:
                 count = self.batch // (mesh.data * size)
                 admitted = schedules_of(self.transformer, mesh, count, self.pins)
                 if admitted:
-                    yield _Family(mesh, size, count, admitted)
+                    yield _Family(mesh, size, admitted)
 
     def _floor(self, family: _Family) -> float:
         """Return what no layout of the family can save: work on a perfectly even cut, without bubble and exchange."""
@@ -285,7 +280,7 @@ class Survey:
         for schedule in family.schedules:
             for zero in self.pins.zero_stages(family.mesh):
                 key = (schedule, zero, self._kinds[0])
-                yield self._bounded(family, key), key
+                yield self._took_least(family, key).total, key
 
     def _weighed(self, branch: _Open, limit: float) -> Iterator[tuple[float, _Key]]:
         """Yield a schedule with as much recomputation as it needs within the limit, and its bound."""
@@ -293,7 +288,7 @@ class Survey:
         schedule, zero, _ = branch.key
         for recompute in self._recomputations(branch.family, schedule, zero, limit):
             key = (schedule, zero, recompute)
-            yield self._bounded(branch.family, key), key
+            yield self._took_least(branch.family, key).total, key
 
     def _recomputations(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> Iterator[str]:
         """Yield the least recomputations of every layer within the limit, and that of the fewest whole layers."""
@@ -342,10 +337,7 @@ class Survey:
 
     def _bytes(self, family: _Family, key: _Key) -> float:
         if key not in family.weighed:
-            if self.weigh is None:
-                family.weighed[key] = self._seen(family, key).bytes
-            else:
-                family.weighed[key] = self.weigh(self.transformer, self._layout(family, key))
+            family.weighed[key] = self.weigh(self.transformer, self._layout(family, key))
         return family.weighed[key]
 
     def _seen(self, family: _Family, key: _Key) -> Choice:
@@ -355,25 +347,11 @@ class Survey:
             self.num_evaluated += 1
         return family.seen[key]
 
-    def _bounded(self, family: _Family, key: _Key) -> float:
-        """Return what a layout takes at least."""
-        if self.bound is None:
-            return self._floor(family) * (1 + family.bubble(key[0]))
-        return self._took_least(family, key).total
-
     def _took_least(self, family: _Family, key: _Key) -> Least:
+        """Return what a layout takes at least."""
         if key not in family.bounded:
-            family.bounded[key] = (self.bound or self._evaluated)(
-                self.transformer, self.cluster, self._layout(family, key)
-            )
+            family.bounded[key] = self.bound(self.transformer, self.cluster, self._layout(family, key))
         return family.bounded[key]
-
-    def _evaluated(self, transformer: Transformer, cluster: Cluster, layout: Layout) -> Least:
-        """Return what a layout takes, in place of a bound; its work is shared out evenly by the weights of stages."""
-        took = self.evaluate(transformer, cluster, layout).seconds
-        weights = stage_weights(transformer, layout.counts)
-        work = took.compute + took.recompute + took.tensor + took.context + took.expert
-        return Least(took.total, sum(weights) / (len(weights) * max(weights)) * work)
 
     def _layout(self, family: _Family, key: _Key) -> Layout:
         return layout_of(self.transformer, self.batch, self.pins, family.mesh, family.microbatch, *key)

@@ -18,9 +18,8 @@ from drumline.plan.device.advice import Remedy
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.frameworks import ZERO
 from drumline.plan.layouts.pins import Pins
-from drumline.plan.layouts.planner import ClusterPlan, chosen_of
+from drumline.plan.layouts.planner import ClusterPlan, fastest
 from drumline.plan.layouts.space import layouts, schedules_of
-from drumline.plan.layouts.survey import Survey
 from drumline.plan.layouts.why import Alternative, settings, why_not
 
 _GIB = 2**30
@@ -46,7 +45,7 @@ def margins(plan: ClusterPlan) -> list[Remedy]:
             found.append(remedy)
             break
     roomier = plan.limit_bytes + _GIB
-    found.append(_margin(plan, "one more GiB per device", devices, roomier, _fastest(plan.survey, roomier)))
+    found.append(_margin(plan, "one more GiB per device", devices, roomier, fastest(plan.survey, roomier)))
     return found + _next_memory(plan)
 
 
@@ -78,11 +77,7 @@ def planned(plan: ClusterPlan, devices: int, batch: int) -> Choice | None:
         survey = replace(plan.survey, cluster=cluster, batch=batch, pins=pins)
     except PlanError:  # no mesh exists
         return None
-    return _fastest(survey, plan.limit_bytes)
-
-
-def _fastest(survey: Survey, limit: float) -> Choice | None:
-    return next(iter(chosen_of(survey, limit)), None)
+    return fastest(survey, plan.limit_bytes)
 
 
 def _next_memory(plan: ClusterPlan) -> list[Remedy]:
@@ -103,7 +98,7 @@ def pareto(plan: ClusterPlan) -> list[Choice]:
     assert smallest is not None, "a plan has a layout"
     low, high = smallest.bytes, _ROOMIEST * plan.limit_bytes
     limits = [low + (high - low) * at / (_LIMITS - 1) for at in range(_LIMITS)]
-    found = [plan.chosen, *(choice for limit in limits for choice in chosen_of(plan.survey, limit))]
+    found = [plan.chosen, *filter(None, (fastest(plan.survey, limit) for limit in limits))]
     front: list[Choice] = []
     for choice in sorted(found, key=lambda choice: (choice.bytes, choice.seconds)):
         if not front or choice.seconds < front[-1].seconds:

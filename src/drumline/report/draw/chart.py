@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from drumline.core.errors import UsageError
 from drumline.core.units import number
 from drumline.report.draw.palette import MUTED, TRACK
-from drumline.report.draw.sheet import Axis, circle, grouped, level, px, rect, sheet, text, upright
+from drumline.report.draw.sheet import Axis, Plane, circle, grouped, level, px, rect, sheet, text, upright
 
 # Okabe and Ito's hues at full strength, the light ones darker: lines are thin, and stand out 3:1 on white.
 HUES = ("#0072b2", "#d55e00", "#009e73", "#b8608f", "#a87400", "#2b8ab8", "#17212b")
@@ -63,13 +63,13 @@ def chart(
     xs, ys = zip(*points, strict=True)
     first = min(xs) if x_from is None else min(x_from, *xs)
     across = Axis(first, max(xs), _LEFT, width - _RIGHT, log_x)
-    up = Axis(min(0.0, *ys), max(ys), height - _BOTTOM, _TOP)
-    lines = [*level(up, across.start, across.end, most=6), *_marks(across, up.start)]
+    plane = Plane(across, Axis(min(0.0, *ys), max(ys), height - _BOTTOM, _TOP))
+    lines = [*level(plane.y, across.start, across.end, most=6), *_marks(across, plane.y.start)]
     lines.append(text((across.start + across.end) / 2, height - 10, x_label, anchor="middle", fill=MUTED))
     for at, curve in enumerate(series):
         hue = HUES[at % len(HUES)]
         later = {point for other in series[at + 1 :] if other.marks for point in other.points}
-        lines.append(grouped(_drawn(curve, hue, across, up, later, (x_label, y_label))))
+        lines.append(grouped(_drawn(curve, hue, plane, later, (x_label, y_label))))
         lines += _entry(curve, hue, height + 12 + at * _ENTRY)
     return sheet(lines, width=width, height=height + 10 + len(series) * _ENTRY, title=title, about=y_label)
 
@@ -81,16 +81,11 @@ def _marks(axis: Axis, bottom: float) -> Iterator[str]:
 
 
 def _drawn(
-    series: Series,
-    hue: str,
-    across: Axis,
-    up: Axis,
-    later: Collection[tuple[float, float]],
-    labels: tuple[str, str],
+    series: Series, hue: str, plane: Plane, later: Collection[tuple[float, float]], labels: tuple[str, str]
 ) -> Iterator[str]:
     """Draw a curve or points; a point that a later one lies on is larger, so that both are seen."""
-    covers = [(across.at(x), up.at(y)) for x, y in later] if series.marks else []
-    places = [(across.at(x), up.at(y)) for x, y in series.points]
+    covers = [plane.at(*point) for point in later] if series.marks else []
+    places = [plane.at(*point) for point in series.points]
     if not series.marks:
         corners = " ".join(f"{px(x)},{px(y)}" for x, y in places)
         yield f'<polyline points="{corners}" fill="none" {_stroke(series, hue)}/>'

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
+from drumline.report.draw.sheet import Axis, Plane
+
 _POINTS = 400  # of a curve; more steps than that share one
 _WIDTH, _HEIGHT = 1000, 100
 
@@ -31,24 +33,6 @@ def safe(text: object) -> str:
     return escape(str(text).encode("utf-8", "replace").decode())
 
 
-def bar(parts: Iterable[BarPart], whole: float, *, said: str) -> str:
-    """Return a stacked bar; `said` is its description for screen readers.
-
-    >>> bar([BarPart("busy", 1, "busy 1 s")], 2, said="rank 0").count("<rect")
-    1
-    """
-    rects, at = [], 0.0
-    for part in parts:
-        share = 100 * part.size / whole if whole > 0 else 0.0
-        if share > 0:
-            place = f'x="{at:.3f}%" width="{share:.3f}%"'
-            rects.append(
-                f'<rect {place} height="100%" class="part {part.kind}"><title>{safe(part.title)}</title></rect>'
-            )
-        at += share
-    return f'<svg class="bar" role="img" aria-label="{safe(said)}">{"".join(rects)}</svg>'
-
-
 def bar_row(name: str, parts: Sequence[BarPart], whole: float, value: str, *, about: str = "", kind: str = "") -> str:
     """Return a stacked bar between its name and its total; `kind` holds classes of the row.
 
@@ -57,9 +41,15 @@ def bar_row(name: str, parts: Sequence[BarPart], whole: float, value: str, *, ab
     >>> bar_row("rank 0", [BarPart("busy", 1, "busy 1 s")], 2, "1 s").count('aria-label="rank 0: busy 1 s"')
     1
     """
-    about = about or name
-    titled = [part._replace(title=f"{about}: {part.title}") for part in parts]
-    picture = bar(titled, whole, said=f"{about}: {', '.join(part.title for part in parts)}")
+    about, rects, at = safe(about or name), [], 0.0
+    for part in parts:
+        share = 100 * part.size / whole if whole > 0 else 0.0
+        if share > 0:
+            place, title = f'x="{at:.3f}%" width="{share:.3f}%"', f"<title>{about}: {safe(part.title)}</title>"
+            rects.append(f'<rect {place} height="100%" class="part {part.kind}">{title}</rect>')
+        at += share
+    said = safe(", ".join(part.title for part in parts))
+    picture = f'<svg class="bar" role="img" aria-label="{about}: {said}">{"".join(rects)}</svg>'
     return f'<div class="row {kind}"><span>{safe(name)}</span>{picture}<span class="value">{safe(value)}</span></div>'
 
 
@@ -138,15 +128,11 @@ def curves(
     """
     steps = [step for line in lines for step, _ in line.points]
     first, last = min(steps, default=0), max(steps, default=0)
-    paths = [
-        f'<path class="line {line.kind}" d="{_path(line.points, _Frame(first, last, low, high))}"/>'
-        for line in lines
-        if line.points
-    ]
-    inside = [mark for mark in marks if first <= mark <= last]
-    places = (_Frame(first, last, low, high).place(number, low)[0] for number in inside)
+    plane = Plane(Axis(first, last, 0, _WIDTH), Axis(low, high, _HEIGHT, 0))
+    paths = [f'<path class="line {line.kind}" d="{_path(line.points, plane)}"/>' for line in lines if line.points]
+    places = (plane.x.at(mark) for mark in marks if first <= mark <= last)
     paths += [f'<path class="line mark" d="M{at:.1f} 0V{_HEIGHT}"/>' for at in places]
-    drawn = "".join(paths) + _titles(lines, written, _Frame(first, last, low, high))
+    drawn = "".join(paths) + _titles(lines, written, plane)
     frame = (
         f'<svg class="curve" viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
         f'aria-label="{safe(name)} from step {first} to step {last}">{drawn}</svg>'
@@ -158,33 +144,20 @@ def curves(
     )
 
 
-class _Frame(NamedTuple):
-    """The steps and values that a curve's frame spans."""
-
-    first: int
-    last: int
-    low: float
-    high: float
-
-    def place(self, step: int, value: float) -> tuple[float, float]:
-        across = (step - self.first) / max(self.last - self.first, 1)
-        return _WIDTH * across, _HEIGHT * (1 - (value - self.low) / (self.high - self.low or 1.0))
-
-
-def _path(points: Sequence[tuple[int, float]], frame: _Frame) -> str:
+def _path(points: Sequence[tuple[int, float]], plane: Plane) -> str:
     """Return a line through the points; if there are many, through the lowest and highest of each interval."""
     every = -(-2 * len(points) // _POINTS)
     if every > 2:
         groups = (points[at : at + every] for at in range(0, len(points), every))
         points = [pair for group in groups for pair in sorted({min(group, key=_value), max(group, key=_value)})]
-    return "M" + "L".join("{:.1f} {:.1f}".format(*frame.place(*point)) for point in points)
+    return "M" + "L".join("{:.1f} {:.1f}".format(*plane.at(*point)) for point in points)
 
 
 def _value(point: tuple[int, float]) -> float:
     return point[1]
 
 
-def _titles(lines: Sequence[PlotLine], written: Callable[[float], str], frame: _Frame) -> str:
+def _titles(lines: Sequence[PlotLine], written: Callable[[float], str], plane: Plane) -> str:
     """Return invisible stripes whose tooltips show the values of a step; `data-dots` are their places on the curves."""
     said: dict[int, list[tuple[str, float]]] = {}
     for line in lines:
@@ -196,8 +169,8 @@ def _titles(lines: Sequence[PlotLine], written: Callable[[float], str], frame: _
     for step, values in sorted(said.items()):
         texts = [f"{name}: {written(value)}" for name, value in values]
         words = chr(10).join([f"step {step}", *texts]) if len(lines) > 1 else f"step {step}: {written(values[0][1])}"
-        dots = " ".join("{:.1f},{:.1f}".format(*frame.place(step, value)) for _, value in values)
-        middle = frame.place(step, frame.low)[0]
+        dots = " ".join("{:.1f},{:.1f}".format(*plane.at(step, value)) for _, value in values)
+        middle = plane.x.at(step)
         left, right = max(middle - half, 0.0), min(middle + half, _WIDTH)
         place = f'x="{left:.1f}" width="{right - left:.1f}" height="{_HEIGHT}"'
         stripes.append(f'<rect class="aim" {place} data-dots="{dots}"><title>{safe(words)}</title></rect>')

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 
 import numpy as np
 
@@ -59,6 +60,17 @@ class Axis:
             return [float(f"{index * steps[1]:.12g}") for index in range(first, last + 1)]
         first, last = math.ceil(math.log2(self.low)), math.floor(math.log2(self.high))
         return [2.0**index for index in range(first, last + 1)]
+
+
+class Plane(NamedTuple):
+    """A part of the sheet with two axes: one to the right, one upwards."""
+
+    x: Axis
+    y: Axis
+
+    def at(self, x: float, y: float) -> tuple[float, float]:
+        """Return the place of two numbers."""
+        return self.x.at(x), self.y.at(y)
 
 
 def ticks(extent: float, *, most: int = 10) -> Sequence[float]:

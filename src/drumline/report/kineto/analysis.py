@@ -49,21 +49,6 @@ class StageSeconds:
         return (self.forward or 0.0) + (halves or self.backward or 0.0)
 
 
-def medians(timeline: Timeline) -> dict[tuple[int, Op], float]:
-    r"""Return the median seconds of each stage and op; each half of an overlapped pair counts half of the pair.
-
-    >>> from drumline.core.program import Program
-    >>> from drumline.core.simulate.simulate import simulate
-    >>> medians(simulate(Program.parse("0F0,0B0\n1F0,1B0"), Costs(forward=[1, 3], backward=[2, 6])))[1, Op.FORWARD]
-    3.0
-    """
-    found: dict[tuple[int, Op], list[float]] = {}
-    for span in timeline.spans():
-        for part in span.action.work:
-            found.setdefault((part.stage, part.op), []).append((span.end - span.start) / len(span.action.work))
-    return {key: median(values) for key, values in found.items()}
-
-
 @dataclass(frozen=True, repr=False)
 class Analysis:
     """One recorded step, and what else its traces show."""
@@ -87,14 +72,17 @@ class Analysis:
     @cached_property
     def stages(self) -> tuple[StageSeconds, ...]:
         """The seconds of a microbatch in each stage."""
-        ops, seconds = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT), medians(self.timeline)
-        count = self.timeline.program.num_stages
-        return tuple(StageSeconds(stage, *(seconds.get((stage, op)) for op in ops)) for stage in range(count))
+        ops, count = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT), self.timeline.program.num_stages
+        return tuple(StageSeconds(stage, *(self._medians.get((stage, op)) for op in ops)) for stage in range(count))
+
+    @cached_property
+    def _medians(self) -> dict[tuple[int, Op], float]:
+        return {key: median(values) for key, values in self.timeline.action_seconds(halves=True).items()}
 
     @property
     def costs(self) -> Costs:
         """The stages' seconds as costs; a backward that was never split counts as its first half."""
-        found = stage_costs(medians(self.timeline), len(self.stages))
+        found = stage_costs(self._medians, len(self.stages))
         whole = [s.total - (s.forward or 0.0) if s.backward is None else s.backward for s in self.stages]
         return Costs(**found, backward=whole)
 

@@ -57,8 +57,9 @@ def plan_text(told: Explanation, *, width: int = 100, framework: str = "drumline
 def headline(plan: ClusterPlan) -> list[str]:
     """Return the choice in a few lines."""
     cluster, model, chosen = plan.cluster, plan.transformer, plan.chosen
+    base = "" if model.frozen_base is None else f" with {model.frozen_base.words}"
     return [
-        f"{model.name} on {cluster.num_devices} x {cluster.device.name} in {counted(cluster.num_nodes, 'node')}, "
+        f"{model.name}{base} on {cluster.num_devices} x {cluster.device.name} in {counted(cluster.num_nodes, 'node')}, "
         f"{plan.batch} sequences of {model.sequence} tokens per step",
         f"Run {chosen.mesh}: {settings_text(chosen)}",
         f"{duration(chosen.seconds)} per step, {plan.tokens_per_second(chosen):,.0f} tokens/s, "

@@ -69,7 +69,7 @@ class Executor:
         self.merge = merge_weight_gradients
         self.scale = scale
         exchanged = (rank, stages, channel, self.placement, ties)
-        self.exchange = GradientExchange(*exchanged) if reducer is None else SummedExchange(*exchanged, reducer, shards)
+        self.exchange = GradientExchange(*exchanged) if reducer is None else SummedExchange(reducer, shards, *exchanged)
         self.endings = self._endings()
         self.current: Action | None = None
         self.watched: Callable[[Job], Job] | None = None  # returns what runs in place of a job of a watched step

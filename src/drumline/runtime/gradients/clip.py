@@ -77,14 +77,21 @@ def scale(parameters: Iterable[nn.Parameter], total: Tensor, max_norm: float) ->
     multiply([param.grad for param in parameters if param.grad is not None], factor(total, max_norm))
 
 
-def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply gradients by a factor, in place."""
+@torch.no_grad()
+def multiply(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply gradients by a factor, in place.
+
+    >>> value = torch.ones(2); multiply([value], 0.5); value
+    tensor([0.5000, 0.5000])
+    """
+    if gradients and isinstance(factor, Tensor):
+        factor = factor.to(gradients[0].device)
     dense = [gradient for gradient in gradients if gradient.layout is torch.strided]
     if dense:
-        torch._foreach_mul_(dense, factor.to(dense[0].device))
+        torch._foreach_mul_(dense, factor)
     for gradient in gradients:
         if gradient.layout is not torch.strided:
-            gradient.mul_(factor.to(gradient.device))
+            gradient.mul_(factor)
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool | Tensor:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from drumline.channel.channel import Channel, Delivery, Wait
 from drumline.core.action import Action, Op
-from drumline.core.errors import MismatchError, ModelError
+from drumline.core.errors import MismatchError
 from drumline.core.placement import Placement
-from drumline.model.catalogue import Place, places_in
+from drumline.model.quantised.packed import parts_of
 from drumline.model.values import pack, unpack
 from drumline.model.weights.tied import HeldTensor, Ties
 from drumline.runtime.draft import Clock, Draft
@@ -30,6 +30,7 @@ _BEFORE_ALL_STEPS = -1
 
 
 Ending = Callable[[Clock, Draft], Iterable[Wait]]
+Exchanged = tuple[int, Mapping[int, Stage], Channel, Placement, Ties | None]  # what an exchange is made from
 
 
 class GradientExchange:
@@ -60,22 +61,15 @@ class GradientExchange:
         # Whether gradients of any parameters are exchanged: those of whole stages, or of tied parameters.
         self._is_whole = bool(placement.mirrored) or self.is_summed
         self.has_any = self._is_whole or bool(self.tied)
-        self._buffers = {name for tensor in copied if not tensor.is_parameter for name in tensor.names}
-        self._steady: list[Place] = []
-        self._marks: list[tuple[int, int]] = []
         self._by_name: dict[str, nn.Parameter] = {}
         self._offered: list[tuple[Action, Stage, int, int]] = []
         self.renew()
 
     def renew(self) -> None:
         """Follow parameters that were replaced."""
-        blocks = [(index, block) for index, stage in self.stages.items() for block in stage.blocks]
         if self.ties is not None and self.tied:
-            found = self.ties.on(blocks)
+            found = self.ties.on((index, block) for index, stage in self.stages.items() for block in stage.blocks)
             self._by_name = {tensor.name: found[tensor.name][1] for tensor in self.tied}  # type: ignore[misc]
-        if self._buffers:
-            places = (place for _, block in blocks for place in places_in(block))
-            self._steady = [place for place in places if place.name in self._buffers and not place.is_parameter]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -86,7 +80,6 @@ class GradientExchange:
     def begin(self) -> None:
         """Start a step."""
         self._offered.clear()
-        self._marks = self._seen() if self._steady else []
 
     def offer(self, action: Action, stage: Stage, other: int, clock: Clock) -> None:
         """Offer a stage's gradients to its other copy, if there is one, on the rank `other`."""
@@ -98,11 +91,10 @@ class GradientExchange:
     @property
     def endings(self) -> Sequence[Ending]:
         """What finishes a step whose jobs are done; none where nothing is exchanged."""
-        return [self._finish] if self.has_any or self._buffers else []
+        return [self._finish] if self.has_any else []
 
     def _finish(self, clock: Clock, draft: Draft) -> Generator[Wait, None, None]:
         """Offer tied gradients, then take and sum all of them; yield whenever it must wait for a message."""
-        self.refuse_changes()
         start = clock.now()
         self.offer_tied()
         for action, stage, other, since in self._offered:
@@ -175,20 +167,6 @@ class GradientExchange:
         draft.took(action._replace(microbatch=None), other, delivery, asked, clock.now())
         return _heard(delivery)
 
-    def _seen(self) -> list[tuple[int, int]]:
-        return [(id(place.tensor), -1 if place.tensor is None else place.tensor._version) for place in self._steady]
-
-    def refuse_changes(self) -> None:
-        """Refuse forwards that change a buffer of which other ranks have copies: these would differ from now on."""
-        for place, before, now in zip(self._steady, self._marks, self._seen(), strict=True):
-            if before != now:
-                assert self.ties is not None
-                raise ModelError(
-                    f"a forward changes the buffer {self.ties.first(place.name)}, which several ranks hold",
-                    expected="buffers that stay unchanged if several ranks hold them",
-                    fix="give each block its own buffer, and choose a schedule with one copy of each stage",
-                )
-
 
 def share(exchange: GradientExchange) -> Generator[Wait, None, None]:
     """Give the rank's copies the values of their owners, and other ranks' copies the values of its own tensors."""
@@ -202,13 +180,14 @@ def share(exchange: GradientExchange) -> Generator[Wait, None, None]:
         channel.post(_meeting(both), home)
     for other in others:
         if given := [tensor for tensor in copied if tensor.home == rank and other in tensor.ranks]:
-            channel.send(_meeting(given), other, *pack([found[tensor.name][1].detach() for tensor in given]))
+            channel.send(_meeting(given), other, *pack([parts_of(found[tensor.name][1]) for tensor in given]))
     for home, both in asked.items():
         while (delivery := channel.take(_meeting(both), home)) is None:
             yield Wait(rank, _meeting(both), _meeting(both), home)
         with torch.no_grad():
             for tensor, value in zip(both, unpack(delivery.tensors, delivery.form), strict=True):
-                found[tensor.name][1].copy_(value)
+                for part, ours in parts_of(found[tensor.name][1]).items():
+                    ours.copy_(value[part])
 
 
 def _meeting(tensors: Sequence[HeldTensor], microbatch: int | None = None) -> Action:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
-from drumline.channel.channel import Channel, Wait
+from drumline.channel.channel import Wait
 from drumline.core.action import Action
-from drumline.core.placement import Placement
-from drumline.model.weights.tied import Ties
 from drumline.runtime.draft import POST, Clock, Draft
-from drumline.runtime.gradients.exchange import GradientExchange
+from drumline.runtime.gradients.exchange import Exchanged, GradientExchange
 from drumline.runtime.gradients.lines import Shards, Summing, Sums
 from drumline.runtime.stage import Stage
 
@@ -20,17 +18,8 @@ class SummedExchange(GradientExchange):
 
     is_summed = True
 
-    def __init__(
-        self,
-        rank: int,
-        stages: Mapping[int, Stage],
-        channel: Channel,
-        placement: Placement,
-        ties: Ties | None,
-        reducer: Sums,
-        shards: Shards | None,
-    ) -> None:
-        super().__init__(rank, stages, channel, placement, ties)
+    def __init__(self, reducer: Sums, shards: Shards | None, *exchanged: *Exchanged) -> None:
+        super().__init__(*exchanged)
         self.reducer, self.shards = reducer, shards
         self._reduced: list[tuple[Action, Sequence[Summing], Sequence[Any], int]] = []
 

@@ -18,7 +18,7 @@ from drumline.serve.front.supervisor import ServedStages
 from drumline.serve.front.tickets import Ticket
 from drumline.serve.wire.frames import Failed
 from drumline.serve.wire.manifest import Manifest
-from drumline.serve.wire.protocol import CALLS, SERVICE, InferResponse, message
+from drumline.serve.wire.protocol import CALLS, SERVICE, InferResponse, handler, message
 from drumline.serve.wire.tensors import SHARED_MEMORY, Arrays, Refused, put_outputs, read_inputs
 
 VERSION = "1"
@@ -62,15 +62,7 @@ class FrontService:
             "ModelMetadata": self.model_metadata,
             "ModelInfer": self.infer,
         }
-        made = {
-            call: grpc.unary_unary_rpc_method_handler(
-                named[call],
-                request_deserializer=message(f"{call}Request").FromString,
-                response_serializer=message(f"{call}Response").SerializeToString,
-            )
-            for call in CALLS
-        }
-        return grpc.method_handlers_generic_handler(SERVICE, made)
+        return grpc.method_handlers_generic_handler(SERVICE, {call: handler(call, named[call]) for call in CALLS})
 
     @property
     def is_ready(self) -> bool:

@@ -7,6 +7,7 @@ why it ended.
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 import tempfile
@@ -100,8 +101,8 @@ class LocalStages(ServedStages):
         self._sockets = tempfile.TemporaryDirectory(prefix="drumline-")  # only this user may enter it
         self.links = local_links(Path(self._sockets.name), num_stages) or self.addresses
         self.processes: list[Any] = [None] * num_stages
-        self._folder, self._log, self._metrics = folder, log, metrics
-        self._flags = ["--threads", str(threads), "--limit", str(limit), "--max-bytes", str(max_bytes)]
+        self._log, self._metrics = log, metrics
+        self._how = {"folder": str(folder), "threads": threads, "limit": limit, "max_bytes": max_bytes}
         self._cores = cores
         self._watching: list[asyncio.Task[None]] = []
         self._has_run = [False] * num_stages
@@ -142,15 +143,18 @@ class LocalStages(ServedStages):
             await asyncio.sleep(pause)
 
     async def _once(self, number: int) -> int:
-        following = self.links[number + 1] if number + 1 < len(self.links) else ""
-        also = [] if self.links is self.addresses else ["--also", self.links[number]]
-        if self._cores:
-            also += ["--cores", ",".join(map(str, self._cores[number]))]
         path = Path(self._sockets.name, f"ledger{number}")
         ledger = self._ledgers[number] = Ledger.create(path)
+        own = {
+            "number": number,
+            "address": self.addresses[number],
+            "following": self.links[number + 1] if number + 1 < len(self.links) else "",
+            "also": "" if self.links is self.addresses else self.links[number],
+            "cores": list(self._cores[number]) if self._cores else [],
+            "ledger": str(path),
+        }
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "drumline.serve.stage", str(self._folder), str(number), self.addresses[number],
-            "--next", following, "--ledger", str(path), *also, *self._flags,
+            sys.executable, "-m", "drumline.serve.stage", json.dumps(self._how | own),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         self.processes[number] = process

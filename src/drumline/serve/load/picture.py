@@ -50,16 +50,12 @@ def name_of(result: Result) -> str:
     return f"{result.concurrency} at a time" if result.concurrency else f"{result.rate:g}/s"
 
 
-def whys_of(found: Sequence[Result]) -> dict[str, str]:
-    """Return what the first failure of each status said, over all loads."""
-    return {code: why for result in reversed(found) for code, why in result.whys.items()}
-
-
 def load_svg(found: Sequence[Result]) -> str:
     """Return a plot of latency over throughput, a curve for each percentile."""
     told = sorted((r.to_json() for r in found if r.latencies), key=lambda entry: float(entry["rows_per_second"]))
     if not told:
-        whys = "; ".join(f"{code}: {why}" for code, why in sorted(whys_of(found).items()))
+        first = {code: why for result in reversed(found) for code, why in result.whys.items()}
+        whys = "; ".join(f"{code}: {why}" for code, why in sorted(first.items()))
         raise RunError(f"no request was answered, so there is nothing to plot: {whys}")
     series = [
         Series(f"p{each}", [(entry["rows_per_second"], entry["latency_seconds"][f"p{each}"] * 1e3) for entry in told])

@@ -27,7 +27,7 @@ BATCH = "batch"
 KIND = FileKind("manifest", RecordError, "the manifest.json that `drumline export` wrote")
 _FILE = FileKind("file of a stage", RecordError, "every file that manifest.json names")
 _MOST_STAGES = 1000
-_DATATYPES = (
+NAMES_OF_TYPES = (
     "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64",
 )  # fmt: skip
 
@@ -187,8 +187,8 @@ def _tensors(given: Parsed) -> tuple[Tensor, ...]:
 def _tensor(given: Parsed) -> Tensor:
     given.only(("name", "datatype", "shape", "below"))
     datatype = given["datatype"].text()
-    if datatype not in _DATATYPES:
-        raise given["datatype"].refuse(", ".join(_DATATYPES))
+    if datatype not in NAMES_OF_TYPES:
+        raise given["datatype"].refuse(", ".join(NAMES_OF_TYPES))
     shape = tuple(
         item.text() if isinstance(item.value, str) else item.whole(0, 2**40) for item in given["shape"].each(most=64)
     )

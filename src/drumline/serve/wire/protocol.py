@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 SERVICE = "inference.GRPCInferenceService"
@@ -113,6 +114,15 @@ def message(name: str) -> Any:
 InferRequest = message("ModelInferRequest")
 InferResponse = message("ModelInferResponse")
 Contents = message("InferTensorContents")
+
+
+def handler(call: str, answer: Callable[..., Any]) -> Any:
+    """Return what answers a call, as gRPC wants it."""
+    return grpc.unary_unary_rpc_method_handler(
+        answer,
+        request_deserializer=message(f"{call}Request").FromString,
+        response_serializer=message(f"{call}Response").SerializeToString,
+    )
 
 
 def path_of(call: str) -> str:

@@ -9,40 +9,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from drumline.serve.wire.manifest import Dimensions, Tensor
+from drumline.serve.wire.manifest import NAMES_OF_TYPES, Dimensions, Tensor
 from drumline.serve.wire.protocol import Contents
 
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
 
-DATATYPES: dict[str, np.dtype[Any]] = {
-    "BOOL": np.dtype(np.bool_),
-    "UINT8": np.dtype(np.uint8),
-    "UINT16": np.dtype(np.uint16),
-    "UINT32": np.dtype(np.uint32),
-    "UINT64": np.dtype(np.uint64),
-    "INT8": np.dtype(np.int8),
-    "INT16": np.dtype(np.int16),
-    "INT32": np.dtype(np.int32),
-    "INT64": np.dtype(np.int64),
-    "FP16": np.dtype(np.float16),
-    "FP32": np.dtype(np.float32),
-    "FP64": np.dtype(np.float64),
-}
+DATATYPES = {name: np.dtype(name.lower().replace("fp", "float")) for name in NAMES_OF_TYPES}
 _NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 # Where values stand that are not sent as raw bytes.
 _TYPED = {
-    "BOOL": "bool_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
+    **{name: f"{name.lower()}_contents" for name in ("BOOL", "UINT64", "INT64", "FP32", "FP64")},
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
 }
 SHARED_MEMORY = "shared_memory_region"  # the parameter by which a tensor is asked to stand elsewhere
 _LONGEST = 80  # characters of a foreign name in an error

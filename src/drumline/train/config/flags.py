@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from drumline.core.errors import UsageError
@@ -29,7 +29,8 @@ def help_of(key: Setting) -> str:
     if key.kind is bool:
         return key.short.removeprefix("whether to ")
     if key.default in (None, ""):
-        return f"{key.short} (default: {key.empty})" if key.empty else key.short
+        named = f"{', '.join(filter(None, key.rule.choices))}; " if key.rule.choices else ""
+        return f"{key.short} ({named}default: {key.empty})" if key.empty else key.short
     choices = f"{', '.join(key.rule.choices)}; " if key.rule.choices else ""
     return f"{key.meaning} ({choices}default {key.default})"
 
@@ -78,19 +79,18 @@ def assigned(text: str) -> tuple[str, Any]:
     key = keys().get(table, {}).get(own)
     if key is not None and key.is_optional and value.lower() == "none":
         return name, None
-    return name, next(_readings(key, value, text))
+    return name, _read(key, value, text)
 
 
-def _readings(key: Setting | None, value: str, text: str) -> Iterator[Any]:
-    """Yield the value as TOML, or as a text; raise where it is neither."""
+def _read(key: Setting | None, value: str, text: str) -> Any:
+    """Return the value as TOML, or as a text; raise where it is neither."""
     try:
         read = tomllib.loads(f"value = {value}")
         if list(read) == ["value"]:
             is_wanted = key is None or key.inner is not str or isinstance(read["value"], str)
-            yield read["value"] if is_wanted else value
+            return read["value"] if is_wanted else value
     except (ValueError, RecursionError):
         pass
     if key is None or key.takes_text:
-        yield value
-        return
+        return value
     raise UsageError(f"--set is {text[:80]!r}", expected=f"{key.expected}, as TOML writes it")

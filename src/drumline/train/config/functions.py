@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
@@ -48,20 +48,31 @@ def is_function(name: str) -> bool:
     return bool(home) and function.isidentifier()
 
 
-def function_named(name: str) -> Callable[..., Any]:
-    """Return the function; its file or module is loaded, and may import what stands beside it.
+@contextmanager
+def _importing(home: str) -> Iterator[None]:
+    """Let imports find what stands beside a file, or in the current folder; refuse what cannot be imported."""
+    folder = str(Path(home).resolve().parent) if home.endswith(".py") else str(Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(
+            f"{home} cannot be imported: {type(error).__name__}: {error}", fix="make it import by itself"
+        ) from error
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+
+
+def function_named(name: str, around: Callable[[str], AbstractContextManager[None]] = _importing) -> Callable[..., Any]:
+    """Return the function; `around` is entered while its file or module is loaded.
 
     >>> function_named("os.path:join")("a", "b")
     'a/b'
     """
     home, function = parts_of(name)
-    with _importable(home):
-        try:
-            module = module_of_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
-        except Exception as error:
-            raise ConfigError(
-                f"{home} cannot be imported: {type(error).__name__}: {error}", fix="make it import by itself"
-            ) from error
+    with around(home):
+        module = module_of_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
     found = getattr(module, function, None)
     if not callable(found):
         own = [text for text, value in vars(module).items() if callable(value) and not text.startswith("_")]
@@ -70,18 +81,6 @@ def function_named(name: str) -> Callable[..., Any]:
         )
     made: Callable[..., Any] = found
     return made
-
-
-@contextmanager
-def _importable(home: str) -> Iterator[None]:
-    """Let imports find what stands beside a file, or in the current folder."""
-    folder = str(Path(home).resolve().parent) if home.endswith(".py") else str(Path.cwd())
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        if folder in sys.path:
-            sys.path.remove(folder)
 
 
 def module_of_file(path: Path) -> ModuleType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 from drumline.core.errors import nearest
@@ -24,12 +25,9 @@ def optimizers_exist(judged: PlacedSettings) -> Iterator[Problem]:
     given = judged.settings.optimizer
     if given.kind == OptimizerSettings().kind and not given.settings and not given.groups:
         return  # AdamW as it comes: importing torch would tell nothing
-    try:
-        import torch
-    except ModuleNotFoundError:
+    if find_spec("torch") is None:
         return  # whoever trains is told what to install
-    known = {name: kind for name, kind in vars(torch.optim).items() if _is_suited(name, kind, torch.optim.Optimizer)}
-    yield from _one(judged, known, "optimizer", given.kind, given.settings)
+    yield from map(judged.placed, misfits("optimizer", given.kind, given.settings))
     if given.kind in _ONLY_MATRICES:
         yield judged.problem(
             "optimizer.kind", f"is {given.kind}, which takes matrices alone", "an optimizer for all other parameters",
@@ -37,38 +35,38 @@ def optimizers_exist(judged: PlacedSettings) -> Iterator[Problem]:
         )  # fmt: skip
     for index, group in enumerate(given.groups):
         table = f"optimizer.groups.{index}"
-        yield from _one(judged, known, table, group.kind, group.settings)
+        yield from map(judged.placed, misfits(table, group.kind, group.settings))
         if group.kind in _ONLY_MATRICES and not group.only_matrices:
             where = judged.source.where(("optimizer", "groups", index))
             yield Problem(where, f"{table}.only_matrices", "is false", f"true: {group.kind} takes matrices alone")
 
 
-def _is_suited(name: str, kind: Any, base: type) -> bool:
-    return isinstance(kind, type) and issubclass(kind, base) and name not in _UNSUITED
+def misfits(table: str, kind: str, settings: dict[str, Any]) -> Iterator[Problem]:
+    """Yield what is wrong with an optimizer's name, or with its settings; `table` is what the config calls it.
 
+    >>> print(*misfits("optimizer", "Adamw", {}))
+    optimizer.kind is 'Adamw'; expected a class of torch.optim; did you mean AdamW?
+    """
+    import torch
 
-def _one(
-    judged: PlacedSettings, known: dict[str, Any], table: str, kind: str, settings: dict[str, Any]
-) -> Iterator[Problem]:
-    path = tuple(int(part) if part.isdigit() else part for part in table.split("."))
+    known = {name: made for name, made in vars(torch.optim).items() if _is_suited(name, made, torch.optim.Optimizer)}
     if kind not in known:
         why = ", which a pipeline cannot run" if kind in _UNSUITED else ""
-        where = judged.source.where((*path, "kind"))
-        yield Problem(
-            where, f"{table}.kind", f"is {kind!r:.60}{why}", "a class of torch.optim", nearest(kind[:60], known)
-        )
+        fix = nearest(kind[:60], known)
+        yield Problem("", f"{table}.kind", f"is {kind!r:.60}{why}", "a class of torch.optim", fix)
         return
     takes = [name for name in inspect.signature(known[kind].__init__).parameters if name not in _GIVEN_BY_US]
     for name in settings:
         if name not in takes:
-            where = judged.source.where((*path, "settings", name))
             fix = f"it has a key of its own: {table}.lr" if name == "lr" else nearest(name, takes)
-            yield Problem(where, f"{table}.settings.{name}", f"is no argument of {kind}", fix=fix)
+            yield Problem("", f"{table}.settings.{name}", f"is no argument of {kind}", fix=fix)
     if all(name in takes for name in settings):
         for name, error, expected in _refused(known[kind], settings):
-            path_of = (*path, "settings", name) if name else (*path, "settings")
-            key = f"{table}.settings" + (f".{name}" if name else "")
-            yield Problem(judged.source.where(path_of), key, error, expected)
+            yield Problem("", f"{table}.settings" + (f".{name}" if name else ""), error, expected)
+
+
+def _is_suited(name: str, kind: Any, base: type) -> bool:
+    return isinstance(kind, type) and issubclass(kind, base) and name not in _UNSUITED
 
 
 def _refused(kind: Any, settings: dict[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -14,7 +14,7 @@ from drumline.core.errors import DrumlineError
 from drumline.train.config.keys import keys
 from drumline.train.config.problems import Problem
 from drumline.train.config.tables import TableSource
-from drumline.train.config.toml_lines import Path
+from drumline.train.config.toml_lines import path_of
 
 _KEY = re.compile(r"([a-z_]+)\.([a-z_]+)(?:\[(\d+)\]|\.(\d+))?")
 _CUTS = "cuts "  # with which the pipeline begins what it says of pipeline.cuts
@@ -62,7 +62,7 @@ def problem_of(error: DrumlineError, source: TableSource, key: str = "") -> Prob
     run.toml, line 6: data.files: b.txt, line 7: not UTF-8
     """
     key = error.key or key_in(error.error) or key
-    path: Path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
+    path = path_of(key)
     table, _, name = key.partition(".")
     given = source.tables.get(table, {})
     items = given.get(name) if isinstance(given, dict) else None

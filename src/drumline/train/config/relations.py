@@ -5,8 +5,8 @@ Every relation names the keys that it reads, and is left alone where one of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from drumline.core.errors import DrumlineError, counted
@@ -18,11 +18,14 @@ from drumline.engine.program.find import program_for
 from drumline.plan.device.plan import Plan
 from drumline.schedules import find
 from drumline.train.config import run_names
-from drumline.train.config.problems import Problem
+from drumline.train.config.keys import keys
+from drumline.train.config.problems import Problem, refused
 from drumline.train.config.settings import AdaptSettings, TrainSettings
-from drumline.train.config.tables import TableSource
+from drumline.train.config.tables import TableSource, out_of_bounds
+from drumline.train.config.toml_lines import path_of
 
 _TEXT = ("text", "tokens", "instructions")
+AROUND = {"gpt": 2, "mlp": 0}  # blocks beside the layers, of models whose number is known
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,11 @@ class PlacedSettings:
         """Return a problem of a key."""
         if error.startswith("is ") and not self.source.has(key):
             error = f"{error} (the default)" if error[3:4].isdigit() else error
-        return Problem(self.source.where(tuple(key.split("."))), key, error, expected, fix)
+        return self.placed(Problem("", key, error, expected, fix))
+
+    def placed(self, problem: Problem) -> Problem:
+        """Return a problem with where its key was given."""
+        return replace(problem, where=self.source.where(path_of(problem.key)))
 
 
 def _value(settings: TrainSettings, key: str) -> Any:
@@ -57,11 +64,11 @@ Relation = Callable[[PlacedSettings], Iterator[Problem]]
 _RELATIONS: list[tuple[tuple[str, ...], Relation]] = []
 
 
-def relation(*keys: str) -> Callable[[Relation], Relation]:
+def relation(*reads: str) -> Callable[[Relation], Relation]:
     """Register what must hold between keys."""
 
     def register(check: Relation) -> Relation:
-        _RELATIONS.append((keys, check))
+        _RELATIONS.append((reads, check))
         return check
 
     return register
@@ -69,11 +76,25 @@ def relation(*keys: str) -> Callable[[Relation], Relation]:
 
 def related(judged: PlacedSettings, bad: set[str]) -> Iterator[Problem]:
     """Yield every problem between keys none of which is wrong by itself."""
-    for keys, check in _RELATIONS:
-        if not bad.intersection(keys):
+    for reads, check in _RELATIONS:
+        if not bad.intersection(reads):
             for problem in check(judged):
                 bad.add(problem.key)
                 yield problem
+
+
+def check_made(settings: TrainSettings, tables: Iterable[str], relations: Iterable[Relation] = ()) -> None:
+    """Refuse settings that were made by hand: values in some tables by the rules of their keys, then some relations.
+
+    >>> from drumline.train.config.settings import RunSettings
+    >>> check_made(TrainSettings(run=RunSettings(steps=0)), ["run"])
+    Traceback (most recent call last):
+    drumline.core.errors.ConfigError: run.steps is 0; expected a whole number of 1 or more
+    """
+    judged = PlacedSettings(settings, TableSource({table: dict.fromkeys(names) for table, names in keys().items()}))
+    found = list(out_of_bounds(settings, tables))
+    if found := found or [problem for check in relations for problem in check(judged)]:
+        raise refused(found)
 
 
 @relation("batch.sequences", "batch.microbatch", "batch.accumulate", "mesh.data")
@@ -175,7 +196,7 @@ def _stages_fit(judged: PlacedSettings, num_stages: int) -> Iterator[Problem]:
             f"has {counted(len(cuts), 'name')}",
             f"{num_stages - 1}: one for each of {counted(num_stages, 'stage')} but the first",
         )
-    extra = {"gpt": 2, "mlp": 0}.get(model.kind)
+    extra = AROUND.get(model.kind)
     if extra is not None and num_stages > model.num_layers + extra:
         yield judged.problem(
             "model.num_layers", f"is {model.num_layers}", f"enough layers for {counted(num_stages, 'stage')}",
@@ -209,19 +230,23 @@ def _plan_fits(judged: PlacedSettings) -> Iterator[Problem]:
             yield judged.problem(key, f"is {given}", f"{wanted}, as planned", "leave it out, or plan again")
 
 
-@relation("model.hidden", "model.num_heads", "model.num_key_value_heads", "model.head_width", "model.kind")
+@relation("model.hidden", "model.num_heads", "model.head_width", "model.kind")
 def _heads_fit(judged: PlacedSettings) -> Iterator[Problem]:
     model = judged.settings.model
-    if model.kind != "gpt":
-        return
-    if not model.head_width and model.hidden % model.num_heads:
+    if model.kind == "gpt" and not model.head_width and model.hidden % model.num_heads:
         below = [number for number in range(1, model.hidden + 1) if model.hidden % number == 0]
         near = min(below, key=lambda number: abs(number - model.num_heads)) if model.hidden < 10**6 else 1
         yield judged.problem(
             "model.num_heads", f"is {model.num_heads}", f"a number that divides model.hidden, {model.hidden}",
             f"use {near}, or set model.head_width",
         )  # fmt: skip
-    if model.num_key_value_heads and model.num_heads % model.num_key_value_heads:
+
+
+@relation("model.num_heads", "model.num_key_value_heads", "model.kind")
+def heads_share_keys(judged: PlacedSettings) -> Iterator[Problem]:
+    """Yield whether heads cannot share keys and values evenly."""
+    model = judged.settings.model
+    if model.kind == "gpt" and model.num_key_value_heads and model.num_heads % model.num_key_value_heads:
         yield judged.problem(
             "model.num_key_value_heads", f"is {model.num_key_value_heads}",
             f"a number that divides model.num_heads, {model.num_heads}",
@@ -229,7 +254,7 @@ def _heads_fit(judged: PlacedSettings) -> Iterator[Problem]:
 
 
 @relation("model.kind", "model.others")
-def _plan_is_expressed(judged: PlacedSettings) -> Iterator[Problem]:
+def plan_is_expressed(judged: PlacedSettings) -> Iterator[Problem]:
     """Yield what a plan knows of a model and the built-in GPT cannot be told; what says nothing new is harmless."""
     model = judged.settings.model
     if model.kind != "gpt":
@@ -258,13 +283,19 @@ def _data_suits(judged: PlacedSettings) -> Iterator[Problem]:
         yield judged.problem("evaluation.sample_every", "asks for a sample text of an MLP", "0")
 
 
-@relation("lengths.how", "lengths.buckets", "batch.sequence")
-def _buckets_rise(judged: PlacedSettings) -> Iterator[Problem]:
-    lengths, longest = judged.settings.lengths, judged.settings.batch.sequence
+@relation("lengths.how", "lengths.buckets")
+def _buckets_are_meant(judged: PlacedSettings) -> Iterator[Problem]:
+    lengths = judged.settings.lengths
     if lengths.buckets and lengths.how != "buckets":
         yield judged.problem(
             "lengths.buckets", f'stands beside how = "{lengths.how}"', 'how = "buckets"', "change one of the two"
         )
+
+
+@relation("lengths.buckets", "batch.sequence")
+def buckets_rise(judged: PlacedSettings) -> Iterator[Problem]:
+    """Yield whether lengths of buckets do not rise, or one is longer than a row."""
+    lengths, longest = judged.settings.lengths, judged.settings.batch.sequence
     rising = all(a < b for a, b in zip(lengths.buckets, lengths.buckets[1:], strict=False))
     if not rising or max(lengths.buckets, default=0) > longest:
         yield judged.problem(

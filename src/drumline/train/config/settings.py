@@ -30,10 +30,12 @@ from drumline.core.settings.rule import (
 )
 from drumline.core.settings.setting import same_as, setting, table
 from drumline.schedules import DEFAULT
+from drumline.train.config.adapter_settings import AdapterSettings
 from drumline.train.config.run_names import safe_name
 
 __all__ = [
     "AdaptSettings",
+    "AdapterSettings",
     "BatchSettings",
     "CheckpointSettings",
     "DataSettings",
@@ -115,6 +117,10 @@ class DataSettings:
     token_type: str = setting("uint16", "kind of number in token files other than .npy, like uint16")
     end: int | None = setting(None, "token that ends a document in token files", COUNT_OR_0, empty="the tokenizer's")
     tokenizer: str = setting("", '"bytes", or a folder with a tokenizer', empty="the model's own, else bytes")
+    chat_template: str = setting(
+        "", 'how chats are written: "chatml", "plain" (lines like user: ...), or a file with a Jinja template',
+        empty="the tokenizer's; plain if it has none and no adapter is trained",
+    )  # fmt: skip
     shuffle: bool = setting(True, "whether the order changes in every epoch")
     seed: int | None = setting(None, "seed of the order", empty="run.seed")
     function: str = setting("", f"{_FUNCTION}, which returns the data (function)")
@@ -166,7 +172,9 @@ class MeshSettings:
     """How many ranks each kind of parallelism has; those of `expert` are some of those of `data`."""
 
     tensor: int = setting(1, "ranks that divide every matrix", COUNT)
-    pipeline: int = setting(2, "ranks that divide the model into stages", COUNT)
+    pipeline: int = setting(
+        2, "ranks that divide the model into stages; unless given, one for each accelerator if there are any", COUNT
+    )
     data: int = setting(1, "pipelines that get different rows of the batch", COUNT)
     context: int = setting(1, "pipelines that get different parts of the same sequences", COUNT)
     expert: int = setting(1, "how many of the data-parallel ranks share out the experts; it divides data", COUNT)
@@ -208,7 +216,9 @@ class PipelineSettings:
     interface: str = setting(
         "", "network interface between hosts, or an address of it", empty="the one towards rank 0's host"
     )
-    device: str = setting("", 'PyTorch device, like "cpu" or "cuda"', empty="the accelerator if there is one")
+    device: str = setting(
+        "", 'PyTorch device, like "cpu", "cuda" or "cuda:1"', empty="the accelerators if there are any"
+    )
     timeout: float = setting(300.0, "seconds that a rank waits for another before it gives up", SECONDS)
     compile: bool = setting(False, "whether stages run through torch.compile")
     capture: bool = setting(False, "whether ranks launch CUDA graphs")
@@ -234,6 +244,11 @@ class MemorySettings:
         _ZERO,
     )
     sequence_parallel: bool = setting(False, "sequence parallelism, for tensor-parallel ranks")
+    card: str = setting(
+        "", "a card for which --dry-run says whether the run fits: its name, or its memory like 24GiB",
+        empty="this machine's",
+    )  # fmt: skip
+    headroom: float = setting(0.1, "share of a card's memory that --dry-run keeps free", PART)
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +394,7 @@ class TrainSettings:
     data: DataSettings = table(
         DataSettings, "what it is trained on; without files, a text that is shipped with Drumline"
     )
+    adapter: AdapterSettings = table(AdapterSettings, "what is trained in place of the model, which is then frozen")
     batch: BatchSettings = table(BatchSettings, "how much one optimizer step sees")
     lengths: LengthSettings = table(LengthSettings, "what to do about documents of unequal length")
     mesh: MeshSettings = table(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -117,6 +117,18 @@ class Reading:
         return tuple(
             OptimizerGroup(**dict(self._values(GROUPS, item, (*path, index)))) for index, item in enumerate(value)
         )
+
+
+def out_of_bounds(settings: TrainSettings, tables: Iterable[str]) -> Iterator[Problem]:
+    """Yield what is wrong with values in some tables of settings that were made by hand, which no reader has seen."""
+    filled = [(table, getattr(settings, table)) for table in tables]
+    filled += [(GROUPS, group) for group in settings.optimizer.groups if "optimizer" in tables]
+    for table, values in filled:
+        for name, key in keys()[table].items():
+            value = getattr(values, name)
+            is_right = key.is_optional if value is None else key.rule.holds(value)
+            if not is_right:
+                yield Problem("", key.path, f"is {shown(value)}", key.expected, _near(key, value))
 
 
 def _adapted(key: Setting, value: Any) -> Any:

@@ -8,17 +8,20 @@ from typing import Any
 
 from drumline.core.errors import DrumlineError
 from drumline.core.settings.clash import Clash, Facts, Given, Spelling, found, given
-from drumline.engine.together import NO_FLUSH, PLANNED, SEVERAL_LINES, mesh_facts, program_facts, without
+from drumline.engine.together import NO_FLUSH, PLANNED, SEVERAL_LINES, axis, mesh_facts, program_facts, without
 from drumline.pipeline.together import table
+from drumline.plan.launch.toml import written
+from drumline.train.config.adapter_settings import QUANTISED_BASES
 from drumline.train.config.problems import Problem
 from drumline.train.config.relations import PlacedSettings, program_of
-from drumline.train.config.write import written
 
 # The keys of an option, the first of which errors name unless another one is set.
 KEYS: dict[str, tuple[str, ...]] = {
     "adapt": ("adapt.on",),
+    "adapter": ("adapter.method", "adapter.start"),
     "arrange": ("lengths.search",),
     "balance": ("pipeline.balance",),
+    "base": ("adapter.base",),
     "capture": ("pipeline.capture",),
     "checkpoint": ("memory.recompute",),
     "compile": ("pipeline.compile",),
@@ -44,10 +47,16 @@ _ELASTIC, _FIXED = Given("elastic", "`--elastic`", given("elastic").holds), ("el
 _ONE_OF_EACH = Given("mesh", "several lines without `dp`",
                      lambda facts: SEVERAL_LINES.holds(facts) and without("dp").holds(facts),
                      "no data-parallel pipeline of {mesh_name} can be left out")  # fmt: skip
+_ADAPTER = Given("adapter", "`--adapter`", given("adapter").holds)
+_QUANTISED = Given("base", "a quantised `--base`", given("base", *QUANTISED_BASES).holds)
 CLASHES = (
+    Clash(_ADAPTER, axis("tp", "ep"), "layers that no line divides", "adapters belong to whole layers",
+          fix="set mesh.tensor = 1 and mesh.expert = 1, and use more stages"),
+    Clash(_QUANTISED, given("zero", 3), "whole layers on every line", "quantised weights are not divided",
+          ("zero", 1)),
     Clash(_ELASTIC, NO_FLUSH, "a flushed schedule", "updates that are due belong to their ranks", _FIXED),
     Clash(_ELASTIC, _ONE_OF_EACH, "lines of dp, or one line", "each line holds what no other one holds", _FIXED),
-)
+)  # fmt: skip
 
 
 class _Keys(Spelling):
@@ -88,6 +97,7 @@ def _facts(judged: PlacedSettings) -> Facts:
     facts = {option: judged.value(keys[0]) for option, keys in KEYS.items() if option != "plan"}
     axes = settings.mesh.axes if settings.mesh.num_lines > 1 else {}
     facts |= mesh_facts(axes, dp="dp (mesh.data above mesh.expert)", tp="tp (mesh.tensor)")
+    facts["adapter"] = settings.adapter.method or settings.adapter.start
     facts["programs"] = settings.lengths.how == "buckets"
     facts["parameters"] = "" if settings.precision.weights == "fp32" else settings.precision.weights
     with suppress(DrumlineError):  # a relation tells why there is no program

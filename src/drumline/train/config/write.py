@@ -1,13 +1,8 @@
-"""Settings as TOML: every key with its value and meaning, which reads back as the same settings.
-
-tomli_w cannot write this: it knows no comments, breaks lists over lines and makes tables of dicts.
-"""
+"""Settings as TOML: every key with its value and meaning, which reads back as the same settings."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,16 +12,16 @@ from drumline.core.parsed import shown
 from drumline.core.settings.kinds import is_plain
 from drumline.core.settings.setting import Setting
 from drumline.plan.launch.launch import FORMAT, VERSION
+from drumline.plan.launch.toml import written
 from drumline.train.config.keys import GROUPS, TABLES, keys
 from drumline.train.config.settings import OptimizerGroup, TrainSettings
 
-_BARE = re.compile(r"[A-Za-z0-9_-]+\Z")
 _WIDTH = 40  # where comments begin, if the value is shorter
 KEPT = "settings.toml"
 
 
-def config_text(settings: TrainSettings) -> str:
-    """Return all settings as a config file, each key with its meaning behind it.
+def config_text(settings: TrainSettings, *, left_out: Collection[str] = ()) -> str:
+    """Return all settings as a config file, each key with its meaning behind it; those left out are comments.
 
     >>> print(config_text(TrainSettings()).partition("[data]")[0].splitlines()[6])
     name = ""                               # a name for the model, used for the run's folder
@@ -39,7 +34,9 @@ def config_text(settings: TrainSettings) -> str:
     for table, meaning in TABLES.items():
         lines += ["", f"[{table}]  # {meaning}"]
         values = getattr(settings, table)
-        lines += [_line(key, getattr(values, name)) for name, key in keys()[table].items() if key.path != GROUPS]
+        for name, key in keys()[table].items():
+            if key.path != GROUPS:
+                lines.append(("# " if key.path in left_out else "") + _line(key, getattr(values, name)))
         if table == "optimizer":
             lines += _groups(settings.optimizer.groups)
     return "\n".join(lines) + "\n"
@@ -65,34 +62,3 @@ def _line(key: Setting, value: Any) -> str:
     if not is_plain(value):
         raise ConfigError(f"{key.path} is {shown(value)}", expected="values that a config file can hold")
     return f"{f'{key.name} = {written(value)}':<{_WIDTH - 1}} # {key.meaning}"
-
-
-def written(value: Any) -> str:
-    """Return a value as TOML spells it, in one line.
-
-    >>> written({"betas": (0.9, 0.95), "amsgrad": False, "a b": "c"})
-    '{ betas = [0.9, 0.95], amsgrad = false, "a b" = "c" }'
-    """
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return _string(value)
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(written, value))}]"
-    if isinstance(value, Mapping):
-        pairs = ", ".join(f"{_name(name)} = {written(item)}" for name, item in value.items())
-        return f"{{ {pairs} }}" if pairs else "{}"
-    return repr(value)
-
-
-def _name(name: str) -> str:
-    return name if _BARE.match(name) else _string(name)
-
-
-def _string(text: str) -> str:
-    """Return a text in quotes: JSON's spelling, but for characters outside of the first plane and the one it allows."""
-    return "".join(_character(dump) for dump in json.dumps(text, ensure_ascii=False))
-
-
-def _character(name: str) -> str:
-    return f"\\u{ord(name):04x}" if name == "\x7f" else name

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from drumline.core.errors import UsageError, nearest
 from drumline.train.data.items.batch import Bucket
 from drumline.train.data.items.order import Indices
-from drumline.train.data.layouts import HOWS, Packed, Padded, RowLayout, Sized, StepShape, Unit, all_lengths, dealt
+from drumline.train.data.layouts import Packed, Padded, RowLayout, Sized, StepShape, Unit, all_lengths, dealt
 from drumline.train.data.packing import chosen_buckets
 
 MOST_BUCKETS = 64
@@ -117,22 +116,8 @@ class Buckets(RowLayout):
         return {**super().described(), "buckets": [list(astuple(b)) for b in self.buckets], "size": self.shape.size}
 
 
-def check_buckets(buckets: Sequence[int], sequence: int) -> None:
-    """Refuse lengths that are no buckets.
-
-    >>> check_buckets((128, 64), 256)
-    Traceback (most recent call last):
-    drumline.core.errors.UsageError: lengths.buckets is (128, 64); expected lengths from 1 to 256 (batch.sequence), ...
-    """
-    if list(buckets) != sorted(set(buckets)) or any(not 1 <= bucket <= sequence for bucket in buckets):
-        expected = f"lengths from 1 to {sequence} (batch.sequence), each longer than the one before"
-        raise UsageError(f"lengths.buckets is {tuple(buckets)}", expected=expected)
-
-
 def layout_of(how: str, samples: Sized, shape: StepShape, width: int, buckets: Sequence[int] = ()) -> RowLayout:
     """Return the layout of that name."""
-    if how not in HOWS:
-        raise UsageError(f"lengths.how is {how!r:.60}", fix=nearest(how, HOWS))
     if how == "buckets":
         return Buckets(samples, shape, width, buckets)
     return {"blocks": RowLayout, "packed": Packed, "padded": Padded}[how](samples, shape, width)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from drumline.core.errors import UsageError, counted, nearest
+from drumline.core.errors import DrumlineError, UsageError, counted
+from drumline.engine.program.programs import check_fits
+from drumline.schedules.registry import made_by
 from drumline.train.config.placed import concerning
+from drumline.train.config.relations import buckets_rise, check_made, program_of
 from drumline.train.config.settings import DataSettings, TrainSettings
-from drumline.train.data.buckets import Buckets, check_buckets, layout_of
-from drumline.train.data.fill import Filler, TokenFiller
+from drumline.train.data.buckets import Buckets, layout_of
+from drumline.train.data.fill import Fill, TokenFiller
 from drumline.train.data.items.batch import Batch, Data
 from drumline.train.data.items.documents import Documents
 from drumline.train.data.items.fingerprint import Part
-from drumline.train.data.layouts import HOWS, RowLayout, StepShape, Unit
-from drumline.train.data.microbatch_counts import counts_of
+from drumline.train.data.layouts import RowLayout, StepShape, Unit
 from drumline.train.data.own.user_data import data_by_function
-from drumline.train.data.points import PointFiller, Points
+from drumline.train.data.points import Points
 from drumline.train.data.read.instructions import instruction_documents
 from drumline.train.data.read.text import text_documents
 from drumline.train.data.read.tokens import token_documents
@@ -25,7 +29,7 @@ from drumline.train.data.samples import Blocks, Pieces, Samples
 from drumline.train.data.stream import PlannedStream, Position, Steps
 from drumline.train.models.built import Built
 
-KINDS = ("text", "tokens", "instructions", "points", "function")
+_PARTS = 8  # of the number of microbatches: those of buckets are multiples of it divided by this, up to twice as many
 _DRAWN = 4096  # points, where no file is named
 _SEED_OF_HELD_OUT = 0  # the same batches in every run
 
@@ -52,8 +56,7 @@ def build_data(settings: TrainSettings, built: Built, *, rank: int = 0, size: in
     >>> data.close()
     """
     data = settings.data
-    if data.kind not in KINDS:
-        raise UsageError(f"data.kind is {data.kind!r:.60}", fix=nearest(data.kind, KINDS))
+    check_made(settings, ("data", "lengths", "batch"), (buckets_rise,))
     if not 0 <= rank < size:
         raise UsageError(f"rank is {rank} of {size}", expected=f"0 to {size - 1}")
     if data.kind == "function":
@@ -63,18 +66,39 @@ def build_data(settings: TrainSettings, built: Built, *, rank: int = 0, size: in
             f"batch.sequences is {settings.batch.sequences}",
             expected="at least batch.microbatch x batch.accumulate x mesh.data",
         )
-    shape = StepShape(settings.batch.microbatch, settings.num_microbatches, size, counts_of(settings))
+    shape = StepShape(settings.batch.microbatch, settings.num_microbatches, size, _counts_of(settings))
     place = _Place(shape, rank, settings.run.seed if data.seed is None else data.seed)
     if data.kind == "points" or (settings.model.kind == "mlp" and not data.files):
         return _points(settings, built, place)
     return _tokens(settings, built, place)
 
 
+def _counts_of(settings: TrainSettings) -> tuple[int, ...]:
+    """Return the numbers of microbatches for which the schedule has a program with the same stages in the same places.
+
+    >>> from drumline.train.config.settings import LengthSettings
+    >>> _counts_of(TrainSettings(lengths=LengthSettings("buckets")))
+    (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16)
+    """
+    own, given = settings.num_microbatches, settings.pipeline
+    # A captured step is one program, and a file holds one.
+    if settings.lengths.how != "buckets" or given.plan or given.capture or given.schedule.endswith(".csv"):
+        return ()
+    program = program_of(settings)
+    found = {own}
+    for count in {max(round(own * part / _PARTS), 1) for part in range(1, 2 * _PARTS + 1)}:
+        other = made_by(given.schedule, program, count)
+        try:
+            if other is not None:
+                check_fits(other, program, other.name)
+                found.add(count)
+        except DrumlineError:
+            continue
+    return tuple(sorted(found))
+
+
 def _tokens(settings: TrainSettings, built: Built, place: _Place) -> Data:
     how, sequence = settings.lengths.how, settings.batch.sequence
-    if how not in HOWS:
-        raise UsageError(f"lengths.how is {how!r:.60}", fix=nearest(how, HOWS))
-    check_buckets(settings.lengths.buckets, sequence)
     documents, held = _documents(settings, built)
     width = max(settings.lengths.buckets) if how == "buckets" and settings.lengths.buckets else sequence
     kind: type[Samples] = Blocks if how == "blocks" else Pieces
@@ -82,12 +106,12 @@ def _tokens(settings: TrainSettings, built: Built, place: _Place) -> Data:
     layout = layout_of(how, samples, place.shape, width, settings.lengths.buckets)
     _check_size(layout)
     vocabulary = vocabulary_of(settings, built)
-    filler = TokenFiller(samples, built, how, vocabulary)
+    fill = TokenFiller(samples, built, how, vocabulary).batch
     validation: tuple[Batch, ...] = ()
     if settings.evaluation.every and len(held):
         kept = kind(held, width)
-        validation = _held_out(settings, layout.beside(kept), TokenFiller(kept, built, how, vocabulary), place)
-    stream = _stream(settings.data, layout, filler, place, samples.contents)
+        validation = _held_out(settings, layout.beside(kept), TokenFiller(kept, built, how, vocabulary).batch, place)
+    stream = _stream(settings.data, layout, fill, place, samples.contents)
     buckets = layout.buckets if isinstance(layout, Buckets) else ()
     most = max((bucket.num_microbatches for bucket in buckets), default=0)
     others = tuple(count for count in place.shape.counts if count <= most and count != settings.num_microbatches)
@@ -110,7 +134,9 @@ def _documents(settings: TrainSettings, built: Built) -> tuple[Documents, Docume
             fix = 'name one in data.tokenizer: "bytes", or a folder'
             raise UsageError(f"data.kind is {data.kind!r}, and there is no tokenizer", fix=fix)
         if data.kind == "instructions":
-            return instruction_documents(names, built.tokenizer, key=key)
+            how: dict[str, Any] = {"template": data.chat_template, "strict": settings.adapter.is_on}
+            with concerning("data.chat_template") if data.chat_template else nullcontext():
+                return instruction_documents(names, built.tokenizer, key=key, **how)
         return text_documents(names, data.separator, built.tokenizer, key=key)
 
     documents = read(data.files, "data.files")
@@ -135,21 +161,20 @@ def _points(settings: TrainSettings, built: Built, place: _Place) -> Data:
     layout = RowLayout(training, place.shape, 1)
     _check_size(layout)
     kept = RowLayout(held, place.shape, 1)
-    validation = _held_out(settings, kept, PointFiller(held, built.inputs), place) if wanted and held.num else ()
-    filler = PointFiller(training, built.inputs)
-    stream = _stream(data, layout, filler, place, training.contents)
+    validation = _held_out(settings, kept, partial(held.batch, built.inputs), place) if wanted and held.num else ()
+    stream = _stream(data, layout, partial(training.batch, built.inputs), place, training.contents)
     return Data(stream, validation, num_tokens=training.num)
 
 
 def _stream(
-    data: DataSettings, layout: RowLayout, filler: Filler, place: _Place, contents: Sequence[Part]
+    data: DataSettings, layout: RowLayout, fill: Fill, place: _Place, contents: Sequence[Part]
 ) -> PlannedStream:
     steps = Steps(layout, seed=place.seed, shuffle=data.shuffle)
     how: dict[str, Any] = {"contents": contents, "fingerprint": data.fingerprint}
-    return PlannedStream(steps, filler, rank=place.rank, workers=data.workers, **how)
+    return PlannedStream(steps, fill, rank=place.rank, workers=data.workers, **how)
 
 
-def _held_out(settings: TrainSettings, layout: RowLayout, filler: Filler, place: _Place) -> tuple[Batch, ...]:
+def _held_out(settings: TrainSettings, layout: RowLayout, fill: Fill, place: _Place) -> tuple[Batch, ...]:
     """Return whole steps of what is held out; where there is not one, a step that is filled up with empty rows."""
     steps, at = Steps(layout, seed=_SEED_OF_HELD_OUT), Position()
     found: list[list[Unit]] = []
@@ -168,7 +193,7 @@ def _held_out(settings: TrainSettings, layout: RowLayout, filler: Filler, place:
             expected="at least a row for each",
             fix="raise data.validation, name data.validation_files, or set evaluation.every = 0",
         )
-    return tuple(filler.batch(layout.share(units, place.rank)) for units in found)
+    return tuple(fill(layout.share(units, place.rank)) for units in found)
 
 
 def _check_size(layout: RowLayout) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,15 +16,8 @@ from drumline.train.data.layouts import Unit
 from drumline.train.data.samples import Samples
 from drumline.train.models.built import IGNORED, Built
 
+Fill = Callable[[Sequence[Sequence[Unit]]], Batch]  # makes a batch of a rank's microbatches
 LABELS = ("labels", "targets", "target")  # what models call them that compute their own loss
-
-
-class Filler(Protocol):
-    """Makes a batch of a rank's microbatches."""
-
-    def batch(self, microbatches: Sequence[Sequence[Unit]]) -> Batch:
-        """Return the batch."""
-        ...
 
 
 class TokenFiller:

@@ -22,7 +22,6 @@ from drumline.train.data.items.batch import Bucket
 from drumline.train.data.items.order import Indices
 from drumline.train.data.packing import alike, packed
 
-HOWS = ("blocks", "packed", "padded", "buckets")
 _CHUNK = 1 << 20
 T = TypeVar("T")
 

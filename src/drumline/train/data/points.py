@@ -84,17 +84,10 @@ class Points:
         last = self.num - int(self.num * share)
         return Points(self.x[:last], self.y[:last]), Points(self.x[last:], self.y[last:])
 
-
-class PointFiller:
-    """Makes batches of points."""
-
-    def __init__(self, points: Points, inputs: str) -> None:
-        self.points, self.inputs = points, inputs
-
-    def batch(self, microbatches: Sequence[Sequence[Unit]]) -> Batch:
-        """Return the batch; rows without a point count nothing."""
+    def batch(self, inputs: str, microbatches: Sequence[Sequence[Unit]]) -> Batch:
+        """Return the batch of a rank's microbatches; rows without a point count nothing."""
         rows = [row for microbatch in microbatches for unit in microbatch for row in unit.rows]
         at = torch.tensor([row[0] if row else 0 for row in rows])
         there = torch.tensor([bool(row) for row in rows])
-        target = torch.where(there, self.points.y[at], IGNORED)
-        return Batch({self.inputs: self.points.x[at]}, target, int(there.sum()), len(rows))
+        target = torch.where(there, self.y[at], IGNORED)
+        return Batch({inputs: self.x[at]}, target, int(there.sum()), len(rows))

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from drumline.core.errors import UsageError
-from drumline.train.data.fill import Filler
+from drumline.train.data.fill import Fill
 from drumline.train.data.items.batch import Batch
 from drumline.train.data.items.fingerprint import Part, changed
 from drumline.train.data.items.fingerprint import fingerprint as taken
@@ -86,14 +86,14 @@ class PlannedStream:
     def __init__(
         self,
         steps: Steps,
-        filler: Filler,
+        fill: Fill,
         *,
         rank: int = 0,
         workers: int = 0,
         contents: Sequence[Part] = (),
         fingerprint: str = "sampled",
     ) -> None:
-        self.steps, self.filler, self.rank, self.workers = steps, filler, rank, workers
+        self.steps, self.fill, self.rank, self.workers = steps, fill, rank, workers
         self._contents = contents
         self._fingerprint = taken(contents, fingerprint)  # now: files may change while they are trained on
         self._at = Position()
@@ -160,7 +160,7 @@ def _by_thread(stream: PlannedStream) -> Any:
 
     def make() -> tuple[Batch, Position]:
         plan, at = next(plans)
-        return stream.filler.batch(plan), at
+        return stream.fill(plan), at
 
     with ThreadPoolExecutor(1, thread_name_prefix="drumline-data") as thread:
         ahead = deque(thread.submit(make) for _ in range(_AHEAD))
@@ -172,10 +172,6 @@ def _by_thread(stream: PlannedStream) -> Any:
             thread.shutdown(cancel_futures=True)
 
 
-def _as_it_is(sample: Any) -> Any:
-    return sample
-
-
 def _apart(_number: int) -> None:
     """Leave the process group: signals to it ask the rank to stop after its step, for which it needs this process."""
     os.setsid()
@@ -184,11 +180,11 @@ def _apart(_number: int) -> None:
 class _Filling:
     """A data set for torch's loader: what is asked for by a plan is its batch."""
 
-    def __init__(self, filler: Filler) -> None:
-        self.filler = filler
+    def __init__(self, fill: Fill) -> None:
+        self.fill = fill
 
     def __getitem__(self, plan: tuple[Any, Position]) -> tuple[Batch, Position]:
-        return self.filler.batch(plan[0]), plan[1]
+        return self.fill(plan[0]), plan[1]
 
 
 def _by_processes(stream: PlannedStream) -> Any:
@@ -200,10 +196,9 @@ def _by_processes(stream: PlannedStream) -> Any:
             return stream.plans()
 
     loader: Any = DataLoader(
-        _Filling(stream.filler),  # type: ignore[arg-type]
+        _Filling(stream.fill),  # type: ignore[arg-type]
         sampler=Plans(),
         batch_size=None,
-        collate_fn=_as_it_is,
         num_workers=stream.workers,
         worker_init_fn=_apart,
         multiprocessing_context="spawn",

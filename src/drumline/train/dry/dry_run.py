@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from drumline.core.simulate.simulate import simulate
 from drumline.engine.model.blocks import is_chain
 from drumline.engine.program.find import program_for
 from drumline.model.block import Block
+from drumline.model.quantised.packed import unpacked_shape
 from drumline.pipeline.options import Options
 from drumline.train.config.settings import OptimizerSettings, TrainSettings
 from drumline.train.data.build import build_data
@@ -25,7 +27,8 @@ from drumline.train.loop.making import build, pipeline_arguments
 from drumline.train.loop.optimizers import ParameterGroup, choose
 from drumline.train.memory.forecast import Forecast, forecast
 from drumline.train.memory.optimizer_bytes import state_bytes
-from drumline.train.models.build import build_model
+from drumline.train.tune.build_tuned import build_tuned
+from drumline.train.tune.card_fit import CardFit, card_fit
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class DryRun:
     buckets: tuple[Bucket, ...] = ()
     programs: tuple[Program, ...] = ()  # of buckets
     whole: bool = False  # whether the whole model was built, and not its blocks one by one
+    fit: CardFit | None = None  # whether it fits on the cards, if there are any
 
     def summary(self) -> dict[str, Any]:
         """Return all of it as plain values."""
@@ -48,6 +52,7 @@ class DryRun:
         return {
             "model": self.name,
             "parameters": count(block for stage in self.forecast.stages for block in stage),
+            "trained_parameters": count((block for stage in self.forecast.stages for block in stage), trained=True),
             "ranks": program.num_ranks,
             "microbatches": program.num_microbatches,
             "microbatch": settings.batch.microbatch,
@@ -74,6 +79,7 @@ class DryRun:
             "built_whole": self.whole,
             "buckets": [asdict(bucket) for bucket in self.buckets],
             "programs": [self._told(candidate) for candidate in self.programs],
+            "fit": None if self.fit is None else self.fit.to_json(),
         }
 
     def _told(self, program: Program) -> dict[str, Any]:
@@ -91,18 +97,18 @@ class DryRun:
         return max(bucket.places * bucket.num_microbatches for bucket in self.buckets) * batch.accumulate
 
 
-def count(blocks: Any) -> int:
-    """Return how many parameters blocks have, a tied one counted once."""
+def count(blocks: Any, *, trained: bool = False) -> int:
+    """Return how many parameters blocks have, or how many of them are trained; a tied one is counted once."""
     listed: Sequence[Block] = list(blocks)
-    found = {id(param): param.numel() for block in listed for param in block.module.parameters()}
-    return sum(found.values())
+    params = {id(param): param for block in listed for param in block.module.parameters()}
+    return sum(unpacked_shape(param).numel() for param in params.values() if param.requires_grad or not trained)
 
 
 def dry_run(settings: TrainSettings) -> DryRun:
     """Build the model, run its blocks on one microbatch, and return what a run of it will be."""
     device = torch.device(settings.pipeline.device or "cpu")
     torch.manual_seed(settings.run.seed)
-    built = build(settings, build_model, whole=False)
+    built = build(settings, build_tuned, whole=False)
     data = build_data(settings, built)
     example = example_of(data, settings.num_microbatches)
     data.close()
@@ -122,7 +128,14 @@ def dry_run(settings: TrainSettings) -> DryRun:
     programs = tuple(_programs(given, data.counts))
     wrong = tuple(dict.fromkeys(str(fault) for program in (found.program, *programs) for fault in validate(program)))
     name, whole = type(built.model).__name__, not any(param.is_meta for param in built.model.parameters())
-    return DryRun(settings, name, found, wrong, str(device), data.buckets, programs, whole)
+    again = partial(_again, found, built.model, given)
+    fit = card_fit(settings, found, again, torch.device(device)) if not settings.pipeline.plan else None
+    return DryRun(settings, name, found, wrong, str(device), data.buckets, programs, whole, fit)
+
+
+def _again(found: Forecast, model: Any, given: Mapping[str, Any], **others: Any) -> Forecast:
+    """Return what the same blocks take with other options."""
+    return found.weighed.forecast(Options(model, **{**given, **others}))
 
 
 def _programs(given: Mapping[str, Any], counts: Sequence[int]) -> Iterator[Program]:

@@ -4,7 +4,8 @@
 
 Beside what `pipe.save` keeps, a checkpoint has the position in the data and the tokens so far. A learning rate is a
 function of the step. So a run that continues takes the same batches at the same rates as one that never stopped. Every
-checkpoint of a Hugging Face model has its configuration and tokenizer too, so that transformers loads it.
+checkpoint of a Hugging Face model has its configuration and tokenizer too, so that transformers loads it. With an
+adapter it has the adapter alone, as PEFT saves it, and the tokenizer.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from drumline.checkpoint.extra_files import Maker
 from drumline.checkpoint.folder import checkpoints
 from drumline.checkpoint.saves import Saving, saves
 from drumline.core.errors import RecordError, RunError, UsageError
@@ -20,7 +22,9 @@ from drumline.pipeline.pipeline import Pipeline
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.items.batch import Data
 from drumline.train.data.position import own_position, position_of
+from drumline.train.models.built import Adapter
 from drumline.train.models.companion_files import files_beside
+from drumline.train.tune.adapter_files import adapter_files
 
 FOLDER = "checkpoints"
 
@@ -50,13 +54,24 @@ class Checkpoints:
     """Saves a run, and brings one back."""
 
     def __init__(
-        self, pipe: Pipeline, settings: TrainSettings, data: Data, folder: Path, *, continues: bool = False
+        self,
+        pipe: Pipeline,
+        settings: TrainSettings,
+        data: Data,
+        folder: Path,
+        *,
+        adapter: Adapter | None = None,
+        continues: bool = False,
     ) -> None:
         self._pipe, self._settings, self._data, self._continues = pipe, settings, data, continues
         self._saves = saves(pipe)
         self._folder = folder / FOLDER
         self._last: Saving | None = None
-        self._beside = files_beside(settings) if pipe.rank == pipe.axes.number == 0 else {}
+        self._only = None if adapter is None else frozenset(adapter.names)
+        self._beside: dict[str, str | bytes | Path | Maker] = {}
+        if pipe.rank == pipe.axes.number == 0:
+            self._beside |= files_beside(settings)
+            self._beside |= {} if adapter is None else adapter_files(adapter)
 
     def resume(self) -> dict[str, Any]:
         """Continue from the run's own newest checkpoint, else from the one that the settings name, else at step 0.
@@ -110,7 +125,8 @@ class Checkpoints:
         extra = {**counts, "data": position_of(self._data.training, self._pipe)}
         keep = self._settings.checkpoint.keep
         try:
-            self._last = self._saves.save(self._folder, step=step, extra=extra, keep=keep, files=self._beside)
+            how: dict[str, Any] = {"keep": keep, "files": self._beside, "only": self._only}
+            self._last = self._saves.save(self._folder, step=step, extra=extra, **how)
         except RecordError as error:
             if is_last:
                 raise RunError(error.error, expected=error.expected, fix=error.fix) from error

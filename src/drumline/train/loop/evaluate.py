@@ -16,6 +16,7 @@ from torch import Tensor
 
 from drumline.channel.lines.grid import ROWS
 from drumline.core.errors import ModelError, RunError
+from drumline.core.measured.measured import Measured
 from drumline.pipeline.pipeline import Pipeline
 from drumline.train.config.settings import EvaluationSettings
 from drumline.train.data.items.batch import Batch
@@ -47,7 +48,7 @@ def evaluate(pipe: Pipeline, call: Calling, batches: Iterable[Batch], step: int)
     started = time.perf_counter()
     total, num_tokens = 0.0, 0
     for batch in batches:
-        count = _counted(pipe, batch.num_tokens)
+        ((count,),) = over_lines(pipe, [[batch.num_tokens]])
         if not count:
             continue
         if pipe.stopping():
@@ -60,21 +61,30 @@ def evaluate(pipe: Pipeline, call: Calling, batches: Iterable[Batch], step: int)
         num_tokens += count
     if not num_tokens:
         raise RunError("no held-out batch has a token that counts", fix="set evaluation.every = 0, or hold more out")
-    return Evaluation(step, total / num_tokens, num_tokens, time.perf_counter() - started, _bubble(pipe))
+    return Evaluation(
+        step, total / num_tokens, num_tokens, time.perf_counter() - started, bubble_of(measured(pipe, "evaluate"))
+    )
 
 
-def _counted(pipe: Pipeline, num_tokens: int) -> int:
-    """Return the tokens that count in a batch, with those of other lines of a mesh."""
+def over_lines(pipe: Pipeline, counts: list[list[int]]) -> list[list[int]]:
+    """Return counts of batches, such as their tokens, with those of other lines of a mesh."""
     if not pipe.axes.is_mesh:
-        return num_tokens
-    return int(pipe.axes.summed(torch.tensor([num_tokens], device=pipe.device), *ROWS).item())
+        return counts
+    total = pipe.axes.summed(torch.tensor(counts, dtype=torch.int64, device=pipe.device), *ROWS)
+    return [list(row) for row in total.tolist()]
 
 
-def _bubble(pipe: Pipeline) -> float | None:
+def measured(pipe: Pipeline, *kind: str) -> Measured | None:
+    """Return what the last step took; None if nothing was measured, as of a captured one."""
     try:
-        return float(pipe.timeline("evaluate").bubble)
+        return pipe.timeline(*kind)
     except RunError:
-        return None  # nothing was measured
+        return None
+
+
+def bubble_of(timeline: Measured | None) -> float | None:
+    """Return the bubble of a step, if it was measured."""
+    return None if timeline is None else float(timeline.bubble)
 
 
 def sample(

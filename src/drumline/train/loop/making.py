@@ -22,21 +22,19 @@ from torch import nn
 from drumline.adapt.settings import SIZE
 from drumline.channel.lines.axes import Axes
 from drumline.core.errors import UsageError, counted
-from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.engine.model.blocks import guesses, is_chain
 from drumline.report.run.follow import needed
-from drumline.schedules import generate, schedules
+from drumline.schedules import schedules
+from drumline.train.config.keys import TABLES
 from drumline.train.config.mesh_relations import experts_are_shared_out
-from drumline.train.config.relations import PlacedSettings, one_cut, schedule_exists
+from drumline.train.config.relations import check_made, one_cut, program_of, schedule_exists
 from drumline.train.config.settings import TrainSettings
-from drumline.train.config.tables import TableSource
 from drumline.train.data.items.batch import Batch
-from drumline.train.models.built import Built, Tokenizer
+from drumline.train.models.built import DTYPES, Adapter, Built, Tokenizer
 
 MakeModel = Callable[..., Built]
 _LARGE = 2**31  # bytes of parameters from which on each process makes only its own
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check(settings: TrainSettings) -> None:
@@ -45,26 +43,9 @@ def check(settings: TrainSettings) -> None:
     >>> from drumline.train.config.settings import MemorySettings
     >>> check(TrainSettings(memory=MemorySettings(recompute="some")))
     Traceback (most recent call last):
-    drumline.core.errors.UsageError: memory.recompute is 'some'; expected "none" or "full": single operations ...
+    drumline.core.errors.ConfigError: memory.recompute is 'some'; expected "none", "selective" or "full"; ...
     """
-    judged = PlacedSettings(settings, TableSource(asdict(settings)))
-    for exist in (*experts_are_shared_out(judged), *schedule_exists(judged), *one_cut(judged)):
-        raise UsageError(exist.headline, expected=exist.expected, fix=exist.fix)
-    if settings.memory.recompute not in ("none", "full"):
-        raise UsageError(
-            f"memory.recompute is {settings.memory.recompute!r}",
-            expected='"none" or "full": single operations of a block cannot be recomputed yet',
-        )
-    if settings.precision.weights not in _DTYPES:
-        raise UsageError(f"precision.weights is {settings.precision.weights!r}", expected=", ".join(_DTYPES))
-    if settings.batch.accumulate < 1 or settings.run.steps < 1 or settings.run.log_every < 1:
-        raise UsageError(
-            f"batch.accumulate is {settings.batch.accumulate}, run.steps {settings.run.steps} and run.log_every"
-            f" {settings.run.log_every}",
-            expected="1 or more of each",
-        )
-    if settings.optimizer.clip_norm < 0:
-        raise UsageError(f"optimizer.clip_norm is {settings.optimizer.clip_norm}", expected="0 for none, or more")
+    check_made(settings, TABLES, (experts_are_shared_out, schedule_exists, one_cut))
     for package, wanted in (("tensorboard", settings.run.tensorboard), ("wandb", bool(settings.run.wandb))):
         if wanted:
             needed(package, extra=package)
@@ -86,21 +67,11 @@ def gathered(settings: TrainSettings) -> TrainSettings:
     is_generated = settings.pipeline.schedule in schedules() and not settings.pipeline.plan
     if not (chooses and is_generated and settings.batch.accumulate > 1):
         return settings
-    most = settings.adapt.max_activations or max(simulate(group_of(settings)).peak_activations)
+    most = settings.adapt.max_activations or max(simulate(program_of(settings)).peak_activations)
     return replace(
         settings,
         batch=replace(settings.batch, accumulate=1),
         adapt=replace(settings.adapt, max_activations=most),
-    )
-
-
-def group_of(settings: TrainSettings) -> Program:
-    """Return the program of one pipeline step, as the settings have it."""
-    return generate(
-        settings.pipeline.schedule,
-        num_ranks=settings.mesh.pipeline,
-        num_microbatches=settings.num_microbatches,
-        stages_per_rank=settings.pipeline.stages_per_rank,
     )
 
 
@@ -114,20 +85,25 @@ def seeded(seed: int) -> None:
 def build(settings: TrainSettings, make_model: MakeModel, *, whole: bool | None = None) -> Built:
     """Return the model: whole, or on the meta device, from which every rank gives memory to its own stages.
 
-    Unless told, it is on the meta device if it is large. Functions of users build it whole.
+    Unless told, it is on the meta device if it is large or has an adapter. Functions of users build it whole.
     """
     seeded(settings.run.seed)
     built = None
     if not whole and settings.model.kind != "function":
         built = make_model(settings, device="meta")
-        if whole is None and sum(param.numel() * 4 for param in built.model.parameters()) < _LARGE:
+        if (
+            whole is None
+            and built.adapter is None
+            and sum(param.numel() * 4 for param in built.model.parameters()) < _LARGE
+        ):
             built = None
     if built is None:
         seeded(settings.run.seed)
         built = make_model(settings, device="cpu")
-    dtype = _DTYPES[settings.precision.weights]
+    dtype = DTYPES[settings.precision.weights]
     for param in built.model.parameters():
-        if param.is_floating_point() and dtype is not torch.float32:
+        is_base = built.adapter is not None and not param.requires_grad  # which has numbers of its own
+        if param.is_floating_point() and dtype is not torch.float32 and not is_base:
             param.data = param.data.to(dtype)
     return built
 
@@ -291,13 +267,15 @@ class Calling:
     inputs: str
     takes_target: bool
     tokenizer: Tokenizer | None
+    adapter: Adapter | None = None
     counts: frozenset[int] = frozenset()  # microbatches of steps that have a program of their own
 
     @staticmethod
     def of(built: Built, counts: Sequence[int] = ()) -> Calling:
         """Return how a model's pipeline is called."""
         takes_target = built.loss_fn is not None
-        return Calling(is_chain(built.model), built.inputs, takes_target, built.tokenizer, frozenset(counts))
+        how = is_chain(built.model), built.inputs, takes_target, built.tokenizer, built.adapter
+        return Calling(*how, frozenset(counts))
 
     def __call__(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return what a step gets of a batch: in order, and by name."""

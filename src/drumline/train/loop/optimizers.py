@@ -12,19 +12,17 @@ without any parameter of a group has an optimizer with nothing to do.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from drumline.core.errors import UsageError, nearest
+from drumline.core.errors import UsageError
 from drumline.engine.state.name_patterns import matching
 from drumline.pipeline.pipeline import Pipeline
+from drumline.train.config.optimizers import misfits
 from drumline.train.config.settings import OptimizerGroup, OptimizerSettings
-
-_NEEDS_CLOSURE = frozenset({"LBFGS"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +38,7 @@ class ParameterGroup:
 class Optimizers:
     """All optimizers of a run on this rank, stepped as one.
 
+    >>> from torch import nn
     >>> pipe = Pipeline([nn.Linear(4, 4), nn.Linear(4, 2)], loss_fn=nn.functional.mse_loss, num_microbatches=1)
     >>> muon = OptimizerGroup(kind="Muon", only_matrices=True, lr=0.02)
     >>> found = Optimizers(pipe, OptimizerSettings(kind="AdamW", lr=1e-3, groups=(muon,)))
@@ -146,49 +145,14 @@ def _checked(
     shapes: Mapping[str, torch.Size],
     where: str,
 ) -> ParameterGroup:
-    """Return a group's choice, tried on tensors without memory: torch's own refusals come alike on all ranks."""
-    chosen = ParameterGroup(group, kind_of(group.kind, where), settings.lr if group.lr is None else group.lr, names)
-    if "lr" in group.settings:
-        raise UsageError(f"{where}.settings has lr", expected=f"the rate as {where}.lr", fix="move it there")
-    if chosen.kind.__name__ == "Muon":
-        other = next((name for name in names if len(shapes[name]) != 2), None)
-        if other is not None:
-            raise UsageError(
-                f"{where}: Muon got {other!r} of the shape {tuple(shapes[other])}",
-                expected="matrices: Muon updates parameters with two dimensions",
-                fix="set only_matrices = true; what is left over goes to the optimizer of the table",
-            )
-    examples = [nn.Parameter(torch.empty(shapes[name], device="meta")) for name in names]
-    try:
-        chosen.kind([{"params": examples}], **{"lr": chosen.lr, **group.settings})
-    except (TypeError, ValueError) as error:
+    """Return a group's choice, tried on a tensor without memory: torch's own refusals come alike on all ranks."""
+    for problem in misfits(where, group.kind, group.settings):
+        raise UsageError(problem.headline, expected=problem.expected, fix=problem.fix)
+    other = next((name for name in names if len(shapes[name]) != 2), None)
+    if group.kind == "Muon" and other is not None:
         raise UsageError(
-            f"{where}: torch.optim.{group.kind} refuses its settings: {error}",
-            expected=f"settings of torch.optim.{group.kind}",
-        ) from None
-    return replace(chosen, names=names)
-
-
-def kind_of(name: str, where: str = "optimizer") -> type[Optimizer]:
-    """Return the class of torch.optim with a name.
-
-    >>> kind_of("AdamW").__name__
-    'AdamW'
-    >>> kind_of("Adamw")
-    Traceback (most recent call last):
-    drumline.core.errors.UsageError: optimizer.kind is 'Adamw'; expected a class of torch.optim; did you mean AdamW?
-    """
-    known = {
-        key: k
-        for key, k in vars(torch.optim).items()
-        if isinstance(k, type) and issubclass(k, Optimizer) and k is not Optimizer and key not in _NEEDS_CLOSURE
-    }
-    if name in _NEEDS_CLOSURE:
-        raise UsageError(
-            f"{where}.kind is {name!r}, which runs the model several times in an update",
-            expected="an optimizer whose step takes no closure",
-            fix="use AdamW",
+            f"{where}: Muon got {other!r} of the shape {tuple(shapes[other])}",
+            expected="matrices: Muon updates parameters with two dimensions",
+            fix="set only_matrices = true; what is left over goes to the optimizer of the table",
         )
-    if name not in known:
-        raise UsageError(f"{where}.kind is {name!r}", expected="a class of torch.optim", fix=nearest(str(name), known))
-    return known[name]
+    return ParameterGroup(group, getattr(torch.optim, group.kind), settings.lr if group.lr is None else group.lr, names)

@@ -1,7 +1,8 @@
-"""What a run tells people while it goes on: one line that is drawn again on a terminal, some lines elsewhere.
+"""What a run tells people: where its ranks compute, then one line that is drawn again on a terminal, or some lines.
 
 ::
 
+    ranks 0-1 on cuda:0, by shared-memory: 2 ranks share cuda:0
     step 120/300  loss 2.314  51,200 tokens/s  bubble 12.3%  1.21 GiB  2 min left
 """
 
@@ -95,6 +96,10 @@ class Progress:
         self._now = now
         self._shown = now() - _SECONDS_APART  # the first one is shown
         self._is_drawn = False
+
+    def begin(self, devices: str) -> None:
+        """Show where ranks compute, before the first step."""
+        self._line(devices)
 
     def __call__(self, told: Told) -> None:
         """Show what is new."""

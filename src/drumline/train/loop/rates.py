@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from drumline.core.errors import UsageError, nearest
 from drumline.train.config.settings import LearningRateSettings
 
 
@@ -45,7 +44,6 @@ def rate(settings: LearningRateSettings, step: int, num_steps: int) -> float:
     >>> [rate(wsd, step, 5) for step in range(5)]
     [1.0, 1.0, 1.0, 0.5, 0.0]
     """
-    check(settings)
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     start = settings.warmup_steps
@@ -54,20 +52,3 @@ def rate(settings: LearningRateSettings, step: int, num_steps: int) -> float:
         start = max(start, num_steps - decay)
     done = (step - start + 1) / max(num_steps - start, 1)
     return SHAPES[settings.shape](min(max(done, 0.0), 1.0), settings.final)
-
-
-def check(settings: LearningRateSettings) -> None:
-    """Refuse a shape or a number that no rate follows.
-
-    >>> check(LearningRateSettings(shape="cosin"))
-    Traceback (most recent call last):
-    drumline.core.errors.UsageError: learning_rate.shape is 'cosin'; did you mean cosine?
-    """
-    if settings.shape not in SHAPES:
-        raise UsageError(f"learning_rate.shape is {settings.shape!r}", fix=nearest(str(settings.shape), SHAPES))
-    for name in ("warmup_steps", "decay_steps"):
-        value = getattr(settings, name)
-        if value is not None and value < 0:
-            raise UsageError(f"learning_rate.{name} is {value}", expected="0 or more steps")
-    if not 0.0 <= settings.final <= 1.0:
-        raise UsageError(f"learning_rate.final is {settings.final}", expected="a share of the rate, from 0 to 1")

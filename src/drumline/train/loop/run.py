@@ -17,6 +17,7 @@ import torch
 from drumline.channel.launch.stop import stop_on_signals
 from drumline.core.simulate.steps import in_groups
 from drumline.pipeline.pipeline import Pipeline
+from drumline.train.config.relations import program_of
 from drumline.train.config.settings import TrainSettings
 from drumline.train.config.write import keep_settings
 from drumline.train.data.build import build_data
@@ -28,24 +29,23 @@ from drumline.train.loop.making import (
     build,
     check,
     gathered,
-    group_of,
     pipeline_arguments,
     rows_of,
 )
 from drumline.train.loop.peak_memory import PeakMemory, resident
 from drumline.train.loop.progress import Tell
-from drumline.train.loop.rates import rate
 from drumline.train.loop.training import Training, TrainResult
-from drumline.train.models.build import build_model
+from drumline.train.tune.build_tuned import build_tuned
 
 MakeData = Callable[..., Data]
 
 
+@stop_on_signals()
 def run_training(
     settings: TrainSettings,
     *,
     tell: Tell | None = None,
-    make_model: MakeModel = build_model,
+    make_model: MakeModel = build_tuned,
     make_data: MakeData = build_data,
     continues: bool = False,
 ) -> TrainResult:
@@ -55,16 +55,8 @@ def run_training(
     update waits for the device, so without `tell` only those are read that are shown. SIGTERM or Ctrl-C on any rank
     ends it after a step with a checkpoint. `continues` goes on with the run in the folder, from its newest checkpoint.
     """
-    with stop_on_signals():
-        return _run_training(settings, tell, make_model, make_data, continues=continues)
-
-
-def _run_training(
-    settings: TrainSettings, tell: Tell | None, make_model: MakeModel, make_data: MakeData, *, continues: bool
-) -> TrainResult:
     check(settings)
     given, settings = settings, gathered(settings)
-    rate(settings.learning_rate, 0, settings.run.steps)
     if settings.run.threads:
         torch.set_num_threads(settings.run.threads)
     before = resident()
@@ -79,7 +71,8 @@ def _run_training(
             if pipe.rank == pipe.axes.number == 0:
                 keep_settings(given, folder)
             if given is not settings:
-                pipe.take_program(in_groups(group_of(given), given.batch.accumulate))
+                pipe.take_program(in_groups(program_of(given), given.batch.accumulate))
             call, memory = Calling.of(built, data.counts), PeakMemory(torch.device(pipe.device), before=before)
             del built, arguments  # a rank keeps its own stages alone
-            return Training(settings, pipe, call, data, TrainResult(folder), memory, continues=continues).run(tell)
+            trained = TrainResult(folder, devices=pipe.devices.to_json())
+            return Training(settings, pipe, call, data, trained, memory, continues=continues).run(tell)

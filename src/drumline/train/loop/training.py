@@ -17,14 +17,12 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from drumline.channel.launch.stop import asked
-from drumline.channel.lines.grid import ROWS
-from drumline.core.errors import BatchError, RunError, UsageError
+from drumline.core.errors import BatchError, UsageError
 from drumline.core.measured.measured import Measured
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.steps.result import StepResult
@@ -32,7 +30,7 @@ from drumline.train.config.settings import TrainSettings
 from drumline.train.data.items.batch import Batch, Data
 from drumline.train.loop.checkpoints import Checkpoints
 from drumline.train.loop.curve import Curve
-from drumline.train.loop.evaluate import Evaluation, Sample, evaluate, sample
+from drumline.train.loop.evaluate import Evaluation, Sample, bubble_of, evaluate, measured, over_lines, sample
 from drumline.train.loop.log import Log
 from drumline.train.loop.making import Calling
 from drumline.train.loop.optimizers import Optimizers
@@ -58,6 +56,8 @@ class TrainResult:
     stopped: EarlyStop | None = None  # where somebody stopped it
     seconds: float = 0.0  # without building
     peak_bytes: tuple[int, ...] = ()
+    merged: str = ""  # the folder of the model with the adapter merged into it
+    devices: dict[str, Any] = field(default_factory=dict)  # where ranks computed, and what carried messages
 
 
 class _TrainUpdate(NamedTuple):
@@ -86,7 +86,8 @@ class Training:
         self.settings, self.pipe, self.call, self.data = settings, pipe, call, data
         self.trained, self.memory, self.continues = trained, memory, continues
         self.optimizers = Optimizers(pipe, settings.optimizer)
-        self.checkpoints = Checkpoints(pipe, settings, data, trained.folder, continues=continues)
+        how: dict[str, Any] = {"adapter": call.adapter, "continues": continues}
+        self.checkpoints = Checkpoints(pipe, settings, data, trained.folder, **how)
         self.skips = Skips(pipe, settings.failures.max_skipped)
         self.batches: Iterator[Batch] = iter(pipe.data(data.training))
         self.curve = Curve()
@@ -104,7 +105,8 @@ class Training:
                 self._log = open_ones.enter_context(closing(Log(self.pipe, self.settings, self.trained.folder)))
                 self._log.buckets(self.data.buckets)
                 if tell is None:
-                    tell = open_ones.enter_context(closing(Progress(self.settings.run.steps)))
+                    tell = progress = open_ones.enter_context(closing(Progress(self.settings.run.steps)))
+                    progress.begin(str(self.pipe.devices))
                 self._told.append(tell)
             first = self._resumed()
             if self._log is not None and self.continues:
@@ -173,7 +175,7 @@ class Training:
         settings = self.settings
         share = rate(settings.learning_rate, step, settings.run.steps)
         batches = [self._next(step) for _ in range(settings.batch.accumulate)]
-        counts = self._counted(batches)
+        counts = over_lines(self.pipe, [[batch.num_tokens, batch.num_padded] for batch in batches])
         if self._streams:
             self.optimizers.set_rate(share)
         results = self._steps(step, batches, [tokens for tokens, _ in counts])
@@ -246,14 +248,6 @@ class Training:
             )
         return batch
 
-    def _counted(self, batches: list[Batch]) -> list[tuple[int, int]]:
-        """Return the tokens that count and all places of every batch, with those of other lines of a mesh."""
-        own = [(batch.num_tokens, batch.num_padded) for batch in batches]
-        if not self.pipe.axes.is_mesh:
-            return own
-        total = self.pipe.axes.summed(torch.tensor(own, dtype=torch.int64, device=self.pipe.device), *ROWS)
-        return [(tokens, padded) for tokens, padded in total.tolist()]
-
     def _steps(self, step: int, batches: list[Batch], counts: list[int]) -> list[tuple[float, StepResult]]:
         """Run the batches of one update, and return the outcome of each with its share of the tokens."""
         total = sum(counts)
@@ -275,7 +269,7 @@ class Training:
             result = self.skips.run(partial(self.pipe.step, *args, share=part, **kwargs))
             self._catch_up()  # with the update before, whose verdict the first step brings
             if weighs:
-                self._largest = self._weighed()
+                self._largest = measured(self.pipe)
             found.append((part, result))
         return found
 
@@ -312,21 +306,9 @@ class Training:
         if shown:
             self.curve.read()
             norm = self.curve.norms[-1] if self.curve.norms else None
-            update = replace(update, loss=self.curve.losses[-1], grad_norm=norm, bubble=self._bubble())
+            update = replace(update, loss=self.curve.losses[-1], grad_norm=norm, bubble=bubble_of(measured(self.pipe)))
         for function in shown:
             function(update)
-
-    def _weighed(self) -> Measured | None:
-        try:
-            return self.pipe.timeline()
-        except RunError:
-            return None  # a captured step is not measured
-
-    def _bubble(self) -> float | None:
-        try:
-            return float(self.pipe.timeline().bubble)
-        except RunError:
-            return None  # a captured step is not measured
 
     def _tell(self, told: Told) -> None:
         for function in (self._log, *self._told):

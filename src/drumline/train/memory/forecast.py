@@ -36,6 +36,8 @@ from drumline.engine.stages.intake import Intake
 from drumline.model.block import Block
 from drumline.model.blocks.cut import cut
 from drumline.model.precision import LOW, Precision, casts_kept
+from drumline.model.quantised.packed import parts_of
+from drumline.model.quantised.placing import to_device
 from drumline.model.randomness import Randomness
 from drumline.model.values import moved, pack
 from drumline.pipeline.cutting import is_asked
@@ -83,6 +85,7 @@ class Forecast:
     profile: Profile
     costs: Costs
     ranks: tuple[RankMemory, ...]
+    weighed: WeighedBlocks
 
     def timeline(self) -> Simulation:
         """Return the simulated step, messages taking no time."""
@@ -106,14 +109,7 @@ def forecast(
     gradients of earlier ones are there from the beginning.
     """
     given = options.decided()
-    assert given.schedule is not None, "options that were decided"
-    program = program_for(
-        given.schedule,
-        num_ranks=_num_ranks(given),
-        num_microbatches=given.num_microbatches,
-        stages_per_rank=given.stages_per_rank,
-        **given.schedule_settings(),
-    )
+    program = _program(given)
     intake = Intake(
         given.model, given.loss_fn, device, num_microbatches=program.num_microbatches, weigh=given.loss_weight,
         split=given.split,
@@ -128,7 +124,7 @@ def forecast(
     is_meta = is_on_meta(blocks)
     with stand_ins(blocks, root, device) if is_meta else nullcontext():
         for block in blocks:
-            block.module.to(device)
+            to_device(block.module, device)
         # A cast that blocks share would be counted for the first of them alone.
         with precision.uncached() if is_meta else precision.autocast:
             found = profile(
@@ -138,7 +134,39 @@ def forecast(
         found, cast = _without_casts(found, blocks, microbatch, precision)
     layers = tuple(replace(layer, tied=own) for layer, own in zip(found.layers, ties, strict=True))
     found = replace(found, layers=layers)
-    stages = _cut(given, program, blocks, found)
+    return WeighedBlocks(tuple(blocks), found, cast, state_of, accumulates).forecast(options)
+
+
+@dataclass(frozen=True)
+class WeighedBlocks:
+    """Blocks that were measured: what ranks will hold follows from them, for any program and cut."""
+
+    blocks: tuple[Block, ...]
+    profile: Profile
+    cast: Mapping[str, int]
+    state_of: StateOf
+    accumulates: bool
+
+    def forecast(self, options: Options) -> Forecast:
+        """Add up what each rank will hold."""
+        given = options.decided()
+        return _added_up(self, given, _program(given))
+
+
+def _program(given: Options) -> Program:
+    assert given.schedule is not None, "options that were decided"
+    return program_for(
+        given.schedule,
+        num_ranks=_num_ranks(given),
+        num_microbatches=given.num_microbatches,
+        stages_per_rank=given.stages_per_rank,
+        **given.schedule_settings(),
+    )
+
+
+def _added_up(weighed: WeighedBlocks, given: Options, program: Program) -> Forecast:
+    found = weighed.profile
+    stages = _cut(given, program, weighed.blocks, found)
     program = prune(program, trainable(stages))
     again = [_is_recomputed(given, stages, stage) for stage in range(program.num_stages)]
     counts = [len(stage) for stage in stages]
@@ -146,13 +174,14 @@ def forecast(
         counts, optimizer_states=0, placement=program.placement, recompute=again, split=split_share(program)
     )
     costs = replace(costs, gradient_bytes=_gradients(costs, stages, given))
-    ranks = tuple(_ranks(program, costs, stages, cast, state_of, accumulates=accumulates))
+    how = {"accumulates": weighed.accumulates}
+    ranks = tuple(_ranks(program, costs, stages, weighed.cast, weighed.state_of, **how))
     if program.num_updates:
         ranks = tuple(
             replace(rank, weights=rank.weights * versions)
             for rank, versions in zip(ranks, _versions(given, program), strict=True)
         )
-    return Forecast(program, tuple(stages), found, costs, ranks)
+    return Forecast(program, tuple(stages), found, costs, ranks, weighed)
 
 
 def _versions(given: Options, program: Program) -> list[int]:
@@ -288,7 +317,7 @@ def _shared(blocks: Sequence[Block], microbatch: Any, precision: Precision) -> I
             stage.begin()
             (first, made), (second, _) = (_saved(stage, number, value) for number in (0, 1))
             tensors = (*block.module.parameters(), *block.module.buffers(), *pack(value)[0])
-            own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+            own = {part.untyped_storage().data_ptr() for tensor in tensors for part in parts_of(tensor).values()}
             yield block.name, sum(size for place, size in first.items() if place in second and place not in own)
             value = made
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from drumline.core.errors import RunError
 from drumline.core.measured.measured import Measured
+from drumline.model.quantised.packed import num_bytes
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.stage import Stage
 from drumline.train.memory.forecast import RankMemory, moments_of
@@ -75,4 +76,4 @@ def _rank(rank: int, stages: Sequence[Stage], state: _MemoryState, timeline: Mea
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+    return sum(map(num_bytes, tensors))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from drumline.model.block import Block
 from drumline.model.catalogue import Catalogue, Entry, places_in, with_memory
+from drumline.model.quantised.packed import kind_of, parts_of, settle
 from drumline.model.weights.initialise import initialise
 
 _DEVIATION = 0.02
@@ -44,6 +45,7 @@ def stand_ins(blocks: Sequence[Block], root: nn.Module | None, device: torch.dev
     >>> model[0].weight is model[1].weight, model[0].weight.device
     (False, device(type='meta'))
     """
+    settle(module for block in blocks for module in block.module.modules())
     catalogue = Catalogue(blocks, root)
     before = [(entry, entry.tensor) for entry in catalogue.of(blocks) if entry.tensor.is_meta]
     parameters = {id(entry): entry for entry, tensor in before if isinstance(tensor, nn.Parameter)}
@@ -55,8 +57,10 @@ def stand_ins(blocks: Sequence[Block], root: nn.Module | None, device: torch.dev
         _share(blocks, list(parameters.values()), device)
         yield
     finally:
+        settle(catalogue.modules)
         for entry, tensor in before:
             entry.put(tensor)
+        settle(catalogue.modules)
 
 
 def _share(blocks: Sequence[Block], entries: Sequence[Entry], device: torch.device) -> None:
@@ -71,11 +75,20 @@ def _share(blocks: Sequence[Block], entries: Sequence[Entry], device: torch.devi
             if entry is None:
                 continue
             tensor = entry.tensor
-            kind = (tensor.shape, tensor.dtype, tensor.requires_grad)
+            kind = (tensor.shape, kind_of(tensor), tensor.requires_grad)
             seen[kind] += 1
             key = at if uses[at] > 1 else (*kind, seen[kind])  # what several blocks hold stays theirs alone
             if key not in made:
                 made[key] = with_memory(tensor, device)
                 with torch.no_grad():
-                    made[key].normal_(0.0, _DEVIATION, generator=generator)
+                    for part in parts_of(made[key]).values():
+                        _fill(part, generator)
             entry.put(made[key])
+
+
+def _fill(tensor: Tensor, generator: torch.Generator) -> None:
+    """Draw values; codes of quantised weights are zero."""
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
+        tensor.normal_(0.0, _DEVIATION, generator=generator)
+    else:
+        tensor.zero_()

@@ -8,19 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.core.errors import ModelError, UsageError, nearest
+from drumline.core.errors import ModelError, UsageError
 from drumline.engine.state.materialise import materialise
 from drumline.train.config.placed import concerning
-from drumline.train.config.settings import ModelSettings, TrainSettings
-from drumline.train.models.built import IGNORED, Built, Tokenizer
+from drumline.train.config.relations import check_made, heads_share_keys, plan_is_expressed
+from drumline.train.config.settings import TrainSettings
+from drumline.train.models.built import DTYPES, IGNORED, Built, Tokenizer
 from drumline.train.models.gpt import GPT, GPTSizes
 from drumline.train.models.hf import hf_model
 from drumline.train.models.mlp import mlp
 from drumline.train.models.tokenizers import ByteTokenizer, tokenizer_named
 from drumline.train.models.user_function import built_by_user, called, named_function, users_code
-
-KINDS = ("gpt", "mlp", "hf", "function")
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build_model(settings: TrainSettings, *, device: str = "cpu") -> Built:
@@ -29,13 +27,13 @@ def build_model(settings: TrainSettings, *, device: str = "cpu") -> Built:
     On "cpu" it has the values that `Pipeline(model, weights=built.weights, seed=settings.run.seed)` gives to one on
     "meta", to the last bit. Functions of users seed themselves: they run under `torch.manual_seed(settings.run.seed)`.
 
+    >>> from drumline.train.config.settings import ModelSettings
     >>> built = build_model(TrainSettings(model=ModelSettings(num_layers=2, hidden=32, num_heads=2)), device="meta")
     >>> built.model.embedding.tokens, sorted(built.takes)
     (Embedding(257, 32), ['document_ids'])
     """
     kind = settings.model.kind
-    if kind not in KINDS:
-        raise UsageError(f"model.kind is {kind!r:.60}", fix=nearest(kind, KINDS))
+    check_made(settings, ("model", "batch", "precision"), (heads_share_keys, plan_is_expressed))
     if device not in ("cpu", "meta"):
         raise UsageError(f"device is {device!r:.60}", expected='"cpu" or "meta"')
     if kind == "function":
@@ -76,7 +74,6 @@ def outlined(settings: TrainSettings) -> Built:
 
 def _gpt_sizes(settings: TrainSettings) -> tuple[GPTSizes, Tokenizer | None]:
     """Return the numbers of a GPT, and its tokenizer."""
-    _check_others(settings.model)
     tokenizer = _tokenizer(settings)
     vocabulary = settings.model.vocabulary
     if vocabulary is None:
@@ -95,17 +92,15 @@ def _gpt_sizes(settings: TrainSettings) -> tuple[GPTSizes, Tokenizer | None]:
 def _gpt(settings: TrainSettings) -> Built:
     sizes, tokenizer = _gpt_sizes(settings)
     with torch.device("meta"):
-        model = GPT(sizes).to(_dtype(settings))
+        model = GPT(sizes).to(DTYPES[settings.precision.weights])
     return Built(model, next_token_loss, tokenizer, takes=frozenset({"document_ids"}))
 
 
 def _mlp(settings: TrainSettings) -> Built:
-    model_settings = settings.model
+    sizes = settings.model
     with torch.device("meta"):
-        model = mlp(model_settings.num_layers, model_settings.hidden, model_settings.inputs, model_settings.outputs).to(
-            _dtype(settings)
-        )
-    return Built(model, nn.functional.cross_entropy, inputs="input")
+        model = mlp(sizes.num_layers, sizes.hidden, sizes.inputs, sizes.outputs)
+    return Built(model.to(DTYPES[settings.precision.weights]), nn.functional.cross_entropy, inputs="input")
 
 
 def _hf(settings: TrainSettings) -> Built:
@@ -118,7 +113,7 @@ def _hf(settings: TrainSettings) -> Built:
             pretrained=settings.model.pretrained,
             sequence=settings.batch.sequence,
             packed=settings.lengths.how == "packed",
-            dtype=_dtype(settings),
+            dtype=DTYPES[settings.precision.weights],
             tokenizer=tokenizer,
         )
     if built.tokenizer is None and settings.data.kind != "tokens":
@@ -155,22 +150,3 @@ def _check_vocabulary(vocabulary: int, tokenizer: Tokenizer | None) -> None:
             expected="a model with at least as many",
             fix="raise model.vocabulary, or choose another tokenizer in data.tokenizer",
         )
-
-
-def _check_others(model: ModelSettings) -> None:
-    """Refuse what a plan says of a model that this one cannot be."""
-    plain = {"num_dense_layers": model.num_layers}
-    odd = [f"{name} = {value!r:.60}" for name, value in model.others.items() if value and value != plain.get(name)]
-    if odd:
-        raise ModelError(
-            f"the built-in GPT cannot be as the config says: {', '.join(odd)}",
-            expected="a dense decoder with learned or rotary positions",
-            fix='build the model yourself (model.kind = "function") or take one of Hugging Face (model.kind = "hf")',
-        )
-
-
-def _dtype(settings: TrainSettings) -> torch.dtype:
-    name = settings.precision.weights
-    if name not in _DTYPES:
-        raise UsageError(f"precision.weights is {name!r:.60}", fix=nearest(name, _DTYPES))
-    return _DTYPES[name]

@@ -16,10 +16,13 @@ from typing import Any
 
 from drumline.core.files import MIB
 from drumline.train.config.settings import TrainSettings
+from drumline.train.models.built import DTYPES
+from drumline.train.models.chat_templates import PLAIN, template_named
 from drumline.train.models.tokenizers import BYTES
 
 _CONFIG = "config.json"
 _TEMPLATES = "additional_chat_templates"
+_TEMPLATE = "chat_template.jinja"
 _LARGEST = 256 * MIB
 # What transformers reads of a folder besides weights. Families have tokenizers of their own, so names are not listed.
 _TOKENIZERS = (
@@ -32,7 +35,6 @@ _LEFT = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.index.json"),
     *("manifest.json", "adapter_*", "trainer_state.json", "*_results.json", ".*"),
 )
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def files_beside(settings: TrainSettings) -> dict[str, bytes]:
@@ -48,9 +50,13 @@ def files_beside(settings: TrainSettings) -> dict[str, bytes]:
     if tokenizer and tokenizer != BYTES:  # what the model has been trained with
         found = {name: path for name, path in found.items() if not _matches(name, _TOKENIZERS)}
         found |= {name: path for name, path in _taken(Path(tokenizer)) if _matches(name, _TOKENIZERS)}
+    if settings.adapter.is_on:  # the configuration is the base's, and so is what it says of weights
+        found = {name: path for name, path in found.items() if _matches(name, _TOKENIZERS)}
     read = {name: content for name, path in found.items() if (content := _read(path)) is not None}
+    if template := template_named("" if settings.data.chat_template == PLAIN else settings.data.chat_template):
+        read[_TEMPLATE] = template.encode()  # what the model is trained with
     if _CONFIG in read:
-        read[_CONFIG] = _with_dtype(read[_CONFIG], _DTYPES[settings.precision.weights])
+        read[_CONFIG] = _with_dtype(read[_CONFIG], str(DTYPES[settings.precision.weights]).removeprefix("torch."))
     return read
 
 

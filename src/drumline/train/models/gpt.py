@@ -52,12 +52,6 @@ class GPTSizes:
     qkv_bias: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden", "num_heads", "vocabulary", "sequence"):
-            if getattr(self, name) < 1:
-                raise ModelError(f"model.{name} is {getattr(self, name)}", expected="1 or more")
-        for name in ("num_key_value_heads", "feedforward", "head_width"):
-            if getattr(self, name) < 0:
-                raise ModelError(f"model.{name} is {getattr(self, name)}", expected="0 or more")
         if not self.num_key_value_heads:
             object.__setattr__(self, "num_key_value_heads", self.num_heads)
         if not self.feedforward:
@@ -67,25 +61,12 @@ class GPTSizes:
             object.__setattr__(self, "head_width", max(self.hidden // self.num_heads, 1))
         if self.attention_dropout is None:
             object.__setattr__(self, "attention_dropout", self.dropout)
-        self._check()
-
-    def _check(self) -> None:
-        if self.num_heads % self.num_key_value_heads:
-            raise ModelError(
-                f"model.num_key_value_heads is {self.num_key_value_heads} and model.num_heads {self.num_heads}",
-                expected="a number of key and value heads that divides the heads",
-            )
         if not self.learned_positions and self.head_width % 2:
             raise ModelError(
                 f"heads are {self.head_width} wide, and positions are rotary",
                 expected="an even width, whose halves are rotated",
                 fix="change model.hidden, model.num_heads or model.head_width",
             )
-        for name, share in (("dropout", self.dropout), ("attention_dropout", self.attention_dropout or 0.0)):
-            if not 0 <= share < 1:
-                raise ModelError(f"model.{name} is {share}", expected="0 or more, and below 1")
-        if self.rotary_base <= 0:
-            raise ModelError(f"model.rotary_base is {self.rotary_base}", expected="a number above 0, such as 10000")
 
 
 class GPT(nn.Module):

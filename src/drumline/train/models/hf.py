@@ -45,7 +45,7 @@ def hf_model(
     path: str, *, pretrained: bool, sequence: int, packed: bool, dtype: torch.dtype, tokenizer: Tokenizer | None
 ) -> Built:
     """Return the model on the meta device, with the weights of its folder to be read stage by stage."""
-    config = _config(path)
+    config = config_of(path)
     _check_lengths(path, config, sequence)
     if packed and not keeps_documents_apart(config):
         raise ModelError(
@@ -109,7 +109,8 @@ def _small(config: Any) -> Any:
     return small
 
 
-def _config(path: str) -> Any:
+def config_of(path: str) -> Any:
+    """Return the configuration of a model that a folder or file holds."""
     try:
         from transformers import AutoConfig
     except ImportError:

@@ -6,8 +6,6 @@ from itertools import pairwise
 
 from torch import nn
 
-from drumline.core.errors import ModelError
-
 
 def mlp(num_layers: int, hidden: int, inputs: int, outputs: int) -> nn.Sequential:
     """Return an MLP of `num_layers` linear layers.
@@ -15,9 +13,6 @@ def mlp(num_layers: int, hidden: int, inputs: int, outputs: int) -> nn.Sequentia
     >>> [type(value).__name__ for value in mlp(3, 8, 4, 2)]
     ['Sequential', 'Sequential', 'Linear']
     """
-    for name, value in {"num_layers": num_layers, "hidden": hidden, "inputs": inputs, "outputs": outputs}.items():
-        if value < 1:
-            raise ModelError(f"model.{name} is {value}", expected="1 or more")
     widths = [inputs, *[hidden] * (num_layers - 1), outputs]
     linear = [nn.Linear(before, after) for before, after in pairwise(widths)]
     return nn.Sequential(*(nn.Sequential(layer, nn.ReLU()) for layer in linear[:-1]), linear[-1])

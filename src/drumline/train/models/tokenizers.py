@@ -10,6 +10,7 @@ from drumline.core.errors import ModelError, UsageError, installing
 from drumline.train.models.built import Tokenizer
 
 BYTES = "bytes"
+_MARK = "generation %}"
 Message = dict[str, str]  # role, content
 
 
@@ -78,10 +79,24 @@ class FolderTokenizer:
         """Whether it knows how to write a conversation."""
         return bool(getattr(self.inner, "chat_template", None))
 
-    def chat(self, messages: Sequence[Message], *, answer: bool = False) -> list[int]:
-        """Return the tokens of a conversation; with `answer`, up to where the next answer begins."""
-        text = self.inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer)
-        return self.encode_next(text)
+    def chat(self, messages: Sequence[Message], *, answer: bool = False, template: str = "") -> list[int]:
+        """Return the tokens of a conversation; with `answer`, up to where the next answer begins.
+
+        It is written by the tokenizer's own template unless another one is given.
+        """
+        how: dict[str, Any] = {"chat_template": template or None, "add_generation_prompt": answer}
+        return self.encode_next(self.inner.apply_chat_template(list(messages), tokenize=False, **how))
+
+    def marked_chat(self, messages: Sequence[Message], template: str = "") -> tuple[list[int], list[bool]] | None:
+        """Return the tokens of a conversation and which of them are answers; None if the template does not mark these.
+
+        Templates mark them by `{% generation %}`, of which only fast tokenizers know the tokens.
+        """
+        if not self.inner.is_fast or _MARK not in (template or str(getattr(self.inner, "chat_template", ""))):
+            return None
+        how: dict[str, Any] = {"chat_template": template or None, "return_dict": True}
+        made = self.inner.apply_chat_template(list(messages), tokenize=True, return_assistant_tokens_mask=True, **how)
+        return list(made["input_ids"]), [bool(mark) for mark in made["assistant_masks"]]
 
 
 def tokenizer_named(name: str) -> Tokenizer:

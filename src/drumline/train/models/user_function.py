@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from drumline.core.errors import DrumlineError, RunError, UsageError, nearest
-from drumline.train.config.functions import module_of_file
+from drumline.core.errors import ConfigError, DrumlineError, RunError, UsageError, nearest
+from drumline.train.config.functions import function_named
 from drumline.train.models.built import Built
 from drumline.train.models.hf import loss_of_logits
-
-_FORMS = '"package.module:function" or "file.py:function"'
 
 
 def named_function(name: str, *, key: str) -> Callable[..., Any]:
@@ -29,20 +25,21 @@ def named_function(name: str, *, key: str) -> Callable[..., Any]:
     2
     >>> named_function("math:gcb", key="model.function")
     Traceback (most recent call last):
-    drumline.core.errors.UsageError: model.function names gcb, which math does not have; did you mean gcd?
+    drumline.core.errors.UsageError: model.function: math has no function 'gcb'; expected package.module:function ...
     """
-    place, colon, attribute = name.rpartition(":")
-    if not colon or not place or not attribute:
-        raise UsageError(f"{key} is {name!r:.80}", expected=_FORMS)
-    module = _of_file(Path(place), key) if place.endswith(".py") else _of_name(place, key)
-    found = getattr(module, attribute, None)
-    if found is None:
-        names = [text for text in vars(module) if not text.startswith("_")]
-        raise UsageError(f"{key} names {attribute}, which {place} does not have", fix=nearest(attribute, names))
-    if not callable(found):
-        raise UsageError(f"{key} names {attribute} of {place}, a {type(found).__name__}", expected="a function")
-    function: Callable[..., Any] = found
-    return function
+    here, home = str(Path.cwd()), name.rpartition(":")[0]
+    if here not in sys.path and not home.endswith(".py"):  # as `python -m` has it
+        sys.path.insert(0, here)
+    try:
+        return function_named(name, users_code)
+    except ConfigError as error:
+        raise UsageError(f"{key}: {error.error}", expected=error.expected, fix=error.fix) from None
+    except RunError as error:
+        missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
+        if missing is None or not (home == missing or home.startswith(f"{missing}.")):
+            raise  # the module is there, and fails or imports one that is not
+        fix = "start in the folder that holds it, install it, or name the file: path/file.py:function"
+        raise UsageError(f"{key} names the module {home}, and there is none", fix=fix) from None
 
 
 @contextmanager
@@ -64,28 +61,6 @@ def users_code(name: str) -> Iterator[None]:
         raised = RunError(f"{name} failed with {type(error).__name__}: {error}")
         raised.add_note(f"{name}'s traceback:\n{traceback.format_exc().rstrip()}")
         raise raised from error
-
-
-def _of_name(name: str, key: str) -> ModuleType:
-    here = str(Path.cwd())
-    if here not in sys.path:  # as `python -m` has it
-        sys.path.insert(0, here)
-    try:
-        with users_code(name):
-            return importlib.import_module(name)
-    except RunError as error:
-        missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
-        if missing is None or not (name == missing or name.startswith(f"{missing}.")):
-            raise  # the module is there, and fails or imports one that is not
-        fix = "start in the folder that holds it, install it, or name the file: path/file.py:function"
-        raise UsageError(f"{key} names the module {name}, and there is none", fix=fix) from None
-
-
-def _of_file(path: Path, key: str) -> ModuleType:
-    if not path.is_file():
-        raise UsageError(f"{key} names the file {path}, and there is none", expected=_FORMS)
-    with users_code(str(path)):
-        return module_of_file(path)
 
 
 def called(function: Callable[..., Any], offered: Mapping[str, Any], arguments: Mapping[str, Any], *, key: str) -> Any:

@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,8 +40,7 @@ class LossComparison:
     near_value: float
     wanted: Places  # of the tensors that have a gradient
     draws: LossDraws
-    _fits: dict[Any, tuple[float, float, float, float]] = field(default_factory=dict)
-    _kept: list[LossShare] = field(default_factory=list)
+    _fits: dict[tuple[LossShare, int, int], tuple[float, float, float, float]] = field(default_factory=dict)
 
     @property
     def sizes(self) -> list[int]:
@@ -120,7 +119,7 @@ class LossComparison:
         self, at: int, place: tuple[int, int], whole: LossShare, part: LossShare, number: int
     ) -> tuple[float, float, float, float]:
         """Return the weight of a part that fits best, what that leaves, and the squares of the part and the whole."""
-        key = id(part), at, number
+        key = part, at, number
         if key not in self._fits:
             (first, end), (dim, inside) = self.bounds[number], place
             full, tensor = whole.gradient[at], part.gradient[at]
@@ -132,7 +131,6 @@ class LossComparison:
                 size, product, square = products(rows, tensor)
                 best = product / square if square else 0.0
                 self._fits[key] = best, max(size - best * product, 0.0), square, size
-            self._kept.append(part)  # so that no other gets its id
         return self._fits[key]
 
     def _off_in_all(self, at: int, shares: Sequence[LossShare], weights: Sequence[float]) -> float:
@@ -205,7 +203,17 @@ def _compared(
     cut = max(chosen.rows // 3, 1)
     bounds = ((0, cut), (cut, chosen.rows))
     draws = LossDraws(device, turn)
-    run = partial(_side, loss_fn, chosen, wanted, linked)
+
+    def run(draws: LossDraws, first: int, end: int, like: Side | None) -> Side | None:
+        """Return a loss of some rows, leaving no trace."""
+        output, target = chosen.part(first, end)
+        drawing = draws.of(first, end, chosen.rows)
+        with warnings.catch_warnings(), undisturbed(loss=loss_fn):
+            warnings.simplefilter("ignore")  # the real call tells them
+            if linked:
+                return linked_side_of(loss_fn, chosen.output, target, wanted, chosen.outputs, (first, end), drawing)
+            return side_of(loss_fn, output, target, wanted, drawing, like)
+
     whole = run(draws, 0, chosen.rows, None)
     if draws.is_missed:
         draws = LossDraws(device, turn, everywhere=True)
@@ -222,26 +230,6 @@ def _compared(
     near = _near([tensor.dtype for tensor, wants in zip(tensors, wanted, strict=True) if wants], draws.device)
     near_value = max(near, _near([sides[0].seen.loss.dtype], draws.device))
     return LossComparison(chosen, bounds, sides[0], tuple(sides[1:]), near, near_value, places, draws)
-
-
-def _side(
-    loss_fn: Callable[..., Any],
-    chosen: Rows,
-    wanted: Sequence[bool],
-    linked: bool,
-    draws: LossDraws,
-    first: int,
-    end: int,
-    like: Side | None,
-) -> Side | None:
-    """Return a loss of some rows, leaving no trace."""
-    output, target = chosen.part(first, end)
-    drawing = draws.of(first, end, chosen.rows)
-    with warnings.catch_warnings(), undisturbed(loss=loss_fn):
-        warnings.simplefilter("ignore")  # the real call tells them
-        if linked:
-            return linked_side_of(loss_fn, chosen.output, target, wanted, chosen.outputs, (first, end), drawing)
-        return side_of(loss_fn, output, target, wanted, drawing, like)
 
 
 def _is_low(chosen: Rows, device: torch.device) -> bool:

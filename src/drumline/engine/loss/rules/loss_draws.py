@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drumline.model.randomness import HostChance, generator_states, seed_generators, set_generator_states
+from drumline.model.randomness import HostChance, Randomness
 
 
 class LossDraws:
@@ -35,7 +35,8 @@ class LossDraws:
     def __init__(self, device: torch.device, turn: int = 0, *, everywhere: bool = False) -> None:
         self.device = device
         self._turn = turn  # others draw other numbers
-        self._states = generator_states(device)
+        self._torch = Randomness(turn, device)
+        self._states = self._torch.states()
         self._host = HostChance()
         self._own: dict[torch.Generator, Tensor] = {}  # generators of the loss, as they were
         self._made: list[tuple[Any, tuple[Tensor, ...]]] = []  # what was called, and what was drawn
@@ -58,23 +59,19 @@ class LossDraws:
         self._is_noted = True
         mode = _Drawing(self, None if is_whole else (first, end, rows))
         if self._turn:
-            seed_generators(self.device, self._turn)
+            self._torch.seed_all(self._turn)
         try:
             with mode if self.everywhere else nullcontext():
                 yield None if self.everywhere else mode
         finally:
-            self.is_missed = is_whole and not self.everywhere and not self._made and self._has_moved()
-            set_generator_states(self.device, self._states)
+            self.is_missed = is_whole and not self.everywhere and not self._made and not self._turn
+            self.is_missed = self.is_missed and self._torch.has_moved(self._states)  # unless they were seeded
+            self._torch.go_on(self._states)
             for generator, state in self._own.items():
                 generator.set_state(state)
             if self._host.has_moved():
                 self.host = True
                 self._host.restore()
-
-    def _has_moved(self) -> bool:
-        if self._turn:  # they were seeded
-            return False
-        return any(not torch.equal(*both) for both in zip(generator_states(self.device), self._states, strict=True))
 
     def keep(self, generator: Any) -> None:
         """Remember a generator of the loss as it is before it is first used."""

@@ -35,7 +35,7 @@ Gradient = tuple[Tensor | None, ...]  # of the outputs' tensors
 Drawing = AbstractContextManager[AbstractContextManager[object] | None]  # yields a mode for calls that draw
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LossShare:
     """What one part of a loss adds to it, and the gradient of that with respect to the outputs."""
 

@@ -55,7 +55,7 @@ class Tallies:
             return
         wanted = list(dict.fromkeys(value for tally in self.found for value in values_of(tally)))
         graph.outputs = (*graph.outputs[:1], *wanted)  # or what only the host reads would be left out
-        calls = known.calls_for(graph, wanted)
+        calls = graph.origins(wanted, known.changes)[1]
         self._num_outputs = seen.num_outputs
         self._changes = any(graph.calls[at].changes for at in calls)
         self._counter = Counter(graph, self.found, lambda _: calls)

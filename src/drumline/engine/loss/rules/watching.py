@@ -145,7 +145,7 @@ class KnownValues:
     """The values of a loss that come from the targets alone, even if they were changed in place on the way."""
 
     values: frozenset[int]
-    calls: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by value: the calls that change it
+    changes: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by value: the calls that change it
 
     @staticmethod
     def of(graph: CallGraph, inputs: Collection[int]) -> KnownValues:
@@ -160,25 +160,6 @@ class KnownValues:
             else:
                 found.difference_update(call.changes)
         return KnownValues(frozenset(found), changes)
-
-    def calls_for(self, graph: CallGraph, wanted: Collection[int]) -> list[int]:
-        """Return the calls that compute some values, in order, those that change them in place too."""
-        seen: set[int] = set()
-        calls: set[int] = set()
-        todo = list(wanted)
-        while todo:
-            value = todo.pop()
-            if value in seen:
-                continue
-            seen.add(value)
-            here = set(self.calls.get(value, ()))
-            if graph.is_carried(value) and graph.made_at[value] >= 0:
-                here.add(graph.made_at[value])
-            todo += [
-                index for at in here for index in (*graph.calls[at].takes, *(each for _, each in graph.calls[at].makes))
-            ]
-            calls |= here
-        return sorted(calls)
 
 
 def reads_targets(seen: LossCall, known: KnownValues) -> list[str]:

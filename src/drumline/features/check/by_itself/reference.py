@@ -13,7 +13,7 @@ from __future__ import annotations
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drumline.engine.model.blocks import is_chain
 from drumline.engine.unsplit.plain import Plain
@@ -21,7 +21,8 @@ from drumline.features.check.by_itself.places import Home, Places
 from drumline.model.block import Block, Model
 from drumline.model.catalogue import named_tensors
 from drumline.model.follow.skeleton import copied
-from drumline.model.weights.remote_blocks import without_memory
+from drumline.model.quantised.packed import copied_states, is_packed, num_bytes
+from drumline.model.weights.remote_blocks import stand_in
 
 _ROOM = 0.5  # of the memory that is free: what bringing a whole model to a device may take
 
@@ -77,23 +78,19 @@ class Reference:
             return False
         if device.type == "cpu":
             return True
-        away = sum(tensor.nbytes for tensor in dict.fromkeys(tensors) if tensor.device.type != device.type)
+        away = sum(num_bytes(tensor) for tensor in dict.fromkeys(tensors) if tensor.device.type != device.type)
         return away <= _ROOM * torch.get_device_module(device).mem_get_info(device)[0] if away else True
 
 
 def _husk(model: nn.Module, home: Home) -> nn.Module | None:
     """Return a copy of a model with this process's own blocks and tensors in it, and no memory for others."""
     memo: dict[int, object] = {}
-    kept: list[Tensor] = []
     for _, tensor in named_tensors(model):
-        if id(tensor) in home.own:
-            memo[id(tensor)] = tensor
-        elif id(tensor) not in memo:
-            made: Tensor = without_memory(tensor.shape, tensor.dtype, torch.device("cpu"))
-            if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, tensor.requires_grad)
-            memo[id(tensor)] = made
-            kept.append(made)
+        if id(tensor) in memo:
+            continue
+        memo[id(tensor)] = made = tensor if id(tensor) in home.own else stand_in(tensor, torch.device("cpu"))
+        if made is not tensor and is_packed(tensor):
+            memo |= copied_states(tensor, made)
     for module in home.modules.values():
         memo[id(module)] = module
     try:

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch
@@ -26,6 +26,9 @@ from torch import Tensor, nn
 from drumline.core.errors import RankFailed, WaitTimeout
 from drumline.engine.ranks.crew import Crew
 from drumline.features.check.by_itself.places import Home, Places
+from drumline.model.block import Block
+from drumline.model.catalogue import named_tensors, places_in
+from drumline.model.patches import put_in
 from drumline.model.randomness import Randomness
 from drumline.model.values import pack, plain_in, unpack
 from drumline.model.watch.fingerprint import can_change
@@ -49,19 +52,17 @@ class _Word:
 
 @dataclass(slots=True)
 class Relay:
-    """One run of a model through the blocks of all ranks; `here` are the names of the blocks in this process.
+    """One run of a model through the blocks of all ranks; `home` has those of this process.
 
-    `home` says where these are, if they are not all of the model that has memory. Without a model, somebody else passes
-    blocks to `call` one by one.
+    Without a model, somebody else passes blocks to `call` one by one.
     """
 
     crew: Crew
     model: nn.Module | None
     places: Places
-    here: Places
+    home: Home
     device: torch.device
     randomness: Randomness
-    home: Home | None = None
     changed: str = ""  # an argument that a block may have changed unseen by other ranks
     _num_bytes: int = 0
     _is_inside: bool = False
@@ -77,8 +78,9 @@ class Relay:
                     for name in self.places.blocks:
                         module = self.model.get_submodule(name)
                         if any(True for _ in (*module.parameters(), *module.buffers())):
-                            own = module if self.home is None else self.home.modules.get(name, module)
-                            stack.enter_context(_forwarded(module, own, partial(self._run, name)))
+                            own = self.home.modules.get(name, module)
+                            # In place of its forward, so that its hooks still run around it.
+                            stack.enter_context(put_in([(vars(module), "forward", self._run(name, own.forward))]))
                 yield
             self._exchange(_Word("the end"))
         except (GaveUp, RankFailed, WaitTimeout):
@@ -89,7 +91,7 @@ class Relay:
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
     def _run(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        is_here = name in self.here.blocks
+        is_here = name in self.home.modules
 
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -204,11 +206,9 @@ class Relay:
 
     # ---- what is used between blocks ---------------------------------------------------------------------------------
 
-    def _values_between(self, named: Mapping[str, Tensor], own: frozenset[int]) -> dict[str, Tensor]:
-        """Return the values of parameters and buffers that the forward uses between blocks, and that others have."""
-        mine = {name: named[name] for name in self.here.between if not named[name].is_meta}
-        if self.home is not None:
-            mine |= self.home.between
+    def _values_between(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the values of parameters and buffers that the forward uses between blocks."""
+        mine, own = self.home.between, self.home.own
         elsewhere = [name for name in self.places.between if name not in mine and id(named[name]) not in own]
         lacking = {name for value in self.crew.all_told("check between", [elsewhere]) for name in value}
         told = {name: tensor.detach().to("cpu", copy=True) for name, tensor in mine.items() if name in lacking}
@@ -216,67 +216,29 @@ class Relay:
             self._give_up(f"parameters between its blocks take over {MOST_BYTES // 2**20} MiB")
         heard = [pickle.loads(chunk) for chunk in self._told("", "values between blocks", pickle.dumps(told))]
         values = {name: value for item in heard for name, value in item.items() if name in elsewhere}
-        return values | (mine if self.home is not None else {})
+        return {**values, **mine}
 
-    @contextmanager
-    def _lit(self, model: nn.Module) -> Iterator[None]:
+    def _lit(self, model: nn.Module) -> AbstractContextManager[None]:
         """Let the model have only what is this rank's own, and values of what is used between blocks; else zeros.
 
         The zeros need no memory. They serve code that asks a module for its device.
         """
-        named = _named(model)
-        own = frozenset(id(part) for part in named.values() if not part.is_meta) if self.home is None else self.home.own
-        values = self._values_between(named, own)
-        found = {id(named[name]): value for name, value in values.items()}
-        kept = own if self.home is None else frozenset(map(id, self.home.between.values())) | own
-        before: list[tuple[dict[str, Any], str, Tensor]] = []
-        for module in model.modules():
-            tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
-            for table in tables:
-                for name, entry in table.items():
-                    if entry is not None and id(entry) not in kept:
-                        before.append((table, name, entry))
-        made: dict[int, Tensor] = {}
-        for table, name, tensor in before:
-            if id(tensor) not in made:
-                made[id(tensor)] = self._lit_by(tensor, found.get(id(tensor)), kept)
-            table[name] = made[id(tensor)]
-        try:
-            yield
-        finally:
-            for table, name, tensor in before:
-                table[name] = tensor
+        named = dict(named_tensors(model))
+        found = {id(named[name]): value for name, value in self._values_between(named).items()}
+        others = {id(tensor): tensor for tensor in named.values() if id(tensor) not in self.home.own}
+        made = {at: self._lit_by(tensor, found.get(at)) for at, tensor in others.items()}
+        places = places_in(Block("", model))
+        return put_in((place.table, place.key, made[id(place.tensor)]) for place in places if id(place.tensor) in made)
 
-    def _lit_by(self, tensor: Tensor, value: Tensor | None, kept: frozenset[int]) -> Tensor:
+    def _lit_by(self, tensor: Tensor, value: Tensor | None) -> Tensor:
         """Return what stands for a tensor: what this rank trains in its place, its value, or zeros."""
-        if value is not None and id(value) in kept:
+        if value is not None and id(value) in self.home.own:
             return value
         made = torch.zeros((), dtype=tensor.dtype, device=self.device).expand(tensor.shape)
         if value is not None:
             made = value.to(self.device)
         is_parameter = isinstance(tensor, nn.Parameter)
         return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
-
-
-def _named(model: nn.Module) -> dict[str, Tensor]:
-    return dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
-
-
-@contextmanager
-def _forwarded(
-    module: nn.Module, own: nn.Module, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Have a module run another's forward for a while, wrapped; its hooks still run around it."""
-    before = module.__dict__.get("forward")
-    forward = wrapped(own.forward)
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = before
 
 
 class _Home(torch.autograd.Function):

@@ -46,9 +46,9 @@ def together(reference: Reference, crew: Crew, engine: Engine, held: Named, told
         (name, frozenset(at for at, here in enumerate(told) if name in here.blocks)) for name in reference.places.blocks
     ]
     in_parts, unsure = _shared(assembly.ties, reference, order, told)
-    here, device, randomness = Places.of(blocks), assembly.device, assembly.randomness
+    placed = reference.places, Home.of(blocks), assembly.device, assembly.randomness
     if reference.is_chain:
-        relay = Relay(crew, None, reference.places, here, device, randomness)
+        relay, here = Relay(crew, None, *placed), Places.of(blocks)
         row = BlockRow(relay, order, [block for block in blocks if block.name in here.blocks])
         return Runner(row, held, relay, in_parts, unsure)
     plain = reference.relayed()
@@ -56,8 +56,7 @@ def together(reference: Reference, crew: Crew, engine: Engine, held: Named, told
     if plain is None or missing:
         return None
     assert isinstance(plain.model, nn.Module)
-    home = None if reference.is_current and not _has_values(plain) else Home.of(blocks)
-    relay = Relay(crew, plain.model, reference.places, here, device, randomness, home)
+    relay = Relay(crew, plain.model, *placed)
     # Of what lines have parts of, the model has the whole meanwhile.
     undivided = {name: param for name, param in held.items() if slice_of(param) is None}
     return Runner(plain, plain.named_parameters() | undivided, relay, in_parts, unsure)
@@ -80,8 +79,3 @@ def _shared(
         else:
             in_parts.update(tensor.names)
     return frozenset(in_parts), frozenset(unsure)
-
-
-def _has_values(plain: Plain) -> bool:
-    """Whether all of a model is in memory, of whatever age."""
-    return not any(param.is_meta for param in plain.named_parameters().values())

@@ -22,7 +22,10 @@ from drumline.core.errors import ModelError
 from drumline.engine.unsplit.plain import Plain
 from drumline.engine.unsplit.unsplit_step import Made, UnsplitMicrobatch, unsplit_step
 from drumline.features.check.gradients.sketch import sketch
+from drumline.model.patches import having_gradients
 from drumline.model.precision import Precision
+from drumline.model.quantised.packed import is_packed
+from drumline.model.quantised.placing import is_on, packed_on
 from drumline.model.randomness import Randomness
 from drumline.model.values import mapped, moved
 from drumline.model.watch.keeping import nothing_left
@@ -115,22 +118,21 @@ class _GradientCollector:
     def collecting(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """Take what a backward makes, and give back the gradients of before."""
         self._parameters = parameters = list(dict.fromkeys(parameters))
-        before = [(param, param.grad, param._post_accumulate_grad_hooks) for param in parameters]
+        before = [(param, param._post_accumulate_grad_hooks) for param in parameters]
         handles = []
         try:
             for param in parameters:
-                param.grad = None
                 param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
                 if param.requires_grad:
                     handles.append(param.register_post_accumulate_grad_hook(self._take))  # type: ignore[no-untyped-call]
-            yield
+            with having_gradients(parameters):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
-            for param, gradient, hooks in before:
+            for param, hooks in before:
                 if hooks is not None:
                     param._post_accumulate_grad_hooks = hooks
-                param.grad = gradient
 
 
 def _is_shared(gradient: Tensor) -> bool:
@@ -143,17 +145,15 @@ def _is_shared(gradient: Tensor) -> bool:
 def _on(device: torch.device, modules: Sequence[nn.Module]) -> Iterator[None]:
     """Have all of the model on a device, and give back what was elsewhere."""
     tensors = [param for module in modules for param in (*module._parameters.values(), *module._buffers.values())]
-    away = [(value, value.data) for value in dict.fromkeys(tensors) if value is not None and not _is_on(value, device)]
+    plain = (value for value in dict.fromkeys(tensors) if value is not None and not is_packed(value))
+    away = [(value, value.data) for value in plain if not is_on(value, device)]
     if any(tensor.is_meta for tensor, _ in away):
         raise ModelError("part of the model is on the meta device", expected="all of it in memory")
     try:
         for tensor, data in away:
             tensor.data = data.to(device)
-        yield
+        with packed_on(device, modules):
+            yield
     finally:
         for tensor, data in away:
             tensor.data = data
-
-
-def _is_on(tensor: Tensor, device: torch.device) -> bool:
-    return tensor.device.type == device.type and (device.index is None or tensor.device.index == device.index)

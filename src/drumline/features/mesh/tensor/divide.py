@@ -15,15 +15,10 @@ from drumline.model.block import Block
 from drumline.model.blocks.pieces import Piece
 from drumline.model.layers.styles import (
     Colwise,
-    LatentLayer,
-    Once,
-    Partial,
+    PlainStyle,
     Rowwise,
-    Stacked,
     Style,
     StylePlan,
-    Vocabulary,
-    Whole,
 )
 
 # Attributes by which modules know how many heads they have; each line has some of them.
@@ -71,7 +66,7 @@ class DividedModule:
             return {"weight": part} if self.module._parameters.get("bias") is None else {"weight": part, "bias": part}
         if isinstance(self.style, Rowwise):
             return {"weight": Slice(AXIS, 1, self.style.parts)}
-        return {"weight": Slice(AXIS, 0)} if isinstance(self.style, Vocabulary) else {}
+        return {"weight": Slice(AXIS, 0)} if self.style is PlainStyle.VOCABULARY else {}
 
 
 def _slice_of_stack(stack: nn.Parameter | None, style: Colwise | Rowwise) -> Slice:
@@ -103,11 +98,11 @@ def divided_by(plan: StylePlan, blocks: Sequence[Block], size: int) -> list[Divi
     for name, module, parent in named:
         style = plan.style_of(name)
         if style is not None and module not in found:
-            own = _own_styles(plan, name, module) if isinstance(style, Stacked) else ()
+            own = _own_styles(plan, name, module) if style is PlainStyle.STACKED else ()
             found[module] = DividedModule(name, module, _fitting(name, module, style), parent, own)
     for divided_module in _tied(named, found):
         found[divided_module.module] = divided_module
-    chosen = [divided_module for divided_module in found.values() if not isinstance(divided_module.style, Whole)]
+    chosen = [divided_module for divided_module in found.values() if divided_module.style is not PlainStyle.WHOLE]
     kept = [divided_module for divided_module in chosen if not (plan.is_own and _is_left_whole(divided_module, size))]
     for divided_module in kept:
         _check(divided_module, size)
@@ -142,7 +137,7 @@ def _own_styles(plan: StylePlan, name: str, module: nn.Module) -> tuple[tuple[st
 
 def _fitting(name: str, module: nn.Module, style: Style) -> Style:
     """Return the style for a module's kind; refuse kinds that cannot be divided."""
-    if isinstance(style, Whole | Partial | Stacked | LatentLayer | Once):
+    if isinstance(style, PlainStyle) and style is not PlainStyle.VOCABULARY:
         return style
     if isinstance(module, nn.Embedding):
         if isinstance(style, Colwise) and not style.gather:
@@ -156,8 +151,8 @@ def _fitting(name: str, module: nn.Module, style: Style) -> Style:
                 expected="a plain embedding",
                 fix=f'keep it whole: {{{name!r}: "whole"}}',
             )
-        return style if isinstance(style, Colwise) else Vocabulary()
-    if not isinstance(module, nn.Linear) or isinstance(style, Vocabulary):
+        return style if isinstance(style, Colwise) else PlainStyle.VOCABULARY
+    if not isinstance(module, nn.Linear) or style is PlainStyle.VOCABULARY:
         raise ModelError(
             f"tensor_parallel divides {name}, a {type(module).__name__}, as {style}",
             expected="nn.Linear for colwise and rowwise, nn.Embedding for embedding",
@@ -182,7 +177,7 @@ def _tied(
             continue
         own = found.get(module)
         if own is None and isinstance(module, nn.Embedding | nn.Linear):
-            style: Style = Vocabulary() if isinstance(module, nn.Embedding) else Colwise(gather=True)
+            style: Style = PlainStyle.VOCABULARY if isinstance(module, nn.Embedding) else Colwise(gather=True)
             own = DividedModule(name, module, _fitting(name, module, style), parent)
             yield own
         if own is None or own.slices.get("weight") != first.slices["weight"]:
@@ -195,7 +190,7 @@ def _tied(
 
 def _is_left_whole(module: DividedModule, size: int) -> bool:
     """Whether a layer of a model's own plan stays whole because its vocabulary cannot be divided."""
-    whole_output = isinstance(module.style, Vocabulary) or (isinstance(module.style, Colwise) and module.style.gather)
+    whole_output = module.style is PlainStyle.VOCABULARY or (isinstance(module.style, Colwise) and module.style.gather)
     return whole_output and any(_length(module, key) % size for key in module.slices)
 
 
@@ -221,7 +216,7 @@ def _check(module: DividedModule, size: int) -> None:
                 expected=f"a multiple of {size * part.parts} there",
                 fix="choose another size of tp, or keep the layer whole",
             )
-    if isinstance(module.style, Stacked):
+    if module.style is PlainStyle.STACKED:
         _refuse_odd_experts(module, size)
     if isinstance(module.style, Colwise) and module.makes_part:
         width, features = head_width(module.parent), _length(module, "weight") // module.style.parts

@@ -20,8 +20,8 @@ from drumline.features.mesh.passing import AXIS
 from drumline.features.mesh.tensor.divide import DividedModule
 from drumline.features.mesh.tensor.sequence import SequenceLayers
 from drumline.model.layers.routing import is_traced
-from drumline.model.layers.styles import Stacked
-from drumline.model.randomness import generator_states
+from drumline.model.layers.styles import PlainStyle
+from drumline.model.randomness import Randomness
 from drumline.model.values import mapped
 
 
@@ -34,7 +34,7 @@ class LayerExchanges:
         self.unseen: set[nn.Module] = set()  # layers by rows before which it is not known that nothing is drawn
         self._last: tuple[Tensor, int, Tensor] | None = None  # the last input of layers by columns, and its copy
         self._states: list[Tensor] = []
-        self._makers = {layer.module: layer for layer in found if layer.makes_part or isinstance(layer.style, Stacked)}
+        self._makers = {layer.module: layer for layer in found if layer.makes_part or layer.style is PlainStyle.STACKED}
         self._behind: DividedModule | None = None  # the last of them that ran, while its part is on its way
 
     def before_columns(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -46,7 +46,7 @@ class LayerExchanges:
             return None
         self._behind = self._makers.get(module, self._behind)
         if self.unseen and not self._states:
-            self._states = generator_states(given.device)
+            self._states = Randomness(0, given.device).states()
         if self._is_inside or not given.requires_grad or not torch.is_grad_enabled():
             return None
         last = self._last
@@ -133,8 +133,7 @@ class LayerExchanges:
         self._last = self._behind = None
         states, self._states = self._states, []
         if module in self.unseen and module.training and states:
-            drew = any(not torch.equal(*pair) for pair in zip(states, generator_states(made.device), strict=True))
-            if drew:
+            if Randomness(0, made.device).has_moved(states):
                 name = next(divided_module.name for divided_module in self.found if divided_module.module is module)
                 raise ModelError(
                     f"random numbers are drawn before {name} for this line's part alone, as by a dropout of attention",

@@ -27,7 +27,7 @@ from drumline.features.mesh.tensor.pairs import refuse_unpaired
 from drumline.features.mesh.tensor.sequence import SequenceLayers, mark_partial
 from drumline.model.block import Block
 from drumline.model.catalogue import places_in
-from drumline.model.layers.styles import Colwise, LatentLayer, Once, Partial, Rowwise, Stacked, StylePlan
+from drumline.model.layers.styles import Colwise, PlainStyle, Rowwise, StylePlan
 
 
 class TensorParallel(HeldParts):
@@ -47,7 +47,7 @@ class TensorParallel(HeldParts):
     @property
     def is_partial(self) -> bool:
         """Whether some parameters' gradients have to be summed over tp."""
-        return any(isinstance(module.style, Partial) for module in self.found) or bool(
+        return any(module.style is PlainStyle.PARTIAL for module in self.found) or bool(
             self.sequenced is not None and self.sequenced.modules
         )
 
@@ -79,7 +79,7 @@ class TensorParallel(HeldParts):
                         place.table[place.key] = local
                         self._parts.append((place.table, place.key, local))
             self._attach(module)
-            if isinstance(module.style, Partial):
+            if module.style is PlainStyle.PARTIAL:
                 mark_partial(module.module.parameters())
         for parent in dict.fromkeys(module.parent for module in mine if isinstance(module.style, Colwise)):
             if any(module.parent is parent and module.makes_part for module in mine):
@@ -96,7 +96,7 @@ class TensorParallel(HeldParts):
     def _attach(self, divided_module: DividedModule) -> None:
         """Add the exchanges of a layer, and let its attributes tell the sizes that it has."""
         module, size = divided_module.module, self.axes.size(AXIS)
-        if isinstance(divided_module.style, Stacked | LatentLayer | Once):
+        if divided_module.style in (PlainStyle.STACKED, PlainStyle.LATENT, PlainStyle.ONCE):
             self._attach_inner(divided_module)
         elif isinstance(divided_module.style, Colwise):
             if isinstance(module, nn.Linear):
@@ -128,10 +128,10 @@ class TensorParallel(HeldParts):
 
     def _attach_inner(self, module: DividedModule) -> None:
         """Add the exchanges of a module that is no plain layer."""
-        if isinstance(module.style, Stacked):
+        if module.style is PlainStyle.STACKED:
             module.module.register_forward_pre_hook(self.exchanges.before_stack, with_kwargs=True)
             module.module.register_forward_hook(self.exchanges.after_stack, prepend=True)
-        elif isinstance(module.style, LatentLayer):
+        elif module.style is PlainStyle.LATENT:
             after = partial(self.exchanges.after_latent, rotary_width(module))
             module.module.register_forward_hook(after, prepend=True)
         else:

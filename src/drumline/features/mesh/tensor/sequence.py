@@ -29,7 +29,7 @@ from drumline.features.mesh.passing import AXIS
 from drumline.features.mesh.tensor.divide import DividedModule
 from drumline.model.block import Block
 from drumline.model.blocks.pieces import Piece
-from drumline.model.layers.styles import Stacked
+from drumline.model.layers.styles import PlainStyle
 
 _TOKENS = 1  # the dimension of a row's tokens
 _FIX = "use sequence_parallel=False"
@@ -55,7 +55,7 @@ class SequenceLayers:
         return [region for region in self.regions if region in within]
 
     def _check(self, found: Sequence[DividedModule]) -> None:
-        stacked = next((module.name for module in found if isinstance(module.style, Stacked)), None)
+        stacked = next((module.name for module in found if module.style is PlainStyle.STACKED), None)
         if stacked is not None:
             raise ModelError(
                 f"sequence_parallel is True, and tp divides the experts {stacked}, which would see a part of the rows",

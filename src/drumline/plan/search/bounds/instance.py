@@ -181,7 +181,7 @@ class Instance:
             graph = compile_program(program, Messages.LATENCY)
             work = graph.work
             columns = (work.stage.tolist(), work.code.tolist(), work.microbatch.tolist())
-            for stage, code, m, time in zip(*columns, work_seconds(graph, self.costs).tolist(), strict=True):
+            for stage, code, m, time in zip(*columns, work_seconds(graph, [self.costs])[:, 0].tolist(), strict=True):
                 found[self.number(stage, _NUMBER[OPS[code]], m)] = time
         return found
 

@@ -15,16 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from drumline.plan.search.bounds.earliest import latest
 from drumline.plan.search.bounds.instance import Instance, W
 from drumline.plan.search.bounds.relaxed import Relaxation
 
 IsLate = Callable[[], bool]
-
-
-def _never() -> bool:
-    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +32,7 @@ class Bound:
     name: str
 
 
-def lower_bound(instance: Instance, objective: str = "makespan", *, is_late: IsLate = _never) -> Bound:
+def lower_bound(instance: Instance, objective: str = "makespan", *, is_late: IsLate = lambda: False) -> Bound:
     """Return the largest bound that applies to the objective: makespan, span or steady.
 
     Passage takes most of the time: if `is_late`, it ends with what is proven by then.
@@ -48,24 +45,25 @@ def lower_bound(instance: Instance, objective: str = "makespan", *, is_late: IsL
     >>> lower_bound(Instance(Costs(), Placement.linear(4), 8, Limit(max_activations=2)))
     Bound(value=39.0, name='passage')
     """
-    found = [Bound(bound(instance, objective, is_late), name) for name, bound in BOUNDS.items()]
+    bounds = BOUNDS | {"passage": partial(passage, is_late=is_late)}
+    found = [Bound(bound(instance, objective), name) for name, bound in bounds.items()]
     return max(found, key=lambda bound: bound.value)
 
 
-def work(instance: Instance, objective: str, is_late: IsLate = _never) -> float:
+def work(instance: Instance, objective: str) -> float:
     """Return the work of the busiest rank.
 
     Proof: a rank does one thing at a time, so its first start and last end are at least its work apart. So are the
     starts of two consecutive steps.
     """
-    del objective, is_late
+    del objective
     relaxed = Relaxation(instance)
     return max(
         sum(relaxed.exact[lane.stage, m] for lane in lanes for m in lane.microbatches) for lanes in instance.lanes
     )
 
 
-def residence(instance: Instance, objective: str, is_late: IsLate = _never) -> float:
+def residence(instance: Instance, objective: str) -> float:
     """Return the least time in which the limit allows all pairs to be held for as long as they must.
 
     Proof: pair (s, m) is held from the start of its F to the end of its W. In between lie the forwards of the stages
@@ -73,7 +71,6 @@ def residence(instance: Instance, objective: str, is_late: IsLate = _never) -> f
     at most the limit times the time in which the rank holds anything. That time is at most the rank's span, and before
     it lie the forwards of the stages before the rank's first.
     """
-    del is_late
     relaxed = Relaxation(instance)
     best = 0.0
     for lanes in instance.lanes:
@@ -90,7 +87,7 @@ def residence(instance: Instance, objective: str, is_late: IsLate = _never) -> f
     return best
 
 
-def passage(instance: Instance, objective: str, is_late: IsLate = _never) -> float:
+def passage(instance: Instance, objective: str, is_late: IsLate = lambda: False) -> float:
     """Return the latest lower bound on the start of any action, plus what must follow it.
 
     Proof: `head(a)` is a time before which a cannot start. It is at least the head of what a needs plus its seconds and

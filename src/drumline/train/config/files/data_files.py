@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import UsageError
-from drumline.core.files import unreadable
+from drumline.core.files import is_regular, unreadable
+from drumline.train.config.problems import Problem
 
 _CHUNK = 1 << 22
 _BOM = b"\xef\xbb\xbf"
@@ -22,18 +23,22 @@ def found(names: Sequence[str], *, key: str = "data.files") -> list[Path]:
 
     >>> found(["nowhere.txt"])
     Traceback (most recent call last):
-    drumline.core.errors.UsageError: data.files names nowhere.txt, and there is no such file
+    drumline.core.errors.UsageError: data.files: nowhere.txt: no such file; expected a file to read
     """
     files = [path for name in names for path in matched(name)]
-    for path in files:
-        if path.is_dir():
-            raise UsageError(f"{key} names the folder {path}", expected="files", fix=f'name what is in it: "{path}/*"')
-        if why := unreadable(path):
-            what = "and there is no such file" if why == "no such file" else f"which {why}"
-            raise UsageError(f"{key} names {path}, {what}")
-        if not path.stat().st_size:
-            raise UsageError(f"{path} is empty", expected="something to train on")
+    for wrong in filter(None, (wrong_file(path, key) for path in files)):
+        raise UsageError(wrong.headline, expected=wrong.expected, fix=wrong.fix)
     return files
+
+
+def wrong_file(path: Path, key: str) -> Problem | None:
+    """Return why a file that a key names cannot be trained on; None if it can."""
+    if os.path.isdir(path):
+        fix = f'name what is in it: "{path}/*"'
+        return Problem("", key, f"{path}: is no file but a folder", "a file to read", fix)
+    if why := unreadable(path):
+        return Problem("", key, f"{path}: {why}", "a file to read")
+    return None if os.path.getsize(path) else Problem("", key, f"{path}: is empty", "something to train on")
 
 
 def matched(name: str) -> list[Path]:
@@ -100,6 +105,26 @@ def records_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield place, record
     if empty:
         raise UsageError(f"{path} has only blank lines", expected="one object a line")
+
+
+def hold_chats(names: Sequence[str]) -> bool:
+    """Whether all of these are files of chats: JSONL whose first line has messages, or a prompt and its response.
+
+    >>> hold_chats(["nowhere.jsonl"])
+    False
+    """
+    files = [path for name in names for path in matched(name)]
+    return bool(files) and all(_holds_chats(path) for path in files)
+
+
+def _holds_chats(path: Path) -> bool:
+    if path.suffix not in (".jsonl", ".ndjson") or not is_regular(path):
+        return False
+    try:
+        _, record = next(records_of(path))
+    except (UsageError, OSError, StopIteration):
+        return False  # whoever reads it says what is wrong
+    return "text" not in record and ("messages" in record or {"prompt", "response"} <= record.keys())
 
 
 def _not_text(path: Path, line: int) -> UsageError:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 from drumline.core.errors import DrumlineError
 from drumline.core.files import is_regular, unreadable
-from drumline.train.config.files.data_files import matched
+from drumline.train.config.files.data_files import matched, wrong_file
 from drumline.train.config.files.model_folder import problems_of
 from drumline.train.config.files.signatures import refusals
 from drumline.train.config.functions import parts_of
@@ -15,23 +16,19 @@ from drumline.train.config.problems import Problem
 from drumline.train.config.relations import PlacedSettings, relation
 
 
-@relation("data.files", "data.validation_files", "data.tokenizer", "data.kind")
+@relation("data.files", "data.validation_files", "data.tokenizer", "data.kind", "data.chat_template")
 def _files_are_there(judged: PlacedSettings) -> Iterator[Problem]:
     data = judged.settings.data
     for name in ("files", "validation_files"):
         for at, file in enumerate(getattr(data, name)):
-            where = judged.source.where(("data", name, at))
-            for path in matched(file):
-                if os.path.isdir(path):
-                    fix = f'name what is in it: "{path}/*"'
-                    yield Problem(where, f"data.{name}", f"{path}: is no file but a folder", "a file to read", fix)
-                elif why := unreadable(path):
-                    yield Problem(where, f"data.{name}", f"{path}: {why}", "a file to read")
-                elif not os.path.getsize(path):
-                    yield Problem(where, f"data.{name}", f"{path}: is empty", "something to train on")
+            for problem in (wrong for path in matched(file) if (wrong := wrong_file(path, f"data.{name}"))):
+                yield replace(problem, where=judged.source.where(("data", name, at)))
     if data.tokenizer not in ("", "bytes") and not os.path.isdir(data.tokenizer):
         why = "is a file" if is_regular(data.tokenizer) else unreadable(data.tokenizer).replace("file", "folder")
         yield judged.problem("data.tokenizer", f"{data.tokenizer}: {why}", '"bytes", or a tokenizer\'s folder')
+    if data.chat_template not in ("", "chatml", "plain") and (why := unreadable(data.chat_template)):
+        expected = "chatml, plain, or a file with a Jinja template"
+        yield judged.problem("data.chat_template", f"{data.chat_template[:120]}: {why}", expected)
     if data.kind in ("tokens", "instructions") and not data.files:
         yield judged.problem("data.files", "is empty", f"files with {data.kind}: only text is shipped with Drumline")
 
@@ -69,14 +66,9 @@ def _data_function_takes(judged: PlacedSettings) -> Iterator[Problem]:
 
 
 def _function(judged: PlacedSettings, table: str, name: str, arguments: dict[str, object]) -> Iterator[Problem]:
-    key = f"{table}.function"
-    where = judged.source.where((table, "function"))
     try:
         parts_of(name)
     except DrumlineError as error:
-        yield Problem(where, key, error.error if name else "is missing", error.expected, error.fix)
-        return
-    for refusal in refusals(name, table, arguments):
-        own = f"{table}.arguments.{refusal.argument}" if refusal.argument else key
-        place = judged.source.where((table, "arguments", refusal.argument)) if refusal.argument else where
-        yield Problem(place, own, refusal.error, refusal.expected, refusal.fix)
+        yield judged.problem(f"{table}.function", error.error if name else "is missing", error.expected, error.fix)
+    else:
+        yield from map(judged.placed, refusals(name, table, arguments))

@@ -17,14 +17,16 @@ from drumline.plan.device.plan import Plan
 from drumline.plan.launch.launch import FORMAT, VERSION
 from drumline.train.config import mesh_relations as _meshes  # noqa: F401 - registers its relations
 from drumline.train.config import optimizers as _optimizers  # noqa: F401 - registers its relation
+from drumline.train.config.files import adapter_relations as _adapters  # noqa: F401 - registers its relations
 from drumline.train.config.files import relations as _files  # noqa: F401 - registers its relations
+from drumline.train.config.files.data_files import hold_chats
 from drumline.train.config.functions import function_named, is_function
 from drumline.train.config.problems import Problem, refused
 from drumline.train.config.relations import PlacedSettings, related
 from drumline.train.config.settings import TrainSettings
 from drumline.train.config.tables import Reading, TableSource
 from drumline.train.config.together import clashing
-from drumline.train.config.toml_lines import Path, lines_of
+from drumline.train.config.toml_lines import Path, line_finder, path_of
 
 KIND = FileKind(
     "config", ConfigError, "a TOML file of training settings, as `drumline train --print-config` writes", MIB
@@ -50,18 +52,7 @@ def read_settings(
     Traceback (most recent call last):
     drumline.core.errors.ConfigError: batch.sequnce: unknown key; did you mean sequence?
     """
-    return read_with_plan(source, overrides, flags=flags)[0]
-
-
-def read_with_plan(
-    source: str | FilePath | Callable[[], Any] | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    *,
-    flags: Mapping[str, str] | None = None,
-) -> tuple[TrainSettings, Plan | None]:
-    """Return the settings, and the plan that pipeline.plan names."""
-    judged = read_judged(source, overrides, flags=flags)
-    return judged.settings, judged.plan
+    return read_judged(source, overrides, flags=flags).settings
 
 
 def read_judged(
@@ -70,7 +61,7 @@ def read_judged(
     *,
     flags: Mapping[str, str] | None = None,
 ) -> PlacedSettings:
-    """Return the settings with where each of them was given."""
+    """Return the settings with where each of them was given, and the plan that pipeline.plan names."""
     given = _source(source)
     reading = Reading(given)
     over = dict(overrides or {})
@@ -119,11 +110,10 @@ def from_toml(text: str, name: str) -> TableSource:
         raise refused([Problem(f"{name}{where}", "", f"not TOML: {what[:1].lower()}{what[1:]}")]) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name}: not TOML as it is read here: {error}", expected=KIND.expected) from None
-    lines = lines_of(text)
+    line_of = line_finder(text)
 
     def place(path: Path) -> str:
-        ends = (path[:end] for end in range(len(path), 0, -1))
-        line = next((lines[end] for end in ends if end in lines), None)
+        line = next(filter(None, (line_of(path[:end]) for end in range(len(path), 0, -1))), None)
         return name if line is None else f"{name}, line {line}"
 
     return TableSource(tables, place)
@@ -161,7 +151,7 @@ def _plain(value: Any) -> Any:
 
 def _put(reading: Reading, key: str, value: Any, flag: str) -> None:
     """Lay a value over what was read."""
-    path: Path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
+    path = path_of(key)
     reading.source.flags[path] = flag
     home: Any = reading.source.tables
     for part, after in pairwise(path):
@@ -212,12 +202,17 @@ def _planned(reading: Reading, settings: TrainSettings) -> tuple[Plan | None, Tr
 
 
 def _followed(settings: TrainSettings, source: TableSource) -> TrainSettings:
-    """Return the settings with what follows from others: an MLP learns from points.
+    """Return the settings with what follows from others: an MLP learns from points, files of chats hold instructions.
 
+    Chats for an adapter are packed: each row holds several, none of which attends to another.
     What a plan calls selective recomputation leaves out the scores of attention. Torch's attention never keeps them.
     """
     if settings.model.kind == "mlp" and not source.has("data.kind"):
         settings = replace(settings, data=replace(settings.data, kind="points"))
+    elif not source.has("data.kind") and hold_chats(settings.data.files):
+        settings = replace(settings, data=replace(settings.data, kind="instructions"))
+    if settings.adapter.is_on and settings.data.kind == "instructions" and not source.has("lengths.how"):
+        settings = replace(settings, lengths=replace(settings.lengths, how="packed"))
     if settings.memory.recompute == "selective":
         settings = replace(settings, memory=replace(settings.memory, recompute="none"))
     return settings

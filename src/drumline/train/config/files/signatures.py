@@ -8,11 +8,12 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from drumline.core.errors import nearest
 from drumline.train.config.functions import parts_of
+from drumline.train.config.problems import Problem
 
 # What each function is offered by name; it gets those that it takes.
 OFFERED = {
@@ -23,35 +24,26 @@ _LARGEST = 2**22  # bytes of source
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a function cannot be called: `argument` is what the config gives it and it does not take, if that is why."""
-
-    error: str
-    expected: str = ""
-    fix: str = ""
-    argument: str = ""
-
-
-def refusals(name: str, table: str, arguments: Mapping[str, object]) -> Iterator[Refusal]:
+def refusals(name: str, table: str, arguments: Mapping[str, object]) -> Iterator[Problem]:
     """Yield why the function of a config's table cannot be called with the arguments that the config gives it."""
     home, function = parts_of(name)
+    refusal = partial(Problem, "", f"{table}.function")
     path = Path(home) if home.endswith(".py") else _module(home)
     if path is None or path.stat().st_size > _LARGEST:
         return
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except SyntaxError as error:
-        yield Refusal(f"{path}, line {error.lineno}: {error.msg}", "a Python file that can be imported")
+        yield refusal(f"{path}, line {error.lineno}: {error.msg}", "a Python file that can be imported")
         return
     except (ValueError, OSError, RecursionError) as error:
-        yield Refusal(f"{path}: {error}"[:200], "a Python file that can be imported")
+        yield refusal(f"{path}: {error}"[:200], "a Python file that can be imported")
         return
     bound = _bound(tree.body)
     if function not in bound:
         if "*" not in bound and "__getattr__" not in bound:
             own = [text for text in bound if not text.startswith("_")]
-            yield Refusal(f"{path} has no function {function!r}", fix=nearest(function, own) if own else "")
+            yield refusal(f"{path} has no function {function!r}", fix=nearest(function, own) if own else "")
         return
     found = bound[function]
     if isinstance(found, Function) and not found.decorator_list:
@@ -87,20 +79,21 @@ def _bound(body: list[ast.stmt]) -> dict[str, ast.AST | None]:
     return found
 
 
-def _unlike(what: str, takes: ast.arguments, table: str, arguments: Mapping[str, object]) -> Iterator[Refusal]:
+def _unlike(what: str, takes: ast.arguments, table: str, arguments: Mapping[str, object]) -> Iterator[Problem]:
+    refusal = partial(Problem, "", f"{table}.function")
     names = [argument.arg for argument in (*takes.args, *takes.kwonlyargs)]
     if takes.posonlyargs:
         first = takes.posonlyargs[0].arg
-        yield Refusal(f"{what} takes {first} by its place alone", "arguments that can be given by name")
+        yield refusal(f"{what} takes {first} by its place alone", "arguments that can be given by name")
     if takes.kwarg is None:
         for argument in arguments:
             if argument not in names:
                 fix = nearest(argument, names) if names else "leave it out"
-                yield Refusal(f"{what} does not take {argument}", fix=fix, argument=argument)
+                yield Problem("", f"{table}.arguments.{argument}", f"{what} does not take {argument}", fix=fix)
     needed = [argument.arg for argument in takes.args[: len(takes.args) - len(takes.defaults)]]
     needed += [k.arg for k, given in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if given is None]
     offered = OFFERED[table]
     for name in needed:
         if name not in offered and name not in arguments:
             fix = f"add it to the table [{table}.arguments]"
-            yield Refusal(f"{what} needs {name}", f"one of {', '.join(offered)}", fix)
+            yield refusal(f"{what} needs {name}", f"one of {', '.join(offered)}", fix)

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from drumline.core.errors import UsageError
 from drumline.train.data.items.fingerprint import Part
 from drumline.train.data.items.order import Indices
 
@@ -139,8 +138,6 @@ class Documents:
         >>> train.num_tokens, held.read(0, 0, 5).tolist()
         (95, [95, 96, 97, 98, 99])
         """
-        if not 0 <= share < 1:
-            raise UsageError(f"data.validation is {share}", expected="a share of 0 or more, and below 1")
         exact = Fraction(share).limit_denominator(10**6)
         numbers = np.arange(len(self) + 1, dtype=object) * exact.numerator // exact.denominator
         is_held = np.diff(numbers.astype(np.int64)) > 0

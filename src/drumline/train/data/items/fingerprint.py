@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-HOWS = ("sampled", "whole")
 _BLOCK = 4096
 _MOST = 4096  # blocks
 _CHUNK = 1 << 22  # bytes that are read at once
