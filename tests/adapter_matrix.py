@@ -188,8 +188,10 @@ def outcome(kind: str, family: str, base: str, schedule: str = "1f1b") -> str:
     """Return what a case comes to: equal, its difference, refused by us, or not supported by PEFT itself."""
     batch = batch_of(family)
     try:
-        model = adapted(kind, family, base)
-        plain = plain_gradients(copy.deepcopy(model), batch)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = adapted(kind, family, base)
+            plain = plain_gradients(copy.deepcopy(model), batch)
     except Exception as error:
         return f"PEFT: {type(error).__name__}: {str(error).splitlines()[0]}"
     try:

@@ -52,7 +52,7 @@ def plain_llama(**settings: Any) -> Any:
     """Return a Llama of three layers, with its own values."""
     transformers: Any = needed("transformers", "hf")
     config = transformers.LlamaConfig(
-        hidden_size=WIDTH, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=WIDTH, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=96, **settings,
     )  # fmt: skip
     torch.manual_seed(0)

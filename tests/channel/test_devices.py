@@ -329,6 +329,7 @@ def told_by_rank(folder: str) -> list[tuple[str, str | None, list[str]]]:
         ("shared", mock.patch.object(transports, "card_of", return_value=claims)),
     ):
         heard.clear()
+        torch.manual_seed(0)
         with (
             patch,
             dl.Pipeline(

@@ -450,6 +450,7 @@ def test_verify_says_yes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert code == 0
     assert found.pop("loss") > 0
     assert 0 < found.pop("bubble") < 1
+    assert [rank["device"] for rank in found.pop("devices")["ranks"]] == ["cpu", "cpu"]
     assert found == {
         "schedule": "zb-v",
         "ranks": 2,
@@ -471,7 +472,7 @@ def test_verify_says_yes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     }
     code, out, err = run(capsys, *VERIFY, "dualpipe", "--steps", "1")
     assert (code, err) == (0, "")
-    assert out.startswith("dualpipe: 2 ranks, 2 stages, 4 microbatches, 1 step, in-process\n")
+    assert out.startswith("dualpipe: 2 ranks, 2 stages, 4 microbatches, 1 step, in-process on cpu\n")
     assert "matches single-process training in 1 step, up to rounding (1e-06 allowed)" in out
     assert "batch;" not in out
     path = tmp_path / "mine.csv"

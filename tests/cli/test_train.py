@@ -31,6 +31,7 @@ class Trained:
     num_skipped: int = 0
     stopped: Any = None
     first_step: int = 0
+    merged: str = ""
 
 
 def run(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str, str]:

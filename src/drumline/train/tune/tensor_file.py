@@ -1,6 +1,8 @@
 """A file of tensors written one after the other, so that no more than one of them is in memory.
 
-│ 8 bytes: n │ n bytes of JSON: name → type, shape, from, to │ bytes of all tensors, one after the other │
+::
+
+    │ 8 bytes: n │ n bytes of JSON: name → type, shape, from, to │ bytes of all tensors, one after the other │
 """
 
 from __future__ import annotations

@@ -17,14 +17,14 @@ def card_named(name: str) -> tuple[str, float]:
     """Return what a card is called, and its memory in bytes.
 
     >>> card_named("rtx-4090"), card_named("16GiB")
-    (('RTX 4090', 25769803776), ('a card of 16 GiB', 17179869184.0))
+    (('RTX 4090', 25769803776.0), ('a card of 16 GiB', 17179869184.0))
     >>> card_named("rtx-4091")
     Traceback (most recent call last):
     drumline.core.errors.UsageError: memory.card is 'rtx-4091'; expected ...; did you mean rtx-4090?
     """
     found = MACHINES.get(name.lower())
     if found is not None:
-        return found.device.name, found.device.memory_bytes
+        return found.device.name, float(found.device.memory_bytes)
     size = _SIZE.fullmatch(name.strip())
     num_bytes = float(size[1]) * _UNITS.get(size[2].upper(), 0) if size is not None else 0.0
     if num_bytes >= _LEAST:
