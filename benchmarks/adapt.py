@@ -114,7 +114,7 @@ def hold_messages(seconds: Callable[[], float]) -> None:
     def wait(self: Any, what: Any, deadline_ns: int) -> None:
         if not held:
             return block(self, what, deadline_ns)
-        due = min(one.made_ns for one in held.values()) + int(seconds() * 1e9)
+        due = min(value.made_ns for value in held.values()) + int(seconds() * 1e9)
         time.sleep(max(due - time.perf_counter_ns(), 0) / 1e9)
         return None
 
@@ -201,8 +201,8 @@ def static_cuts(given: dict[str, Any], steps: int) -> dict[int, float]:
         pipes[at], taken[at] = (pipe, pipe.optimizer(torch.optim.Adam, lr=1e-4)), []
     for step in range(steps + 1):
         for at, (pipe, optimizer) in pipes.items():
-            one = stepped(pipe, x, optimizer)
-            taken[at] += [one["seconds"]] if step else []
+            entry = stepped(pipe, x, optimizer)
+            taken[at] += [entry["seconds"]] if step else []
     for pipe, _ in pipes.values():
         pipe.close()
     return {at: median(each) for at, each in taken.items()}
@@ -310,24 +310,24 @@ def merged(runs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return every step as the median of several runs; changes are those of the first."""
     each = []
     for steps in zip(*runs, strict=True):
-        middle = {name: median(one[name] for one in steps) for name in ("seconds", "makespan", "bubble", "pause")}
+        middle = {name: median(step[name] for step in steps) for name in ("seconds", "makespan", "bubble", "pause")}
         each.append(steps[0] | middle)
     return each
 
 
 def show(case: str, steps: list[dict[str, Any]], first: int) -> dict[str, Any]:
     """Print a case, and return its figures."""
-    changes = [(at, one) for at, one in enumerate(steps) if one["balance"] or one["program"]]
-    worst = max(one["bubble"] for one in steps[first:])
-    print(f"{case}: {len(steps)} steps, median {median(one['makespan'] for one in steps) * 1e3:.0f} ms")
+    changes = [(at, step) for at, step in enumerate(steps) if step["balance"] or step["program"]]
+    worst = max(step["bubble"] for step in steps[first:])
+    print(f"{case}: {len(steps)} steps, median {median(step['makespan'] for step in steps) * 1e3:.0f} ms")
     print(f"  largest bubble from step {first} on {worst:.1%}, least utilisation {1 - worst:.1%}")
-    longest = max(one["seconds"] for one in steps[first:]) / median(one["seconds"] for one in steps[first:])
+    longest = max(step["seconds"] for step in steps[first:]) / median(step["seconds"] for step in steps[first:])
     print(f"  longest step {longest:.2f} of the median")
-    for at, one in changes:
-        moved = f"to {one['balance']}" if one["balance"] else f"to {one['program']}"
-        rate = one["bytes"] / one["send_seconds"] if one["send_seconds"] else 0.0
+    for at, entry in changes:
+        moved = f"to {entry['balance']}" if entry["balance"] else f"to {entry['program']}"
+        rate = entry["bytes"] / entry["send_seconds"] if entry["send_seconds"] else 0.0
         print(
-            f"  before step {at}: {moved}, pause {one['pause'] * 1e3:.1f} ms, {one['bytes'] / 2**20:.1f} MiB,"
+            f"  before step {at}: {moved}, pause {entry['pause'] * 1e3:.1f} ms, {entry['bytes'] / 2**20:.1f} MiB,"
             f" {rate / 2**20:.0f} MiB/s"
         )
     return {"case": case, "worst_bubble": worst, "longest": longest, "changes": [at for at, _ in changes]}
@@ -337,11 +337,11 @@ def draw(case: str, steps: list[dict[str, Any]]) -> str:
     """Return a chart of a case: bubble by step, what is slow, and where something was changed."""
     from drumline.report.draw.chart import Series, chart
 
-    series = [Series("bubble, %", [(at, 100 * one["bubble"]) for at, one in enumerate(steps)])]
+    series = [Series("bubble, %", [(at, 100 * step["bubble"]) for at, step in enumerate(steps)])]
     if "slow" in steps[0]:
-        slower = [(at, 100 * (one["slow"] - 1)) for at, one in enumerate(steps)]
+        slower = [(at, 100 * (step["slow"] - 1)) for at, step in enumerate(steps)]
         series.append(Series("how much slower rank 1 is, %", slower, dashed=True))
-    changed = [(at, 100 * one["bubble"]) for at, one in enumerate(steps) if one["balance"] or one["program"]]
+    changed = [(at, 100 * step["bubble"]) for at, step in enumerate(steps) if step["balance"] or step["program"]]
     if changed:
         series.append(Series("first step after a change", changed, marks=True))
     return chart(series, title=f"{case}: bubble by step", x_label="step", y_label="%", height=260)
@@ -374,24 +374,24 @@ def measured(case: str, args: argparse.Namespace, given: dict[str, Any]) -> dict
     if case in ("slowing", "sudden", "half", "noisy"):
         steps = {"slowing": since // 5 + 60, "noisy": since}.get(case, 2 * since + 20)
         runs = args.runs if case == "slowing" else 1
-        every = [ranked(rank_slowed, case, steps, given, folder if not one else None) for one in range(runs)]
+        every = [ranked(rank_slowed, case, steps, given, folder if not run else None) for run in range(runs)]
         found = merged(every)
         told = show(case, found, 3 if case == "slowing" else next(
-            (at for at, one in enumerate(found) if one["balance"]), 3))  # fmt: skip
+            (at for at, entry in enumerate(found) if entry["balance"]), 3))  # fmt: skip
         if case in ("sudden", "half"):
-            if sizes := [one["bytes"] for one in found if one["bytes"]]:
+            if sizes := [entry["bytes"] for entry in found if entry["bytes"]]:
                 rate = ranked(channel_rate, sizes[0])
-                shares = [one["bytes"] / one["send_seconds"] / rate for one in found if one["send_seconds"]]
+                shares = [entry["bytes"] / entry["send_seconds"] / rate for entry in found if entry["send_seconds"]]
                 told["share_of_rate"] = shares
                 print(f"  the channel carries {rate / 2**20:.0f} MiB/s; moves reach"
-                      f" {', '.join(f'{one:.0%}' for one in shares)} of that")  # fmt: skip
+                      f" {', '.join(f'{share:.0%}' for share in shares)} of that")  # fmt: skip
             for what, begin, end in (("away", since, 2 * since), ("back", 2 * since, steps)):
                 moves = [at for at in told["changes"] if begin <= at < end]
-                told[what] = max(one["bubble"] for one in found[moves[0] if moves else begin : end])
+                told[what] = max(entry["bubble"] for entry in found[moves[0] if moves else begin : end])
                 since_when = f"the move {what}" if moves else f"step {begin} on, without a move,"
                 print(f"  largest bubble from {since_when} to step {end}: {told[what]:.1%}")
             each = ranked(static_cuts, given, 6)
-            after = [one["seconds"] for one in found[since + 12 : 2 * since]]
+            after = [entry["seconds"] for entry in found[since + 12 : 2 * since]]
             best = min(each, key=each.__getitem__)
             told |= {"detected_after": told["changes"][0] - since if told["changes"] else None,
                      "beside": each[best] / median(after)}  # fmt: skip
@@ -405,24 +405,24 @@ def measured(case: str, args: argparse.Namespace, given: dict[str, Any]) -> dict
         how = "the receiver holds messages" if link is None else "a relay holds packets"
         figures = {**show(case, told["steps"], since // 2), "how": how}
         print(f"  {how}; a message takes {told['delay'] * 1e3:.1f} ms")
-        last = median(one["makespan"] for one in told["steps"][-5:])
+        last = median(step["makespan"] for step in told["steps"][-5:])
         print(f"  last steps {last * 1e3:.1f} ms, {last / told['optimum']:.3f} of the simulated optimum")
         return {**figures, **told, "beside_optimum": last / told["optimum"]}
     steps = 2 * since
     adapted = ranked(number_of_microbatches, steps, given, None)
-    static = {one: ranked(number_of_microbatches, steps, given, one) for one in (1, 2, 3, 4, 6, 8, 12, 16, 32)}
+    static = {number: ranked(number_of_microbatches, steps, given, number) for number in (1, 2, 3, 4, 6, 8, 12, 16, 32)}
     halves = {}
     for name, (begin, end) in {"first": (since - 15, since), "second": (steps - 15, steps)}.items():
-        each = {one: median(step["seconds"] for step in run[begin:end]) for one, run in static.items()}
+        each = {number: median(step["seconds"] for step in run[begin:end]) for number, run in static.items()}
         best = min(each, key=each.__getitem__)
         mine = median(step["seconds"] for step in adapted[begin:end])
         halves[name] = mine / each[best]
         print(f"number, {name} half: {adapted[end - 1]['microbatches']} microbatches, best static {best};"
               f" {mine / each[best]:.3f} of its step")  # fmt: skip
-    for at, one in enumerate(adapted[1:], start=1):
-        if one["microbatches"] != adapted[at - 1]["microbatches"]:
-            one["program"] = f"{one['microbatches']} microbatches"
-            print(f"  before step {at}: {one['program']}")
+    for at, value in enumerate(adapted[1:], start=1):
+        if value["microbatches"] != adapted[at - 1]["microbatches"]:
+            value["program"] = f"{value['microbatches']} microbatches"
+            print(f"  before step {at}: {value['program']}")
     return {"case": case, "beside_best": halves, "steps": adapted}
 
 

@@ -70,13 +70,13 @@ def train(folders: dict[str, list[int]], schedule: str, width: int, times: int, 
 def quietest(folder: Path) -> RunReport:
     """Return the report of the step with the shortest makespan."""
     run = dl.read_run(folder)
-    spans = {one["step"]: one["pp/makespan_seconds"] for one in run.metrics()}
+    spans = {metric["step"]: metric["pp/makespan_seconds"] for metric in run.metrics()}
     return report_of(run, step=min(spans, key=spans.__getitem__))
 
 
 def advised(report: RunReport) -> Remedy | None:
     """Return the cut that a report advises."""
-    return next((one for one in report.advice.remedies if one.kind == "cut"), None)
+    return next((remedy for remedy in report.advice.remedies if remedy.kind == "cut"), None)
 
 
 def measure(schedule: str, width: int, times: int, *, rounds: int, steps: int) -> dict[str, Any]:
@@ -93,12 +93,12 @@ def measure(schedule: str, width: int, times: int, *, rounds: int, steps: int) -
             assert cut is not None, f"no other cut was advised: {first.advice.sentence}"
             balance = cut.settings["balance"]
             dl.launch(train, {str(before): even, str(after): balance}, schedule, width, times, steps, num_ranks=2)
-            one, other = quietest(before), quietest(after)
-            again = advised(one)
+            report, other = quietest(before), quietest(after)
+            again = advised(report)
             found["balances"].append(balance)
             found["sentences"].append(first.advice.sentence)
             found["predicted"].append(cut.gain if again is None else again.gain)
-            found["gained"].append(1 - other.seen.measured.makespan / one.seen.measured.makespan)
+            found["gained"].append(1 - other.step.measured.makespan / report.step.measured.makespan)
     return found
 
 
@@ -112,18 +112,18 @@ def main() -> None:
     cases = [measure(*case, rounds=args.rounds, steps=args.steps) for case in CASES]
     header = ["schedule", "width", "slow blocks", "advised cut", "predicted", "gained", "spread", "off by points"]
     rows = []
-    for one in cases:
-        spread = 100 * (max(one["gained"]) - min(one["gained"]))
+    for case in cases:
+        spread = 100 * (max(case["gained"]) - min(case["gained"]))
         rows.append(
             [
-                one["schedule"],
-                str(one["width"]),
-                f"x{one['times']}",
-                " ".join(map(str, one["balances"][0])),
-                f"{statistics.median(one['predicted']):.1%}",
-                f"{statistics.median(one['gained']):.1%}",
+                case["schedule"],
+                str(case["width"]),
+                f"x{case['times']}",
+                " ".join(map(str, case["balances"][0])),
+                f"{statistics.median(case['predicted']):.1%}",
+                f"{statistics.median(case['gained']):.1%}",
                 f"{spread:.1f}",
-                f"{100 * abs(statistics.median(one['predicted']) - statistics.median(one['gained'])):.1f}",
+                f"{100 * abs(statistics.median(case['predicted']) - statistics.median(case['gained'])):.1f}",
             ]
         )
     print(table(header, rows))

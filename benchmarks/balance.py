@@ -51,8 +51,8 @@ def measure(name: str, classes: int, rows: int, microbatches: int, rounds: int) 
         tuple(j - i for i, j in pairwise((0, *inner, num_blocks + 1)))
         for inner in combinations(range(1, num_blocks + 1), num_stages - 1)
     ]
-    pipes = {one: dl.Pipeline(copy.deepcopy(model), balance=one, **settings) for one in cuts}
-    seconds: dict[tuple[int, ...], list[float]] = {one: [] for one in cuts}
+    pipes = {entry: dl.Pipeline(copy.deepcopy(model), balance=entry, **settings) for entry in cuts}
+    seconds: dict[tuple[int, ...], list[float]] = {entry: [] for entry in cuts}
     actions: dict[str, list[float]] = {}
     for turn in range(rounds + 2):
         for cut, pipe in pipes.items():
@@ -91,7 +91,7 @@ def measure(name: str, classes: int, rows: int, microbatches: int, rounds: int) 
 
 def _beyond(seconds: dict[Any, list[float]], cut: Any) -> dict[str, float]:
     """Return how much longer a cut's steps take than the best one's, round by round."""
-    best = min(seconds, key=lambda one: statistics.median(seconds[one]))
+    best = min(seconds, key=lambda value: statistics.median(seconds[value]))
     ratios = sorted(mine / other - 1 for mine, other in zip(seconds[cut], seconds[best], strict=True))
     low, middle, high = statistics.quantiles(ratios, n=4)
     return {"median": middle, "low": low, "high": high}
@@ -123,8 +123,8 @@ def show(row: dict[str, Any]) -> None:
         mark = "  <- chosen" if tuple(cut) == tuple(row["chosen"]) else ""
         print(f"  {' + '.join(map(str, cut)):13s} {predicted * 1e3:12.1f}  {measured * 1e3:11.1f}{mark}")
     for name, key in (("chosen cut", "beyond_best"), ("even cut", "even_beyond_best")):
-        one = row[key]
-        print(f"  {name}: {one['median']:+.1%} of the best ({one['low']:+.1%} to {one['high']:+.1%})")
+        value = row[key]
+        print(f"  {name}: {value['median']:+.1%} of the best ({value['low']:+.1%} to {value['high']:+.1%})")
     for action, (predicted, measured) in row["actions"].items():
         off = predicted / measured - 1
         print(f"  {action}: predicted {predicted * 1e3:.2f} ms, ran {measured * 1e3:.2f} ms, {off:+.1%}")

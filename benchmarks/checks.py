@@ -188,10 +188,10 @@ def first_steps(
     from torch.nn import functional
 
     found: dict[str, list[float]] = {f"{what}{part}": [] for what in FIRST for part in ("", " processor")}
-    one, wanted = x.tensor_split(microbatches)[0], y.tensor_split(microbatches)[0]
+    value, wanted = x.tensor_split(microbatches)[0], y.tensor_split(microbatches)[0]
 
     def plain(fresh: Any) -> None:
-        torch.autograd.backward(functional.mse_loss(fresh(one), wanted))
+        torch.autograd.backward(functional.mse_loss(fresh(value), wanted))
 
     for turn in range(rounds + 2):
         order = FIRST if turn % 2 else FIRST[::-1]
@@ -251,8 +251,8 @@ def sentinels(args: argparse.Namespace, sizes: Any) -> list[Any]:
         each = dl.launch(long_run, sizes, microbatches, max(args.rounds // 2, 5), args.model, num_ranks=ranks)
         found.append(each)
         for told in zip(*each, strict=True):
-            row = max(told, key=lambda one: statistics.median(one["step"]))
-            added = [one - other for one, other in zip(row["checked"], row["step"], strict=True)]
+            row = max(told, key=lambda value: statistics.median(value["step"]))
+            added = [value - other for value, other in zip(row["checked"], row["step"], strict=True)]
             part = statistics.median(added) / statistics.median(row["step"])
             case = f"{row['width']:4d}/{row['rows']:<4d} {ranks:3d} {microbatches:2d}"
             print(f"{case} {spread(row['step'], 1e3):>28s} {spread(added, 1e3):>23s} {part:10.1%} "
@@ -317,7 +317,7 @@ def together(run: Callable[[], Any]) -> tuple[float, float]:
 
 def first_row(row: dict[str, Any], part: str) -> str:
     """Return what the check adds to a first step, by pairs, beside one microbatch."""
-    added = [one - other for one, other in zip(row["checked" + part], row["unchecked" + part], strict=True)]
+    added = [value - other for value, other in zip(row["checked" + part], row["unchecked" + part], strict=True)]
     times = statistics.median(added) / statistics.median(row["microbatch" + part])
     return f"{spread(added, 1e3):>26s} {spread(row['microbatch' + part], 1e3):>26s} {times:6.2f}"
 
@@ -380,7 +380,7 @@ def main() -> None:
     print("\nD/rows    schedule processes seconds        the check adds to the step ms    one microbatch ms  times")
     for each in [*zip(*ranks, strict=True), *zip(*alone, strict=True)]:
         for part in ("", " processor"):
-            row = max(each, key=lambda one: statistics.median(one["checked" + part]))
+            row = max(each, key=lambda value: statistics.median(value["checked" + part]))
             case = f"{row['width']:4d}/{row['rows']:<4d} {row['schedule']:8s} {len(each):9d}"
             print(f"{case} {part.strip() or 'wall':9s} {first_row(row, part)}")
     later = [] if args.first else sentinels(args, sizes)

@@ -68,12 +68,12 @@ def measure(width: int, rows: int, rounds: int) -> list[dict[str, Any]]:
                 compile=choice,
                 timeout=1800,
             )
-    seconds: dict[tuple[str, str], list[float]] = {one: [] for one in contenders}
-    processor: dict[tuple[str, str], list[float]] = {one: [] for one in contenders}
+    seconds: dict[tuple[str, str], list[float]] = {contender: [] for contender in contenders}
+    processor: dict[tuple[str, str], list[float]] = {contender: [] for contender in contenders}
     gradients: dict[tuple[str, str], dict[str, Any]] = {}
     first: dict[tuple[str, str], float] = {}
     for turn in range(rounds + 2):
-        for one, pipe in contenders.items():
+        for pair, pipe in contenders.items():
             dist.barrier()
             start, start_cpu = time.perf_counter(), time.process_time()
             pipe.step(x, target=y)
@@ -82,11 +82,11 @@ def measure(width: int, rows: int, rounds: int) -> list[dict[str, Any]]:
             dist.barrier()
             took = time.perf_counter() - start
             if turn == 0:
-                first[one] = took
-                gradients[one] = {name: parameter.grad for name, parameter in pipe.named_parameters()}
+                first[pair] = took
+                gradients[pair] = {name: parameter.grad for name, parameter in pipe.named_parameters()}
             if turn >= 2:
-                seconds[one].append(took)
-                processor[one].append(took_cpu)
+                seconds[pair].append(took)
+                processor[pair].append(took_cpu)
             pipe.zero_grad()
     found = []
     for name in SCHEDULES:
@@ -98,8 +98,8 @@ def measure(width: int, rows: int, rounds: int) -> list[dict[str, Any]]:
                 "processor": summary(processor[name, "plain"], processor[name, "compiled"]),
                 "first_step_s": first[name, "compiled"],
                 "gradients_within": max(
-                    float((one - expected[key]).norm() / expected[key].norm())
-                    for key, one in gradients[name, "compiled"].items()
+                    float((gradient - expected[key]).norm() / expected[key].norm())
+                    for key, gradient in gradients[name, "compiled"].items()
                 ),
             }
         )
@@ -141,8 +141,8 @@ def torch_step(kind: str, width: int, rows: int, port: int) -> str:
     program = dl.generate("interleaved-zb", num_ranks=1, num_microbatches=MICROBATCHES, stages_per_rank=2)
     x = torch.randn(MICROBATCHES * rows, width)
     try:
-        compiled: list[Any] = [torch.compile(one) for one in halves]
-        stages = [PipelineStage(one, at, 2, torch.device("cpu")) for at, one in enumerate(compiled)]
+        compiled: list[Any] = [torch.compile(half) for half in halves]
+        stages = [PipelineStage(value, at, 2, torch.device("cpu")) for at, value in enumerate(compiled)]
         runtime: Any = schedules
         if kind == "its own class":
             runtime = runtime.ScheduleInterleavedZeroBubble(stages, MICROBATCHES, loss_fn=functional.mse_loss)
@@ -163,7 +163,7 @@ def torch_step(kind: str, width: int, rows: int, port: int) -> str:
     for part in x.chunk(MICROBATCHES):
         torch.autograd.backward(functional.mse_loss(plain(part), torch.zeros_like(part)) / MICROBATCHES)
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    off = max(float((one.grad - other.grad).norm() / other.grad.norm()) for one, other in pairs)
+    off = max(float((value.grad - other.grad).norm() / other.grad.norm()) for value, other in pairs)
     return f"runs; gradients within {off:.1e}"
 
 
@@ -184,12 +184,12 @@ def main() -> None:
         for row in dl.launch(measure, width, depth, args.rounds, num_ranks=2)[0]:
             found.append({"size": size, **row})
             for kind in ("wall", "processor"):
-                one = row[kind]
+                value = row[kind]
                 title = f"{width:4d}/{depth:<4d}{row['schedule']:9s}" if kind == "wall" else ""
                 more = f"   {row['first_step_s']:8.1f} s   {row['gradients_within']:.1e}" if title else ""
                 print(
-                    f"{title:18s}{kind:11s} {one['plain_ms']:7.2f}   {one['compiled_ms']:7.2f}"
-                    f"        {one['ratio']:.2f} ({one['low']:.2f} to {one['high']:.2f}){more}"
+                    f"{title:18s}{kind:11s} {value['plain_ms']:7.2f}   {value['compiled_ms']:7.2f}"
+                    f"        {value['ratio']:.2f} ({value['low']:.2f} to {value['high']:.2f}){more}"
                 )
     print("torch.distributed.pipelining, a zero-bubble program with compiled stages")
     theirs = {}

@@ -42,26 +42,26 @@ EXPERTS = (
 )
 
 
-def planned(one: Transformer, machines: Cluster, layout: Layout, limit: float, pins: Pins | None = None) -> Choice:
+def planned(item: Transformer, machines: Cluster, layout: Layout, limit: float, pins: Pins | None = None) -> Choice:
     """Return the plan for devices that may hold so many bytes."""
     roomier = replace(machines.device, memory_bytes=limit / (1 - HEADROOM))
     overlaps = tuple(name for name in OVERLAPS if getattr(layout.practice, f"overlap_{name}"))
     pins = replace(pins or Pins(), overlaps=overlaps, precision="fp8" if layout.practice.fp8 else "bf16")
-    return plan(one, replace(machines, device=roomier), batch=layout.batch, pins=pins, top=1).chosen
+    return plan(item, replace(machines, device=roomier), batch=layout.batch, pins=pins, top=1).chosen
 
 
-def pinned(one: Transformer, machines: Cluster, layout: Layout) -> Choice:
+def pinned(transformer: Transformer, machines: Cluster, layout: Layout) -> Choice:
     """Return the plan with all that the expert decided, but for cuts and sequence parallelism, in any memory."""
     fixed = {name: getattr(layout, name) for name in (*Degrees._fields, "microbatch", "stages_per_rank", "zero")}
     pins = Pins(**fixed, recompute=layout.recompute, schedules=(layout.schedule,))
-    return planned(one, machines, layout, 1e15, pins)
+    return planned(transformer, machines, layout, 1e15, pins)
 
 
-def fitting(one: Transformer, machines: Cluster, layout: Layout, limit: float) -> tuple[float, float, str]:
+def fitting(transformer: Transformer, machines: Cluster, layout: Layout, limit: float) -> tuple[float, float, str]:
     """Return the fastest that an expert's layout takes with more recomputation, within so many bytes."""
     some = (f"full:{count}" for count in range(1, max(layout.counts)))
-    tried = [replace(layout, recompute=how) for how in (*Pins().recomputations(one)[1:], *some)]
-    found = [(estimate(one, machines, other, exact=True), other) for other in tried]
+    tried = [replace(layout, recompute=how) for how in (*Pins().recomputations(transformer)[1:], *some)]
+    found = [(estimate(transformer, machines, other, exact=True), other) for other in tried]
     within = [(took.seconds.total, took.bytes.total, other) for took, other in found if took.bytes.total <= limit]
     seconds, held, other = min(within, key=lambda row: row[0])
     return seconds, held, other.recomputation
@@ -69,17 +69,17 @@ def fitting(one: Transformer, machines: Cluster, layout: Layout, limit: float) -
 
 def compared(name: str, hardware: str, layout: Layout) -> dict[str, Any]:
     """Return the seconds and bytes of an expert's layout, of the plan, and of the plan with as much memory."""
-    one, machines = model(name), cluster(hardware, layout.num_devices)
-    theirs, limit = estimate(one, machines, layout, exact=True), limit_of(machines, HEADROOM)
+    transformer, machines = model(name), cluster(hardware, layout.num_devices)
+    theirs, limit = estimate(transformer, machines, layout, exact=True), limit_of(machines, HEADROOM)
     rows = {"expert": (theirs.seconds.total, theirs.bytes.total, "")}
-    same = pinned(one, machines, layout)
+    same = pinned(transformer, machines, layout)
     rows["pinned"] = (same.seconds, same.bytes, "the same" if same.layout == layout else "")
     limits = {"plan": limit}
     if theirs.bytes.total > limit:
-        rows["fitting"] = fitting(one, machines, layout, limit)
+        rows["fitting"] = fitting(transformer, machines, layout, limit)
         limits["as roomy"] = theirs.bytes.total
     for what, bound in limits.items():
-        found = planned(one, machines, layout, bound)
+        found = planned(transformer, machines, layout, bound)
         rows[what] = (found.seconds, found.bytes, f"{found.mesh}, {', '.join(found.layout.settings.values())}")
     return {"model": name, "devices": layout.num_devices, "limit_bytes": limit, "rows": rows}
 

@@ -109,8 +109,8 @@ def run(hidden: int, tokens: int, steps: int, balanced: bool, bare: bool) -> lis
         start = time.perf_counter()
         plain_wait(self, work, what, names)
         if work in of:
-            one, action = of.pop(work), running[0].current
-            one.waited, one.ended, one.in_pair = start, time.perf_counter(), len(action.work) > 1
+            item, action = of.pop(work), running[0].current
+            item.waited, item.ended, item.in_pair = start, time.perf_counter(), len(action.work) > 1
 
     torch.manual_seed(int(os.environ["RANK"]) % 2)  # lines have batches of their own
     x = torch.randn(8, tokens, hidden)
@@ -167,7 +167,7 @@ def main() -> None:
             )
             means[kind].append((exposed, exposed + partner))
     for at, what in enumerate(("the exchange itself", "with waits for the partner")):
-        plain, turns = (statistics.fmean(one[at] for one in means[kind]) for kind in KINDS)
+        plain, turns = (statistics.fmean(entry[at] for entry in means[kind]) for kind in KINDS)
         print(f"in pairs, {what}: {plain:.1f} ms exposed, {turns:.1f} ms in turns: {1 - turns / plain:.0%} hidden")
 
 

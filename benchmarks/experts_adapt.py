@@ -91,7 +91,7 @@ def run(given: dict[str, int], *, sparse: int, microbatches: int, then: str = ""
         if profile is not None:
             told = steps(_WARM_UPS + 5)[_WARM_UPS:]
             layers = Layers(profile, dl.generate("1f1b", num_ranks=2, num_microbatches=microbatches))
-            each = [median(one) for one in zip(*map(stage_seconds, told), strict=True)]
+            each = [median(entry) for entry in zip(*map(stage_seconds, told), strict=True)]
             cut = pipe.gather(layers.measured(cut, each).best().counts)[0]
             if cut != pipe.gather((blocks // 2, blocks - blocks // 2))[0]:
                 pipe.repartition(balance=list(cut))
@@ -103,14 +103,14 @@ def run(given: dict[str, int], *, sparse: int, microbatches: int, then: str = ""
             ).program if pipe.rank == 0 else None  # fmt: skip
             pipe.take_program(pipe.gather(found)[0])
         seen = steps(_WARM_UPS + given["steps"])[_WARM_UPS:]
-    idle = [median(one.idle[rank] / one.makespan for one in seen) for rank in range(2)]
-    bubble = median(one.bubble for one in seen)
+    idle = [median(value.idle[rank] / value.makespan for value in seen) for rank in range(2)]
+    bubble = median(value.bubble for value in seen)
     return {
         "bubble": bubble,
         "ratio": bubble / (1 - bubble),
         "idle": idle,
         "cut": list(cut),
-        "milliseconds": median(one.makespan for one in seen) * 1e3,
+        "milliseconds": median(value.makespan for value in seen) * 1e3,
     }
 
 
@@ -124,8 +124,8 @@ def draw(rows: dict[str, dict[str, Any]]) -> str:
 
     drawn = [
         Bar(f"{name}, rank {rank}", {"busy": 100 * (1 - idle), "idle": 100 * idle}, note=f"{idle:.0%} idle")
-        for name, one in rows.items()
-        for rank, idle in enumerate(one["idle"])
+        for name, row in rows.items()
+        for rank, idle in enumerate(row["idle"])
     ]
     hues = {"busy": HUES[0], "idle": HUES[4]}
     return bars(drawn, hues, title="Where the time of every rank goes", x_label="% of a step", unit="%")
@@ -151,12 +151,12 @@ def main() -> None:
     }
     rows: dict[str, dict[str, Any]] = {}
     for name, settings in cases.items():
-        one = rows[name] = dl.launch(rank_run, given, settings, num_ranks=2)[0]
-        one["beside"] = one["ratio"] / rows["dense"]["ratio"]
-        idle = " and ".join(f"{share:.1%}" for share in one["idle"])
+        entry = rows[name] = dl.launch(rank_run, given, settings, num_ranks=2)[0]
+        entry["beside"] = entry["ratio"] / rows["dense"]["ratio"]
+        idle = " and ".join(f"{share:.1%}" for share in entry["idle"])
         print(
-            f"{name:16} cut {one['cut'][0]:2} + {one['cut'][1]:2}  step {one['milliseconds']:6.1f} ms  bubble "
-            f"{one['bubble']:.1%}  ratio {one['ratio']:.3f}  beside {one['beside']:.2f}  idle {idle}",
+            f"{name:16} cut {entry['cut'][0]:2} + {entry['cut'][1]:2}  step {entry['milliseconds']:6.1f} ms  bubble "
+            f"{entry['bubble']:.1%}  ratio {entry['ratio']:.3f}  beside {entry['beside']:.2f}  idle {idle}",
             flush=True,
         )
     if args.out is not None:

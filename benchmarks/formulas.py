@@ -64,7 +64,7 @@ def _miss(
     paces = []
     for rank in range(ranks):
         by = sum(part * shares[stage] for stage, part in stages_of(name, rank, ranks, per_rank))
-        paces.append(Pace(1, *(one * by for one in each)))
+        paces.append(Pace(1, *(value * by for value in each)))
     formula = find(name).makespan
     assert formula is not None, "the schedules to plan with have one"
     bare = formula(Paces(paces, count, per_rank, latency))
@@ -85,8 +85,8 @@ def main() -> None:
     for name, counts in tried_schedules().items():
         for per_rank in counts:
             found = list(misses(name, per_rank, most))
-            worst = max(found, key=lambda one: abs(one.ours))
-            bare = max(found, key=lambda one: abs(one.formula)).formula
+            worst = max(found, key=lambda miss: abs(miss.ours))
+            bare = max(found, key=lambda miss: abs(miss.formula)).formula
             print(f"{name:18} {per_rank:6} {len(found):6} {worst.ours:+7.1%} {bare:+12.1%}   {worst.words}", flush=True)
 
 

@@ -71,7 +71,7 @@ def fuzz(target: Target, num_cases: int, *, seed: int = 0, first: int = 0, say: 
         with tempfile.TemporaryDirectory() as folder:
             case = target.begin(Path(folder))
             for number in range(first, first + num_cases):
-                fault = _one(case, random.Random(f"{seed} {target.name} {number}"), outcome)
+                fault = _fault_of(case, random.Random(f"{seed} {target.name} {number}"), outcome)
                 if fault:
                     places[fault[0]] += 1
                     if say and places[fault[0]] == 1 and seen < _SHOWN:
@@ -94,7 +94,7 @@ def fuzz(target: Target, num_cases: int, *, seed: int = 0, first: int = 0, say: 
     return outcome
 
 
-def _one(case: Case, chance: random.Random, outcome: Outcome) -> tuple[str, str] | None:
+def _fault_of(case: Case, chance: random.Random, outcome: Outcome) -> tuple[str, str] | None:
     """Run one case, and return where it failed and how."""
     outcome.cases += 1
     signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
@@ -117,7 +117,7 @@ def _one(case: Case, chance: random.Random, outcome: Outcome) -> tuple[str, str]
 def _place(trace: object) -> str:
     """Return the innermost place in the package."""
     frames = traceback.extract_tb(trace)  # type: ignore[arg-type]
-    own = [one for one in frames if "drumline" in one.filename] or frames
+    own = [frame for frame in frames if "drumline" in frame.filename] or frames
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}"
 
 
@@ -131,9 +131,9 @@ def table(outcomes: list[Outcome]) -> str:
     lines = [f"{'parser':<14}{'cases':>8}{'accepted':>10}{'refused':>9}{'tracebacks':>12}{'hangs':>7}"
              f"{'peak MiB':>10}{'growth MiB':>12}{'s':>7}"]  # fmt: skip
     lines += [
-        f"{one.name:<14}{one.cases:>8}{one.accepted:>10}{one.refused:>9}{one.tracebacks:>12}{one.hangs:>7}"
-        f"{one.peak_mib:>10.1f}{one.growth_mib:>12.1f}{one.seconds:>7.0f}"
-        for one in outcomes
+        f"{item.name:<14}{item.cases:>8}{item.accepted:>10}{item.refused:>9}{item.tracebacks:>12}{item.hangs:>7}"
+        f"{item.peak_mib:>10.1f}{item.growth_mib:>12.1f}{item.seconds:>7.0f}"
+        for item in outcomes
     ]
     return "\n".join(lines)
 
@@ -150,13 +150,13 @@ def main() -> int:
     outcomes = []
     for target in named(args.only):
         outcomes.append(fuzz(target, args.cases, seed=args.seed, first=args.first, say=True))
-        for place, count in sorted(outcomes[-1].found.items(), key=lambda one: -one[1]):
+        for place, count in sorted(outcomes[-1].found.items(), key=lambda pair: -pair[1]):
             print(f"{target.name}: {count} x {place}", file=sys.stderr, flush=True)
     print(f"{machine()}; seed {args.seed}\n")
     print(table(outcomes))
     if args.json is not None:
-        args.json.write_text(json.dumps([asdict(one) for one in outcomes], indent=1))
-    return 0 if all(one.is_clean for one in outcomes) else 1
+        args.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
+    return 0 if all(outcome.is_clean for outcome in outcomes) else 1
 
 
 if __name__ == "__main__":

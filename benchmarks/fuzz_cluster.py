@@ -130,7 +130,7 @@ def explore_case(folder: Path) -> Case:
         {"schedule": "1f1b", "ranks": "2", "microbatches": "3", "comm": "0.5"},
         {"schedule": "zb-v", "ranks": "2", "microbatches": "4", "forward": "2", "max_activations": "3"},
     ]
-    texts = [one.format() for one in programs()]
+    texts = [program.format() for program in programs()]
     values = ("", "0", "-1", "3", "1e9", "nan", "inf", "-inf", "1e308", "9" * 5000, "٣", "1_0", "x", "1e-320", "99999")
 
     def case(chance: random.Random) -> None:

@@ -31,7 +31,7 @@ WORDS = (
 def programs() -> list[Program]:
     named = (("1f1b", 2, 3), ("zb-h1", 2, 3), ("interleaved-1f1b", 2, 4), ("zb-v", 2, 4), ("dualpipe-v", 2, 4))
     made = [generate(name, num_ranks=ranks, num_microbatches=microbatches) for name, ranks, microbatches in named]
-    return [*made, *(lower(one) for one in made[:2])]
+    return [*made, *(lower(program) for program in made[:2])]
 
 
 def action_case(folder: Path) -> Case:
@@ -48,7 +48,7 @@ def action_case(folder: Path) -> Case:
 
 
 def program_case(folder: Path) -> Case:
-    seeds = [one.format() for one in programs()]
+    seeds = [program.format() for program in programs()]
 
     def case(chance: random.Random) -> None:
         path = put(folder / "own.csv", rows_text(chance.choice(seeds), chance, WORDS), chance)
@@ -98,7 +98,7 @@ def _profiles() -> list[ModelProfile]:
 
 
 def profile_case(folder: Path) -> Case:
-    seeds = [json.loads(one.to_json()) for one in _profiles()]
+    seeds = [json.loads(profile.to_json()) for profile in _profiles()]
     shapes: dict[str, Any] = {"from": 0, "to": 1, "points": [[64, 1e-5], [4096, 2e-5]], "latency": 1e-5}
     seeds[0]["links"] = [{**shapes, "seconds_per_byte": 1e-9}]
     seeds[0]["sizes"][0]["profile"]["layers"][0]["tied"] = [["emb", 10, 10]]
@@ -121,7 +121,7 @@ def profile_case(folder: Path) -> Case:
 def plan_case(folder: Path) -> Case:
     limited = plan(_profiles()[0], num_ranks=2, batch=4, memory_bytes=10**6, schedules=("1f1b", "zb-h1"), seconds=0)
     plain = plan(_profiles()[1], num_ranks=2, batch=8, schedules=("gpipe",), seconds=0)
-    seeds = [json.loads(one.best.to_json()) for one in (limited, plain)]
+    seeds = [json.loads(planned.best.to_json()) for planned in (limited, plain)]
 
     def case(chance: random.Random) -> None:
         path = put(folder / "plan.json", json_text(chance.choice(seeds), chance), chance)
@@ -134,7 +134,7 @@ def plan_case(folder: Path) -> Case:
         assert found.step_seconds == found.step_seconds
         assert found.bubble == found.bubble
         assert found.stages_per_rank >= 0
-        assert [one.stash + one.total for one in found.rank_bytes]
+        assert [rank_bytes.stash + rank_bytes.total for rank_bytes in found.rank_bytes]
         if not validate(found.program):
             assert simulate(found.program).makespan > 0
 

@@ -76,7 +76,7 @@ class Outcome:
 
     def summary(self) -> dict[str, Any]:
         """Return all of it, as JSON has it."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 
 
 def fuzz(
@@ -89,8 +89,8 @@ def fuzz(
 ) -> Outcome:
     """Run these cases, those with the same number of ranks together, by so many processes."""
     outcome, begun = Outcome(seed), time.perf_counter()
-    known = [] if lines is None else [one for one in read(lines) if one["seed"] == seed and one["case"] in numbers]
-    left = set(numbers) - {one["case"] for one in known}
+    known = [] if lines is None else [item for item in read(lines) if item["seed"] == seed and item["case"] in numbers]
+    left = set(numbers) - {entry["case"] for entry in known}
     for at, line in enumerate(_every(known, seed, sorted(left), jobs, lines), 1):
         before = len(outcome.failures)
         outcome.add(line)

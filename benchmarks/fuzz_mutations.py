@@ -35,13 +35,13 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
     found: list[tuple[Any, Any]] = []
     left = [value]
     while left:
-        one = left.pop()
-        keys: list[Any] = list(one) if isinstance(one, dict) else list(range(len(one))) if isinstance(one, list) else []
+        row = left.pop()
+        keys: list[Any] = list(row) if isinstance(row, dict) else list(range(len(row))) if isinstance(row, list) else []
         if len(keys) > 40:
             keys = keys[:12] + keys[len(keys) // 2 : len(keys) // 2 + 12] + keys[-12:]
         for key in keys:
-            found.append((one, key))
-            left.append(one[key])
+            found.append((row, key))
+            left.append(row[key])
     return found
 
 
@@ -92,8 +92,14 @@ def _tweak(where: Any, key: Any, chance: random.Random) -> None:
         where[key] = [inside] if chance.random() < 0.5 else str(inside)
         return
     tweaks: list[Callable[[Any], Any]] = [
-        *(lambda one: -one, lambda one: one + 1, lambda one: one - 1, lambda one: one * 2, str),
-        *(lambda one: one + 0.5, lambda one: float(one) * 1e6, lambda one: 0 * one, lambda one: [one], bool),
+        *(lambda value: -value, lambda value: value + 1, lambda value: value - 1, lambda value: value * 2, str),
+        *(
+            lambda value: value + 0.5,
+            lambda value: float(value) * 1e6,
+            lambda value: 0 * value,
+            lambda value: [value],
+            bool,
+        ),
     ]
     where[key] = chance.choice(tweaks)(inside)
 

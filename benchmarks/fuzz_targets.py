@@ -30,5 +30,5 @@ def named(names: str) -> Iterator[Target]:
     >>> [one.name for one in named("costs,plan")]
     ['costs', 'plan']
     """
-    wanted = tuple(one.strip() for one in names.split(",") if one.strip())
-    return (one for one in TARGETS if not wanted or one.name.startswith(wanted))
+    wanted = tuple(name.strip() for name in names.split(",") if name.strip())
+    return (target for target in TARGETS if not wanted or target.name.startswith(wanted))

@@ -33,9 +33,9 @@ def with_handling(costs: Costs, handling: Handling, program: Program) -> Costs:
     back = [take * behind + send * before for before, behind in zip(earlier, later, strict=True)]
     none = [0.0] * len(stages)
     copying = {"forward": forth, "backward": back, "backward_input": back, "backward_weight": none}
-    more = {name: [handling.action + one for one in extra] for name, extra in copying.items()}
+    more = {name: [handling.action + value for value in extra] for name, extra in copying.items()}
     seconds: dict[str, Any] = {
-        name: [one + other for one, other in zip(costs.per_stage(name, len(stages)), extra, strict=True)]
+        name: [value + other for value, other in zip(costs.per_stage(name, len(stages)), extra, strict=True)]
         for name, extra in more.items()
     }
     return replace(costs, **seconds, comm=handling.flight, edges={}, message_bytes=0.0)

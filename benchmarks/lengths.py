@@ -115,12 +115,12 @@ def bucketed(seed: int, count: int) -> tuple[list[list[dict[str, Any]]], float]:
     texts = Texts(texts_of(seed, EPOCH))
     layout = Buckets(texts, StepShape(ROWS, MICROBATCHES, counts=tuple(range(1, 2 * MICROBATCHES + 1))), LONGEST)
     units, _ = layout.units(np.random.default_rng(seed).permutation(EPOCH), last=True)
-    real = sum(len(texts.texts[one]) for unit in units for row in unit.rows for one in row)
+    real = sum(len(texts.texts[number]) for unit in units for row in unit.rows for number in row)
     places = sum(len(unit.rows) * unit.width for unit in units)
-    ordered = sorted(units, key=lambda one: one.width)
+    ordered = sorted(units, key=lambda item: item.width)
     steps = []
     for unit in (ordered[(2 * at + 1) * len(units) // (2 * count)] for at in range(count)):
-        step = [[texts.texts[one] for row in part[0].rows for one in row] for part in layout.share([unit], 0)]
+        step = [[texts.texts[number] for row in part[0].rows for number in row] for part in layout.share([unit], 0)]
         steps.append([padded(rows, unit.width) for rows in step])
     return steps, 1 - real / places
 
@@ -208,10 +208,10 @@ def measure(seeds: int, rounds: int, steps: int, width: int) -> list[dict[str, A
                 dist.barrier()
                 start = time.perf_counter()
                 for step in windows[way]:
-                    made = {name: dl.Microbatches(one[name] for one in step) for name in step[0]}
+                    made = {name: dl.Microbatches(entry[name] for entry in step) for name in step[0]}
                     target = made.pop("target")
                     result = pipe.step(made, target=target, program=programs[len(step)])
-                    total += float(result.loss or 0.0) * sum(int((one != IGNORED).sum()) for one in target)
+                    total += float(result.loss or 0.0) * sum(int((value != IGNORED).sum()) for value in target)
                     order = getattr(pipe._run.intake, "order_of", None)  # where microbatches are arranged
                     seen[way].append((pipe.timeline(), _sizes(made["ids"], order)))
                     pipe.zero_grad()
@@ -219,15 +219,13 @@ def measure(seeds: int, rounds: int, steps: int, width: int) -> list[dict[str, A
                 if turn:
                     seconds[way].append(time.perf_counter() - start)
                 losses[way] = total
-        real = {
-            way: sum(int((one["target"] != IGNORED).sum()) for s in each for one in s) for way, each in windows.items()
-        }
-        places = {way: sum(one["ids"].numel() for step in steps for one in step) for way, steps in windows.items()}
+        real = {way: sum(int((e["target"] != IGNORED).sum()) for s in each for e in s) for way, each in windows.items()}
+        places = {way: sum(entry["ids"].numel() for step in steps for entry in step) for way, steps in windows.items()}
         simulated = {}
         for way, timelines in seen.items():
             costs = fitted(timelines[len(windows[way]) :], 2)
             each = timelines[-len(windows[way]) :]
-            simulated[way] = sum(dl.simulate(one.program, costs.of(sizes)).makespan for one, sizes in each)
+            simulated[way] = sum(dl.simulate(item.program, costs.of(sizes)).makespan for item, sizes in each)
         found.append(
             {
                 "seed": seed,
@@ -245,7 +243,7 @@ def measure(seeds: int, rounds: int, steps: int, width: int) -> list[dict[str, A
 
 
 def _counted(step: list[dict[str, Any]]) -> int:
-    return sum(int((one["target"] != IGNORED).sum()) for one in step)
+    return sum(int((entry["target"] != IGNORED).sum()) for entry in step)
 
 
 def _sizes(ids: Any, order_of: Any) -> list[Any]:
@@ -255,19 +253,19 @@ def _sizes(ids: Any, order_of: Any) -> list[Any]:
     return [sizes[at] for at in (range(len(sizes)) if order_of is None else order_of(sizes))]
 
 
-def summary(one: dict[str, Any]) -> list[dict[str, Any]]:
+def summary(entry: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the figures of one seed, way by way."""
-    base = one["real"]["longest"] / statistics.median(one["seconds"]["longest"])
-    possible = one["places"]["longest"] / one["places"]["packed"]
+    base = entry["real"]["longest"] / statistics.median(entry["seconds"]["longest"])
+    possible = entry["places"]["longest"] / entry["places"]["packed"]
     rows = []
     for way in WAYS:
-        real, more = one["real"][way], one["real"][way] / one["real"]["longest"]  # buckets have other texts
-        ratios = sorted(more * a / b for a, b in zip(one["seconds"]["longest"], one["seconds"][way], strict=True))
-        speed = real / statistics.median(one["seconds"][way])
-        padding = one["padding"] if way == "buckets" else 1 - one["places"]["packed"] / one["places"][way]
+        real, more = entry["real"][way], entry["real"][way] / entry["real"]["longest"]  # buckets have other texts
+        ratios = sorted(more * a / b for a, b in zip(entry["seconds"]["longest"], entry["seconds"][way], strict=True))
+        speed = real / statistics.median(entry["seconds"][way])
+        padding = entry["padding"] if way == "buckets" else 1 - entry["places"]["packed"] / entry["places"][way]
         rows.append(
             {
-                "seed": one["seed"],
+                "seed": entry["seed"],
                 "way": way,
                 "tokens_per_second": speed,
                 "padding": padding,
@@ -276,8 +274,8 @@ def summary(one: dict[str, Any]) -> list[dict[str, Any]]:
                 "high": ratios[(3 * len(ratios)) // 4],
                 "possible": possible,
                 "bar": BAR * possible,
-                "simulated": more * one["simulated"]["longest"] / one["simulated"][way],
-                "loss": one["losses"][way] / real,
+                "simulated": more * entry["simulated"]["longest"] / entry["simulated"][way],
+                "loss": entry["losses"][way] / real,
             }
         )
     return rows
@@ -314,17 +312,17 @@ def simulated(draws: int = 6) -> None:
                 made = dl.simulate(program, costs.of([sizes[at] for at in order]))
                 unit = costs.of(sizes).per_stage("forward", program.num_stages)[0]
                 each.setdefault(way, []).append(made.makespan / unit / work)
-        print(f"{name:<17}", "  ".join(f"{way} {statistics.mean(one):.2f}" for way, one in each.items()))
+        print(f"{name:<17}", "  ".join(f"{way} {statistics.mean(row):.2f}" for way, row in each.items()))
     print("searched for 2 s in the memory of 1f1b, in the order that is best by 1f1b")
     for ranks, count in ((2, 8), (4, 16)):
         for seed in range(2):
-            plain, split = (dl.generate(one, num_ranks=ranks, num_microbatches=count) for one in ("1f1b", "zb-h1"))
+            plain, split = (dl.generate(text, num_ranks=ranks, num_microbatches=count) for text in ("1f1b", "zb-h1"))
             sizes, costs = sizes_of_draw(seed, count), costs_for(plain)
             best = costs.of([sizes[at] for at in arranged(plain, costs, sizes).order])
             work = 3 * count * best.per_stage("forward", ranks)[0]
             limit = dl.Limit(max_activations=ranks)
             found = dl.search(best, plain.placement, num_microbatches=count, limit=limit, seconds=2.0)
-            times = [dl.simulate(one, best).makespan / work for one in (plain, split)]
+            times = [dl.simulate(candidate, best).makespan / work for candidate in (plain, split)]
             print(f"{ranks} ranks: 1f1b {times[0]:.2f}  zb-h1 {times[1]:.2f}  searched {found.value / work:.2f}")
     print("the same for steps of buckets, whose microbatches are alike; the last stage costs 15% more by place")
     for ranks, length, rows, count in (
@@ -334,14 +332,14 @@ def simulated(draws: int = 6) -> None:
         (4, 256, 2, 20),
         (4, 1024, 1, 10),
     ):
-        plain, split = (dl.generate(one, num_ranks=ranks, num_microbatches=count) for one in ("1f1b", "zb-h1"))
+        plain, split = (dl.generate(text, num_ranks=ranks, num_microbatches=count) for text in ("1f1b", "zb-h1"))
         terms = {
             key: (a, b * (1.15 if key[0] == ranks - 1 else 1.0), c) for key, (a, b, c) in costs_for(plain).terms.items()
         }
         alike = SizeCosts(ranks, terms).of([Size(rows, length)] * count)
         limit = dl.Limit(max_activations=ranks)
         found = dl.search(alike, plain.placement, num_microbatches=count, limit=limit, seconds=2.0)
-        times = [dl.simulate(one, alike).makespan / found.value for one in (plain, split)]
+        times = [dl.simulate(candidate, alike).makespan / found.value for candidate in (plain, split)]
         print(f"{ranks} ranks, {count} of {rows} x {length}: over searched, 1f1b {times[0]:.2f}  zb-h1 {times[1]:.2f}")
 
 
@@ -359,7 +357,7 @@ def main() -> None:
     import drumline as dl
 
     found = dl.launch(measure, args.seeds, args.rounds, args.steps, args.width, num_ranks=2, threads=1)[0]
-    rows = [row for one in found for row in summary(one)]
+    rows = [row for entry in found for row in summary(entry)]
     print("seed  way       tokens/s  padding  speed-up (quartiles)  padded/real   bar  simulated  loss/token")
     for row in rows:
         print(

@@ -48,7 +48,7 @@ def built() -> tuple[nn.Module, dict[str, Tensor]]:
 def unsplit(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     total = torch.zeros((), device="cuda")
     share = torch.tensor(1 / MICROBATCHES, device="cuda")
-    cut = {name: one.chunk(MICROBATCHES) for name, one in batch.items()}
+    cut = {name: tensor.chunk(MICROBATCHES) for name, tensor in batch.items()}
     for number in range(MICROBATCHES):
         loss = model(**{name: each[number] for name, each in cut.items()}).loss
         loss.backward(share.to(loss.dtype))
@@ -57,8 +57,8 @@ def unsplit(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def cleared(model: nn.Module) -> None:
-    for one in model.parameters():
-        one.grad = None
+    for param in model.parameters():
+        param.grad = None
 
 
 def checked(model: nn.Module, batch: dict[str, Tensor], pipes: dict[str, dl.Pipeline]) -> dict[str, Any]:
@@ -66,22 +66,22 @@ def checked(model: nn.Module, batch: dict[str, Tensor], pipes: dict[str, dl.Pipe
     torch.use_deterministic_algorithms(True)  # or attention's backward differs from run to run by 1e-2 in bf16
     cleared(model)
     wanted = float(unsplit(model, batch))
-    gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    gradients = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
     found = {}
     for name, pipe in pipes.items():
         cleared(model)
         loss = pipe.step(**batch).loss
         assert loss is not None
         gaps = {
-            path: float((one.grad.float() - gradients[path].float()).norm() / gradients[path].float().norm())
-            for path, one in pipe.named_parameters()
-            if one.grad is not None
+            path: float((param.grad.float() - gradients[path].float()).norm() / gradients[path].float().norm())
+            for path, param in pipe.named_parameters()
+            if param.grad is not None
         }
         assert gaps.keys() == gradients.keys(), "a gradient is missing"
         found[name] = {"loss": abs(float(loss) - wanted), "gradient": max(gaps.values())}
     torch.use_deterministic_algorithms(False)
-    for name, one in found.items():
-        assert one["gradient"] <= 1e-3, (name, one)
+    for name, entry in found.items():
+        assert entry["gradient"] <= 1e-3, (name, entry)
     return found
 
 
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     model, batch = built()
-    count = sum(one.numel() for one in model.parameters())
+    count = sum(param.numel() for param in model.parameters())
     print(f"{count / 1e9:.2f} B parameters, bf16, {MICROBATCHES} microbatches of {ROWS} x {TOKENS} tokens")
     pipes = {
         name: dl.Pipeline(
@@ -122,7 +122,7 @@ def main() -> None:
                 seconds[name].append(took)
     rows = []
     for name in steps:
-        ratios = [one / other for one, other in zip(seconds[name], seconds["unsplit"], strict=True)]
+        ratios = [duration / other for duration, other in zip(seconds[name], seconds["unsplit"], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         rows.append(
             {

@@ -119,11 +119,11 @@ def measure(
     ballast = limited(limit)
     Path("/proc/self/clear_refs").write_text("5")
     before, begin = used("VmRSS"), time.perf_counter()
-    found: dict[str, Any] = {"whole": sum(one.nbytes for one in model.parameters()), "failed": ""}
+    found: dict[str, Any] = {"whole": sum(param.nbytes for param in model.parameters()), "failed": ""}
     try:
         pipe, take = pipelined(kind, model, width, schedule, weights=folder)
         found["seconds"] = time.perf_counter() - begin
-        found["own"] = sum(one.nbytes for one in pipe.parameters())
+        found["own"] = sum(param.nbytes for param in pipe.parameters())
         found["made"] = used("VmHWM") - before
         assert take(pipe.step if train else pipe.eval_step).loss is not None
         found["stepped"] = used("VmHWM") - before
@@ -146,13 +146,13 @@ def main() -> None:
     rows = []
     for kind in args.models:
         model = build(kind, args.blocks, args.width)
-        whole = sum(one.nbytes for one in model.parameters())
+        whole = sum(param.nbytes for param in model.parameters())
         print(f"{kind}, {whole / MIB:.0f} MiB of weights, {args.schedule}; MiB a rank")
         print("values from   step   ranks  limit  own weights  peak growth: made  with a step  seconds to make")
         with tempfile.TemporaryDirectory() as made:
             write(Path(made), model)
             for folder in (Path(made), None):
-                rows += [show(one) for one in cases(kind, args, folder, whole)]
+                rows += [show(case) for case in cases(kind, args, folder, whole)]
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
 
@@ -184,7 +184,7 @@ def show(row: dict[str, Any]) -> dict[str, Any]:
         if each["failed"]:
             print(f"{start}  fails: {each['failed'][:70]}")
         else:
-            own, made, stepped = (each[one] / MIB for one in ("own", "made", "stepped"))
+            own, made, stepped = (each[name] / MIB for name in ("own", "made", "stepped"))
             print(f"{start}  {own:11.0f}  {made:17.0f}  {stepped:11.0f}  {each['seconds']:15.1f}")
     return row
 

@@ -56,7 +56,7 @@ class Stolen:
     @staticmethod
     def _counts() -> list[int]:
         try:
-            return [int(one) for one in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+            return [int(name) for name in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
         except (OSError, ValueError):
             return [0] * 8
 

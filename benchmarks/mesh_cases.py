@@ -111,15 +111,15 @@ class Case:
         found += [f"zero={options['zero']}"] if options.get("zero") else []
         found += ["sequence parallel"] if options.get("sequence_parallel") else []
         found += [f"{self.dtype}, precision" if "precision" in options else self.dtype]
-        counts = self.function.is_labels and any("empty" in one or "one" in one for one in self.patterns)
+        counts = self.function.is_labels and any("empty" in pattern or "one" in pattern for pattern in self.patterns)
         found += ["empty microbatches or lines"] if counts else []
-        found += ["short batches"] if len({one for each in self.rows for one in each}) > 1 else []
+        found += ["short batches"] if len({number for each in self.rows for number in each}) > 1 else []
         return found
 
     def described(self) -> str:
         """Return the case in a line."""
         mesh = " x ".join(f"{name}{size}" for name, size in self.mesh.items())
-        given = ", ".join(f"{name}={one!r}" for name, one in self.options.items())
+        given = ", ".join(f"{name}={option!r}" for name, option in self.options.items())
         what = [self.kind, *(name for name in ("tied", "frozen", "apart") if getattr(self, name))]
         what += [f"own loss {self.own}" if self.own else self.loss, self.dtype, f"kv heads {self.groups}"]
         return f"{mesh}; {', '.join(what)}; {given}; rows {self.rows} x {self.length}; {' then '.join(self.patterns)}"
@@ -134,7 +134,7 @@ class Case:
         """Return the microbatches of every line: tokens, and labels or numbers."""
         chance = torch.Generator().manual_seed(1000 * self.number + step)
         found = [
-            [self._made(*one, chance) for one in zip(self._each(rows), self.lengths, strict=True)]
+            [self._made(*pair, chance) for pair in zip(self._each(rows), self.lengths, strict=True)]
             for rows in self.rows[step]
         ]
         if self.function.is_labels:
@@ -169,21 +169,21 @@ def _thin_out(lines: list[list[tuple[Tensor, Tensor]]], pattern: str, chance: ra
     """Let some labels not count."""
     every = [y for line in lines for _, y in line]
     if pattern == "some":
-        for one in every:
-            left_out = [chance.random() < 0.4 for _ in range(one.numel())]
-            one[torch.tensor(left_out, dtype=torch.bool).view(one.shape)] = IGNORED
+        for tensor in every:
+            left_out = [chance.random() < 0.4 for _ in range(tensor.numel())]
+            tensor[torch.tensor(left_out, dtype=torch.bool).view(tensor.shape)] = IGNORED
     elif pattern == "one label":
-        kept = chance.choice([one for one in every if one.numel()])
+        kept = chance.choice([tensor for tensor in every if tensor.numel()])
         place, value = divmod(chance.randrange(kept.numel()), kept.shape[1]), chance.randrange(WORDS)
-        for one in every:
-            one.fill_(IGNORED)
+        for tensor in every:
+            tensor.fill_(IGNORED)
         kept[place] = value
     elif pattern == "empty rows":
-        for one in every:
-            one[::2] = IGNORED
+        for tensor in every:
+            tensor[::2] = IGNORED
     else:
-        for one in _empty(lines, pattern, chance):
-            one.fill_(IGNORED)
+        for tensor in _empty(lines, pattern, chance):
+            tensor.fill_(IGNORED)
 
 
 def _empty(lines: list[list[tuple[Tensor, Tensor]]], pattern: str, chance: random.Random) -> list[Tensor]:
@@ -193,10 +193,10 @@ def _empty(lines: list[list[tuple[Tensor, Tensor]]], pattern: str, chance: rando
     return {
         "all": [],
         "nothing": every,
-        "first microbatch empty": [one[0][1] for one in lines],
-        "last microbatch empty": [one[-1][1] for one in lines],
+        "first microbatch empty": [row[0][1] for row in lines],
+        "last microbatch empty": [row[-1][1] for row in lines],
         "a microbatch of one line": [every[kept]],
-        "all but one microbatch": [one for at, one in enumerate(every) if at != kept],
+        "all but one microbatch": [tensor for at, tensor in enumerate(every) if at != kept],
         "an empty line": [y for _, y in line],
     }[pattern]
 
@@ -254,7 +254,7 @@ def drawn(seed: int, number: int) -> Case:
         rows[0] = tuple(chance.randint(1, count - 1) for _ in range(lines))
     patterns = [pick(PATTERNS) for _ in range(2)]
     if lines == 1 and odds() < 0.9:  # else nothing counts
-        patterns = ["some" if one in ("an empty line", "nothing") else one for one in patterns]
+        patterns = ["some" if pattern in ("an empty line", "nothing") else pattern for pattern in patterns]
     case = Case(
         seed, number, ranks, mesh, kind, own, tied=odds() < 0.2, frozen=odds() < 0.1,
         groups=1 if "tp" in mesh and odds() < 0.05 else 2, loss=pick(list(LOSSES)), dtype=dtype,
@@ -275,7 +275,7 @@ def _rows(full: int, count: int, chance: random.Random) -> int:
 
 def _schedule(num_ranks: int, chance: random.Random, *, few: bool) -> dict[str, Any]:
     """Return a schedule that exists for these ranks, and its counts."""
-    named = [name for name, one in schedules().items() if name not in ("pipedream", "pipedream-2bw", "forward-only")]
+    named = [name for name, recipe in schedules().items() if name not in ("pipedream", "pipedream-2bw", "forward-only")]
     while True:
         name, count, each = chance.choice(named), chance.randint(1, 6), chance.choice([None, None, 2])
         try:

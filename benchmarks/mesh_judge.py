@@ -23,7 +23,7 @@ def judged(case: Case, ranks: Ranks) -> Verdict:
     if errors:
         text = next((text for name, text in errors if name != "RankFailed"), errors[0][1])
         is_early = not any(rank["losses"] for rank in ranks) and len(errors) == len(ranks)
-        if any(one in text for one in case.refusals) and is_early:
+        if any(refusal in text for refusal in case.refusals) and is_early:
             return "refused", text
         return "wrong", f"refused: {text}"
     if case.refusal:
@@ -56,10 +56,10 @@ def _in_losses(step: int, ranks: Ranks, known: Results, bounds: Bounds) -> Itera
 def _in_gradients(step: int, ranks: Ranks, known: Results, bounds: Bounds) -> Iterator[str]:
     own = known.gradients[step]
     for at, rank in enumerate(ranks):
-        for name, one in rank["gradients"][step].items():
+        for name, gradient in rank["gradients"][step].items():
             if name not in own:
                 yield f"step {step}: {name} has a gradient on rank {at}, and none in plain torch"
-            elif not (off := float((one - own[name]).norm())) <= bounds.gradients[step]:
+            elif not (off := float((gradient - own[name]).norm())) <= bounds.gradients[step]:
                 allowed = _allowed(bounds.gradients[step])
                 yield f"step {step}: the gradient of {name} on rank {at} is off by {off:.3g}{allowed}"
     if missing := own.keys() - {name for rank in ranks for name in rank["gradients"][step]}:
@@ -69,15 +69,15 @@ def _in_gradients(step: int, ranks: Ranks, known: Results, bounds: Bounds) -> It
 def _in_the_end(case: Case, ranks: Ranks, known: Results, bounds: Bounds) -> Iterator[str]:
     for at, rank in enumerate(ranks):
         for what in ("norm", "evaluated") if case.evaluates else ("norm",):
-            one, allowed = getattr(known, what), getattr(bounds, what)
-            if not abs(rank[what] - one) <= allowed:
-                yield f"{what} on rank {at} is {rank[what]!r}, and {one!r} in plain torch{_allowed(allowed)}"
-    state = {name: one for rank in ranks for name, one in rank["state"].items()}
+            value, allowed = getattr(known, what), getattr(bounds, what)
+            if not abs(rank[what] - value) <= allowed:
+                yield f"{what} on rank {at} is {rank[what]!r}, and {value!r} in plain torch{_allowed(allowed)}"
+    state = {name: entry for rank in ranks for name, entry in rank["state"].items()}
     if state.keys() != known.state.keys():
         yield f"the state differs in {', '.join(sorted(state.keys() ^ known.state.keys()))}"
-    for name, one in state.items():
-        other = known.state.get(name, one)
-        if not (off := float((one.double() - other.double()).norm())) <= bounds.state:
+    for name, entry in state.items():
+        other = known.state.get(name, entry)
+        if not (off := float((entry.double() - other.double()).norm())) <= bounds.state:
             yield f"the state's {name} is off by {off:.3g}{_allowed(bounds.state)}"
 
 

@@ -46,9 +46,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Attend."""
         query, key, value = (
-            one(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for one in (self.query, self.key, self.value)
+            layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
-        key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+        key, value = (item.repeat_interleave(query.shape[1] // item.shape[1], 1) for item in (key, value))
         made = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         out: Tensor = self.out(made.transpose(1, 2).flatten(2))
         return out
@@ -142,8 +142,8 @@ def model(kind: str, dtype: torch.dtype, *, plain: bool, tied: bool, frozen: boo
     made = made.to(dtype)
     chance = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for _, one in sorted(made.named_parameters()):
-            one.copy_(torch.randn(one.shape, generator=chance, dtype=torch.float64) * 0.4)
+        for _, param in sorted(made.named_parameters()):
+            param.copy_(torch.randn(param.shape, generator=chance, dtype=torch.float64) * 0.4)
     if frozen:
         for part in list(made.children())[:2]:
             part.requires_grad_(False)

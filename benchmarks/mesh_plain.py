@@ -50,7 +50,7 @@ class Bounds:
 
 def norm(tensors: Gradients) -> float:
     """Return the norm of all of them together."""
-    return float(torch.stack([one.double().norm() for one in tensors.values()]).norm())
+    return float(torch.stack([tensor.double().norm() for tensor in tensors.values()]).norm())
 
 
 def wanted(case: Case) -> tuple[Results, Bounds]:
@@ -63,7 +63,7 @@ def wanted(case: Case) -> tuple[Results, Bounds]:
     runs = [plain(case)]
     if case.own != "two":  # whose parts have different shares
         runs.append(plain(case, each=True))
-    seen = [_off(exact, one) for one in runs]
+    seen = [_off(exact, run) for run in runs]
     return exact, _largest([least, *seen], _TIMES)
 
 
@@ -74,39 +74,39 @@ def _digit(case: Case) -> float:
 
 def _of_size(known: Results, near: float) -> Bounds:
     """Return bounds that are a part of the size of all."""
-    sizes = [norm(one) for one in known.gradients]
-    losses = [near * max(abs(one), 1.0) for one in known.losses]
+    sizes = [norm(gradient) for gradient in known.gradients]
+    losses = [near * max(abs(loss), 1.0) for loss in known.losses]
     last = near * max(abs(known.evaluated), 1.0)
-    return Bounds(losses, [near * one for one in sizes], near * norm(known.state), near * max(sizes[-1], 1.0), last)
+    return Bounds(losses, [near * size for size in sizes], near * norm(known.state), near * max(sizes[-1], 1.0), last)
 
 
 def _off(exact: Results, other: Results) -> Bounds:
     """Return how far the second is off: of gradients and state, the tensor that is off farthest."""
-    losses = [abs(one - two) for one, two in zip(exact.losses, other.losses, strict=True)]
-    apart = [_apart(one, two) for one, two in zip(exact.gradients, other.gradients, strict=True)]
+    losses = [abs(loss - two) for loss, two in zip(exact.losses, other.losses, strict=True)]
+    apart = [_apart(gradient, two) for gradient, two in zip(exact.gradients, other.gradients, strict=True)]
     state = max(_apart(exact.state, other.state).values())
-    whole = sum(one * one for one in apart[-1].values()) ** 0.5
-    gradients = [max(one.values()) for one in apart]
+    whole = sum(value * value for value in apart[-1].values()) ** 0.5
+    gradients = [max(entry.values()) for entry in apart]
     return Bounds(losses, gradients, state, whole, abs(exact.evaluated - other.evaluated))
 
 
 def _apart(ones: Gradients, others: Gradients) -> dict[str, float]:
-    return {name: float((one.double() - others[name].double()).norm()) for name, one in ones.items()}
+    return {name: float((tensor.double() - others[name].double()).norm()) for name, tensor in ones.items()}
 
 
 def _largest(bounds: list[Bounds], times: float) -> Bounds:
     def each(rows: list[list[float]]) -> list[float]:
         return [times * max(column) for column in zip(*rows, strict=True)]
 
-    losses, gradients = each([one.losses for one in bounds]), each([one.gradients for one in bounds])
-    state, whole, last = each([[one.state, one.norm, one.evaluated] for one in bounds])
+    losses, gradients = each([bound.losses for bound in bounds]), each([bound.gradients for bound in bounds])
+    state, whole, last = each([[bound.state, bound.norm, bound.evaluated] for bound in bounds])
     return Bounds(losses, gradients, state, whole, last)
 
 
 def plain(case: Case, *, exact: bool = False, each: bool = False) -> Results:
     """Run the case with plain torch, in one process; `exact` in float64, `each` microbatch by microbatch."""
     made = case.model(plain=True, exact=exact)
-    optimizer = torch.optim.SGD([one for one in made.parameters() if one.requires_grad], lr=case.rate)
+    optimizer = torch.optim.SGD([param for param in made.parameters() if param.requires_grad], lr=case.rate)
     low = torch.autocast("cpu", torch.bfloat16, enabled="precision" in case.options and not exact)
     losses: list[float] = []
     gradients: list[Gradients] = []
@@ -123,8 +123,8 @@ def plain(case: Case, *, exact: bool = False, each: bool = False) -> Results:
 
     for step in range(2):
         losses.append(run(step, backward=True))
-        found = {name: one.grad for name, one in made.named_parameters() if one.grad is not None}
-        gradients.append({name: one.double().clone() for name, one in found.items()})
+        found = {name: param.grad for name, param in made.named_parameters() if param.grad is not None}
+        gradients.append({name: value.double().clone() for name, value in found.items()})
         if case.updates and not step:
             optimizer.step()
             optimizer.zero_grad()
@@ -134,7 +134,7 @@ def plain(case: Case, *, exact: bool = False, each: bool = False) -> Results:
 
 def _parts(case: Case, step: int, *, each: bool) -> list[tuple[Tensor, Tensor, float]]:
     """Return the microbatches of all lines with their shares of the loss, or all rows as one."""
-    every = [one for line in case.microbatches(step) for one in line]
+    every = [pair for line in case.microbatches(step) for pair in line]
     if not each:
         x, y = (torch.cat(both) for both in zip(*every, strict=True))
         return [(x, y, 1.0)]

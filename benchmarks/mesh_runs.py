@@ -57,14 +57,14 @@ def line_of(case: Case, outcome: str, how: str, seconds: float) -> dict[str, Any
 
 def write(files: Sequence[Path], line: dict[str, Any]) -> None:
     """Append a line to files."""
-    for one in files:
-        with one.open("a", encoding="utf-8") as file:
+    for path in files:
+        with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
 def read(file: Path) -> list[dict[str, Any]]:
     """Return the lines of a file; none if there is none."""
-    return [json.loads(one) for one in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
 def run(case: Case) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _run(case: Case, found: dict[str, Any]) -> None:
             if case.updates and not step:
                 optimizer.step()
                 optimizer.zero_grad()
-        found["state"] = {name: one.clone() for name, one in pipe.state_dict().items()}
+        found["state"] = {name: entry.clone() for name, entry in pipe.state_dict().items()}
         if case.evaluates:
             found["evaluated"] = _stepped(case, pipe, 1, pipe.eval_step)
 
@@ -133,7 +133,7 @@ def _stepped(case: Case, pipe: dl.Pipeline, step: int, call: Any) -> float:
 def _gradients(pipe: dl.Pipeline) -> dict[str, Tensor]:
     """Return the whole gradients of this rank's parameters; all lines call it alike."""
     return {
-        name: put_together(one.grad.detach().double(), slice_of(one), pipe.axes).clone()
-        for name, one in pipe.named_parameters()
-        if one.grad is not None
+        name: put_together(param.grad.detach().double(), slice_of(param), pipe.axes).clone()
+        for name, param in pipe.named_parameters()
+        if param.grad is not None
     }

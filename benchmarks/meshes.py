@@ -81,12 +81,12 @@ def torch_step(program: Any, model: Any, x: Any, y: Any) -> tuple[Any, Any]:
 
     def gradients() -> dict[str, Any]:
         parameters: dict[str, Any] = {
-            f"{stage * each + at}.{name}": one
+            f"{stage * each + at}.{name}": param
             for stage, module in zip(mine, modules, strict=True)
             for at, block in enumerate(module)
-            for name, one in block.named_parameters()
+            for name, param in block.named_parameters()
         }
-        return {name: one.grad.full_tensor() for name, one in parameters.items()}
+        return {name: param.grad.full_tensor() for name, param in parameters.items()}
 
     return step, gradients
 
@@ -96,8 +96,8 @@ def gradients_of(pipe: Any) -> dict[str, Any]:
     from drumline.channel.lines.slices import put_together, slice_of
 
     return {
-        name: put_together(one.grad.view(-1) if slice_of(one) else one.grad, slice_of(one), pipe.axes)
-        for name, one in pipe.named_parameters()
+        name: put_together(param.grad.view(-1) if slice_of(param) else param.grad, slice_of(param), pipe.axes)
+        for name, param in pipe.named_parameters()
     }
 
 
@@ -109,7 +109,7 @@ def exposed(timeline: Any) -> float:
 def closing(timeline: Any) -> list[tuple[float, float]]:
     """Return, per rank, when its last compute and its last exchange end."""
     last = {rank: max(track.ends) for rank, track in enumerate(timeline.tracks)}
-    ends = {rank: [one.end for one in timeline.exchanges if one.rank == rank] for rank in last}
+    ends = {rank: [exchange.end for exchange in timeline.exchanges if exchange.rank == rank] for rank in last}
     return [(last[rank], max([last[rank], *ends[rank]])) for rank in last]
 
 
@@ -141,15 +141,15 @@ def exchange_seconds_of_lines(steps: list[Any]) -> list[float]:
     from drumline.core.measured.costs import exchange_seconds
 
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, [exchange_seconds([one], one.program.num_stages)["reduce"] for one in steps])
+    dist.all_gather_object(told, [exchange_seconds([step], step.program.num_stages)["reduce"] for step in steps])
     least = [[min(each) for each in zip(*of_lines, strict=True)] for of_lines in zip(*told, strict=True)]
     return [statistics.median(each) for each in zip(*least, strict=True)]
 
 
 def furthest(gradients: dict[str, Any], model: Any) -> float:
     """Return the largest relative distance between gradients and those of the model."""
-    wanted = {key: one.grad for key, one in model.named_parameters()}
-    return max(float((one - wanted[key]).norm() / wanted[key].norm()) for key, one in gradients.items())
+    wanted = {key: param.grad for key, param in model.named_parameters()}
+    return max(float((gradient - wanted[key]).norm() / wanted[key].norm()) for key, gradient in gradients.items())
 
 
 def measure(names: list[str], width: int, depth: int, count: int, rounds: int, beside: bool) -> list[dict[str, Any]]:
@@ -180,11 +180,11 @@ def measure(names: list[str], width: int, depth: int, count: int, rounds: int, b
         options: dict[str, Any] = {"loss_fn": functional.mse_loss, "mesh": MESH}
         programs = {"overlap": overlapping, "at end": at_end(plain), "zero 3": overlapping}
         pipes = {
-            one: dl.Pipeline(copy.deepcopy(model), schedule=program, zero=3 if one == "zero 3" else 0, **options)
-            for one, program in programs.items()
+            key: dl.Pipeline(copy.deepcopy(model), schedule=program, zero=3 if key == "zero 3" else 0, **options)
+            for key, program in programs.items()
         }
         number, parts = pipes["overlap"].axes.rows
-        x, y = (one.chunk(parts)[number] for one in batch)
+        x, y = (tensor.chunk(parts)[number] for tensor in batch)
         their_gradients: Any = None
 
         def ours(pipe: Any, x: Any = x, y: Any = y) -> None:
@@ -192,45 +192,45 @@ def measure(names: list[str], width: int, depth: int, count: int, rounds: int, b
             pipe.step(x, target=y)
             pipe.settle()
 
-        contenders: dict[str, Any] = {one: lambda pipe=pipe, run=ours: run(pipe) for one, pipe in pipes.items()}
+        contenders: dict[str, Any] = {key: lambda pipe=pipe, run=ours: run(pipe) for key, pipe in pipes.items()}
         if beside and name in THEIR_CLASS:
             contenders["torch"], their_gradients = torch_step(plain, model, x, y)
-        seconds: dict[str, list[float]] = {one: [] for one in contenders}
-        steps: dict[str, list[Any]] = {one: [] for one in pipes}
+        seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
+        steps: dict[str, list[Any]] = {text: [] for text in pipes}
         for turn in range(rounds + 2):
-            for one, step in contenders.items():
+            for key, step in contenders.items():
                 dist.barrier()
                 start = time.perf_counter()
                 step()
                 dist.barrier()
                 if turn >= 2:
-                    seconds[one].append(time.perf_counter() - start)
-                    if one in pipes:
-                        steps[one].append(pipes[one].timeline())
+                    seconds[key].append(time.perf_counter() - start)
+                    if key in pipes:
+                        steps[key].append(pipes[key].timeline())
         functional.mse_loss(model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
-        every = {one: gradients_of(pipe) for one, pipe in pipes.items()}
+        every = {key: gradients_of(pipe) for key, pipe in pipes.items()}
         if their_gradients is not None:
             every["torch"] = their_gradients()
-        off = {one: furthest(each, model) for one, each in every.items()}
+        off = {key: furthest(each, model) for key, each in every.items()}
         costs = replace(costs_of(steps["at end"]), reduce=exchange_seconds_of_lines(steps["at end"]))
-        measured_exposed = {one: statistics.median(exposed_in_lines(steps[one])) for one in pipes}
+        measured_exposed = {text: statistics.median(exposed_in_lines(steps[text])) for text in pipes}
         handled = with_handling(costs, Handling.measured(steps["at end"]), plain)
         simulated, bare = (
-            {one: dl.simulate(programs[one], each) for one in ("overlap", "at end")} for each in (handled, costs)
+            {text: dl.simulate(programs[text], each) for text in ("overlap", "at end")} for each in (handled, costs)
         )
         found.append({
             "schedule": name,
             "line": number,
-            "ms": {one: statistics.median(each) * 1e3 for one, each in seconds.items()},
-            "ratios": {one: _ratios(seconds[one], seconds.get("torch")) for one in pipes},
-            "makespan_ms": {one: statistics.median(t.makespan for t in steps[one]) * 1e3 for one in pipes},
-            "exposed_ms": {one: seconds * 1e3 for one, seconds in measured_exposed.items()},
-            "simulated_ms": {one: t.makespan * 1e3 for one, t in simulated.items()},
-            "simulated_exposed_ms": {one: exposed(t) * 1e3 for one, t in simulated.items()},
-            "without_handling_ms": {one: t.makespan * 1e3 for one, t in bare.items()},
-            "reduce_ms": [one * 1e3 for one in costs.per_stage("reduce", plain.num_stages)],
+            "ms": {key: statistics.median(each) * 1e3 for key, each in seconds.items()},
+            "ratios": {text: _ratios(seconds[text], seconds.get("torch")) for text in pipes},
+            "makespan_ms": {text: statistics.median(t.makespan for t in steps[text]) * 1e3 for text in pipes},
+            "exposed_ms": {key: seconds * 1e3 for key, seconds in measured_exposed.items()},
+            "simulated_ms": {key: t.makespan * 1e3 for key, t in simulated.items()},
+            "simulated_exposed_ms": {key: exposed(t) * 1e3 for key, t in simulated.items()},
+            "without_handling_ms": {key: t.makespan * 1e3 for key, t in bare.items()},
+            "reduce_ms": [value * 1e3 for value in costs.per_stage("reduce", plain.num_stages)],
             "off": off,
-            "steps": {one: written(min(each, key=lambda step: step.makespan)) for one, each in steps.items()},
+            "steps": {key: written(min(each, key=lambda step: step.makespan)) for key, each in steps.items()},
         })  # fmt: skip
         for pipe in pipes.values():
             pipe.close()
@@ -239,7 +239,7 @@ def measure(names: list[str], width: int, depth: int, count: int, rounds: int, b
 
 def written(step: Any) -> dict[str, Any]:
     """Return a measured step as JSON: its program, and what each rank recorded."""
-    records = [one.to_json() for one in step.records]
+    records = [record.to_json() for record in step.records]
     return {"name": step.program.name, "program": step.program.format(), "records": records}
 
 

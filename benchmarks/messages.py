@@ -112,7 +112,7 @@ def run(rank: int, port: int, rounds: int, num_trips: int) -> dict[str, dict[str
         name: {
             "microseconds": timing.median * per_message,
             "spread": timing.spread,
-            "busy": sum(one[name] for one in both) * per_message,
+            "busy": sum(value[name] for value in both) * per_message,
         }
         for name, timing in timings.items()
     }
@@ -144,9 +144,9 @@ def main() -> None:
     for kib in KIB:
         peer = results[f"torch {kib}"]["microseconds"]
         for short, name in names.items():
-            one = results[f"{short} {kib}"]
-            numbers = [f"{one['microseconds']:.0f}", f"±{one['spread']:.0%}", f"{one['busy']:.0f}"]
-            rows.append([str(kib), name, *numbers, f"{peer / one['microseconds']:.2f}"])
+            result = results[f"{short} {kib}"]
+            numbers = [f"{result['microseconds']:.0f}", f"±{result['spread']:.0%}", f"{result['busy']:.0f}"]
+            rows.append([str(kib), name, *numbers, f"{peer / result['microseconds']:.2f}"])
     print(table(["KiB", "", "us a message", "", "us busy", "times as fast as torch"], rows, left=2))
 
 

@@ -54,9 +54,9 @@ def slowdown(width: int, rows: int, rounds: int) -> list[float]:
     found = []
     for _ in range(rounds):
         alone = 0.0
-        for one in range(RANKS):
+        for number in range(RANKS):
             distributed.barrier()
-            if one == rank:
+            if number == rank:
                 alone = work()
         distributed.barrier()
         found.append(work() / alone)
@@ -109,13 +109,13 @@ def measure(rounds: int, steps: int, width: int, rows: int) -> dict[str, Any]:
 
 def actions(timeline: Any) -> list[tuple[str, float]]:
     """Return the seconds of all actions of a step, by stage and op."""
-    return [(f"{one.action.stage} {one.action.op.name}", one.end - one.start) for one in timeline.spans()]
+    return [(f"{span.action.stage} {span.action.op.name}", span.end - span.start) for span in timeline.spans()]
 
 
 def medians(spans: list[tuple[str, float]]) -> dict[str, float]:
     """Return the median of every kind of action."""
     kinds = sorted({kind for kind, _ in spans})
-    return {kind: statistics.median(seconds for one, seconds in spans if one == kind) for kind in kinds}
+    return {kind: statistics.median(seconds for name, seconds in spans if name == kind) for kind in kinds}
 
 
 def simulated(name: str, seconds: dict[str, float]) -> float:
@@ -148,10 +148,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     ranks = dl.launch(measure, given.rounds, given.steps, given.width, given.rows, num_ranks=RANKS)
-    seconds = {name: [max(each) for each in zip(*(one["seconds"][name] for one in ranks), strict=True)]
+    seconds = {name: [max(each) for each in zip(*(rank["seconds"][name] for rank in ranks), strict=True)]
                for name in ranks[0]["seconds"]}  # fmt: skip
     ratios = sorted(a / b for a, b in zip(seconds["1f1b"], seconds["pipedream-2bw"], strict=True))
-    s = statistics.median(one for rank in ranks for one in rank["s"])
+    s = statistics.median(value for rank in ranks for value in rank["s"])
     actions_of = {name: ranks[0]["actions"][name] for name in seconds}
     theirs = {name: simulated(name, each) for name, each in actions_of.items()}
     print(f"D = {given.width}, {given.rows} rows, M = P = 2, {given.rounds} pairs of {given.steps} steps")

@@ -74,7 +74,7 @@ def samples(path: Path = DATA) -> list[Sample]:
 def _sample(row: dict[str, str]) -> Sample:
     tensor, hidden, layers = int(row["tensor"]), int(row["hidden"]), int(row["layers"])
     vocabulary = -(-WORDS // (128 * tensor)) * 128 * tensor
-    one = Transformer(f"{hidden} x {layers}", layers, hidden, int(row["heads"]), vocabulary, int(row["sequence"]))
+    item = Transformer(f"{hidden} x {layers}", layers, hidden, int(row["heads"]), vocabulary, int(row["sequence"]))
     layout = Layout(
         batch=int(row["batch"]),
         microbatch=int(row["microbatch"]),
@@ -83,7 +83,7 @@ def _sample(row: dict[str, str]) -> Sample:
         data=int(row["data"]),
         practice=MEGATRON_2021,
     )
-    return Sample(one, layout, float(row["milliseconds"]) / 1e3)
+    return Sample(item, layout, float(row["milliseconds"]) / 1e3)
 
 
 def additivity(path: Path = DATA) -> tuple[int, int]:
@@ -150,9 +150,9 @@ def predicted(constants: Constants, rows: Iterable[Sample], *, rough: bool = Fal
     clusters = {count: machine.cluster(count) for count in (1, 2, 4, 8)}
     return [
         estimate(
-            one.transformer, clusters[one.layout.num_devices], replace(one.layout, practice=practice), rough=rough
+            row.transformer, clusters[row.layout.num_devices], replace(row.layout, practice=practice), rough=rough
         ).seconds.total
-        for one in rows
+        for row in rows
     ]
 
 
@@ -174,8 +174,8 @@ def fit(rows: Sequence[Sample], *, start: Constants | None = None, steps: int = 
     other, however many layouts were tried for it.
     """
     names, constants = list(FREE), dict(start or default())
-    real, sizes = np.array([one.seconds for one in rows]), Counter(one.group for one in rows)
-    weights = np.array([1 / (sizes[one.group] * len(sizes)) for one in rows]) ** 0.5
+    real, sizes = np.array([row.seconds for row in rows]), Counter(row.group for row in rows)
+    weights = np.array([1 / (sizes[row.group] * len(sizes)) for row in rows]) ** 0.5
 
     def errors(tried: Constants) -> np.ndarray:
         ours = np.log(np.array(predicted(tried, rows, rough=True)) / real) * weights
@@ -221,33 +221,33 @@ class Shown:
 
 def shown(rows: Sequence[Sample], seconds: Sequence[float]) -> Shown:
     """Return the errors of predictions, and the regrets of choosing by them."""
-    errors = [abs(ours / one.seconds - 1) for one, ours in zip(rows, seconds, strict=True)]
+    errors = [abs(ours / row.seconds - 1) for row, ours in zip(rows, seconds, strict=True)]
     by_row = dict(zip(map(id, rows), seconds, strict=True))
-    regrets = regrets_of(rows, lambda one: by_row[id(one)])
+    regrets = regrets_of(rows, lambda sample: by_row[id(sample)])
     return Shown(fmean(errors), fmean(regrets), max(regrets))
 
 
 def regrets_of(rows: Sequence[Sample], key: Callable[[Sample], object]) -> list[float]:
     """Return, for every group, how much longer the row with the least key takes than the best."""
     groups: dict[object, list[Sample]] = defaultdict(list)
-    for one in rows:
-        groups[one.group].append(one)
+    for row in rows:
+        groups[row.group].append(row)
     return [
-        min(group, key=key).seconds / min(one.seconds for one in group) - 1  # type: ignore[arg-type]
+        min(group, key=key).seconds / min(sample.seconds for sample in group) - 1  # type: ignore[arg-type]
         for group in groups.values()
     ]
 
 
-def trivial(one: Sample) -> tuple[int, int]:
+def trivial(sample: Sample) -> tuple[int, int]:
     """Return the key of the rule "least TP x PP, then the largest microbatch"."""
-    return one.layout.tensor * one.layout.pipeline, -one.layout.microbatch
+    return sample.layout.tensor * sample.layout.pipeline, -sample.layout.microbatch
 
 
 def halves(rows: Sequence[Sample], seed: int) -> tuple[list[Sample], list[Sample]]:
     """Return the rows of a random half of the groups, and those of the other half."""
-    groups = sorted({one.group for one in rows})
+    groups = sorted({row.group for row in rows})
     first = set(random.Random(seed).sample(groups, len(groups) // 2))
-    return [one for one in rows if one.group in first], [one for one in rows if one.group not in first]
+    return [row for row in rows if row.group in first], [row for row in rows if row.group not in first]
 
 
 def words(constants: Constants) -> str:
@@ -275,24 +275,24 @@ def main() -> None:
         given, kept = halves(rows, seed)
         constants = fit(given)
         held.append(shown(kept, predicted(constants, kept)))
-        sc = fmean(abs(one) for one in published(constants))
+        sc = fmean(abs(value) for value in published(constants))
         print(f"{f'half {seed}':22} {held[-1]}   {words(constants)} {sc:6.1%}")
-    mean = Shown(fmean(one.error for one in held), fmean(one.regret for one in held), max(one.worst for one in held))
+    mean = Shown(fmean(item.error for item in held), fmean(i.regret for i in held), max(item.worst for item in held))
     print(f"{'all halves':22} {mean}")
     constants = fit(rows)
-    sc = fmean(abs(one) for one in published(constants))
+    sc = fmean(abs(value) for value in published(constants))
     print(f"{'fitted to all rows':22} {shown(rows, predicted(constants, rows))}   {words(constants)} {sc:6.1%}")
     ours = shown(rows, predicted(default(), rows))
-    sc = fmean(abs(one) for one in published(default()))
+    sc = fmean(abs(value) for value in published(default()))
     print(f"{'as in the code':22} {ours}   {words(default())} {sc:6.1%}")
     rule = regrets_of(rows, trivial)
     print(f"{'least TP x PP, largest':22} {'':10} {fmean(rule):12.1%} {max(rule):13.1%}")
     written |= {"held_out": [mean.error, mean.regret, mean.worst], "code": [ours.error, ours.regret, ours.worst]}
     if options.cells:
         errors = []
-        for cell in sorted({one.cell for one in rows}):
-            constants = fit([one for one in rows if one.cell != cell], steps=4)
-            kept = [one for one in rows if one.cell == cell]
+        for cell in sorted({row.cell for row in rows}):
+            constants = fit([row for row in rows if row.cell != cell], steps=4)
+            kept = [row for row in rows if row.cell == cell]
             miss = fmean(abs(a / b.seconds - 1) for a, b in zip(predicted(constants, kept), kept, strict=True))
             errors += [miss] * len(kept)
             print(f"without width {cell[0]}, TP {cell[1]}, microbatch {cell[2]}: {miss:.1%}")

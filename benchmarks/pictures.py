@@ -125,12 +125,12 @@ def measure_answers(rounds: int) -> list[dict[str, Any]]:
                 "counts": [("microbatches", microbatches - 1 - turn) for turn in range(rounds)],
                 "costs": [("forward", 1 + 0.05 * (1 + turn)) for turn in range(rounds)],
             }
-            one: dict[str, Any] = {"schedule": name, "ranks": RANKS, "microbatches": microbatches, "actions": actions}
+            entry: dict[str, Any] = {"schedule": name, "ranks": RANKS, "microbatches": microbatches, "actions": actions}
             for kind, values in moves.items():
                 times = [moved(opened, *value) for value in values]
-                one[f"{kind}_picture_ms"] = statistics.median(picture for picture, _ in times)
-                one[f"{kind}_explained_ms"] = statistics.median(explained for _, explained in times)
-            found.append(one)
+                entry[f"{kind}_picture_ms"] = statistics.median(picture for picture, _ in times)
+                entry[f"{kind}_explained_ms"] = statistics.median(explained for _, explained in times)
+            found.append(entry)
             opened.close()
         browser.close()
     return found
@@ -188,14 +188,14 @@ def main() -> None:
         print(
             table(
                 header,
-                [[one["schedule"], str(one["actions"]), *(f"{one[key]:.0f}" for key in keys)] for one in answers],
+                [[item["schedule"], str(item["actions"]), *(f"{item[key]:.0f}" for key in keys)] for item in answers],
             )
         )
         pages = measure_pages(args.rounds)
         print("\nthe page in headless Chromium, software rendering, milliseconds")
         header = ["boxes", "first draw", "open to painted", "pan: draw", "frame", "worst", "made in Python", "MB"]
         keys = ["first_draw_ms", "painted_ms", "pan_draw_ms", "pan_frame_ms", "worst_pan_frame_ms", "made_ms"]
-        lines = [[str(one["boxes"]), *(f"{one[key]:.0f}" for key in keys), f"{one['megabytes']:.1f}"] for one in pages]
+        lines = [[str(e["boxes"]), *(f"{e[key]:.0f}" for key in keys), f"{e['megabytes']:.1f}"] for e in pages]
         print(table(header, lines))
     else:
         print("no Chromium: nothing was measured")

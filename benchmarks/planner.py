@@ -89,7 +89,7 @@ def _shifted(counts: Counts, by: int) -> Counts:
 
 def configurations(profile: ModelProfile, planned: Planned, batch: int) -> dict[str, Candidate]:
     """Return what is measured, by name: the plan, its nearest rivals, and others of every kind."""
-    found = {_name(one): one for one in planned.candidates[:5]}
+    found = {_name(candidate): candidate for candidate in planned.candidates[:5]}
     half, most = max(batch // 4, 2), batch // profile.rows[0]
     others = [
         predicted(profile, name, count, batch)
@@ -101,13 +101,13 @@ def configurations(profile: ModelProfile, planned: Planned, batch: int) -> dict[
     others += [predicted(profile, "1f1b", batch // 2, batch, shifted=by) for by in (-1, 1)]
     others += [predicted(profile, "1f1b", batch // 2, batch, again=again) for again in ((True, False), (True, True))]
     others += [predicted(profile, "zb-h1", batch // 2, batch, again=(True, True))]
-    return found | {_name(one): one for one in others}
+    return found | {_name(other): other for other in others}
 
 
-def _name(one: Candidate) -> str:
-    again = "".join("R" if each else "-" for each in one.stages.recompute) if any(one.stages.recompute) else ""
-    cut = "+".join(map(str, one.cut.counts))
-    return f"{one.program.name} M{one.program.num_microbatches} {cut} {again}".rstrip()
+def _name(rival: Candidate) -> str:
+    again = "".join("R" if each else "-" for each in rival.stages.recompute) if any(rival.stages.recompute) else ""
+    cut = "+".join(map(str, rival.cut.counts))
+    return f"{rival.program.name} M{rival.program.num_microbatches} {cut} {again}".rstrip()
 
 
 def measure(make: Any, plans: dict[str, str], rounds: int) -> dict[str, Any]:
@@ -146,15 +146,15 @@ def measure(make: Any, plans: dict[str, str], rounds: int) -> dict[str, Any]:
             for _ in range(2):
                 pipe.step(**batch)
                 optimizer.step()
-                gradients = sum(one.grad.nbytes for one in pipe.parameters() if one.grad is not None)
+                gradients = sum(param.grad.nbytes for param in pipe.parameters() if param.grad is not None)
                 stash = pipe.timeline().peak_stash[pipe.rank]
                 pipe.zero_grad()
-            state = [one for each in optimizer.state.values() for one in each.values() if isinstance(one, torch.Tensor)]
+            state = [t for each in optimizer.state.values() for t in each.values() if isinstance(t, torch.Tensor)]
             stages = [stage for executor in pipe._engine.executors for stage in executor.stages.values()]
-            tensors = {id(one): one for stage in stages for block in stage.blocks
-                       for one in (*block.module.parameters(), *block.module.buffers())}  # fmt: skip
-            weights = sum(one.nbytes for one in tensors.values())
-            optimizing = sum(one.nbytes for one in state if one.dim() > 0)
+            tensors = {id(param): param for stage in stages for block in stage.blocks
+                       for param in (*block.module.parameters(), *block.module.buffers())}  # fmt: skip
+            weights = sum(tensor.nbytes for tensor in tensors.values())
+            optimizing = sum(tensor.nbytes for tensor in state if tensor.dim() > 0)
             held[name] = {"weights": weights, "gradients": gradients, "optimizer": optimizing, "activations": stash}
     return {"seconds": seconds, "held": held}
 
@@ -168,29 +168,29 @@ def repeat(make: Llama, batch: int, rounds: int, search: float) -> dict[str, Any
     profile = profile_model(make, microbatch_sizes=sizes, num_ranks=RANKS)
     planned = dl.plan(profile, num_ranks=RANKS, batch=batch, seconds=search)
     candidates = configurations(profile, planned, batch)
-    plans = {name: one.plan(profile, "adam").to_json() for name, one in candidates.items()}
+    plans = {name: candidate.plan(profile, "adam").to_json() for name, candidate in candidates.items()}
     ranks = dl.launch(measure, make, plans, rounds, num_ranks=RANKS)
     seconds = {
-        name: [max(each) for each in zip(*(one["seconds"][name] for one in ranks), strict=True)] for name in plans
+        name: [max(each) for each in zip(*(rank["seconds"][name] for rank in ranks), strict=True)] for name in plans
     }
     rows = []
-    for name, one in candidates.items():
-        told = [_total(vars_of(each)) for each in one.rank_bytes]
+    for name, candidate in candidates.items():
+        told = [_total(vars_of(each)) for each in candidate.rank_bytes]
         real = [_total(each["held"][name]) for each in ranks]
         low, middle, high = statistics.quantiles(seconds[name], n=4)
         rows.append(
             {
                 "name": name,
-                "chosen": one is planned.chosen,
-                "predicted": one.step_seconds,
+                "chosen": candidate is planned.chosen,
+                "predicted": candidate.step_seconds,
                 "measured": middle,
                 "spread": (high - low) / 2 / middle,
-                "error": one.step_seconds / middle - 1,
+                "error": candidate.step_seconds / middle - 1,
                 "predicted_bytes": told,
                 "measured_bytes": real,
                 "bytes_error": max((a / b - 1 for a, b in zip(told, real, strict=True)), key=abs),
                 "held": [each["held"][name] for each in ranks],
-                "items": [vars_of(each) for each in one.rank_bytes],
+                "items": [vars_of(each) for each in candidate.rank_bytes],
             }
         )
     best = min(rows, key=lambda row: row["measured"])["name"]
@@ -248,8 +248,8 @@ def main() -> None:
         found.append(repeat(make, args.batch, args.rounds, args.seconds))
         print(f"repeat {number + 1} of {args.repeats}")
         show(found[-1])
-    middle = statistics.median(one["beyond_best"][1] for one in found)
-    off = statistics.median(row["error"] for one in found for row in one["rows"] if row["chosen"])
+    middle = statistics.median(entry["beyond_best"][1] for entry in found)
+    off = statistics.median(row["error"] for entry in found for row in entry["rows"] if row["chosen"])
     print(f"over all repeats: the plan's step {off:+.1%}, against the best {middle:+.1%} (medians)")
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))

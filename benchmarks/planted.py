@@ -91,7 +91,7 @@ def baseline(trees: Trees, pool: ThreadPoolExecutor, files: Sequence[str], limit
     found = Baseline()
 
     def run(file: str) -> tuple[str, Ran]:
-        with trees.one() as tree:
+        with trees.free_copy() as tree:
             return file, run_tests(tree, [file], limit, first=False)
 
     for done in as_completed([pool.submit(run, file) for file in files]):
@@ -111,11 +111,11 @@ def caught(bug: Bug, files: Sequence[str], trees: Trees, known: Baseline, limit:
     """Plant a bug and return which test of the files noticed it."""
     if ENDING.is_set():
         return Caught(bug.name, bug.file, bug.breaks, False, "", 0.0, bug.survives)
-    tests = [one for one in files if one not in known.not_run]
-    allowed = max(limit, 60 + 4 * sum(known.seconds.get(one, 0.0) for one in tests))
+    tests = [file for file in files if file not in known.not_run]
+    allowed = max(limit, 60 + 4 * sum(known.seconds.get(test, 0.0) for test in tests))
     # Far from now, and no two alike: otherwise Python could take compiled code of another text for this one's.
     moment = 1_000_000_000 + 10.0 * number
-    with trees.one() as tree, Planted(bug, tree, moment):
+    with trees.free_copy() as tree, Planted(bug, tree, moment):
         ran = run_tests(tree, tests, allowed, deselect=known.failing, first=True)
     by = noticed(ran)
     return Caught(bug.name, bug.file, bug.breaks, bool(by), by, ran.seconds, bug.survives)
@@ -123,24 +123,24 @@ def caught(bug: Bug, files: Sequence[str], trees: Trees, known: Baseline, limit:
 
 def table(outcomes: Sequence[Caught]) -> str:
     """Return a line for each bug, the shares by folder, and the survivors with the reason."""
-    width = max((len(one.name) for one in outcomes), default=0)
-    lines = [f"{one.name:<{width}}  {one.by if one.caught else 'NOT NOTICED'}" for one in outcomes]
+    width = max((len(outcome.name) for outcome in outcomes), default=0)
+    lines = [f"{outcome.name:<{width}}  {outcome.by if outcome.caught else 'NOT NOTICED'}" for outcome in outcomes]
     folders: dict[str, list[bool]] = {}
-    for one in outcomes:
-        folders.setdefault(one.file.partition("/")[0], []).append(one.caught)
+    for outcome in outcomes:
+        folders.setdefault(outcome.file.partition("/")[0], []).append(outcome.caught)
     lines.append("")
-    for folder, known in [*folders.items(), ("all", [one.caught for one in outcomes])]:
+    for folder, known in [*folders.items(), ("all", [outcome.caught for outcome in outcomes])]:
         lines.append(f"{folder:<10} {sum(known):>4} of {len(known):>4} noticed, {sum(known) / max(len(known), 1):.0%}")
-    for one in outcomes:
-        if not one.caught:
-            lines += ["", f"{one.name}, {one.file}: {one.breaks}", f"    {one.survives or 'needs a test'}"]
+    for result in outcomes:
+        if not result.caught:
+            lines += ["", f"{result.name}, {result.file}: {result.breaks}", f"    {result.survives or 'needs a test'}"]
     return "\n".join(lines)
 
 
 def chosen(patterns: Sequence[str]) -> list[Bug]:
     """Return the bugs that match any of the patterns, all without one."""
     texts = {bug: (bug.name, bug.file) for bug in BUGS}
-    return [bug for bug in BUGS if not patterns or any(fnmatch(one, p) for one in texts[bug] for p in patterns)]
+    return [bug for bug in BUGS if not patterns or any(fnmatch(text, p) for text in texts[bug] for p in patterns)]
 
 
 def part(text: str) -> tuple[int, int]:
@@ -179,14 +179,14 @@ def main() -> int:
     if args.random is not None:
         changes = drawn(args.random, args.count, args.only)
     elif args.at:
-        changes = [one for place in args.at for one in in_line(place)]
+        changes = [change for place in args.at for change in in_line(place)]
     if args.unreached and args.reach is not None:
         return unreached(args)
     if not changes:
         parser.error(f"nothing to plant matches {', '.join(args.only or args.at)}")
     if args.list:
-        for one in changes:
-            print(f"{one.file}: {one.name}: {getattr(one, 'breaks', '')}")
+        for change in changes:
+            print(f"{change.file}: {change.name}: {getattr(change, 'breaks', '')}")
         return 0
     if args.reach is not None:
         return with_reach(args, changes[args.part[0] - 1 :: args.part[1]])
@@ -207,18 +207,18 @@ def by_area(args: argparse.Namespace, bugs: Sequence[Bug]) -> int:
         known = Baseline()
         if not args.no_baseline:
             print("without a bug:", flush=True)
-            known = baseline(trees, pool, sorted({one for bug in bugs for one in tests_of(bug)}), args.limit)
+            known = baseline(trees, pool, sorted({test for bug in bugs for test in tests_of(bug)}), args.limit)
         began, outcomes = time.monotonic(), dict[str, Caught]()
         runs = [
             pool.submit(caught, bug, tests_of(bug), trees, known, args.limit, number) for number, bug in enumerate(bugs)
         ]
         for done in as_completed(runs):
-            one = done.result()
+            item = done.result()
             if ENDING.is_set():
                 continue
-            outcomes[one.name] = one
-            said = f"noticed by {one.by}" if one.caught else "NOT NOTICED"
-            print(f"[{len(outcomes)}/{len(bugs)}] {one.name}: {said} ({one.seconds:.0f} s)", flush=True)
+            outcomes[item.name] = item
+            said = f"noticed by {item.by}" if item.caught else "NOT NOTICED"
+            print(f"[{len(outcomes)}/{len(bugs)}] {item.name}: {said} ({item.seconds:.0f} s)", flush=True)
             _save(args.json, [outcomes[bug.name] for bug in bugs if bug.name in outcomes], known)
     print(f"\n{table([outcomes[bug.name] for bug in bugs if bug.name in outcomes])}")
     print(f"\n{time.monotonic() - began:.0f} s, {args.jobs} at a time")
@@ -228,9 +228,9 @@ def by_area(args: argparse.Namespace, bugs: Sequence[Bug]) -> int:
 def _save(path: Path | None, outcomes: Sequence[Caught], known: Baseline) -> None:
     """Write what is known so far: a run that is ended early leaves it behind."""
     if path is not None:
-        count = sum(one.caught for one in outcomes)
+        count = sum(outcome.caught for outcome in outcomes)
         told = {"bugs": len(outcomes), "noticed": count, "baseline": asdict(known)}
-        path.write_text(json.dumps({**told, "outcomes": [asdict(one) for one in outcomes]}, indent=2) + "\n")
+        path.write_text(json.dumps({**told, "outcomes": [asdict(outcome) for outcome in outcomes]}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

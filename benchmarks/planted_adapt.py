@@ -22,8 +22,8 @@ ADAPT = (
     Bug(
         "old-level-stays-the-reference",
         "_Series.see",
-        "        self.begin(None)\n        return found",
-        "        self.up = self.down = 0.0\n        return found",
+        "        self.begin(None)\n        return change",
+        "        self.up = self.down = 0.0\n        return change",
         "The same change is told again and again.",
     ),
     Bug(
@@ -49,9 +49,9 @@ ADAPT = (
     ),
     Bug(
         "split-where-it-was-whole",
-        "repaired.made",
-        "made = found.program if is_split(program) else join(found.program, [True] * program.num_stages)",
-        "made = found.program",
+        "repaired.new_program",
+        "new_program = result.program if is_split(program) else join(result.program, [True] * program.num_stages)",
+        "new_program = result.program",
         "A pipeline of whole backwards gets a program that splits them.",
     ),
     Bug(
@@ -63,9 +63,9 @@ ADAPT = (
     ),
     Bug(
         "never-taken-back",
-        "Decider._judge.kept",
-        "kept = 1.0 - self._seconds / without >= self.settings.least_gain / 2",
-        "kept = True",
+        "Decider._judge.is_kept",
+        "is_kept = 1.0 - self._seconds / without >= self.settings.least_gain / 2",
+        "is_kept = True",
         "A change whose gain does not come stays.",
     ),
     Bug(
@@ -78,8 +78,8 @@ ADAPT = (
     Bug(
         "memory-of-any-size",
         "Sizing.program",
-        "None if held > self.most_rows * (1 + 1e-9) else made",
-        "made",
+        "None if held_microbatches > self.most_rows * (1 + 1e-9) else program",
+        "program",
         "Fewer and larger microbatches hold more than was allowed.",
     ),
     Bug(
@@ -91,9 +91,9 @@ ADAPT = (
     ),
     Bug(
         "the-emptiest-rank-decides",
-        "Sizing.program.held",
-        "max(simulate(made).peak_activations) * (self.rows",
-        "min(simulate(made).peak_activations) * (self.rows",
+        "Sizing.program.held_microbatches",
+        "max(simulate(program).peak_activations) * (self.rows",
+        "min(simulate(program).peak_activations) * (self.rows",
         "A number of microbatches is taken whose first rank holds more than it may.",
     ),
     Bug(

@@ -8,8 +8,8 @@ AXES = (
     Bug(
         "one-stacked-weight-makes-experts",
         "is_experts",
-        "or any(param.dim() < 2 or param.shape[0] != number for param in own)",
-        "or all(param.dim() < 2 or param.shape[0] != number for param in own)",
+        "or any(param.dim() < 2 or param.shape[0] != number for param in own_parameters)",
+        "or all(param.dim() < 2 or param.shape[0] != number for param in own_parameters)",
         "A module with one stacked weight among others is divided as experts.",
     ),
     Bug(
@@ -29,15 +29,15 @@ AXES = (
     Bug(
         "latent-outputs-of-plain-runs",
         "LayerExchanges.after_latent",
-        "if not self.is_on or is_traced(made):",
-        "if not self.is_on and is_traced(made):",
+        "if not self.is_on or is_traced(output):",
+        "if not self.is_on and is_traced(output):",
         "A model that is traced, or run as a whole, exchanges gradients with other lines.",
     ),
     Bug(
         "a-line-without-labels-has-its-own-dtype",
         "summed_losses",
-        "return total[: len(parts)].to(widest(told) or parts.dtype)",
-        "return total[: len(parts)].to(widest(found) or parts.dtype)",
+        "return total[: len(parts)].to(widest(dtypes_told) or parts.dtype)",
+        "return total[: len(parts)].to(widest(dtypes) or parts.dtype)",
         "A line that counts no label returns a loss of another dtype than the other lines do.",
     ),
     Bug(
@@ -77,7 +77,7 @@ AXES = (
     ),
     Bug(
         "no-gradient-tells-no-length",
-        "_told",
+        "_kind_of_share",
         "if not squares and not others:",
         "if not squares and others:",
         "A sum is refused where no microbatch of different lengths counts a label.",

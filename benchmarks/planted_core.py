@@ -63,7 +63,7 @@ CORE = (
     ),
     Bug(
         "exchanges-of-a-mesh-at-once",
-        "GraphBuilder.exchange.own",
+        "GraphBuilder.exchange.own_lanes",
         "np.where(alone, self.untimed.rank[self.exchanges], self.num_ranks + turns)",
         "self.num_ranks + turns",
         "Exchanges of a rank with other pipelines share their link without waiting for each other.",
@@ -191,13 +191,13 @@ CORE = (
     Bug(
         "transfer-called-wait",
         "_Track.gap.waited_to",
-        "waited_to = min(max(made, free_from), free_to)",
+        "waited_to = min(max(ready, free_from), free_to)",
         "waited_to = free_to",
         "The time in which a message is on its way counts as waiting for its maker.",
     ),
     Bug(
         "clock-read-backwards",
-        "Dial.own",
+        "Dial.own_time",
         "return self.own_ns + round((moment - self.common_ns) * self.rate)",
         "return self.own_ns + round((moment - self.common_ns) / self.rate)",
         "A moment of rank 0's clock is turned into another's with the inverse drift.",
@@ -226,8 +226,8 @@ CORE = (
     Bug(
         "executor-time-of-a-whole-row",
         "Handling.measured",
-        'seen["action"].append(own / len(record.starts))',
-        'seen["action"].append(own)',
+        'samples["action"].append(own_seconds / len(record.starts))',
+        'samples["action"].append(own_seconds)',
         "Every action costs what the executor adds to all of a row's.",
     ),
     Bug(

@@ -58,7 +58,7 @@ LOSSES = (
     Bug(
         "branches-are-trusted",
         "found_in",
-        "not (hidden or whole.picks or shapes_by_values(whole.seen))",
+        "not (hidden or whole.picks or shapes_by_values(whole.call))",
         "not (hidden or whole.picks)",
         "A loss that decides by shapes of what a mask selects is not compared again when the mask changes.",
     ),
@@ -86,8 +86,8 @@ LOSSES = (
     Bug(
         "rows-of-one-microbatch",
         "Comparing._of_more",
-        "best.found is None or best.made.whole.is_clear:",
-        "best.found is None or best.found.fits:",
+        "best.rules is None or best.comparison.whole.is_clear:",
+        "best.rules is None or best.rules.fits:",
         "A loss that takes the hardest five rows is taken for a mean if a microbatch has five.",
     ),
 )

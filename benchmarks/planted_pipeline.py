@@ -8,8 +8,8 @@ PIPELINE = (
     Bug(
         "only-rank-0-is-finite",
         "Tally.check.bad",
-        "bad = [at for at, report in enumerate(self.told) if not report.finite]",
-        "bad = [at for at, report in enumerate(self.told[:1]) if not report.finite]",
+        "bad = [at for at, report in enumerate(self.reports) if not report.finite]",
+        "bad = [at for at, report in enumerate(self.reports[:1]) if not report.finite]",
         "A NaN on any rank but the first goes unnoticed.",
     ),
     Bug(
@@ -29,8 +29,8 @@ PIPELINE = (
     Bug(
         "only-rank-0-is-reached",
         "Tally.unreached",
-        "return {name for report in self.told for name in report.unreached or ()}",
-        "return {name for report in self.told[:1] for name in report.unreached or ()}",
+        "return {name for report in self.reports for name in report.unreached or ()}",
+        "return {name for report in self.reports[:1] for name in report.unreached or ()}",
         "A parameter of another rank that no loss reaches goes unnoticed.",
     ),
     Bug(
@@ -43,8 +43,8 @@ PIPELINE = (
     Bug(
         "scales-of-the-first-two",
         "Tally.check.scales",
-        "scales = sorted({report.scale for report in self.told if report.scale is not None})",
-        "scales = sorted({report.scale for report in self.told[:1] if report.scale is not None})",
+        "scales = sorted({report.scale for report in self.reports if report.scale is not None})",
+        "scales = sorted({report.scale for report in self.reports[:1] if report.scale is not None})",
         "Ranks that scaled the loss differently go on.",
     ),
     Bug(
@@ -56,9 +56,9 @@ PIPELINE = (
     ),
     Bug(
         "records-of-the-step-before",
-        "Tally.known_records.found",
-        "found = [record or other.late for record, other in zip(found, self.following.told, strict=True)]",
-        "found = [other.late or record for record, other in zip(found, self.following.told, strict=True)]",
+        "Tally.known_records.records",
+        "records = [record or other.late for record, other in zip(records, self.following.reports, strict=True)]",
+        "records = [other.late or record for record, other in zip(records, self.following.reports, strict=True)]",
         "A record that was told in time is replaced by a late one.",
     ),
     Bug(
@@ -141,7 +141,7 @@ PIPELINE = (
     Bug(
         "masters-rounded",
         "Masters.give",
-        "            copy.grad = None\n            self._seen[parameter] = _mark(parameter)\n",
+        "            copy.grad = None\n            self._marks[parameter] = _mark(parameter)\n",
         "            copy.grad = None\n",
         "Copies take over the rounded parameters after every step, and lose small updates.",
     ),
@@ -189,7 +189,7 @@ PIPELINE = (
     ),
     Bug(
         "loss-may-be-nan",
-        "StepRun._told",
+        "StepRun._report",
         "            losses.append(parts)\n",
         "",
         "A loss that is NaN while all gradients are finite goes unnoticed.",
@@ -225,15 +225,15 @@ PIPELINE = (
     Bug(
         "two-ranks-agree",
         "agree",
-        "for rank, other in enumerate(told):",
-        "for rank, other in enumerate(told[:2]):",
+        "for rank, other in enumerate(settings):",
+        "for rank, other in enumerate(settings[:2]):",
         "The third rank may have been given another model.",
     ),
     Bug(
         "no-edges-between-copies",
         "edges_of",
-        "found |= set(permutations(placement.ranks_of(stage), 2))",
-        "found |= set()",
+        "edges |= set(permutations(placement.ranks_of(stage), 2))",
+        "edges |= set()",
         "Ranks with two copies of a stage have no connection to exchange gradients by.",
     ),
     Bug(
@@ -246,15 +246,15 @@ PIPELINE = (
     Bug(
         "optimizers-looked-at-once",
         "Guard.__init__",
-        "        _found.clear()\n",
+        "        _guards_by_optimizer.clear()\n",
         "",
         "An optimizer that stepped before a pipeline took its parameters is never stopped.",
     ),
     Bug(
         "moved-without-state",
         "Updates.take_over",
-        "                    if kept.state:\n",
-        "                    if not kept.state:\n",
+        "                    if entry.state:\n",
+        "                    if not entry.state:\n",
         "Layers that move leave their optimizer's state behind.",
     ),
     Bug(
@@ -274,8 +274,8 @@ PIPELINE = (
     Bug(
         "throughput-of-all-devices",
         "Tally.metrics",
-        'found["throughput(tps)"] = tokens / seconds / len(records)',
-        'found["throughput(tps)"] = tokens / seconds',
+        'metrics["throughput(tps)"] = tokens / seconds / len(records)',
+        'metrics["throughput(tps)"] = tokens / seconds',
         "Tokens per second are those of all devices, where torchtitan's are of each.",
     ),
     Bug(
@@ -294,7 +294,7 @@ PIPELINE = (
     ),
     Bug(
         "different-names-different-values",
-        "_given",
+        "_entry_of",
         "for other, value in zip(names[1:], values[1:], strict=True):",
         "for other, value in zip(names[2:], values[2:], strict=True):",
         "A state in which two names of one tensor disagree is taken.",
@@ -316,8 +316,8 @@ PIPELINE = (
     Bug(
         "shares-of-the-check-upside-down",
         "Trial._rescale",
-        "ratio = share / take.wanted.made.share",
-        "ratio = take.wanted.made.share / share",
+        "ratio = share / take.wanted.outcome.share",
+        "ratio = take.wanted.outcome.share / share",
         "A loss whose shares are known only once it is seen is said to be computed wrongly.",
     ),
     Bug(
@@ -337,8 +337,8 @@ PIPELINE = (
     Bug(
         "first-of-each-copy-checked",
         "_middle",
-        "return found[len(found) // 2]",
-        "return found[0]",
+        "return places_with_most[len(places_with_most) // 2]",
+        "return places_with_most[0]",
         "Microbatches that overtake others in the middle of a step are not compared.",
     ),
     Bug(
@@ -386,15 +386,15 @@ PIPELINE = (
     Bug(
         "fails-by-itself-alone",
         "verdict",
-        'if raised := next((outcome.raised for outcome in told if outcome.raised), ""):',
+        'if raised := next((outcome.raised for outcome in outcomes if outcome.raised), ""):',
         'if raised := "":',
         "A model that cannot run without a pipeline trains in one, and nobody says so.",
     ),
     Bug(
         "gradients-of-forwards-are-lost",
         "_without_gradients",
-        "param.grad = made if earlier is None else _sum(earlier, made)",
-        "param.grad = made if earlier is None else earlier",
+        "param.grad = gradient if earlier is None else _sum(earlier, gradient)",
+        "param.grad = gradient if earlier is None else earlier",
         "A checked step loses gradients that a block adds in its forward.",
     ),
     Bug(
@@ -456,8 +456,8 @@ PIPELINE = (
     Bug(
         "state-with-first-names-alone",
         "Holdings.whole_state_dict",
-        "found.update(dict.fromkeys(self.ties.stored_as(name), whole))",
-        "found[name] = whole",
+        "state.update(dict.fromkeys(self.ties.stored_as(name), whole))",
+        "state[name] = whole",
         "The state of a model with tied weights lacks names that the model's own has.",
     ),
     Bug(
@@ -469,9 +469,9 @@ PIPELINE = (
     ),
     Bug(
         "batches-that-begin-alike",
-        "_sample.found",
-        "found: bytes = flat[:: max(1, array.size // NUM_ELEMENTS)].tobytes()",
-        "found: bytes = flat[:NUM_ELEMENTS].tobytes()",
+        "_sample.sample",
+        "sample: bytes = flat[:: max(1, array.size // NUM_ELEMENTS)].tobytes()",
+        "sample: bytes = flat[:NUM_ELEMENTS].tobytes()",
         "Two ranks' batches that differ behind their first elements pass for the same.",
     ),
     Bug(
@@ -491,8 +491,8 @@ PIPELINE = (
     Bug(
         "experts-of-one-line",
         "LineParts.wanted.total",
-        "total = self._summed(own, parameter, (EXPERTS,))",
-        "total = own",
+        "total = self._summed(own_gradient, parameter, (EXPERTS,))",
+        "total = own_gradient",
         "An expert's gradient, of the tokens of all lines, is compared with that of one line's.",
     ),
 )

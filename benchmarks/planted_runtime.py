@@ -112,9 +112,9 @@ RUNTIME = (
     ),
     Bug(
         "changed-buffers-pass",
-        "_kept",
-        "(held.is_tied or held.is_copied)",
-        "held.is_tied",
+        "_copies_of",
+        "(tensor.is_tied or tensor.is_copied)",
+        "tensor.is_tied",
         "A forward that changes a buffer of which other ranks have copies is not refused.",
     ),
     Bug(
@@ -218,8 +218,8 @@ RUNTIME = (
     Bug(
         "stash-with-the-batch",
         "Scale.weigh.size",
-        "held.difference(self._own, self._given, *alive.values())",
-        "held.difference(self._own, *alive.values())",
+        "held_places.difference(self._state_places, self._batch_places, *alive.values())",
+        "held_places.difference(self._state_places, *alive.values())",
         "The batch, which nobody holds for a backward, is weighed.",
         survives="Seen only where a batch passes a stage's first segment untouched; kept() leaves it out already.",
     ),
@@ -267,7 +267,7 @@ RUNTIME = (
     ),
     Bug(
         "home-of-the-last-stage",
-        "Ties._held",
+        "Ties._held_tensor",
         "self.placement.homes[stages[0]],",
         "self.placement.homes[stages[-1]],",
         "A tied tensor belongs to the last rank that holds it, and is stored there.",
@@ -289,9 +289,9 @@ RUNTIME = (
     Bug(
         "unseeded-records-stay",
         "Segment.run",
-        "                self.unchanged(given, versions)\n                if tape is not None:\n"
-        "                    tape.records.clear()\n",
-        "                self.unchanged(given, versions)\n",
+        "                self.unchanged(value_given, versions)\n                if tape is not None:\n             "
+        "       tape.records.clear()\n",
+        "                self.unchanged(value_given, versions)\n",
         "A forward that has to run again leaves the records of both runs on the tape.",
         survives="Records of the first run get no gradient, so W skips them; they only stay in memory until then.",
     ),

@@ -42,9 +42,9 @@ SAVING = (
     ),
     Bug(
         "replaced-is-never-found",
-        "step_of.found",
-        "found = _NAME.fullmatch(checkpoint.name) or _REPLACED.fullmatch(checkpoint.name)",
-        "found = _NAME.fullmatch(checkpoint.name)",
+        "step_of.match",
+        "match = _NAME.fullmatch(checkpoint.name) or _REPLACED.fullmatch(checkpoint.name)",
+        "match = _NAME.fullmatch(checkpoint.name)",
         "A crash while a step is saved again leaves no checkpoint of it.",
     ),
     Bug(

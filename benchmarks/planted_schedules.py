@@ -106,8 +106,8 @@ SCHEDULES = (
     Bug(
         "block-peak-one-more",
         "_fill_with_weights",
-        "(row[0].op is not _FORWARD or held[rank] < peak)",
-        "(row[0].op is not _FORWARD or held[rank] <= peak)",
+        "(row[0].op is not _FORWARD or num_held[rank] < peak)",
+        "(row[0].op is not _FORWARD or num_held[rank] <= peak)",
         "A rank may hold one pair more than the block does.",
     ),
     Bug(
@@ -133,9 +133,9 @@ SCHEDULES = (
     ),
     Bug(
         "dualpipe-exchanges-nothing",
-        "dualpipe.held",
-        "held = {rank, mirror} if num_microbatches > 1 else {rank}",
-        "held = {rank, mirror}",
+        "dualpipe.held_stages",
+        "held_stages = {rank, mirror} if num_microbatches > 1 else {rank}",
+        "held_stages = {rank, mirror}",
         "With one microbatch a copy exchanges gradients that it never makes.",
     ),
     Bug(

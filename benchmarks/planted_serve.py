@@ -112,7 +112,7 @@ SERVE = (
     ),
     Bug(
         "answered-twice",
-        "Flows._one.home",
+        "Flows._answer_call.home",
         "            if not sent:\n                sent = True\n                outgoing.put(",
         "            if True:\n                outgoing.put(",
         "An answer that went home at once is sent once more.",
@@ -120,7 +120,7 @@ SERVE = (
     Bug(
         "large-answer-breaks-the-stream",
         "Flows._framed",
-        "        if len(made) <= self._max_bytes:",
+        "        if len(frame_bytes) <= self._max_bytes:",
         "        if True:",
         "An answer over the limit fails all calls of the stream.",
     ),
@@ -189,7 +189,7 @@ SERVE = (
     ),
     Bug(
         "slow-stage-hangs",
-        "HangWatch.look.told",
+        "HangWatch.look.signs",
         "same and state.unwanted == state.computing",
         "same",
         "A stage that computes for long is ended, though somebody waits for it.",
@@ -232,7 +232,7 @@ SERVE = (
     Bug(
         "checksum-not-checked",
         "check_files",
-        "        if found != told:",
+        "        if digest != expected:",
         "        if False:",
         "A damaged graph is served.",
     ),

@@ -78,8 +78,8 @@ STREAM = (
     Bug(
         "step-begins-empty",
         "Measured.memory",
-        "if self.in_flight is None:\n            return found\n        known",
-        "if True:\n            return found\n        known",
+        "if self.in_flight is None:\n            return memory\n        known",
+        "if True:\n            return memory\n        known",
         "A report counts what a step without a flush holds from nothing.",
     ),
 )

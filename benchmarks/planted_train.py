@@ -8,15 +8,15 @@ TRAIN = (
     Bug(
         "data-draw-from-training",
         "Draws.running",
-        "        before = _now()\n        _put(self._apart)\n",
+        "        before = _now()\n        _put(self._global_states)\n",
         "        before = _now()\n",
         "Data draw from the state that training draws from, so a run that continues draws other batches.",
     ),
     Bug(
         "generators-of-data-are-not-kept",
         "Draws.state",
-        '        return {"global": dict(self._apart), "held": held}',
-        '        return {"global": dict(self._apart), "held": {}}',
+        '        return {"global": dict(self._global_states), "held": held_states}',
+        '        return {"global": dict(self._global_states), "held": {}}',
         "A loader with a generator of its own begins its epoch elsewhere.",
     ),
     Bug(
@@ -30,22 +30,22 @@ TRAIN = (
     Bug(
         "workers-draw-on",
         "DataSource.close",
-        "            self.given._iterator = None",
+        "            self.batches._iterator = None",
         "            pass",
         "Workers that live on draw on in the next epoch, and those of a run that continues begin anew.",
     ),
     Bug(
         "other-batches-are-passed-over",
         "RepeatedStream._go_on",
-        'if self._seen != saved["seen"]:',
+        'if self._digest != saved["seen"]:',
         "if False:",
         "Batches that have changed are passed over without a word.",
     ),
     Bug(
         "one-position-for-all-lines",
-        "own_position.found",
-        "    found: dict[str, Any] = parts[number]",
-        "    found: dict[str, Any] = parts[0]",
+        "own_position.part",
+        "    part: dict[str, Any] = parts[number]",
+        "    part: dict[str, Any] = parts[0]",
         "Every data-parallel rank goes on from the position of the first.",
     ),
     Bug(
@@ -64,7 +64,7 @@ TRAIN = (
     ),
     Bug(
         "separators-of-windows-do-not-match",
-        "_found",
+        "_separators",
         'if b"\\n" in sought and content.find(b"\\r\\n") >= 0:',
         "if False:",
         "Files with other line ends are one document.",
@@ -72,8 +72,8 @@ TRAIN = (
     Bug(
         "programs-of-files-are-not-proven",
         "_schedule_admits",
-        'settings.pipeline.schedule.endswith(".csv") and (found := validate(program))',
-        'settings.pipeline.schedule.endswith(".csv") and (found := validate(program)[:0])',
+        'settings.pipeline.schedule.endswith(".csv") and (violations := validate(program))',
+        'settings.pipeline.schedule.endswith(".csv") and (violations := validate(program)[:0])',
         "A CSV file that deadlocks is found by ranks that wait for each other.",
     ),
     Bug(

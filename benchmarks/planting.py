@@ -317,8 +317,8 @@ def area_of(file: str, root: Path = ROOT) -> list[str]:
     for place in (file, *(str(above) for above in Path(file).parents)):
         wanted += OF_FILE.get(place, ())
     found = []
-    for one in (*wanted, *OF_FOLDER.get(folder, ("tests/test_imports.py",))):
-        listed = sorted((root / one).glob("test_*.py")) if (root / one).is_dir() else [root / one]
+    for name in (*wanted, *OF_FOLDER.get(folder, ("tests/test_imports.py",))):
+        listed = sorted((root / name).glob("test_*.py")) if (root / name).is_dir() else [root / name]
         found += [str(path.relative_to(root)) for path in listed if path.exists()]
     return list(dict.fromkeys(found))
 

@@ -21,7 +21,7 @@ def _files() -> dict[str, list[Path]]:
     """Return the package's files by the names that they give."""
     found: dict[str, list[Path]] = {}
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
-        for name in {one or other for one, other in _NAMED.findall(path.read_text(encoding="utf-8"))}:
+        for name in {value or other for value, other in _NAMED.findall(path.read_text(encoding="utf-8"))}:
             found.setdefault(name, []).append(path)
     return found
 
@@ -52,11 +52,11 @@ def places_of(text: str, at: str, old: str) -> list[tuple[int, int]]:
     ([], [])
     """
     spans, exact = spans_of(text).get(at, ()), re.escape(old.strip())
-    if found := [one.span() for first, end in spans for one in re.compile(exact).finditer(text, first, end)]:
+    if found := [hit.span() for first, end in spans for hit in re.compile(exact).finditer(text, first, end)]:
         return found
     wanted = [word for word, *_ in _tokens(old)]
     for first, end in spans:
-        words = [(word, first + one, first + two) for word, one, two in _tokens(text[first:end])]
+        words = [(word, first + number, first + two) for word, number, two in _tokens(text[first:end])]
         for start in range(len(words) - len(wanted) + 1):
             piece = words[start : start + len(wanted)]
             if [word for word, *_ in piece] == wanted:
@@ -83,14 +83,19 @@ def spans_of(text: str) -> dict[str, list[tuple[int, int]]]:
     todo: list[tuple[ast.AST, str]] = [(ast.parse(text), "")]
     while todo:
         node, above = todo.pop(0)
-        for one in ast.iter_child_nodes(node):
-            name = _name_of(one)
-            if name and isinstance(one, ast.stmt):
-                first = min([one.lineno, *(each.lineno for each in getattr(one, "decorator_list", ()))])
-                begin = place(first, one.col_offset)
-                end = place(one.end_lineno or first, one.end_col_offset or 0)
+        for child_node in ast.iter_child_nodes(node):
+            name = _name_of(child_node)
+            if name and isinstance(child_node, ast.stmt):
+                first = min([child_node.lineno, *(each.lineno for each in getattr(child_node, "decorator_list", ()))])
+                begin = place(first, child_node.col_offset)
+                end = place(child_node.end_lineno or first, child_node.end_col_offset or 0)
                 found.setdefault(f"{above}{name}", []).append((begin, end))
-            todo.append((one, f"{above}{name}." if name and not isinstance(one, ast.Assign | ast.AnnAssign) else above))
+            todo.append(
+                (
+                    child_node,
+                    f"{above}{name}." if name and not isinstance(child_node, ast.Assign | ast.AnnAssign) else above,
+                )
+            )
     return found
 
 
@@ -103,7 +108,7 @@ def _name_of(node: ast.AST) -> str:
 
 def _tokens(text: str) -> Iterator[tuple[str, int, int]]:
     """Yield the words of code and where they stand, without comments and commas in front of closing brackets."""
-    words = [(one[0], *one.span()) for one in _TOKEN.finditer(text) if not one[0].startswith("#")]
+    words = [(hit[0], *hit.span()) for hit in _TOKEN.finditer(text) if not hit[0].startswith("#")]
     for at, word in enumerate(words):
         if word[0] != "," or at + 1 == len(words) or words[at + 1][0] not in _CLOSES:
             yield word

@@ -69,16 +69,16 @@ def blocks_of(text: str) -> Blocks:
     block_of = {id(statement): block for block, statement in walked}
     for block, statement in walked:
         first, last = offsets.of(statement)
-        end = min([last, *(offsets.of(one)[0] for one in _inner(statement))])
+        end = min([last, *(offsets.of(item)[0] for item in _inner(statement))])
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
             found.pieces.append((first, end, block_of[id(statement.body[0])]))
         else:
             found.pieces.append((first, end, block))
-        for one in getattr(statement, "decorator_list", ()):
-            found.pieces.append((*offsets.of(one), block))
-        for one in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
-            head = one.pattern if isinstance(one, ast.match_case) else one
-            found.pieces.append((offsets.at(head.lineno, head.col_offset), offsets.of(one.body[0])[0], block))
+        for entry in getattr(statement, "decorator_list", ()):
+            found.pieces.append((*offsets.of(entry), block))
+        for handler in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
+            head = handler.pattern if isinstance(handler, ast.match_case) else handler
+            found.pieces.append((offsets.at(head.lineno, head.col_offset), offsets.of(handler.body[0])[0], block))
     found.pieces.sort()
     return found
 
@@ -112,12 +112,12 @@ def _lists(node: ast.AST) -> Iterator[list[ast.stmt]]:
         listed = getattr(node, name, None)
         if isinstance(listed, list) and listed:
             yield listed
-    for one in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
-        yield one.body
+    for handler in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+        yield handler.body
 
 
 def _inner(node: ast.stmt) -> Iterator[ast.stmt]:
-    yield from (one for listed in _lists(node) for one in listed[:1])
+    yield from (statement for listed in _lists(node) for statement in listed[:1])
 
 
 def _walk(tree: ast.Module, found: Blocks) -> Iterator[tuple[int, list[ast.stmt], ast.stmt]]:
@@ -149,12 +149,12 @@ def marked(text: str, path: str, first: int) -> tuple[ast.Module, Blocks]:
     for block, (listed, statement) in places.items():
         mark = ast.parse(f"{NAME}[{first + block}] = 1").body[0]
         listed.insert(listed.index(statement), ast.copy_location(mark, statement))
-        for one in ast.walk(mark):
-            ast.copy_location(one, statement)
-    at = next((at for at, one in enumerate(tree.body) if not _begins_a_file(one)), len(tree.body))
+        for node in ast.walk(mark):
+            ast.copy_location(node, statement)
+    at = next((at for at, item in enumerate(tree.body) if not _begins_a_file(item)), len(tree.body))
     prelude = ast.parse(PRELUDE).body[0]
-    for one in ast.walk(prelude):
-        ast.copy_location(one, ast.Pass(lineno=1, col_offset=0, end_lineno=1, end_col_offset=0))
+    for node in ast.walk(prelude):
+        ast.copy_location(node, ast.Pass(lineno=1, col_offset=0, end_lineno=1, end_col_offset=0))
     tree.body.insert(at, prelude)
     return ast.fix_missing_locations(tree), found
 

@@ -88,7 +88,7 @@ class Noticing:
             if not any(test.name in over for test in waiting):
                 break  # nothing can be run: the change breaks pytest itself
             waiting = [test for test in waiting if test.name not in over] if done.unfinished else []
-        found = [one for one in dict.fromkeys(found) if self.passes(one)]
+        found = [name for name in dict.fromkeys(found) if self.passes(name)]
         cut = time.monotonic() > self.deadline
         return self.told(change, found, ran, count - ran, began, finished=not cut)
 
@@ -100,7 +100,7 @@ class Noticing:
         if found.noticed_by or not found.finished:
             return found
         asked = self.all(change, [test for test in reaching if test.name in candidates])
-        files = {one.split("::")[0] for one in asked.noticed_by}
+        files = {name.split("::")[0] for name in asked.noticed_by}
         known = {test.name for test in reaching}
         mates = [test for test in self.sites.reach.tests.values() if test.file in files]
         mates = [test for test in mates if test.name not in known | candidates]
@@ -125,7 +125,7 @@ class Noticing:
         rank = {file: at for at, file in enumerate(change.tests())}
         first: list[Test] = []
         seconds = 0.0
-        for file in sorted({test.file for test in tests} & rank.keys(), key=lambda one: rank[one])[:_FIRST_FILES]:
+        for file in sorted({test.file for test in tests} & rank.keys(), key=lambda name: rank[name])[:_FIRST_FILES]:
             for test in (test for test in tests if test.file == file and test.seconds < _EACH):
                 if seconds + test.seconds < _FIRST_SECONDS:
                     first.append(test)
@@ -149,7 +149,7 @@ class Noticing:
             self._number += 1
             # Far from now, and no two alike: otherwise Python could take compiled code of another text for this one's.
             moment = 1_000_000_000 + 10.0 * self._number
-        with self.trees.one() as tree, Planted(change, tree, moment):
+        with self.trees.free_copy() as tree, Planted(change, tree, moment):
             return self._run(tree, tests, limit, first=first)
 
     def _run(self, tree: Path, tests: Sequence[Test], limit: float, *, first: bool) -> Ran:
@@ -168,7 +168,7 @@ class Noticing:
         if self.sites.reach.is_from_here or name not in self.sites.reach.tests:
             return True
         if name not in self._passes:
-            with self.trees.one() as tree:
+            with self.trees.free_copy() as tree:
                 done = self._run(tree, [self.sites.reach.tests[name]], self.limit, first=True)
             self._passes[name] = not noticed(done)
         return self._passes[name]
@@ -192,7 +192,7 @@ def by_file(tests: Iterable[Test]) -> list[Test]:
     listed = list(tests)
     for test in listed:
         sums[test.file] = sums.get(test.file, 0.0) + test.seconds
-    return sorted(listed, key=lambda one: (sums[one.file], one.file, one.seconds, one.name))
+    return sorted(listed, key=lambda item: (sums[item.file], item.file, item.seconds, item.name))
 
 
 def noticed(ran: Ran) -> str:
@@ -207,7 +207,7 @@ def noticed(ran: Ran) -> str:
 
 
 def work(
-    changes: Sequence[Change], one: Callable[[Change], Outcome], jobs: int, deadline: float, kept: Path | None
+    changes: Sequence[Change], function: Callable[[Change], Outcome], jobs: int, deadline: float, kept: Path | None
 ) -> list[Outcome]:
     """Go through changes, several at a time; append each outcome to a file, and skip what stands there."""
     known = outcomes_in(kept)
@@ -218,7 +218,7 @@ def work(
     began, found = time.monotonic(), list(had)
 
     def run(change: Change) -> Outcome | None:
-        return one(change) if time.monotonic() < deadline and not ENDING.is_set() else None
+        return function(change) if time.monotonic() < deadline and not ENDING.is_set() else None
 
     with ThreadPoolExecutor(jobs) as pool:
         for number, done in enumerate(as_completed([pool.submit(run, change) for change in left]), 1):
@@ -245,31 +245,31 @@ def outcomes_in(path: Path | None) -> dict[str, Outcome]:
     if path is None or not path.exists():
         return {}
     lines = path.read_text(encoding="utf-8").splitlines()
-    return {one["name"]: Outcome(**one) for one in (json.loads(line) for line in lines if line.endswith("}"))}
+    return {value["name"]: Outcome(**value) for value in (json.loads(line) for line in lines if line.endswith("}"))}
 
 
 def shares(outcomes: Sequence[Outcome]) -> str:
     """Return the shares by folder, and what nothing noticed."""
     folders: dict[str, list[bool]] = {}
-    for one in outcomes:
-        folders.setdefault(one.file.partition("/")[0], []).append(bool(one.noticed_by or one.must_stay))
+    for outcome in outcomes:
+        folders.setdefault(outcome.file.partition("/")[0], []).append(bool(outcome.noticed_by or outcome.must_stay))
     lines = []
-    for folder, caught in [*sorted(folders.items()), ("all", [one for listed in folders.values() for one in listed])]:
+    for folder, caught in [*sorted(folders.items()), ("all", [flag for listed in folders.values() for flag in listed])]:
         share = sum(caught) / max(len(caught), 1)
         lines.append(f"{folder:<12} {sum(caught):>4} of {len(caught):>4} noticed, {share:.0%}")
-    for one in outcomes:
-        if not one.noticed_by and not one.must_stay:
-            lines += ["", f"{one.name}: {one.ran} tests ran, {one.not_run} that reach it did not"]
-            lines += [f"    {one.survives}"] if one.survives else []
+    for outcome in outcomes:
+        if not outcome.noticed_by and not outcome.must_stay:
+            lines += ["", f"{outcome.name}: {outcome.ran} tests ran, {outcome.not_run} that reach it did not"]
+            lines += [f"    {outcome.survives}"] if outcome.survives else []
     return "\n".join(lines)
 
 
 def only_noticing(outcomes: Sequence[Outcome]) -> dict[str, list[str]]:
     """Return, for each test, the changes that it alone notices."""
     found: dict[str, list[str]] = {}
-    for one in outcomes:
-        if len(one.noticed_by) == 1:
-            found.setdefault(one.noticed_by[0], []).append(one.name)
+    for outcome in outcomes:
+        if len(outcome.noticed_by) == 1:
+            found.setdefault(outcome.noticed_by[0], []).append(outcome.name)
     return found
 
 
@@ -281,7 +281,7 @@ def must_stay(outcomes: Sequence[Outcome], seconds: dict[str, float]) -> list[st
     >>> must_stay(outcomes, {"a": 1.0, "b": 5.0})
     ['b']
     """
-    left = [set(one.must_stay) for one in outcomes if one.must_stay]
+    left = [set(outcome.must_stay) for outcome in outcomes if outcome.must_stay]
     found: list[str] = []
     while left:
         every = {name for names in left for name in names}

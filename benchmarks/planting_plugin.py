@@ -49,7 +49,7 @@ class Limits:
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Keep what is chosen, in its order."""
         left = [item for item in items if item.nodeid not in self.order]
-        items[:] = sorted((item for item in items if item.nodeid in self.order), key=lambda one: self.order[one.nodeid])
+        items[:] = sorted((item for item in items if item.nodeid in self.order), key=lambda i: self.order[i.nodeid])
         config.hook.pytest_deselected(items=left)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -93,11 +93,11 @@ class Drawn:
         self.text = text
         self.offsets = Offsets(text)
         self.tokens = [
-            (self.offsets.at(*_in_bytes(one)), one.string)
-            for one in tokenize.generate_tokens(io.StringIO(text).readline)
-            if one.type in (tokenize.OP, tokenize.NAME)
+            (self.offsets.at(*_in_bytes(token)), token.string)
+            for token in tokenize.generate_tokens(io.StringIO(text).readline)
+            if token.type in (tokenize.OP, tokenize.NAME)
         ]
-        self.changes = [one for one in self.of_all([ast.parse(text)]) if one.old != one.new]
+        self.changes = [change for change in self.of_all([ast.parse(text)]) if change.old != change.new]
 
     def change(self, kind: str, node: Node, new: str, old: tuple[int, int] | None = None) -> RandomChange:
         """Return the change of a node, or of a piece of it."""
@@ -109,7 +109,7 @@ class Drawn:
         """Yield the changes of nodes and all that stands in them."""
         for node in nodes:
             yield from self.of(node)
-            yield from self.of_all([one for one in _parts(node) if not _is_left_out(one)])
+            yield from self.of_all([part for part in _parts(node) if not _is_left_out(part)])
 
     def of(self, node: ast.AST) -> Iterator[RandomChange]:
         """Yield the changes of one node."""
@@ -155,7 +155,7 @@ class Drawn:
         first, last = self.offsets.of(left)[1], self.offsets.of(right)[0]
         found = [(at, text) for at, text in self.between(first, last) if text not in "()"]
         if found:
-            text = " ".join(one for _, one in found)
+            text = " ".join(name for _, name in found)
             start, end = found[0][0], found[-1][0] + len(found[-1][1])
             if text in swap and " ".join(self.text[start:end].split()) == text:
                 yield self.change(kind, node, swap[text], (start, end))
@@ -202,7 +202,7 @@ def _parts(node: ast.AST) -> Iterator[ast.AST]:
     """Yield what of a node can change: no annotations, decorators, nor texts that are told."""
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef():
-            yield from (*node.args.defaults, *(one for one in node.args.kw_defaults if one), *node.body)
+            yield from (*node.args.defaults, *(default for default in node.args.kw_defaults if default), *node.body)
         case ast.ClassDef():
             yield from node.body
         case ast.AnnAssign():
@@ -253,7 +253,7 @@ def of_file(file: str) -> list[RandomChange]:
 def drawn(seed: int, count: int, patterns: Sequence[str] = ()) -> list[RandomChange]:
     """Draw changes, the same ones for the same seed and sources; fewer where there are no more."""
     files = [str(path.relative_to(ROOT / PACKAGE)) for path in sorted((ROOT / PACKAGE).rglob("*.py"))]
-    files = [one for one in files if not patterns or any(fnmatch(one, pattern) for pattern in patterns)]
+    files = [name for name in files if not patterns or any(fnmatch(name, pattern) for pattern in patterns)]
     weights = [_lines_of_code(file) for file in files]
     lines: dict[str, dict[int, list[RandomChange]]] = {}
     draw = random.Random(seed)
@@ -262,12 +262,12 @@ def drawn(seed: int, count: int, patterns: Sequence[str] = ()) -> list[RandomCha
         file = draw.choices(files, weights)[0]
         if file not in lines:
             lines[file] = {}
-            for one in of_file(file):
-                lines[file].setdefault(one.line, []).append(one)
+            for change in of_file(file):
+                lines[file].setdefault(change.line, []).append(change)
         if lines[file]:
-            one = draw.choice(lines[file][draw.choice(sorted(lines[file]))])
-            if one.name not in found and _is_python(one):
-                found[one.name] = one
+            change = draw.choice(lines[file][draw.choice(sorted(lines[file]))])
+            if change.name not in found and _is_python(change):
+                found[change.name] = change
         if len(found) == count:
             break
     return list(found.values())
@@ -276,7 +276,7 @@ def drawn(seed: int, count: int, patterns: Sequence[str] = ()) -> list[RandomCha
 def in_line(place: str) -> list[RandomChange]:
     """Return all changes of a line, which is given as FILE:LINE."""
     file, _, line = place.rpartition(":")
-    return [one for one in of_file(file) if str(one.line) == line and _is_python(one)]
+    return [change for change in of_file(file) if str(change.line) == line and _is_python(change)]
 
 
 def _is_python(change: RandomChange) -> bool:
@@ -295,5 +295,5 @@ def _lines_of_code(file: str) -> int:
         node = waiting.pop()
         if isinstance(node, ast.expr | ast.stmt) and not (isinstance(node, ast.Expr) and _is_text(node.value)):
             lines.add(node.lineno)
-        waiting += [one for one in ast.iter_child_nodes(node) if not (isinstance(one, ast.expr) and _is_text(one))]
+        waiting += [item for item in ast.iter_child_nodes(node) if not (isinstance(item, ast.expr) and _is_text(item))]
     return len(lines)

@@ -123,7 +123,7 @@ def read(path: Path) -> Reach:
                 continue  # cut off as the run was ended
             told = json.loads(line)
             if "sources" in told:
-                numbering = Numbering({one: tuple(rest) for one, rest in told["sources"].items()})
+                numbering = Numbering({report: tuple(rest) for report, rest in told["sources"].items()})
                 reach.machine = told["machine"]
             elif "done" in told:
                 reach.end_of_unit(told, fresh)
@@ -131,7 +131,7 @@ def read(path: Path) -> Reach:
             else:
                 reach.add(told, numbering)
                 fresh.add(told["test"])
-    for name in [name for name, one in reach.tests.items() if one.file not in reach.done]:
+    for name in [name for name, test in reach.tests.items() if test.file not in reach.done]:
         del reach.tests[name]
     return reach
 
@@ -176,7 +176,7 @@ class Sites:
                 masks[key] = test.numbering.mask(bug.path, wanted, digest)
             if test.mask & masks[key] or (imported and test.file in area):
                 found.append(test)
-        return sorted(found, key=lambda one: (one.file not in area, one.seconds, one.name))
+        return sorted(found, key=lambda item: (item.file not in area, item.seconds, item.name))
 
     def unreached(self, path: str) -> list[int]:
         """Return the lines of a file that begin a block which no test reaches; what is imported does not count."""

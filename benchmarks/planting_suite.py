@@ -44,8 +44,8 @@ def extend(path: Path, jobs: int, limit: float, deadline: float = float("inf"), 
     stale = {
         unit: files
         for unit, files in units().items()
-        if (not only or any(one in unit for one in only))
-        and any(reach.done.get(one) != digest_of(ROOT / one) for one in files)
+        if (not only or any(name in unit for name in only))
+        and any(reach.done.get(name) != digest_of(ROOT / name) for name in files)
     }
     if not stale:
         return reach
@@ -61,46 +61,46 @@ def extend(path: Path, jobs: int, limit: float, deadline: float = float("inf"), 
             def run(unit: str) -> tuple[str, Ran | None, list[dict[str, Any]]]:
                 if time.monotonic() > deadline or ENDING.is_set():
                     return unit, None, []
-                with trees.one() as tree, tempfile.TemporaryDirectory(dir=folder) as raw:
+                with trees.free_copy() as tree, tempfile.TemporaryDirectory(dir=folder) as raw:
                     left = min(limit, deadline + 30 - time.monotonic())
                     ran = run_tests(tree, stale[unit], left, first=False, env={"PLANTED_REACH": raw})
                     told = list(_resolved(Path(raw)))
                 _again(told, plain, limit, deadline)
                 return unit, ran, told
 
-            order = sorted(stale, key=lambda one: (-reach.seconds.get(one, 0.0), _guess(one)))
+            order = sorted(stale, key=lambda name: (-reach.seconds.get(name, 0.0), _guess(name)))
             for number, done in enumerate(as_completed([pool.submit(run, unit) for unit in order]), 1):
                 unit, ran, told = done.result()
                 if ran is None or ENDING.is_set() or (ran.timed_out and time.monotonic() > deadline):
                     continue  # not run, or not to its end: the next run does
-                for one in told:
-                    file.write(json.dumps(one) + "\n")
+                for entry in told:
+                    file.write(json.dumps(entry) + "\n")
                 left_out = _left_out(stale[unit], ran)
-                hashes = {one: digest_of(ROOT / one) for one in stale[unit]}
+                hashes = {name: digest_of(ROOT / name) for name in stale[unit]}
                 end = {"done": hashes, "unit": unit, "seconds": round(ran.seconds, 2), "left_out": left_out}
                 file.write(json.dumps(end) + "\n")
                 file.flush()
-                gone = sum(one["outcome"] == "failed" for one in told)
+                gone = sum(entry["outcome"] == "failed" for entry in told)
                 said = f"{len(told)} tests, {ran.seconds:.0f} s"
                 said += f", {gone} fail without a change" if gone else ""
-                said += "".join(f"; left out: {one}: {why}" for one, why in left_out.items())
+                said += "".join(f"; left out: {name}: {why}" for name, why in left_out.items())
                 print(f"[{number}/{len(order)}, {time.monotonic() - began:.0f} s] {unit}: {said}", flush=True)
     return read(path)
 
 
 def _again(told: list[dict[str, Any]], plain: Trees, limit: float, deadline: float) -> None:
     """Run what failed without marks: compilers refuse them. What passes then may reach all that its file's tests do."""
-    failed = {one["test"]: one for one in told if one["outcome"] == "failed"}
+    failed = {entry["test"]: entry for entry in told if entry["outcome"] == "failed"}
     left = min(limit, deadline + 30 - time.monotonic())
     if not failed or left <= 0:
         return
     files = sorted({name.split("::")[0] for name in failed})
-    with plain.one() as tree:
-        chosen = [(name, 60 + 10 * one["seconds"]) for name, one in failed.items()]
+    with plain.free_copy() as tree:
+        chosen = [(name, 60 + 10 * entry["seconds"]) for name, entry in failed.items()]
         ran = run_tests(tree, files, left, first=False, chosen=chosen)
     every = 0
-    for one in told:
-        every |= unpacked(one["blocks"])
+    for entry in told:
+        every |= unpacked(entry["blocks"])
     for name in set(ran.ended) - set(ran.failed):
         failed[name] |= {"outcome": "passed", "blocks": packed(every)}
 
@@ -134,7 +134,7 @@ def _left_out(files: Sequence[str], ran: Ran) -> dict[str, str]:
         return dict.fromkeys(files, f"took longer than {ran.seconds:.0f} s")
     if not ran.ended and not ran.uncollected and ran.code not in (0, NO_TESTS):
         return dict.fromkeys(files, last)
-    return {one: last for one in files if one in ran.uncollected}
+    return {file: last for file in files if file in ran.uncollected}
 
 
 def _resolved(raw: Path) -> Iterator[dict[str, Any]]:
@@ -142,15 +142,15 @@ def _resolved(raw: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(raw.glob("reach-*.jsonl")):
         told = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         shared: dict[tuple[str, str], int] = {}
-        for one in told:
-            if "fixture" in one:
-                key = (one["fixture"], one["file"])
-                shared[key] = shared.get(key, 0) | unpacked(one["blocks"])
-        for one in told:
-            if "test" in one:
-                file = one["test"].split("::")[0]
-                bits = unpacked(one["blocks"])
+        for report in told:
+            if "fixture" in report:
+                key = (report["fixture"], report["file"])
+                shared[key] = shared.get(key, 0) | unpacked(report["blocks"])
+        for report in told:
+            if "test" in report:
+                file = report["test"].split("::")[0]
+                bits = unpacked(report["blocks"])
                 for (name, place), more in shared.items():
-                    if name in one["uses"] and (place in ("", ".") or file.startswith(place)):
+                    if name in report["uses"] and (place in ("", ".") or file.startswith(place)):
                         bits |= more
-                yield {**{key: one[key] for key in ("test", "outcome", "seconds")}, "blocks": packed(bits)}
+                yield {**{key: report[key] for key in ("test", "outcome", "seconds")}, "blocks": packed(bits)}

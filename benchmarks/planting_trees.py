@@ -69,7 +69,7 @@ class Ran:
 def _markers() -> str:
     """Return the project's own markers, as lines of that configuration."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    return "".join(f"    {one}\n" for one in project["tool"]["pytest"]["ini_options"]["markers"])
+    return "".join(f"    {marker}\n" for marker in project["tool"]["pytest"]["ini_options"]["markers"])
 
 
 class Trees:
@@ -81,18 +81,18 @@ class Trees:
         for number in range(jobs):
             tree = folder / f"{name}{number}"
             tree.mkdir()
-            for one in COPIED:
-                shutil.copytree(ROOT / one, tree / one, ignore=LEFT_OUT)
-            for one in COPIED_FILES:
-                shutil.copy2(ROOT / one, tree / one)
-            for one in PLUGINS:
-                shutil.copy2(Path(__file__).with_name(one), tree / one)
+            for text in COPIED:
+                shutil.copytree(ROOT / text, tree / text, ignore=LEFT_OUT)
+            for text in COPIED_FILES:
+                shutil.copy2(ROOT / text, tree / text)
+            for text in PLUGINS:
+                shutil.copy2(Path(__file__).with_name(text), tree / text)
             (tree / "planted.ini").write_text(CONFIG + _markers())
             self.all.append(tree)
             self._free.put(tree)
 
     @contextmanager
-    def one(self) -> Iterator[Path]:
+    def free_copy(self) -> Iterator[Path]:
         """Take a copy for as long as the block lasts."""
         tree = self._free.get()
         try:

@@ -30,7 +30,7 @@ def with_reach(args: argparse.Namespace, changes: Sequence[Change]) -> int:
     told(reach)
     if alone:
         return 0
-    candidates = {one.name for one in reach.tests.values()} & named(args.candidates, reach)
+    candidates = {test.name for test in reach.tests.values()} & named(args.candidates, reach)
     whole = args.all_noticing or args.candidates is not None
     if whole:  # what no test can notice says nothing of tests
         changes = [change for change in changes if not getattr(change, "survives", "")]
@@ -76,7 +76,7 @@ def named(path: Path | None, reach: Reach) -> set[str]:
         return set()
     found: set[str] = set()
     for line in filter(None, (line.strip() for line in path.read_text(encoding="utf-8").splitlines())):
-        some = {one for one in reach.tests if one == line or one.startswith((f"{line}[", f"{line}::"))}
+        some = {test for test in reach.tests if test == line or test.startswith((f"{line}[", f"{line}::"))}
         if not some:
             print(f"no test that passed is called {line}; it is no candidate", flush=True)
         found |= some

@@ -38,7 +38,7 @@ def validation_of(pipe: Any) -> Any:
     """Return what validates a pipeline's updates afterwards."""
     from drumline.features.validated.validated import Validation
 
-    return next(one for one in pipe._site.observers.each if isinstance(one, Validation))
+    return next(validation for validation in pipe._site.observers.each if isinstance(validation, Validation))
 
 
 class Most(NamedTuple):
@@ -108,7 +108,7 @@ class Contender:
         """Update ahead of a verdict that will find the norm too large; no rank knows that by itself."""
         validation = validation_of(self.pipe)
         norms = self.pipe._holdings.norms(2.0)
-        most = max(sum(norm**2 for norm in one.values()) ** 0.5 for one in norms)
+        most = max(sum(norm**2 for norm in norm.values()) ** 0.5 for norm in norms)
         told = self.pipe.gather(most)
         validation.max_norm = max(told)  # what the largest rank has, so less than all together have
         self.optimizer.step()
@@ -125,28 +125,28 @@ def measure(width: int, depth: int, microbatches: int, name: str, most: Most) ->
     each = [Contender(kind, model, schedule=name, num_microbatches=microbatches) for kind in KINDS]
     began, turn = time.perf_counter(), 0
     while turn < most.rounds + WARM_UP:
-        for one in each[turn % 3 :] + each[: turn % 3]:  # no contender always follows the same one
-            one.turn(most.steps, x, y)
-            validation_of(one.pipe).max_norm = NEVER
+        for contender in each[turn % 3 :] + each[: turn % 3]:  # no contender always follows the same one
+            contender.turn(most.steps, x, y)
+            validation_of(contender.pipe).max_norm = NEVER
         turn += 1
         if max(each[0].pipe.gather(time.perf_counter() - began)) > most.seconds and turn > WARM_UP:
             break
-    waits, ahead = (statistics.median(one.updates[WARM_UP * most.steps :]) for one in each[:2])
+    waits, ahead = (statistics.median(contender.updates[WARM_UP * most.steps :]) for contender in each[:2])
     told = each[0].pipe.gather([waits + each[0].clipping(x, y), ahead])
     row = {"schedule": name, "width": width, "rows": depth, "microbatches": microbatches, "steps": most.steps,
            "rounds": turn - WARM_UP, **compared(each), **simulated(each[0], told)}  # fmt: skip
     row["taken_back"] = validation_of(each[2].pipe).num_taken_back
-    for one in each:
-        one.pipe.close()
+    for contender in each:
+        contender.pipe.close()
     return row
 
 
 def compared(each: list[Contender]) -> dict[str, Any]:
     """Return the times of a step, and the ratios to the first contender in the same round."""
-    found: dict[str, Any] = {f"{one.kind}_ms": statistics.median(one.turns[WARM_UP:]) * 1e3 for one in each}
-    for one in each[1:]:
-        ratios = sorted(first / own for first, own in zip(each[0].turns[WARM_UP:], one.turns[WARM_UP:], strict=True))
-        found[one.kind] = {
+    found: dict[str, Any] = {f"{item.kind}_ms": statistics.median(item.turns[WARM_UP:]) * 1e3 for item in each}
+    for item in each[1:]:
+        ratios = sorted(first / own for first, own in zip(each[0].turns[WARM_UP:], item.turns[WARM_UP:], strict=True))
+        found[item.kind] = {
             "ratio": statistics.median(ratios),
             "low": ratios[len(ratios) // 4],
             "high": ratios[3 * len(ratios) // 4],
@@ -169,7 +169,7 @@ def simulated(before: Contender, updates: list[list[float]]) -> dict[str, Any]:
 
     waits, ahead = seconds(0), seconds(1)
     return {
-        "update_ms": [[one * 1e3 for one in rank] for rank in updates],
+        "update_ms": [[value * 1e3 for value in rank] for rank in updates],
         "simulated_ms": [waits.before * 1e3, ahead.after * 1e3],
         "simulated": waits.before / ahead.after,
         "without_copies": waits.gain,
@@ -198,18 +198,18 @@ def main() -> None:
         print(began, file=sys.stderr, flush=True)
         row = dl.launch(measure, width, depth, args.microbatches, name, most, num_ranks=2)[0]
         rows.append(row)
-        one, (waits, ahead) = row["after"], row["update_ms"][0]
+        after, (waits, ahead) = row["after"], row["update_ms"][0]
         print(
             f"{row['width']:4d}/{row['rows']:<4d} {row['schedule']:9s} {row['rounds']:7d} {row['before_ms']:10.2f}"
-            f" {row['after_ms']:9.2f}  {one['ratio']:.4f} ({one['low']:.3f} to {one['high']:.3f})"
+            f" {row['after_ms']:9.2f}  {after['ratio']:.4f} ({after['low']:.3f} to {after['high']:.3f})"
             f"  {row['simulated']:10.4f}  {row['without_copies']:14.4f}  {waits:.2f} and {ahead:.2f}",
             flush=True,
         )
     print(f"\nOne of {args.steps} updates taken back: a step takes")
     for row in rows:
-        one = row["taken back"]
+        after = row["taken back"]
         case = f"{row['width']:4d}/{row['rows']:<4d} {row['schedule']:9s} {row['taken back_ms']:10.2f} ms,"
-        print(f"{case} before/after {one['ratio']:.4f} ({one['low']:.3f} to {one['high']:.3f})")
+        print(f"{case} before/after {after['ratio']:.4f} ({after['low']:.3f} to {after['high']:.3f})")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
 

@@ -32,8 +32,8 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
 
 def step_seconds(timeline: Any) -> float:
     """Return how long a measured step took, from the first rank's begin to the last one's end."""
-    begin = min(timeline.seconds(one.rank, one.begin_ns) for one in timeline.records)
-    return float(max(timeline.seconds(one.rank, one.end_ns) for one in timeline.records) - begin)
+    begin = min(timeline.seconds(record.rank, record.begin_ns) for record in timeline.records)
+    return float(max(timeline.seconds(record.rank, record.end_ns) for record in timeline.records) - begin)
 
 
 def measure(sizes: Any, microbatches: int, names: Any, rounds: int, num_steps: int) -> list[dict[str, Any]]:
@@ -71,8 +71,8 @@ def measure(sizes: Any, microbatches: int, names: Any, rounds: int, num_steps: i
 
     def predicted(program: Any, model: Any, light: Any, x: Any, y: Any) -> tuple[float, float]:
         dist.barrier()
-        one, target = (whole[: len(whole) // microbatches] for whole in (x, y))
-        own = profile(model, one, target=target, loss_fn=functional.mse_loss, num_runs=6)
+        value, target = (whole[: len(whole) // microbatches] for whole in (x, y))
+        own = profile(model, value, target=target, loss_fn=functional.mse_loss, num_runs=6)
         counts = [BLOCKS // program.num_stages] * program.num_stages
         profiles: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(profiles, own.to_json())
@@ -100,11 +100,11 @@ def measure(sizes: Any, microbatches: int, names: Any, rounds: int, num_steps: i
             x, y = (torch.randn(microbatches * depth, width) for _ in range(2))
             model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(BLOCKS)))
             light = nn.Sequential(*(Scaled(width) for _ in range(BLOCKS)))
-            both = [dl.Pipeline(one, loss_fn=functional.mse_loss, schedule=program) for one in (light, model)]
+            both = [dl.Pipeline(item, loss_fn=functional.mse_loss, schedule=program) for item in (light, model)]
             found = []
             for _ in range(rounds):
                 told = predicted(program, model, both[0], x, y)
-                found.append((*told, [step_seconds(one) for one in timelines(both[1], x, y, num_steps)]))
+                found.append((*told, [step_seconds(timeline) for timeline in timelines(both[1], x, y, num_steps)]))
             for pipe in both:
                 pipe.close()
             rows.append(summary(program, (width, depth), found))

@@ -53,10 +53,10 @@ def fit(runs: Sequence[Run]) -> tuple[list[float], float]:
     moves = [(a, b, c) for a in (-1, 0, 1) for b in (-1, 0, 1) for c in (-1, 0, 1) if (a, b, c) != (0, 0, 0)]
     while step > 0.0002:
         tried = [[old + step * by for old, by in zip(best, move, strict=True)] for move in moves]
-        found = [(squares(runs, one), one) for one in tried if all(0.3 <= value <= 1 for value in one)]
-        lower, one = min(found)
+        found = [(squares(runs, row), row) for row in tried if all(0.3 <= value <= 1 for value in row)]
+        lower, row = min(found)
         if lower < least:
-            least, best = lower, one
+            least, best = lower, row
         else:
             step /= 2
     return best, math.sqrt(least / len(runs))
@@ -109,10 +109,10 @@ def left_out_table(found: dict[str, tuple[Row, ...]]) -> str:
 def held() -> list[tuple[str, float, float, float, float]]:
     """Return GiB that arXiv 2205.05198 computes, each beside ours: weights with optimizer, and activations."""
     rows = []
-    for one in holdings():
-        size = estimate(one.transformer, cluster("a100-80", one.layout.num_devices), one.layout).bytes
+    for holding in holdings():
+        size = estimate(holding.transformer, cluster("a100-80", holding.layout.num_devices), holding.layout).bytes
         weights = (size.weights + size.gradients + size.optimizer) / 2**30
-        rows.append((one.name, one.weights, weights, one.activations, size.activations / 2**30))
+        rows.append((holding.name, holding.weights, weights, holding.activations, size.activations / 2**30))
     return rows
 
 

@@ -60,7 +60,7 @@ def best_constant(runs: Sequence[Run]) -> float:
 def compared(runs: Sequence[Run], constants: Sequence[float] = (), *, exact: bool = False) -> tuple[Row, ...]:
     """Return every run with its estimate and with what each constant gives."""
     return tuple(
-        Row(run, run.estimate(exact=exact), tuple(run.seconds * rate_of(run) / one for one in constants))
+        Row(run, run.estimate(exact=exact), tuple(run.seconds * rate_of(run) / constant for constant in constants))
         for run in runs
     )
 

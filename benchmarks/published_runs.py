@@ -141,9 +141,9 @@ def sc21_sharded() -> tuple[Run, ...]:
             layout = Layout(
                 batch=batch, microbatch=microbatch, data=devices, zero=3, recompute="full", practice=DEEPSPEED
             )
-            one = model(f"gpt-{name}")
-            seconds = _seconds(run_flops(one, layout), layout, rate * 1e12)
-            found.append(Run("SC'21", f"{name} ZeRO 3", one, "a100-80", layout, seconds))
+            transformer = model(f"gpt-{name}")
+            seconds = _seconds(run_flops(transformer, layout), layout, rate * 1e12)
+            found.append(Run("SC'21", f"{name} ZeRO 3", transformer, "a100-80", layout, seconds))
     return tuple(found)
 
 
@@ -198,19 +198,17 @@ def llama3() -> tuple[Run, ...]:
         ("405b, 131072 tokens", replace(plain, sequence=131072), replace(base, batch=128, data=8, context=16), 380e12),
     )
     return tuple(
-        Run(
-            "2407.21783", name, one, "h100", layout, _seconds(model_flops(one, layout.batch, causal=True), layout, rate)
-        )
-        for name, one, layout, rate in rows
+        Run("2407.21783", name, t, "h100", layout, _seconds(model_flops(t, layout.batch, causal=True), layout, rate))
+        for name, t, layout, rate in rows
     )
 
 
 def fp8() -> tuple[Run, ...]:
     """Return runs in FP8 on H100: ten of NVIDIA's tables, and DeepSeek-V3 on H800. No constant is from these."""
     found = []
-    for source, name, one, layout, rate in _FP8:
-        seconds = layout.batch * one.sequence / rate / layout.num_devices
-        found.append(Run(source, name, one, "h100", replace(layout, practice=MEGATRON_FP8), seconds))
+    for source, name, transformer, layout, rate in _FP8:
+        seconds = layout.batch * transformer.sequence / rate / layout.num_devices
+        found.append(Run(source, name, transformer, "h100", replace(layout, practice=MEGATRON_FP8), seconds))
     # The report recomputes norms, what follows the activation function's inputs, and projections of latents.
     again = "norms+activation+projections"
     layout = Layout(15360, 1, 1, 16, 128, 1, 64, 1, "dualpipe", 1, False, again, (3, *(4,) * 14, 2))
@@ -306,8 +304,8 @@ def _sc21(
         recompute="full",
         practice=MEGATRON_2021,
     )
-    one = model(f"gpt-{name}")
-    return Run("SC'21", label or name, one, "a100-80", layout, _seconds(run_flops(one, layout), layout, rate * 1e12))
+    item = model(f"gpt-{name}")
+    return Run("SC'21", label or name, item, "a100-80", layout, _seconds(run_flops(item, layout), layout, rate * 1e12))
 
 
 def _recomputed(kind: str, pipeline: int, virtual: int, batch: int, microbatch: int) -> Layout:

@@ -80,7 +80,7 @@ def costs(seconds: dict[str, list[float]]) -> dict[str, Any]:
     quick = max(len(seconds["off"]) // 10, 1)
     found: dict[str, Any] = {"off_ms": statistics.median(seconds["off"]) * 1e3}
     for kind in KINDS[1:]:
-        ratios = sorted(one / off for one, off in zip(seconds[kind], seconds["off"], strict=True))
+        ratios = sorted(duration / off for duration, off in zip(seconds[kind], seconds["off"], strict=True))
         found[kind] = {
             "ms": statistics.median(seconds[kind]) * 1e3,
             "ratio": statistics.median(ratios),
@@ -100,9 +100,9 @@ def explained(path: str) -> dict[str, Any]:
     ranks = []
     for rank in range(run.program.num_ranks):
         parts = [run.timeline(step).parts[rank] for step in steps]
-        shares = {name: statistics.median(getattr(one, name) / one.total for one in parts) for name in PARTS}
-        metrics = [one for one in run.metrics() if one["step"] in steps]
-        between = [one.get(f"pp/rank{rank}/{kind}_seconds", 0.0) for one in metrics for kind in ("tell", "write")]
+        shares = {name: statistics.median(getattr(part, name) / part.total for part in parts) for name in PARTS}
+        metrics = [metric for metric in run.metrics() if metric["step"] in steps]
+        between = [metric.get(f"pp/rank{rank}/{kind}_seconds", 0.0) for metric in metrics for kind in ("tell", "write")]
         shares["between_us"] = sum(between) / len(metrics) * 1e6
         ranks.append(shares)
     return max(ranks, key=lambda shares: shares["unexplained"])
@@ -128,8 +128,8 @@ def main() -> None:
     for row in rows:
         case = f"{row['width']:4d}/{row['rows']:<4d} {row['schedule']:17s} {row['off_ms']:8.2f}"
         for kind in KINDS[1:]:
-            one = row[kind]
-            case += f"   {one['ratio']:.4f} ({one['low']:.3f} to {one['high']:.3f})  {one['quick']:.4f}"
+            value = row[kind]
+            case += f"   {value['ratio']:.4f} ({value['low']:.3f} to {value['high']:.3f})  {value['quick']:.4f}"
         print(case)
     print("\nD/rows    schedule               busy  transfer    wait  overhead  unexplained  between us")
     for row in rows:

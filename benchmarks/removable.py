@@ -46,7 +46,7 @@ class Taken:
 
 def features(root: Path = ROOT) -> list[str]:
     """Return the names of all features."""
-    return sorted(one.parent.name for one in (root / PACKAGE / "features").glob("*/__init__.py"))
+    return sorted(path.parent.name for path in (root / PACKAGE / "features").glob("*/__init__.py"))
 
 
 def named_by(feature: str, root: Path = ROOT) -> tuple[str, ...]:
@@ -72,10 +72,10 @@ def without(feature: str, text: str) -> str:
     ): ...
     """
     lines = text.splitlines(keepends=True)
-    imports = [one for one in lines if re.match(rf"from drumline\.features\.{feature}\b", one)]
-    names = {name for one in imports for name in re.findall(r"(?:import|as) (\w+)$", one.strip())}
+    imports = [line for line in lines if re.match(rf"from drumline\.features\.{feature}\b", line)]
+    names = {name for word in imports for name in re.findall(r"(?:import|as) (\w+)$", word.strip())}
     used = re.compile(rf"^\s+\*?(?:{'|'.join(sorted(names))})\b") if names else re.compile(r"$^")
-    return "".join(one for one in lines if one not in imports and not used.match(one))
+    return "".join(line for line in lines if line not in imports and not used.match(line))
 
 
 def copied(folder: Path, feature: str) -> Path:
@@ -141,13 +141,13 @@ def main() -> int:
     found = []
     with tempfile.TemporaryDirectory(prefix="removable-") as folder:
         for feature in args.feature or known:
-            one = taken(feature, Path(folder))
-            found.append(one)
-            outcome = f"named by {', '.join(one.named_by)}" if one.named_by else one.failed or "whole without it"
-            print(f"{feature:<10} {outcome} ({one.seconds:.0f} s)", flush=True)
+            item = taken(feature, Path(folder))
+            found.append(item)
+            outcome = f"named by {', '.join(item.named_by)}" if item.named_by else item.failed or "whole without it"
+            print(f"{feature:<10} {outcome} ({item.seconds:.0f} s)", flush=True)
     if args.json:
-        args.json.write_text(json.dumps([asdict(one) for one in found], indent=1))
-    return int(any(one.failed for one in found))
+        args.json.write_text(json.dumps([asdict(item) for item in found], indent=1))
+    return int(any(item.failed for item in found))
 
 
 if __name__ == "__main__":

@@ -107,17 +107,17 @@ def measure(sizes: Any, microbatches: Any, names: Any, rounds: int) -> list[dict
                         pipe.zero_grad()
 
                     contenders = {"ours": ours, **steps}
-                    seconds: dict[str, list[float]] = {one: [] for one in contenders}
+                    seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
                     costs = []
                     for turn in range(rounds + 2):
-                        for one, step in contenders.items():
+                        for key, step in contenders.items():
                             dist.barrier()
                             start = time.perf_counter()
                             step()
                             dist.barrier()
                             if turn >= 2:
-                                seconds[one].append(time.perf_counter() - start)
-                                if one == "ours":
+                                seconds[key].append(time.perf_counter() - start)
+                                if key == "ours":
                                     costs.append((pipe.timeline().measured_costs(), pipe.timeline().makespan))
                     rows.append(summary(program, (width, depth), seconds, costs))
                     pipe.close()
@@ -128,15 +128,15 @@ def summary(program: Any, size: Any, seconds: dict[str, list[float]], costs: Any
     """Return one case's figures."""
     import drumline as dl
 
-    theirs = min((one for one in seconds if one != "ours"), key=lambda one: statistics.median(seconds[one]))
+    theirs = min((name for name in seconds if name != "ours"), key=lambda name: statistics.median(seconds[name]))
     ratios = sorted(mine / other for mine, other in zip(seconds["ours"], seconds[theirs], strict=True))
     possible = [dl.simulate(program, cost).makespan for cost, _ in costs]
     reached = [ideal / makespan for ideal, (_, makespan) in zip(possible, costs, strict=True)]
     actions = max(len(row) for row in program.rows)
     ideal = statistics.median(possible)
 
-    def extra(one: str) -> float:
-        return (statistics.median(seconds[one]) - ideal) / actions * 1e6
+    def extra(name: str) -> float:
+        return (statistics.median(seconds[name]) - ideal) / actions * 1e6
 
     return {
         "schedule": program.name,

@@ -121,7 +121,7 @@ def check(size: tuple[int, ...]) -> dict[str, float]:
     for dtype in (torch.float32, torch.bfloat16):
         net, x, y = build(small, dtype)
         plain_step(net, x, y, size[5])
-        expected = {name: one.grad.clone() for name, one in net.named_parameters() if one.grad is not None}
+        expected = {name: param.grad.clone() for name, param in net.named_parameters() if param.grad is not None}
         for name in names_for(size[6]):
             for capture in (False, True):
                 clear(net)
@@ -149,12 +149,12 @@ def timed(step: Callable[[], None], net: nn.Module) -> float:
 
 
 def captured_plain(net: nn.Sequential, x: Tensor, y: Tensor, microbatches: int) -> Callable[[], None]:
-    gradients = [torch.zeros_like(one) for one in net.parameters()]
+    gradients = [torch.zeros_like(param) for param in net.parameters()]
 
     def attach() -> None:
         torch._foreach_zero_(gradients)
-        for one, gradient in zip(net.parameters(), gradients, strict=True):
-            one.grad = gradient
+        for param, gradient in zip(net.parameters(), gradients, strict=True):
+            param.grad = gradient
 
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
@@ -273,7 +273,7 @@ def two_ranks(size: tuple[int, ...], steps: int) -> list[dict[str, Any]]:
         }
         stepped = {how: stepping(pipe, x, y) for how, pipe in pipes.items()}
         stepped["eager"]()
-        expected = {key: one.grad.clone() for key, one in net.named_parameters() if one.grad is not None}
+        expected = {key: param.grad.clone() for key, param in net.named_parameters() if param.grad is not None}
         clear(net)
         peaks = {}
         for how, step in stepped.items():

@@ -43,7 +43,8 @@ def gpt() -> Any:
         def forward(self, x: Tensor) -> Tensor:
             rows, length, width = x.shape
             q, k, v = (
-                one.view(rows, length, 6, width // 6).transpose(1, 2) for one in self.qkv(self.first(x)).chunk(3, -1)
+                value.view(rows, length, 6, width // 6).transpose(1, 2)
+                for value in self.qkv(self.first(x)).chunk(3, -1)
             )
             mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
@@ -91,9 +92,9 @@ def measure(folder: str, pairs: int, steps: int, rows: int) -> dict[str, Any]:
         order = (True, False) if at % 2 else (False, True)
         found.append({save: block(save) for save in order})
     tensors = pipe._run.holdings.state_dict() | {
-        f"{name}/{key}": one for name, each in optimizer.state_dict()["state"].items() for key, one in each.items()
+        f"{name}/{key}": item for name, each in optimizer.state_dict()["state"].items() for key, item in each.items()
     }
-    staged, copies = StagedFile(), {name: torch.empty_like(one).zero_() for name, one in tensors.items()}
+    staged, copies = StagedFile(), {name: torch.empty_like(tensor).zero_() for name, tensor in tensors.items()}
     copied, written = [], []
     for _ in range(7):
         began = time.perf_counter()
@@ -105,8 +106,8 @@ def measure(folder: str, pairs: int, steps: int, rows: int) -> dict[str, Any]:
         staged.take(tensors)
         staged.write(Path(folder) / f"synchronous-{pipe.rank}.safetensors")
         written.append(time.perf_counter() - began)
-    size = sum(one.numel() * one.element_size() for one in tensors.values())
-    parameters = sum(one.numel() for one in pipe.parameters())
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    parameters = sum(param.numel() for param in pipe.parameters())
     pipe.close()
     return {"pairs": found, "copy": copied, "synchronous": written, "bytes": size, "parameters": parameters}
 
@@ -125,15 +126,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         ranks = dl.launch(measure, folder, args.pairs, args.steps, args.rows, num_ranks=2)
     print(
-        f"{sum(one['parameters'] for one in ranks) / 1e6:.1f} million parameters, a checkpoint per {args.steps} steps"
+        f"{sum(item['parameters'] for item in ranks) / 1e6:.1f} million parameters, a checkpoint per {args.steps} steps"
     )
-    for rank, one in enumerate(ranks):
-        clock, processor = (sorted(pair[True][at] / pair[False][at] - 1 for pair in one["pairs"]) for at in (0, 1))
-        blocked = statistics.median(pair[True][2] for pair in one["pairs"])
-        copy, synchronous = (statistics.median(one[name]) for name in ("copy", "synchronous"))
-        step = statistics.median(pair[False][0] for pair in one["pairs"]) / args.steps
+    for rank, entry in enumerate(ranks):
+        clock, processor = (sorted(pair[True][at] / pair[False][at] - 1 for pair in entry["pairs"]) for at in (0, 1))
+        blocked = statistics.median(pair[True][2] for pair in entry["pairs"])
+        copy, synchronous = (statistics.median(entry[name]) for name in ("copy", "synchronous"))
+        step = statistics.median(pair[False][0] for pair in entry["pairs"]) / args.steps
         print(
-            f"rank {rank}: a step {step * 1e3:.0f} ms, {one['bytes'] / 2**20:.0f} MiB of state\n"
+            f"rank {rank}: a step {step * 1e3:.0f} ms, {entry['bytes'] / 2**20:.0f} MiB of state\n"
             f"  by the clock    {statistics.median(clock):+.2%} ({clock[0]:+.2%} to {clock[-1]:+.2%})\n"
             f"  by processor    {statistics.median(processor):+.2%} ({processor[0]:+.2%} to {processor[-1]:+.2%})\n"
             f"  blocked         {blocked * 1e3:.1f} ms, {blocked / copy:.2f} x a copy of {copy * 1e3:.1f} ms,"

@@ -37,7 +37,7 @@ def measure(width: int, rows: int, rounds: int, layers: tuple[int, ...]) -> dict
         )
 
     pipes = {(n, m): pipeline(n, m) for n in layers for m in MICROBATCHES}
-    seconds: dict[tuple[int, int], list[float]] = {one: [] for one in pipes}
+    seconds: dict[tuple[int, int], list[float]] = {pair: [] for pair in pipes}
     for turn in range(rounds + 3):
         for (num_layers, num_microbatches), pipe in pipes.items():
             x = torch.ones(rows * num_microbatches, width)
@@ -52,13 +52,13 @@ def measure(width: int, rows: int, rounds: int, layers: tuple[int, ...]) -> dict
     return {f"{n}x{m}": statistics.median(taken) for (n, m), taken in seconds.items()}
 
 
-def speedups(one: dict[str, float], two: dict[str, float]) -> list[dict[str, Any]]:
+def speedups(entry: dict[str, float], two: dict[str, float]) -> list[dict[str, Any]]:
     """Return strong and weak scaling beside their bounds."""
     rows = []
     for count in MICROBATCHES:
         bound = 2 * count / (count + 1)
-        strong = one[f"{LAYERS}x{count}"] / two[f"{LAYERS}x{count}"]
-        weak = one[f"{LAYERS}x{count}"] / two[f"{2 * LAYERS}x{count}"]
+        strong = entry[f"{LAYERS}x{count}"] / two[f"{LAYERS}x{count}"]
+        weak = entry[f"{LAYERS}x{count}"] / two[f"{2 * LAYERS}x{count}"]
         rows.append({"microbatches": count, "bound": bound, "strong": strong, "weak": weak, "weak_bound": bound / 2})
     return rows
 
@@ -73,9 +73,9 @@ def main() -> None:
     args = parser.parse_args()
     import drumline as dl
 
-    (one,) = dl.launch(measure, args.width, args.rows, args.rounds, (LAYERS,), num_ranks=1)
+    (entry,) = dl.launch(measure, args.width, args.rows, args.rounds, (LAYERS,), num_ranks=1)
     two = dl.launch(measure, args.width, args.rows, args.rounds, (LAYERS, 2 * LAYERS), num_ranks=2)[0]
-    rows = speedups(one, two)
+    rows = speedups(entry, two)
     print("  M   speed-up of two ranks, at most   efficiency at twice the layers, at most")
     for row in rows:
         print(

@@ -69,7 +69,7 @@ def measure(blocks: int, schedules: list[str], rounds: int) -> dict[str, dict[st
                 timelines[name].append(pipe.timeline())
     found = {}
     for name, (pipe, _) in pipes.items():
-        timeline = sorted(timelines[name], key=lambda one: float(one.makespan))[len(timelines[name]) // 2]
+        timeline = sorted(timelines[name], key=lambda value: float(value.makespan))[len(timelines[name]) // 2]
         simulated = dl.simulate(timeline.program, timeline.measured_costs())
         found[name] = {
             "seconds": statistics.median(seconds[name]),
@@ -93,7 +93,7 @@ def main() -> None:
     args = parser.parse_args()
     import drumline as dl
 
-    ranks, schedules = [int(one) for one in args.ranks.split(",")], args.schedules.split(",")
+    ranks, schedules = [int(value) for value in args.ranks.split(",")], args.schedules.split(",")
     rows = []
     for kind in args.kinds.split(","):
         print(f"\n{kind:7s} ranks schedule   step ms (quartiles)   measured  simulated  bound")
@@ -102,20 +102,20 @@ def main() -> None:
             blocks = BLOCKS if kind == "strong" else WEAK * number
             found = dl.launch(measure, blocks, schedules, args.rounds, num_ranks=number)[0]
             first = first or found
-            for name, one in found.items():
+            for name, entry in found.items():
                 times = 1 if kind == "strong" else number
                 row = {
                     "kind": kind,
                     "ranks": number,
                     "schedule": name,
-                    "seconds": one["seconds"],
-                    "speedup": times * first[name]["seconds"] / one["seconds"],
-                    "simulated": times * first[name]["simulated"] / one["simulated"],
-                    "bound": one["bound"] * number,
+                    "seconds": entry["seconds"],
+                    "speedup": times * first[name]["seconds"] / entry["seconds"],
+                    "simulated": times * first[name]["simulated"] / entry["simulated"],
+                    "bound": entry["bound"] * number,
                 }
-                low, high = one["quartiles"]
+                low, high = entry["quartiles"]
                 print(
-                    f"{'':7s} {number:5d} {name:9s} {one['seconds'] * 1e3:8.1f} ({low * 1e3:.1f} to {high * 1e3:.1f})"
+                    f"{'':7s} {number:5d} {name:9s} {entry['seconds'] * 1e3:8.1f} ({low * 1e3:.1f} to {high * 1e3:.1f})"
                     f" {row['speedup']:9.2f} {row['simulated']:9.2f} {row['bound']:7.2f}",
                     flush=True,
                 )

@@ -83,7 +83,7 @@ def against_oracle(count: int) -> dict[str, Any]:
         closed += found.gap <= 1e-9
     return {
         "instances": len(over),
-        "optimal": sum(one <= 1e-9 for one in over),
+        "optimal": sum(value <= 1e-9 for value in over),
         "proven_by_the_bound": closed,
         "worst": max(over),
         "mean_seconds": seconds / len(over),
@@ -101,15 +101,15 @@ def main() -> None:
     results = [published(*job) for job in jobs]
     rows = [
         [
-            f"{one['placement']} P{one['ranks']} M{one['microbatches']} k{one['k']}",
-            f"{one['published']:.4f}",
-            f"{one['ours']:.4f}",
-            f"{one['ours'] / one['published']:.3f}",
-            f"{one['gap']:.2%}",
-            f"{one['seconds']:.1f}",
-            "" if one["reached"] else "WORSE",
+            f"{result['placement']} P{result['ranks']} M{result['microbatches']} k{result['k']}",
+            f"{result['published']:.4f}",
+            f"{result['ours']:.4f}",
+            f"{result['ours'] / result['published']:.3f}",
+            f"{result['gap']:.2%}",
+            f"{result['seconds']:.1f}",
+            "" if result["reached"] else "WORSE",
         ]
-        for one in results
+        for result in results
     ]
     print(table(["span bubble", "published", "ours", "ratio", "gap", "seconds", ""], rows))
     oracle = against_oracle(args.optima) if args.optima else None

@@ -63,7 +63,7 @@ def optimum(instance: Instance, objective: str = "makespan", *, seconds: float =
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise PlanError(f"nothing was found in {seconds:g} s", fix="give it more seconds, or a smaller instance")
     rows: Rows = [[] for _ in range(instance.num_ranks)]
-    for number in sorted(starts, key=lambda one: (solver.value(starts[one]), one)):
+    for number in sorted(starts, key=lambda index: (solver.value(starts[index]), index)):
         rows[instance.rank[number // 4]].append(number)
     return Optimum(rows, solver.objective_value / scale, solver.best_objective_bound / scale)
 
@@ -90,7 +90,7 @@ def _times(model: Any, instance: Instance, scale: int) -> dict[int, Any]:
     """Add every action's start, and its order: needs, one action at a time on a rank, equal microbatches in turn."""
     numbers = _split(instance)
     lasts = {n: round(instance.seconds[n] * scale) for n in numbers}
-    horizon = sum(lasts.values()) + sum(round(one * scale) for one in instance.latency)
+    horizon = sum(lasts.values()) + sum(round(value * scale) for value in instance.latency)
     starts = {n: model.new_int_var(0, horizon, f"{instance.action(n)}") for n in numbers}
     on_rank: list[list[Any]] = [[] for _ in range(instance.num_ranks)]
     for n in numbers:
@@ -106,8 +106,8 @@ def _times(model: Any, instance: Instance, scale: int) -> dict[int, Any]:
             for lane in lanes:
                 for m, later in zip(lane.microbatches, lane.microbatches[1:], strict=False):
                     for op in (F, I, W):
-                        one, other = instance.number(lane.stage, op, m), instance.number(lane.stage, op, later)
-                        model.add(starts[other] >= starts[one] + lasts[one])
+                        number, other = instance.number(lane.stage, op, m), instance.number(lane.stage, op, later)
+                        model.add(starts[other] >= starts[number] + lasts[number])
     return starts
 
 
@@ -130,7 +130,7 @@ def _limit(model: Any, instance: Instance, starts: dict[int, Any], scale: int) -
                     profile[rank].append((interval, round(size)))
         for rank, held_on in enumerate(profile):
             most = int(resource.most - resource.always[rank])
-            model.add_cumulative([one for one, _ in held_on], [size for _, size in held_on], most)
+            model.add_cumulative([value for value, _ in held_on], [size for _, size in held_on], most)
 
 
 def _aim(model: Any, instance: Instance, starts: dict[int, Any], objective: str, scale: int) -> None:

@@ -59,7 +59,7 @@ class Case:
         """Return the chain of blocks."""
         torch.manual_seed(0)
         kinds = [stage == self.varies for stage, count in enumerate(self.blocks) for _ in range(count)]
-        return nn.Sequential(*(Block(self.width, varies=one) for one in kinds))
+        return nn.Sequential(*(Block(self.width, varies=kind) for kind in kinds))
 
     def pipeline(self, schedule: str | dl.Program) -> dl.Pipeline:
         """Return a pipeline of it."""
@@ -158,7 +158,7 @@ def searched(case: Case, random: torch.Generator) -> tuple[dl.Costs, Any]:
     told: list[Any] = [None]
     if dist.get_rank() == 0:
         share = statistics.pstdev(TIMES) / statistics.mean(TIMES)
-        spread = [share * (one == case.varies) for one in range(len(case.blocks))]
+        spread = [share * (block == case.varies) for block in range(len(case.blocks))]
         costs = costs_of(seen, quickest=True)
         found = dl.search(
             costs,
@@ -183,7 +183,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
         setattr(transports, "SharedMemoryChannel", LateChannel)  # noqa: B010 - mypy forbids it as an assignment
     random = torch.Generator().manual_seed(0)
     costs, found = searched(case, random)
-    best = min(found.starts, key=lambda one: one.value)
+    best = min(found.starts, key=lambda value: value.value)
     pipes = {"hand_made": case.pipeline(best.program), "found": case.pipeline(found.program)}
     seconds: dict[str, list[float]] = {name: [] for name in pipes}
     for turn in range(rounds + 3):
@@ -219,8 +219,8 @@ def main() -> None:
         rows[name] = row = dl.launch(measure, case, args.rounds, num_ranks=len(case.blocks))[0]
         before, after = row["milliseconds"].values()
         low, high = row["spread"]
-        stages = " ".join(f"{one * 1e3:.2f}" for one in row["costs"]["forward"])
-        edges = " ".join(f"{one['from']}>{one['to']} {one['latency'] * 1e3:.2f}" for one in row["costs"]["edges"])
+        stages = " ".join(f"{value * 1e3:.2f}" for value in row["costs"]["forward"])
+        edges = " ".join(f"{edge['from']}>{edge['to']} {edge['latency'] * 1e3:.2f}" for edge in row["costs"]["edges"])
         print(
             f"{name}, {case.max_activations} activations: {row['hand_made']} {before:.1f} ms, found {after:.1f} ms;"
             f" predicted {row['predicted_gain']:+.1%}, measured {row['measured_gain']:+.1%}"

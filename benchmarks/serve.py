@@ -85,7 +85,7 @@ def stage_seconds(folder: Path, manifest: Manifest, length: int) -> list[float]:
     found = []
     for stage in manifest.stages:
         session = open_session(folder / stage.file)
-        names = [one.name for one in stage.outputs]
+        names = [output.name for output in stage.outputs]
         taken = []
         for _ in range(7):
             start = time.perf_counter()
@@ -130,7 +130,7 @@ def exact(folder: Path, model: torch.nn.Module, requests: int, flags: Sequence[s
 
     with served(folder, *flags) as told:
         found = asyncio.run(run(told["address"]))
-    errors = sum((one.codes for one in found), Counter[str]())
+    errors = sum((result.codes for result in found), Counter[str]())
     del errors["OK"]
     asked = requests // CLIENTS * CLIENTS
     return {"requests": asked, "answered": answers, "errors": dict(errors), "largest_relative": worst,
@@ -147,10 +147,10 @@ def overhead(folder: Path, length: int, rounds: int, flags: Sequence[str]) -> di
     async def run(told: dict[str, Any]) -> tuple[list[float], list[float]]:
         async with contextlib.AsyncExitStack() as kept:
             channels = [
-                await kept.enter_async_context(grpc.aio.insecure_channel(one))
-                for one in (told["address"], *told["stages"])
+                await kept.enter_async_context(grpc.aio.insecure_channel(stage))
+                for stage in (told["address"], *told["stages"])
             ]
-            calls = [stub(one, "ModelInfer") for one in channels]
+            calls = [stub(channel, "ModelInfer") for channel in channels]
 
             async def through() -> None:
                 request = InferRequest(model_name="gpt")
@@ -209,15 +209,15 @@ def loaded(
     with served(folder, "--record", str(record), *flags) as told:
         closed(told["address"], min(3.0, seconds), length)
         computed = by_stage(told, "drumline_stage_compute_seconds_sum")
-        used, begun = [processor_seconds(one) for one in told["processes"]], time.perf_counter()
+        used, begun = [processor_seconds(process) for process in told["processes"]], time.perf_counter()
         tell(f"saturated: {SATURATING} at a time for {seconds:g} s")
         full = closed(told["address"], seconds, length)
         wall = time.perf_counter() - begun
         after = by_stage(told, "drumline_stage_compute_seconds_sum")
-        used = [processor_seconds(one) - first for one, first in zip(told["processes"], used, strict=True)]
+        used = [processor_seconds(process) - first for process, first in zip(told["processes"], used, strict=True)]
         busy = [after[stage] - computed[stage] for stage in sorted(after)]
         cut = {name: metric(told, f"drumline_{name}") for name in ("microbatches_per_batch", "pipe_window")}
-        count, rows = (metric(told, f"drumline_microbatch_rows_{one}") for one in ("count", "sum"))
+        count, rows = (metric(told, f"drumline_microbatch_rows_{name}") for name in ("count", "sum"))
         peak = full.rows / full.seconds
         rate = SHARE * peak
         tell(f"poisson: {rate:.1f} a second for {seconds:g} s")
@@ -299,10 +299,10 @@ def main(words: Sequence[str] | None = None) -> int:
         exported(large, work / "whole", 1, 32)
         length = length_for(work / "large", manifest)
         alone = stage_seconds(work / "large", manifest, length)
-        tell(f"stages: {', '.join(f'{one * 1e3:.1f} ms' for one in alone)} for a row of {length} tokens")
+        tell(f"stages: {', '.join(f'{value * 1e3:.1f} ms' for value in alone)} for a row of {length} tokens")
         found: dict[str, Any] = {
             "machine": f"{machine(len(os.sched_getaffinity(0)))}{', stages pinned to cores' if args.pin else ''}",
-            "stages": {"length": length, "seconds": alone, "blocks": [len(one.blocks) for one in manifest.stages],
+            "stages": {"length": length, "seconds": alone, "blocks": [len(stage.blocks) for stage in manifest.stages],
                        "holds": min(alone) >= LEAST_STAGE},
             "exact": exact(work / "small", small, requests, flags),
             "overhead": overhead(work / "small", 8, rounds * 300, flags),
@@ -313,15 +313,15 @@ def main(words: Sequence[str] | None = None) -> int:
     print(_text(found))
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
-    return 0 if all(one["holds"] for one in found.values() if isinstance(one, dict) and "holds" in one) else 1
+    return 0 if all(entry["holds"] for entry in found.values() if isinstance(entry, dict) and "holds" in entry) else 1
 
 
 def _text(found: dict[str, Any]) -> str:
     """Return a table with a row for each bar, and below it what is only told."""
-    stages, exactly, added, full, some = (found[one] for one in ("stages", "exact", "overhead", "saturated", "poisson"))
+    stages, exactly, added, full, some = (found[key] for key in ("stages", "exact", "overhead", "saturated", "poisson"))
     bars = [
         (stages, f"each stage takes 10 ms or more for a row ({stages['length']} tokens)",
-         " and ".join(f"{one * 1e3:.1f} ms" for one in stages["seconds"])),
+         " and ".join(f"{duration * 1e3:.1f} ms" for duration in stages["seconds"])),
         (exactly, f"{exactly['requests']} answers within 1e-5 of PyTorch's, none lost or swapped",
          f"{exactly['answered']} answers, {exactly['largest_relative']:.2g}"),
         (added, "the front adds less than 1 ms, one request at a time",
@@ -330,7 +330,7 @@ def _text(found: dict[str, Any]) -> str:
          f"{full['bubble']:.1%}"),
         (some, f"p99 in the pipe under 50 ms at {some['rate']:.1f}/s (70% of peak)", f"{some['pipe_p99_ms']:.1f} ms"),
     ]  # fmt: skip
-    rows = [["holds" if one["holds"] else "MISSED", bar, value] for one, bar, value in bars]
+    rows = [["holds" if item["holds"] else "MISSED", bar, value] for item, bar, value in bars]
     used = [
         f"  stage {at}: {busy:.1f} s computing, {cpu:.1f} s of processor, {full['seconds']:.1f} s of wall"
         for at, (busy, cpu) in enumerate(zip(full["stage_busy_seconds"], full["stage_processor_seconds"], strict=True))
@@ -348,10 +348,10 @@ def _text(found: dict[str, Any]) -> str:
         f" p99 {some['wait_p99_ms']:.1f} ms; an M/D/1 queue waits {some['md1_wait_mean_ms']:.1f} ms on average",
     ]
     pipelined = found["peers"]["pipelined"]["rows_per_second"]
-    for name, one in found["peers"].items():
-        rates = ", ".join(f"{rate:.1f}" for rate in one["rounds"])
-        ratio = pipelined / one["rows_per_second"]
-        lines.append(f"{name}: {one['rows_per_second']:.1f} rows/s ({rates}); pipelined is {ratio:.2f} times")
+    for name, peer in found["peers"].items():
+        rates = ", ".join(f"{rate:.1f}" for rate in peer["rounds"])
+        ratio = pipelined / peer["rows_per_second"]
+        lines.append(f"{name}: {peer['rows_per_second']:.1f} rows/s ({rates}); pipelined is {ratio:.2f} times")
     errors = {name: found[name]["errors"] for name in ("exact", "saturated", "poisson") if found[name]["errors"]}
     return "\n".join([*lines, *([f"errors: {errors}"] if errors else [])])
 

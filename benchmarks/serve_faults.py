@@ -148,7 +148,7 @@ def slow(folder: Path) -> dict[str, Any]:
 
         asyncio.run(watched.run(6.0, fault, 1.0))
         queued = metric(told, "drumline_queue_requests")
-    late = {one for one in watched.codes if one.startswith("DEADLINE_EXCEEDED")}
+    late = {code for code in watched.codes if code.startswith("DEADLINE_EXCEEDED")}
     fine = bool(late) and set(watched.codes) == {"OK", *late} and watched.answers[-1][1] == "OK" and not watched.wrong
     return {"codes": watched.codes, "queued_after": queued, "holds": fine and queued == 0}
 
@@ -189,7 +189,7 @@ def wrong(running: Running) -> dict[str, Any]:
             code, why = status_of(partial(call, request, timeout=30))
             told[name] = f"{code.name}: {why}"
         code, _ = status_of(partial(call, request_of({"x": rows_of(2)}), timeout=1e-6))
-    fine = all(one.startswith("INVALID_ARGUMENT: input ") for one in told.values())
+    fine = all(text.startswith("INVALID_ARGUMENT: input ") for text in told.values())
     return {"told": told, "deadline": code.name, "holds": fine and code is grpc.StatusCode.DEADLINE_EXCEEDED}
 
 
@@ -217,8 +217,8 @@ def tls(folder: Path, work: Path) -> dict[str, Any]:
     }
     found = {}
     with serving(folder, tls=Tls(*server, ours.path)) as running:
-        for name, one in ways.items():
-            with grpc.secure_channel(running.address, one.channel()) as channel:
+        for name, way in ways.items():
+            with grpc.secure_channel(running.address, way.channel()) as channel:
                 found[name] = status_of(partial(inferred, channel, {"x": rows_of(1)}, timeout=5))[0].name
         with channel_to(running.address) as channel:
             found["no TLS"] = status_of(partial(inferred, channel, {"x": rows_of(1)}, timeout=5))[0].name
@@ -228,7 +228,7 @@ def tls(folder: Path, work: Path) -> dict[str, Any]:
 
 def _held(told: dict[str, Any]) -> list[tuple[float, int, int]]:
     processes = (told["front"], *told["processes"])
-    return [(resident_mib(one), descriptors(one), len(os.listdir(f"/proc/{one}/task"))) for one in processes]
+    return [(resident_mib(item), descriptors(item), len(os.listdir(f"/proc/{item}/task"))) for item in processes]
 
 
 def _grown(before: list[tuple[float, int, int]], after: list[tuple[float, int, int]]) -> dict[str, list[float]]:
@@ -247,7 +247,7 @@ def risen(values: Sequence[float]) -> float:
 
 def garbage(folder: Path, cases: int) -> dict[str, Any]:
     with served(folder, "--max-message", str(LIMIT)) as told:
-        ports = [int(one.rpartition(":")[2]) for one in (told["address"], *told["stages"])] + [told["metrics_port"]]
+        ports = [int(stage.rpartition(":")[2]) for stage in (told["address"], *told["stages"])] + [told["metrics_port"]]
         for port in ports:
             garbage_at(port, cases=cases // 8, seed=port, limit=LIMIT)  # until allocators have what they keep
         before, sent = _held(told), 0
@@ -315,12 +315,12 @@ def main(words: Sequence[str] | None = None) -> int:
             if fnmatch(name, args.only):
                 tell(name)
                 found[name] = case()
-    for name, one in found.items():
-        told = ", ".join(f"{key} {value}" for key, value in one.items() if key != "holds")
-        print(f"{'holds' if one['holds'] else 'MISSED':<7}{name}: {told}")
+    for name, entry in found.items():
+        told = ", ".join(f"{key} {value}" for key, value in entry.items() if key != "holds")
+        print(f"{'holds' if entry['holds'] else 'MISSED':<7}{name}: {told}")
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
-    return 0 if all(one["holds"] for one in found.values()) else 1
+    return 0 if all(entry["holds"] for entry in found.values()) else 1
 
 
 if __name__ == "__main__":

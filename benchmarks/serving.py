@@ -39,10 +39,12 @@ def served(folder: Path, *flags: str) -> Iterator[dict[str, Any]]:
             told = json.loads(first_object(process.stdout))
             log.seek(0)
             lines = (json.loads(line) for line in log if line.startswith("{"))
-            ready = sorted((one for one in lines if one["event"] == "stage ready"), key=lambda one: int(one["stage"]))
+            ready = sorted(
+                (line for line in lines if line["event"] == "stage ready"), key=lambda value: int(value["stage"])
+            )
             told["front"] = process.pid
-            told["processes"] = [one["process"] for one in ready]
-            told["stages"] = [one["address"] for one in ready]
+            told["processes"] = [value["process"] for value in ready]
+            told["stages"] = [value["address"] for value in ready]
             yield told
         finally:
             process.terminate()

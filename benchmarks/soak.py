@@ -70,7 +70,7 @@ def build_data() -> Any:
 
     generator = torch.Generator().manual_seed(1)
     draw = [torch.randn(ROWS, WIDTH, generator=generator) for _ in range(8)]
-    return [(one, one.roll(1, 1).tanh()) for one in draw]
+    return [(tensor, tensor.roll(1, 1).tanh()) for tensor in draw]
 
 
 # ---- the measurement -------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     >>> line([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0)])
     (2.0, 0.0)
     """
-    mean_x, mean_y = (sum(one[at] for one in points) / len(points) for at in (0, 1))
+    mean_x, mean_y = (sum(point[at] for point in points) / len(points) for at in (0, 1))
     spread = sum((x - mean_x) ** 2 for x, _ in points)
     slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
     rest = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in points)
@@ -117,8 +117,8 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def judge(notes: Sequence[dict[str, Any]], steps: int) -> dict[str, Any]:
     """Return what one rank's notes after the warm-up come to."""
-    after = [one for one in notes if one["step"] >= steps // 5]
-    slope, error = line([(one["step"], one["resident_mib"]) for one in after])
+    after = [note for note in notes if note["step"] >= steps // 5]
+    slope, error = line([(entry["step"], entry["resident_mib"]) for entry in after])
     found: dict[str, Any] = {
         "notes": len(after),
         "resident_mib": [after[0]["resident_mib"], after[-1]["resident_mib"]],
@@ -127,7 +127,7 @@ def judge(notes: Sequence[dict[str, Any]], steps: int) -> dict[str, Any]:
     }
     for name in ("descriptors", "threads", "files", "checkpoints"):
         if name in after[0]:
-            counts = [one[name] for one in after]
+            counts = [entry[name] for entry in after]
             # A checkpoint under way has a file and a thread of its own: the most in either half is what may not grow.
             half = len(counts) // 2
             found[name] = [max(counts[:half]), max(counts[half:])]
@@ -137,13 +137,13 @@ def judge(notes: Sequence[dict[str, Any]], steps: int) -> dict[str, Any]:
 def problems(ranks: Sequence[dict[str, Any]], left: Sequence[str], last: int) -> list[str]:
     """Return what grew."""
     found = []
-    for number, one in enumerate(ranks):
-        if one["growth_mib"] > STATE_MIB:
-            found.append(f"rank {number}: memory grows by {one['growth_mib']:.1f} MiB")
+    for number, rank in enumerate(ranks):
+        if rank["growth_mib"] > STATE_MIB:
+            found.append(f"rank {number}: memory grows by {rank['growth_mib']:.1f} MiB")
         found += [
-            f"rank {number}: {name} grow from {one[name][0]} to {one[name][1]}"
+            f"rank {number}: {name} grow from {rank[name][0]} to {rank[name][1]}"
             for name in ("descriptors", "threads", "files", "checkpoints")
-            if name in one and one[name][1] > one[name][0]
+            if name in rank and rank[name][1] > rank[name][0]
         ]
     if len(left) != KEEP or left[-1] != f"step-{last:08d}":
         found.append(f"checkpoints left: {', '.join(left)}")
@@ -165,18 +165,18 @@ def main() -> int:
         for rank in range(args.ranks):
             notes = [json.loads(text) for text in (folder / f"rank{rank}.jsonl").read_text().splitlines()]
             ranks.append(judge(notes, args.steps))
-        left = sorted(one.name for one in (folder / "run" / "checkpoints").iterdir())
-        size = sum(one.stat().st_size for one in (folder / "run").rglob("*") if one.is_file()) / 2**20
+        left = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+        size = sum(path.stat().st_size for path in (folder / "run").rglob("*") if path.is_file()) / 2**20
     saves = args.steps // args.every
     what = f"{args.steps} steps, {saves} checkpoints, {args.ranks} ranks, {seconds:.0f} s"
     print(f"{what}; a rank's state: {STATE_MIB:.1f} MiB\n")
     print("rank  resident MiB      growth over all steps  descriptors  threads     files")
-    for number, one in enumerate(ranks):
+    for number, entry in enumerate(ranks):
         cells = [
             f"{number:4}",
-            "{:6.1f} to {:6.1f}".format(*one["resident_mib"]),
-            f"{one['growth_mib']:+8.2f} ± {one['growth_error_mib']:.2f} MiB ",
-            *("{:4} to {:<4}".format(*one[name]) for name in ("descriptors", "threads", "files") if name in one),
+            "{:6.1f} to {:6.1f}".format(*entry["resident_mib"]),
+            f"{entry['growth_mib']:+8.2f} ± {entry['growth_error_mib']:.2f} MiB ",
+            *("{:4} to {:<4}".format(*entry[name]) for name in ("descriptors", "threads", "files") if name in entry),
         ]
         print("  ".join(cells).rstrip())
     print(f"\nleft: {', '.join(left)}; the run's folder has {size:.1f} MiB")

@@ -89,8 +89,8 @@ def mlp(ranks: int) -> Problem:
 
     torch.manual_seed(7)
     teacher = net()
-    for one in teacher.parameters():
-        nn.init.normal_(one, std=1.5 / math.sqrt(width))
+    for param in teacher.parameters():
+        nn.init.normal_(param, std=1.5 / math.sqrt(width))
 
     def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
         x = torch.randn(16 * ranks, width, generator=generator)
@@ -112,7 +112,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Attend, then compute on every place."""
         rows, length, width = x.shape
-        q, k, v = (one.view(rows, length, -1, 32).transpose(1, 2) for one in self.qkv(self.first(x)).chunk(3, -1))
+        q, k, v = (value.view(rows, length, -1, 32).transpose(1, 2) for value in self.qkv(self.first(x)).chunk(3, -1))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
         made: Tensor = x + self.down(functional.gelu(self.up(self.second(x))))
@@ -178,9 +178,9 @@ def run(problem: Problem, schedule: str, optimizer: str, rate: float, given: arg
             x, y = problem.batch(generator)
             result = pipe.step(x.to(given.device), target=y.to(given.device))
             if schedule == "1f1b":
-                for one in made:
-                    one.step()
-                    one.zero_grad()
+                for updater in made:
+                    updater.step()
+                    updater.zero_grad()
             assert result.loss is not None
             losses.append(float(result.loss))
             if not losses[-1] < 10 * losses[0]:
@@ -215,22 +215,24 @@ def studied(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def already(files: list[Path]) -> Iterator[dict[str, Any]]:
     """Yield what earlier runs wrote, in the order in which one run would have."""
-    found = [one for file in files for one in json.loads(file.read_text())]
+    found = [load for file in files for load in json.loads(file.read_text())]
     order = [*OPTIMIZERS, *SCHEDULES]
-    for one in sorted(found, key=lambda one: (order.index(one["optimizer"]), order.index(one["schedule"]))):
-        yield one | {"figures": {float(rate): loss for rate, loss in one["figures"].items()}}
+    for value in sorted(found, key=lambda item: (order.index(item["optimizer"]), order.index(item["schedule"]))):
+        yield value | {"figures": {float(rate): loss for rate, loss in value["figures"].items()}}
 
 
 def plot(found: list[dict[str, Any]], folder: Path) -> None:
     """Draw each problem's curves at the best rate of each schedule."""
     from matplotlib import pyplot
 
-    for name in dict.fromkeys(one["problem"] for one in found):
+    for name in dict.fromkeys(entry["problem"] for entry in found):
         sheet, axes = pyplot.subplots(1, len(OPTIMIZERS), figsize=(9, 3.2), sharey=True)
         for axis, optimizer in zip(axes, OPTIMIZERS, strict=True):
-            for one in found:
-                if (one["problem"], one["optimizer"]) == (name, optimizer):
-                    axis.plot(*_thinned(one["losses"]), label=f"{one['schedule']}, rate x {one['best']:g}", linewidth=1)
+            for entry in found:
+                if (entry["problem"], entry["optimizer"]) == (name, optimizer):
+                    axis.plot(
+                        *_thinned(entry["losses"]), label=f"{entry['schedule']}, rate x {entry['best']:g}", linewidth=1
+                    )
             axis.set_title(f"{name}, {optimizer}")
             axis.set_xlabel("step")
             axis.set_yscale("log")
@@ -264,11 +266,11 @@ def main() -> None:
     given = parser.parse_args()
     print(f"{given.ranks} ranks, {given.steps} steps on {given.device}; loss of the last tenth, by rate")
     found = []
-    for one in already(given.found) if given.found else studied(given):
-        found.append(one)
+    for entry in already(given.found) if given.found else studied(given):
+        found.append(entry)
         shown = "  ".join(f"x{rate:g} {'diverged' if math.isinf(loss) else f'{loss:.4g}'}"
-                          for rate, loss in one["figures"].items())  # fmt: skip
-        print(f"{one['problem']:10} {one['optimizer']:6} {one['schedule']:14} {shown}", flush=True)
+                          for rate, loss in entry["figures"].items())  # fmt: skip
+        print(f"{entry['problem']:10} {entry['optimizer']:6} {entry['schedule']:14} {shown}", flush=True)
     if given.json:
         given.json.write_text(json.dumps(found))
     if given.plot:

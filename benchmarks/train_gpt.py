@@ -55,7 +55,7 @@ def by_pipeline(settings: Any) -> dict[str, Any]:
     return {
         "losses": found.losses,
         "grad_norms": found.grad_norms,
-        "held_out": [one.loss for one in found.evaluations],
+        "held_out": [evaluation.loss for evaluation in found.evaluations],
         "seconds": found.seconds,
         "tokens": found.num_tokens,
         "peak_bytes": found.peak_bytes,
@@ -95,14 +95,14 @@ def by_one_process(settings: Any) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(loss)
         tokens += total
-    size = sum(one.numel() for one in model.parameters())
+    size = sum(param.numel() for param in model.parameters())
     seconds = time.perf_counter() - began
     return {"losses": losses, "grad_norms": norms, "seconds": seconds, "tokens": tokens, "parameters": size}
 
 
 def _backward(built: Any, batch: Any, num_microbatches: int, total: int) -> float:
     """Add the gradients of one batch, and return its part of the loss."""
-    cut = {name: one.tensor_split(num_microbatches) for name, one in batch.inputs.items()}
+    cut = {name: value.tensor_split(num_microbatches) for name, value in batch.inputs.items()}
     targets = batch.target.tensor_split(num_microbatches)
     found = 0.0
     for at, target in enumerate(targets):
@@ -120,8 +120,8 @@ def _backward(built: Any, batch: Any, num_microbatches: int, total: int) -> floa
 def compared(ours: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
     """Return how far the two curves are apart."""
     pairs = list(zip(ours["losses"], plain["losses"], strict=True))
-    apart = [abs(one - other) / abs(other) for one, other in pairs]
-    norms = [abs(one - other) / other for one, other in zip(ours["grad_norms"], plain["grad_norms"], strict=True)]
+    apart = [abs(value - other) / abs(other) for value, other in pairs]
+    norms = [abs(norm - other) / other for norm, other in zip(ours["grad_norms"], plain["grad_norms"], strict=True)]
     return {
         "largest_relative_difference": max(apart),
         "at_step": apart.index(max(apart)) + 1,
@@ -156,7 +156,7 @@ def main() -> int:
         # In a process of its own too, with as many threads as a rank has: sums are then split alike.
         plain = dl.launch(by_one_process, replace(settings), num_ranks=1)[0]
     found = compared(ours, plain)
-    rates = [one["tokens"] / one["seconds"] for one in (ours, plain)]
+    rates = [entry["tokens"] / entry["seconds"] for entry in (ours, plain)]
     print(f"{plain['parameters']:,} parameters, {args.steps} steps, {args.schedule} on {args.ranks} ranks")
     print(f"loss {found['first_loss']:.4f} -> {found['last_loss']:.4f}, held out {ours['held_out'][-1]:.4f}")
     print(f"largest relative difference of a loss to one process: {found['largest_relative_difference']:.3g}", end="")

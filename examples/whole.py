@@ -166,9 +166,9 @@ def main() -> None:
     print(f"chosen: {program.name}, whose rank 0 begins {', '.join(map(str, program.rows[0][:5]))} ...")
     losses, again, picture = dl.launch(trained, program, folder, num_ranks=NUM_RANKS)[0]
     expected = plain()
-    print(f"losses on two ranks    {' '.join(f'{one:.4f}' for one in losses)}")
-    print(f"losses in one process  {' '.join(f'{one:.4f}' for one in expected)}")
-    assert all(abs(one - other) < 1e-4 for one, other in zip(losses, expected, strict=True))
+    print(f"losses on two ranks    {' '.join(f'{loss:.4f}' for loss in losses)}")
+    print(f"losses in one process  {' '.join(f'{value:.4f}' for value in expected)}")
+    assert all(abs(loss - other) < 1e-4 for loss, other in zip(losses, expected, strict=True))
     assert again == losses[NUM_STEPS // 2 :], "a checkpoint goes on bit for bit"
     print(f"the last {len(again)} steps again, from {folder.name}: the same bits")
     print(picture)

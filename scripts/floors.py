@@ -36,7 +36,7 @@ def requirements(project: dict[str, object], *, tools: bool) -> Iterator[tuple[s
     """
     extras = project["optional-dependencies"]
     assert isinstance(extras, dict)
-    listed = [one for extra, lines in extras.items() if (extra in TOOLS) == tools for one in lines]
+    listed = [item for extra, lines in extras.items() if (extra in TOOLS) == tools for item in lines]
     if not tools:
         plain = project["dependencies"]
         assert isinstance(plain, list)

@@ -39,20 +39,20 @@ def resolved(extras: list[str], *, upgrade: bool) -> list[dict[str, Any]]:
         wanted = [f"{_ROOT}[{','.join(extras)}]", "--report", str(report), *held]
         options = ["--quiet", "--dry-run", "--ignore-installed", "--disable-pip-version-check"]
         subprocess.run([sys.executable, "-m", "pip", "install", *options, *wanted], check=True)
-        return [one["metadata"] for one in json.loads(report.read_text(encoding="utf-8"))["install"]]
+        return [value["metadata"] for value in json.loads(report.read_text(encoding="utf-8"))["install"]]
 
 
 def asked_for(packages: list[dict[str, Any]]) -> dict[str, set[str]]:
     """Return who asks for every package, by its plain name; the project itself asks by the names of its extras."""
     requires = {
-        canonicalize_name(one["name"]): [Requirement(each) for each in one.get("requires_dist", [])] for one in packages
+        canonicalize_name(p["name"]): [Requirement(each) for each in p.get("requires_dist", [])] for p in packages
     }
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     own = canonicalize_name(project["name"])
     by: dict[str, set[str]] = defaultdict(set)
     tables: dict[str, list[str]] = {own: project["dependencies"]}
     tables |= {f"{own}[{extra}]": wanted for extra, wanted in project["optional-dependencies"].items()}
-    due = [(who, Requirement(one), "") for who, table in tables.items() for one in table]
+    due = [(who, Requirement(text), "") for who, table in tables.items() for text in table]
     opened: set[tuple[str, str]] = set()
     while due:
         who, wanted, extra = due.pop()
@@ -60,9 +60,9 @@ def asked_for(packages: list[dict[str, Any]]) -> dict[str, set[str]]:
         if name == own or not (wanted.marker is None or wanted.marker.evaluate({"extra": extra})):
             continue
         by[name].add(who)
-        for more in {"", *wanted.extras} - {more for one, more in opened if one == name}:
+        for more in {"", *wanted.extras} - {more for text, more in opened if text == name}:
             opened.add((name, more))
-            due += [(name, one, more) for one in requires[name]]
+            due += [(name, require, more) for require in requires[name]]
     return by
 
 
@@ -75,11 +75,11 @@ def main() -> None:
     packages = resolved(sorted(project["optional-dependencies"]), upgrade=args.upgrade)
     by = asked_for(packages)
     lines = []
-    for one in sorted(packages, key=lambda package: canonicalize_name(package["name"])):
-        name = canonicalize_name(one["name"])
+    for package in sorted(packages, key=lambda package: canonicalize_name(package["name"])):
+        name = canonicalize_name(package["name"])
         if name != canonicalize_name(project["name"]):
-            version = one["version"].partition("+")[0]  # without the build: +cpu
-            lines.append(f"{one['name']}=={version}  # via {', '.join(sorted(by[name]))}\n")
+            version = package["version"].partition("+")[0]  # without the build: +cpu
+            lines.append(f"{package['name']}=={version}  # via {', '.join(sorted(by[name]))}\n")
     _FILE.write_text(_HEAD + "".join(lines), encoding="utf-8")
 
 

@@ -84,7 +84,7 @@ def _record(args: argparse.Namespace, name: str, *settings: str) -> None:
     num_stages = NUM_RANKS if single else 2 * NUM_RANKS
     in_a_v = name in ("ZBVZeroBubble", "DualPipeV")
     mine = [args.rank] if single else [args.rank, num_stages - 1 - args.rank if in_a_v else args.rank + NUM_RANKS]
-    slow = next((int(one.partition("=")[2]) for one in settings if one.startswith("slow=")), None)
+    slow = next((int(setting.partition("=")[2]) for setting in settings if setting.startswith("slow=")), None)
     device = torch.device(args.device)
     torch.manual_seed(0)
 
@@ -97,7 +97,7 @@ def _record(args: argparse.Namespace, name: str, *settings: str) -> None:
     kind: Any = getattr(schedules, f"Schedule{name}")
     schedule = kind(stages[0] if single else stages, args.microbatches, loss_fn=nn.MSELoss())
     batch = torch.randn(args.rows * args.microbatches, args.width, device=device)
-    optimizer = torch.optim.AdamW([one for each in stages for one in each.submod.parameters()])
+    optimizer = torch.optim.AdamW([param for each in stages for param in each.submod.parameters()])
 
     def step() -> None:
         ends: Any = {"target": batch, "losses": []} if num_stages - 1 in mine else {}

@@ -8,7 +8,7 @@ from drumline.pipeline.pipeline import Pipeline
 
 
 def _attached(pipe: Pipeline, kind: type) -> Any:
-    return next(one for one in pipe._site.observers.each if isinstance(one, kind))
+    return next(observer for observer in pipe._site.observers.each if isinstance(observer, kind))
 
 
 def validation_of(pipe: Pipeline) -> Any:

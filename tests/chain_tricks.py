@@ -161,8 +161,8 @@ def base_of_a_view() -> nn.Sequential:
 
 
 TRICKS: dict[str, Callable[[], nn.Sequential]] = {
-    one.__name__: one
-    for one in (
+    function.__name__: function
+    for function in (
         shared_list, last_of_a_global_list, global_dict, shared_dict, tensor_attribute, on_the_class,
         input_on_the_module, own_forward, under_autocast, own_call, where_from, base_of_a_view,
     )
@@ -245,5 +245,5 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "a counter in a closure": _global,
     "a memory in a default": in_a_default,
     "the same forward": lambda: SameForward(Step(), Step(), Step(), Step()),
-    "one block twice": lambda: (lambda one: row(Step(), one, Step(), one))(Step()),
+    "one block twice": lambda: (lambda step: row(Step(), step, Step(), step))(Step()),
 }

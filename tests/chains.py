@@ -19,7 +19,7 @@ def cuts(num_blocks: int, num_stages: int) -> Iterator[tuple[int, ...]]:
 
 def stage_seconds(chain: Sequence[BlockCosts], counts: tuple[int, ...]) -> tuple[float, ...]:
     ends = list(accumulate(counts, initial=0))
-    return tuple(sum(one.seconds for one in chain[i:j]) for i, j in pairwise(ends))
+    return tuple(sum(costs.seconds for costs in chain[i:j]) for i, j in pairwise(ends))
 
 
 def rank_bytes(blocks: Sequence[BlockCosts], counts: Sequence[int], held: Sequence[HeldPairs]) -> tuple[float, ...]:

@@ -103,7 +103,7 @@ def ways(text: str, channel: str) -> set[bool]:
         if not behind:
             posted = {_posted(cell) for row in model.rows for cell in row} - {None}
             found.add(state[0] != tuple(map(len, model.rows)) or set(state[1]) != posted)
-        left += [one for one in behind if one not in seen]
+        left += [entry for entry in behind if entry not in seen]
         seen.update(behind)
     return found
 

@@ -67,10 +67,10 @@ def trained(words: str, folder: Path, **more: Any) -> tuple[dict[str, Any], str]
     return found, err
 
 
-def equal_losses(one: dict[str, Any], other: dict[str, Any]) -> None:
+def equal_losses(entry: dict[str, Any], other: dict[str, Any]) -> None:
     """Assert that two runs had the same losses, up to the rounding of float32 on a GPU."""
-    for a, b in zip(one["losses"], other["losses"], strict=True):
-        assert math.isclose(a, b, rel_tol=1e-3), (one["losses"], other["losses"])
+    for a, b in zip(entry["losses"], other["losses"], strict=True):
+        assert math.isclose(a, b, rel_tol=1e-3), (entry["losses"], other["losses"])
 
 
 def every_device(folder: Path) -> str:

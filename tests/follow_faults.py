@@ -53,14 +53,14 @@ def dropped_hook(patch: pytest.MonkeyPatch) -> None:
     """Run blocks without the hooks that return something."""
 
     def change(piece: Piece, run: Callable[[], Any]) -> Any:
-        kept = [(one, one._forward_hooks) for one in piece.modules() if one._forward_hooks]
-        for one, _ in kept:
-            one._forward_hooks = OrderedDict()
+        kept = [(module, module._forward_hooks) for module in piece.modules() if module._forward_hooks]
+        for module, _ in kept:
+            module._forward_hooks = OrderedDict()
         try:
             return run()
         finally:
-            for one, hooks in kept:
-                one._forward_hooks = hooks
+            for module, hooks in kept:
+                module._forward_hooks = hooks
 
     _around(patch, change)
 
@@ -70,8 +70,8 @@ def wrong_hook(patch: pytest.MonkeyPatch) -> None:
 
     def change(piece: Piece, run: Callable[[], Any]) -> Any:
         made = run()
-        if isinstance(made, Live) and any(one._forward_hooks for one in piece.modules()):
-            return made._replace(tensors=tuple(one * 1.5 for one in made.tensors))
+        if isinstance(made, Live) and any(module._forward_hooks for module in piece.modules()):
+            return made._replace(tensors=tuple(tensor * 1.5 for tensor in made.tensors))
         return made
 
     _around(patch, change)
@@ -95,9 +95,9 @@ def stale_attribute(patch: pytest.MonkeyPatch) -> None:
 
     def made(self: Skeleton, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         right(self, model, *args, **kwargs)
-        for one in self.model.modules():
-            if hasattr(one, "scale"):
-                setattr(one, "scale", 1.0)  # noqa: B010 - modules are typed to hold tensors
+        for module in self.model.modules():
+            if hasattr(module, "scale"):
+                setattr(module, "scale", 1.0)  # noqa: B010 - modules are typed to hold tensors
 
     patch.setattr(Skeleton, "__init__", made)
 

@@ -42,8 +42,8 @@ def numbers_in(output: Any) -> Tensor:
     pictures: Tensor | None = getattr(output, "image_embeds", None)
     if pictures is not None:
         return pictures
-    found = [one for one in output.values() if isinstance(one, Tensor)]
-    return next(one for one in found if one.is_floating_point() and one.dim() > 1)
+    found = [tensor for tensor in output.values() if isinstance(tensor, Tensor)]
+    return next(tensor for tensor in found if tensor.is_floating_point() and tensor.dim() > 1)
 
 
 def squared(output: Any, target: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def plain_loss(model: Any, batch: Batch, target: Tensor | None) -> Tensor:
             {name: value.tensor_split(MICROBATCHES)[at] for name, value in batch.items()} for at in range(MICROBATCHES)
         ]
         loss = (
-            loss - model.router_aux_loss_coef * output.aux_loss + weight * sum(model(**one).aux_loss for one in parts)
+            loss - model.router_aux_loss_coef * output.aux_loss + weight * sum(model(**part).aux_loss for part in parts)
         )
     return loss
 
@@ -71,7 +71,7 @@ def plain(model: nn.Module, batch: Batch, target: Tensor | None) -> tuple[float,
     """Return loss and gradients of the model itself."""
     loss = plain_loss(model, batch, target)
     torch.autograd.backward(loss)
-    return float(loss.detach()), {name: one.grad for name, one in model.named_parameters()}
+    return float(loss.detach()), {name: param.grad for name, param in model.named_parameters()}
 
 
 def material(name: str, own: bool) -> tuple[nn.Module, Batch, Tensor | None]:
@@ -92,15 +92,15 @@ def material(name: str, own: bool) -> tuple[nn.Module, Batch, Tensor | None]:
 
 def apart(mine: Mapping[str, Tensor | None], wanted: Gradients) -> tuple[float, str]:
     """Return the largest difference of a gradient, by its norm or by a little of the whole's, and where it is."""
-    whole = float(torch.stack([one.norm() for one in wanted.values() if one is not None]).norm())
+    whole = float(torch.stack([tensor.norm() for tensor in wanted.values() if tensor is not None]).norm())
     worst, where = 0.0, ""
-    for name, one in mine.items():
+    for name, tensor in mine.items():
         other = wanted[name]
-        if one is None or other is None:
-            present = one if other is None else other
+        if tensor is None or other is None:
+            present = tensor if other is None else other
             far = 0.0 if present is None or not present.any() else 1.0
         else:
-            far = float((one - other).norm()) / max(float(other.norm()), 1e-3 * whole)
+            far = float((tensor - other).norm()) / max(float(other.norm()), 1e-3 * whole)
         if not far <= worst:
             worst, where = far, name
     return worst, where
@@ -147,7 +147,7 @@ def _outcome(
         found = pipe.step(**batch, target=target).loss
         assert found is not None
         pipe.settle()
-        far, where = apart({path: one.grad for path, one in pipe.named_parameters()}, wanted)
+        far, where = apart({path: param.grad for path, param in pipe.named_parameters()}, wanted)
     if not abs(float(found) - wanted_loss) <= 1e-5 * abs(wanted_loss):
         return f"wrong: loss {float(found):.6f} and not {wanted_loss:.6f}, gradients {far:.2g} at {where}"
     return "right" if far < 1e-4 else f"wrong: {where} is {far:.2g} off"
@@ -199,20 +199,20 @@ def two_processes(names: Sequence[str], schedules: Sequence[str], *, thin: bool)
             ]
             command += ["--thin"] if thin else []
             running.append(subprocess.Popen(command, env={**os.environ, **given, "OMP_NUM_THREADS": "1"}))
-        assert [one.wait() for one in running] == [0, 0]
+        assert [popen.wait() for popen in running] == [0, 0]
         both = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(2)]
-    return {key: max(one[key] for one in both) for key in both[0]}  # right < wrong; a refusal stands for both
+    return {key: max(value[key] for value in both) for key in both[0]}  # right < wrong; a refusal stands for both
 
 
-def table(one: Outcome, two: Outcome) -> str:
+def table(entry: Outcome, two: Outcome) -> str:
     """Return the table: every family's outcomes, all schedules in one cell where they are alike."""
     lines = ["| model | kind | own loss | `loss_fn` | on two processes |", "|---|---|---|---|---|"]
     for name, family in FAMILIES.items():
-        cells = [_cell(one, f"{name} {loss}") for loss in ("own", "loss_fn")]
+        cells = [_cell(entry, f"{name} {loss}") for loss in ("own", "loss_fn")]
         if cells[0] == "right" and "loss_weight" in family.settings:
             cells[0] = "right, with `loss_weight=`"
         again = {_short(value) for key, value in two.items() if key.startswith((f"{name} own ", f"{name} loss_fn "))}
-        here = {_short(value) for key, value in one.items() if key.startswith((f"{name} own ", f"{name} loss_fn "))}
+        here = {_short(value) for key, value in entry.items() if key.startswith((f"{name} own ", f"{name} loss_fn "))}
         both = "the same" if again == here else ", ".join(sorted(again))
         lines.append(f"| `{family.model}`{_which(name)} | {family.group} | {' | '.join(cells)} | {both} |")
     return "\n".join(lines)
@@ -223,10 +223,10 @@ def _which(name: str) -> str:
 
 
 def _cell(found: Outcome, start: str) -> str:
-    said = {one: _short(found[f"{start} {one}"]) for one in SCHEDULES if f"{start} {one}" in found}
+    said = {name: _short(found[f"{start} {name}"]) for name in SCHEDULES if f"{start} {name}" in found}
     if len(set(said.values())) == 1:
         return next(iter(said.values()))
-    return ", ".join(f"{schedule}: {one}" for schedule, one in said.items())
+    return ", ".join(f"{schedule}: {name}" for schedule, name in said.items())
 
 
 def _short(said: str) -> str:
@@ -236,9 +236,9 @@ def _short(said: str) -> str:
     return said
 
 
-def write(one: Outcome, two: Outcome) -> None:
+def write(entry: Outcome, two: Outcome) -> None:
     """Write the table into the page."""
-    made = f"<!-- matrix -->\n{table(one, two)}\n<!-- end -->"
+    made = f"<!-- matrix -->\n{table(entry, two)}\n<!-- end -->"
     PAGE.write_text(re.sub(r"<!-- matrix -->\n.*?<!-- end -->", lambda _: made, PAGE.read_text(), flags=re.DOTALL))
 
 
@@ -256,12 +256,12 @@ def main() -> None:
     if given.rank:
         one_rank(given.names, given.schedules, given.rank, thin=given.thin)
         return
-    one = all_outcomes(given.names, given.schedules, thin=given.thin)
+    entry = all_outcomes(given.names, given.schedules, thin=given.thin)
     two = two_processes(given.names, given.schedules, thin=given.thin)
     if given.write:
-        write(one, two)
-    wrong = [f"{key}: {said}" for found in (one, two) for key, said in found.items() if said.startswith("wrong")]
-    print("\n".join(wrong) or f"none of {len(one) + len(two)} wrong")
+        write(entry, two)
+    wrong = [f"{key}: {said}" for found in (entry, two) for key, said in found.items() if said.startswith("wrong")]
+    print("\n".join(wrong) or f"none of {len(entry) + len(two)} wrong")
     sys.exit(bool(wrong))
 
 

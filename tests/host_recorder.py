@@ -31,20 +31,22 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default or func is torch.ops.aten.equal.default:
             raise RuntimeError("operation not permitted when stream is capturing")
         written = [arg for info, arg in zip(func._schema.arguments, args, strict=False) if _writes(info)]
-        for one in tree_leaves(written):
-            if one.data_ptr() not in self.before:
-                self.before[one.data_ptr()] = one.data, one.data.clone()
+        for leaf in tree_leaves(written):
+            if leaf.data_ptr() not in self.before:
+                self.before[leaf.data_ptr()] = leaf.data, leaf.data.clone()
         made = func(*args, **kwargs)
-        given = tree_map_only(Tensor, lambda one: one.data, (args, kwargs, made))
+        given = tree_map_only(Tensor, lambda tensor: tensor.data, (args, kwargs, made))
         self.calls.append((func, *given))
         return made
 
     def undo(self) -> None:
         for _, args, kwargs, made in self.calls:
-            known = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
-            for one in tree_leaves(made):
-                if isinstance(one, Tensor) and one.untyped_storage().data_ptr() not in known:
-                    spoil(one)
+            known = {
+                leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+            }
+            for leaf in tree_leaves(made):
+                if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in known:
+                    spoil(leaf)
         for place, value in self.before.values():
             place.copy_(value)
 

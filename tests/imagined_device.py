@@ -45,10 +45,10 @@ class Backend(registration._DummyBackendModule):
         return "an imagined device"
 
 
-def put(one: Tensor, place: Any, shown: Tensor) -> Tensor:
+def put(tensor: Tensor, place: Any, shown: Tensor) -> Tensor:
     """Let a tensor of the device show a place as another tensor shows its own."""
     setter = torch.ops.aten.set_.source_Storage_storage_offset
-    made: Tensor = setter.redispatch(HOST, one, place, 0, shown.shape, shown.stride())
+    made: Tensor = setter.redispatch(HOST, tensor, place, 0, shown.shape, shown.stride())
     return made
 
 
@@ -66,11 +66,11 @@ class Memory:
         self.by_storage[place._cdata] = place, flat
         return put(torch._C._acc.create_empty_tensor((0,), host.dtype), place, shown)
 
-    def host(self, one: Tensor) -> Tensor:
+    def host(self, tensor: Tensor) -> Tensor:
         """Return the host's view of a tensor of the device."""
-        _, flat = self.by_storage[one.untyped_storage()._cdata]
-        flat = flat if flat.dtype is one.dtype else flat.view(one.dtype)  # a view of the same bytes
-        return flat.as_strided(one.shape, one.stride(), one.storage_offset())
+        _, flat = self.by_storage[tensor.untyped_storage()._cdata]
+        flat = flat if flat.dtype is tensor.dtype else flat.view(tensor.dtype)  # a view of the same bytes
+        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 MEMORY = Memory()
@@ -117,7 +117,7 @@ def empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Ten
 
 
 def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    source, host = (MEMORY.host(one) if is_there(one) else one for one in (source, target))
+    source, host = (MEMORY.host(tensor) if is_there(tensor) else tensor for tensor in (source, target))
     host.copy_(source)
     return target
 
@@ -149,9 +149,9 @@ def forbid_cuda() -> None:
         return called
 
     module: ModuleType = torch.cuda
-    for name, one in list(vars(module).items()):
-        if callable(one) and not isinstance(one, type) and not name.startswith("_"):
-            setattr(module, name, watched(name, one))
+    for name, value in list(vars(module).items()):
+        if callable(value) and not isinstance(value, type) and not name.startswith("_"):
+            setattr(module, name, watched(name, value))
 
 
 # ---- what runs on it -------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def trained(device: str, folder: str, *, how: dict[str, Any] | None = None, **se
         optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.01, **(how or {}))
         assert pipe.device.type == device
         for step in range(2):
-            batch, target = (one.to(device, kind) for one in data(8, seed=step))
+            batch, target = (tensor.to(device, kind) for tensor in data(8, seed=step))
             found[f"loss {step}"] = pipe.step(batch, target=target).loss
             if how is None:
                 found[f"norm {step}"] = pipe.clip_grad_norm_(1.0)
@@ -191,8 +191,8 @@ def trained(device: str, folder: str, *, how: dict[str, Any] | None = None, **se
         pipe.load(folder)
         pipe.timeline()
         found |= dict(pipe.named_parameters())
-        assert all(one.device.type == device for one in pipe.parameters())
-        return {name: one.detach().cpu() for name, one in found.items()}
+        assert all(param.device.type == device for param in pipe.parameters())
+        return {name: value.detach().cpu() for name, value in found.items()}
 
 
 def without_labels(device: str, folder: str) -> dict[str, Any]:
@@ -209,13 +209,13 @@ def without_labels(device: str, folder: str) -> dict[str, Any]:
     with Pipeline(model, device=device, transport="in-process", **given) as pipe:
         found: dict[str, Any] = {"loss": pipe.step(x, target=y).loss}
         pipe.settle()
-        found |= {name: one.grad for name, one in pipe.named_parameters()}
+        found |= {name: param.grad for name, param in pipe.named_parameters()}
     logits = torch.ones(2, 5).to(device).requires_grad_()
     loss = ScaledCall(functional.cross_entropy, 0, Sheet())(logits, y[2:4])
     if device != "cpu":  # there the host knows that it counts nothing
         torch.autograd.backward(loss, torch.zeros_like(loss))
     found["own"] = torch.zeros(2, 5) if logits.grad is None else logits.grad
-    return {name: one.detach().cpu() for name, one in found.items()}
+    return {name: value.detach().cpu() for name, value in found.items()}
 
 
 class Stacks(torch.nn.Module):
@@ -275,7 +275,7 @@ def trained_by_settings(device: str, folder: str) -> dict[str, Any]:
         run=RunSettings(steps=3, out=f"{folder}/run", threads=1),
     )
     made = run_training(settings, tell=lambda _: None)
-    numbers = {"losses": made.losses, "norms": made.grad_norms, "held out": [one.loss for one in made.evaluations]}
+    numbers = {"losses": made.losses, "norms": made.grad_norms, "held out": [item.loss for item in made.evaluations]}
     return {name: torch.tensor(each) for name, each in numbers.items()}
 
 
@@ -291,8 +291,8 @@ def compared() -> list[str]:
         "drumline train": trained_by_settings,
     }
     for name, run_on in runs.items():
-        with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-            host, device = run_on("cpu", one), run_on(NAME, other)
+        with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory() as other:
+            host, device = run_on("cpu", directory), run_on(NAME, other)
         assert host.keys() == device.keys()
         different = [key for key in host if not torch.equal(host[key], device[key])]
         assert not different, (name, different)

@@ -48,9 +48,9 @@ class Rank:
             for action, start, end in zip(track.actions, track.starts, track.ends, strict=True)
         ]
         self.received = {
-            one.action: one for one in timeline.transfers if one.target == rank
+            transfer.action: transfer for transfer in timeline.transfers if transfer.target == rank
         }  # by send, which names the message
-        self.sent = {one.action: one for one in timeline.transfers if one.source == rank}
+        self.sent = {transfer.action: transfer for transfer in timeline.transfers if transfer.source == rank}
         self.num_stages = timeline.program.num_stages
 
     def at(self, time: float) -> float:
@@ -189,8 +189,8 @@ def written(
             events.append(mark(f"ProfilerStep#{step}", begin - UNIT, begin + length - UNIT))
             events += STYLES[style](Rank(timeline, rank, begin))
             events += more(rank, begin)
-        for one in events:
-            one["ts"] = round(one["ts"] + (skews[rank] if skews else 0.0), 3)
+        for entry in events:
+            entry["ts"] = round(entry["ts"] + (skews[rank] if skews else 0.0), 3)
         names = {"host_name": hosts[rank]} if hosts else {"host_name": "one"}
         save(folder / f"rank{rank}.json.gz", events, distributedInfo=info(rank, timeline.num_ranks), **names)
     return folder

@@ -61,7 +61,7 @@ def one_by_one(o: Tensor, t: Tensor) -> Tensor:
 
 
 def on_the_host(o: Tensor, t: Tensor) -> Tensor:
-    kept = [at for at, one in enumerate(t.tolist()) if one != 0]
+    kept = [at for at, value in enumerate(t.tolist()) if value != 0]
     return nf.cross_entropy(o[kept], t[kept])
 
 
@@ -146,9 +146,9 @@ def masked(o: Tensor, t: dict[str, Tensor]) -> Tensor:
 
 
 def several(o: Tensor, t: dict[str, Tensor]) -> Tensor:
-    one = nf.cross_entropy(o, t["c"], ignore_index=0)
+    tensor = nf.cross_entropy(o, t["c"], ignore_index=0)
     two = (nf.l1_loss(o, t["y"], reduction="none").mean(-1) * t["mask"]).sum() / t["mask"].sum().clamp(min=1)
-    return one + 0.5 * two + 0.01 * o.pow(2).sum() + 0.1 * (o.mean(-1) ** 2).mean()
+    return tensor + 0.5 * two + 0.01 * o.pow(2).sum() + 0.1 * (o.mean(-1) ** 2).mean()
 
 
 def gathered(o: Tensor, t: Tensor) -> Tensor:

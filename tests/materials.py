@@ -31,19 +31,19 @@ def by_parts(
     for rank in range(num_ranks):
         model = on_meta(make)
         blocks = list(cut(model))
-        start, end = list(pairwise(len(blocks) * one // num_ranks for one in range(num_ranks + 1)))[rank]
+        start, end = list(pairwise(len(blocks) * number // num_ranks for number in range(num_ranks + 1)))[rank]
         materialise(blocks, blocks[start:end], root=model, weights=weights, device=CPU, seed=seed)
-        held = {id(one) for block in blocks[start:end] for one in values(block.module).values()}
-        for name, one in values(model).items():
-            assert one.is_meta == (id(one) not in held), f"{name} on rank {rank}"
-            if id(one) in held:
-                assert torch.equal(found.setdefault(name, one), one), f"{name} differs between ranks"
+        held = {id(value) for block in blocks[start:end] for value in values(block.module).values()}
+        for name, value in values(model).items():
+            assert value.is_meta == (id(value) not in held), f"{name} on rank {rank}"
+            if id(value) in held:
+                assert torch.equal(found.setdefault(name, value), value), f"{name} differs between ranks"
     return found
 
 
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert set(found) == set(wanted)
-    for name, one in wanted.items():
-        assert found[name].dtype == one.dtype
-        assert found[name].requires_grad == one.requires_grad
-        assert torch.equal(found[name], one), name
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].requires_grad == tensor.requires_grad
+        assert torch.equal(found[name], tensor), name

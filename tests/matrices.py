@@ -31,7 +31,7 @@ def long(test: Any) -> Any:
 def left(*values: Any) -> list[Any]:
     """Leave values of a parameter to `make matrices`."""
     marks = [pytest.mark.matrix, pytest.mark.skipif(not ALL, reason="make matrices runs it")]
-    return [pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=marks) for one in values]
+    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks) for value in values]
 
 
 def mainly(names: str | tuple[str, ...], first: Any, *others: Any) -> Callable[[Any], Any]:

@@ -114,8 +114,8 @@ class Uncertain(nn.Module):
         self.log_vars = nn.Parameter(torch.tensor([0.2, -0.3], dtype=torch.float64))
 
     def forward(self, o: Tensor, t: Example) -> Tensor:
-        one, two = nf.mse_loss(o[:, :3], t.y[:, :3]), nf.cross_entropy(o[:, 3:], t.label % 3)
-        each = torch.stack([one, two])
+        tensor, two = nf.mse_loss(o[:, :3], t.y[:, :3]), nf.cross_entropy(o[:, 3:], t.label % 3)
+        each = torch.stack([tensor, two])
         return (torch.exp(-self.log_vars) * each + self.log_vars).sum()
 
 
@@ -159,8 +159,8 @@ class Perceptual:
 
     def __init__(self) -> None:
         self.net = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh()).double().requires_grad_(False)
-        for one, value in zip(self.net.parameters(), (0.3, -0.1), strict=True):
-            one.copy_(torch.linspace(-1, value, one.numel(), dtype=torch.float64).view_as(one))
+        for param, value in zip(self.net.parameters(), (0.3, -0.1), strict=True):
+            param.copy_(torch.linspace(-1, value, param.numel(), dtype=torch.float64).view_as(param))
 
     def __call__(self, o: Tensor, t: Tensor) -> Tensor:
         return nf.l1_loss(self.net(o), self.net(t)) + 0.1 * nf.mse_loss(o, t)
@@ -179,8 +179,8 @@ def by_einsum(o: Tensor, t: Tensor) -> Tensor:
 
 def row_by_row(o: Tensor, t: Tensor) -> Tensor:
     total = torch.zeros((), dtype=o.dtype)
-    for one, wanted in zip(o, t, strict=True):
-        total = total + (one - wanted).abs().max()
+    for value, wanted in zip(o, t, strict=True):
+        total = total + (value - wanted).abs().max()
     return total / len(o)
 
 
@@ -361,8 +361,8 @@ def pearson(o: Tensor, t: Tensor) -> Tensor:
 
 
 def info_nce(o: Tensor, t: Tensor) -> Tensor:
-    one, two = nf.normalize(o[:, :3], dim=1), nf.normalize(o[:, 3:], dim=1)
-    return nf.cross_entropy(one @ two.T / 0.1, torch.arange(len(o)))
+    tensor, two = nf.normalize(o[:, :3], dim=1), nf.normalize(o[:, 3:], dim=1)
+    return nf.cross_entropy(tensor @ two.T / 0.1, torch.arange(len(o)))
 
 
 def whitened(o: Tensor, t: Tensor) -> Tensor:

@@ -50,5 +50,5 @@ def told_by_ranks(script: str, num_ranks: int, *, timeout: float) -> list[str]:
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * num_ranks, "\n".join(one[-4000:] for one in told)
+    assert [rank.returncode for rank in ranks] == [0] * num_ranks, "\n".join(name[-4000:] for name in told)
     return told

@@ -53,14 +53,14 @@ def model_profile(
         layers = [
             layer(
                 str(at),
-                size * one,
+                size * duration,
                 held=size * held,
                 weights=weights,
                 output=size * handed[at],
                 trains=at >= frozen,
                 tape=tape,
             )
-            for at, one in enumerate(seconds)
+            for at, duration in enumerate(seconds)
         ]
         return Profile(tuple(layers), OpTimes(0.0, 0.0, 0.0, 0.0), "cpu", 1)
 

@@ -139,9 +139,9 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def are_equal(one: nn.Module, other: nn.Module) -> bool:
+def are_equal(module: nn.Module, other: nn.Module) -> bool:
     """Whether two models have the same parameters to the last bit."""
-    ours, theirs = values(one), values(other)
+    ours, theirs = values(module), values(other)
     return ours.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 

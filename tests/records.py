@@ -59,5 +59,5 @@ def write_run(path: Path, steps: Sequence[int] = (0, 1, 2), run: str = "abc") ->
         lines = [line(two_ranks(step, 1000 * (step + 1))[rank], run) for step in steps]
         (path / f"rank{rank}.jsonl").write_text("".join(lines))
     metrics = [json.dumps({"run": run, "step": step, "pp/bubble": 0.5}, separators=(",", ":")) for step in steps]
-    (path / "metrics.jsonl").write_text("".join(one + "\n" for one in metrics))
+    (path / "metrics.jsonl").write_text("".join(metric + "\n" for metric in metrics))
     (path / "config.json").write_text(json.dumps({"run": run, "format": FORMAT}))

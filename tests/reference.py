@@ -54,21 +54,21 @@ def reference_times(program: Program, costs: Costs) -> dict[Action, tuple[float,
                     queue.popleft()
                     continue
                 found = [
-                    (p, next((one for one in any_of if one in times), None))
+                    (p, next((other for other in any_of if other in times), None))
                     for p in action.work
                     for any_of in inputs(p)
                 ]
-                if any(one is None for _, one in found):
+                if any(other is None for _, other in found):
                     break
                 start = free[rank]
-                for one in sorted({one for _, one in found if one is not None}, key=lambda one: home[one]):
-                    if home[one] == rank:
+                for other in sorted({other for _, other in found if other is not None}, key=lambda item: home[item]):
+                    if home[other] == rank:
                         continue
                     if costs.overlap or not costs.has_finite_links:
-                        start = max(start, arrived[one])
-                    while not costs.overlap and costs.has_finite_links and one not in received:
-                        sent, begun, moving = under_way[home[one], rank].popleft()
-                        start = max(start, begun + costs.edge(home[one], rank).latency) + moving
+                        start = max(start, arrived[other])
+                    while not costs.overlap and costs.has_finite_links and other not in received:
+                        sent, begun, moving = under_way[home[other], rank].popleft()
+                        start = max(start, begun + costs.edge(home[other], rank).latency) + moving
                         received.add(sent)
                 duration = sum(seconds[p.op][p.stage] * factors[p.microbatch or 0] for p in action.work)
                 if action.parts and costs.overlapped is not None:

@@ -44,13 +44,13 @@ def reference_step(
     """
     inputs = cut_batch(batch, program.num_microbatches)
     targets = cut_batch(target, program.num_microbatches, what="the target")
-    weights = [num_rows(one) if loss_weight is None else loss_weight(one) for one in targets]
-    parts = [one / sum(weights) for one in weights]
+    weights = [num_rows(item) if loss_weight is None else loss_weight(item) for item in targets]
+    parts = [number / sum(weights) for number in weights]
     blocks = [block for stage in stages for block in stage]
     owned = _owned(stages)
-    parameters = [one for stage in owned for one in stage]
-    for one in parameters:
-        one.grad_dtype = torch.float32 if master_weights else one.dtype
+    parameters = [param for stage in owned for param in stage]
+    for param in parameters:
+        param.grad_dtype = torch.float32 if master_weights else param.dtype
     numbers = Precision(precision, parameters[0].device)
     found: list[Mapping[nn.Parameter, Tensor | None]] = []
     total: Tensor | None = None
@@ -83,7 +83,7 @@ def _owned(stages: Sequence[Sequence[Block]]) -> list[list[nn.Parameter]]:
     seen: set[nn.Parameter] = set()
     found = []
     for stage in stages:
-        here = dict.fromkeys(one for block in stage for one in block.module.parameters() if one.requires_grad)
-        found.append([one for one in here if one not in seen])
+        here = dict.fromkeys(param for block in stage for param in block.module.parameters() if param.requires_grad)
+        found.append([param for param in here if param not in seen])
         seen.update(here)
     return found

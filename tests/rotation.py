@@ -40,10 +40,10 @@ class Node:
 
     def line(self) -> Iterator[Node]:
         """Yield this one and those before it."""
-        one: Node | None = self
-        while one is not None:
-            yield one
-            one = one.before
+        before: Node | None = self
+        while before is not None:
+            yield before
+            before = before.before
 
 
 def flip(checkpoint: Path) -> None:
@@ -76,8 +76,8 @@ def spoil_manifest(checkpoint: Path) -> None:
 
 
 def empty(checkpoint: Path) -> None:
-    for one in checkpoint.iterdir():
-        one.unlink()
+    for path in checkpoint.iterdir():
+        path.unlink()
 
 
 DAMAGE: tuple[Callable[[Path], None], ...] = (flip, shorten, lose, lose_manifest, spoil_manifest, empty)
@@ -106,16 +106,16 @@ class Life:
 
     def there(self) -> dict[int, Path]:
         """Return the checkpoints that the folder shows, by step."""
-        return {int(one.name[5:]): one for one in self.folder.glob("step-*")}
+        return {int(path.name[5:]): path for path in self.folder.glob("step-*")}
 
     def at(self, step: int) -> Node | None:
         """Return the checkpoint that has a step's name: the one that was saved under it last."""
-        return next((one for one in reversed(self.nodes) if one.step == step), None)
+        return next((node for node in reversed(self.nodes) if node.step == step), None)
 
     def newest(self, tip: Node | None, there: set[int]) -> Node | None:
         """Return the newest whole checkpoint of a line."""
         ways = tip.line() if tip is not None else iter(())
-        return next((one for one in ways if one.is_whole and one.step in there and self.at(one.step) is one), None)
+        return next((way for way in ways if way.is_whole and way.step in there and self.at(way.step) is way), None)
 
     def save(self) -> None:
         """Save a later step, or now and then the same or an earlier one; try a crash at every change of a name."""
@@ -125,7 +125,7 @@ class Life:
         was = self.last, set(self.there())
         # To save an earlier step is to go back by hand: what is beyond it did not lead here.
         ways = self.head.line() if self.head is not None else iter(())
-        above = next((one for one in ways if one.step < step), None)
+        above = next((way for way in ways if way.step < step), None)
         node = Node(len(self.nodes), step, above)
         self.told.append(f"save {step} keep {keep} as {node.number} after {above and above.number}")
         same = self.head if self.head is not None and self.head.step == step else above
@@ -134,8 +134,8 @@ class Life:
         self.nodes.append(node)
         self.head = self.last = node
         assert path.is_dir(), f"wait() returned {path}, which is not there"
-        mine = [one for one in node.line() if one.step in self.there() and self.at(one.step) is one]
-        assert keep is None or sum(one.is_whole for one in mine) <= keep, "more are kept than were asked for"
+        mine = [source for source in node.line() if source.step in self.there() and self.at(source.step) is source]
+        assert keep is None or sum(source.is_whole for source in mine) <= keep, "more are kept than were asked for"
         self.found(self.folder, {node})
 
     @contextmanager
@@ -172,8 +172,8 @@ class Life:
         except RecordError:
             loaded = None
         number = None if loaded is None else loaded.extra["node"]
-        assert number in {one and one.number for one in expected}, f"{number} was found in {folder}"
-        return None if loaded is None else next((one for one in self.nodes if one.number == number), None)
+        assert number in {value and value.number for value in expected}, f"{number} was found in {folder}"
+        return None if loaded is None else next((node for node in self.nodes if node.number == number), None)
 
     def damage(self) -> None:
         """Damage a checkpoint, whichever it is."""
@@ -187,9 +187,9 @@ class Life:
 
     def rewind(self) -> None:
         """Load a checkpoint by its name: one that is whole, of whatever line."""
-        whole = [one for step in self.there() if (one := self.at(step)) is not None and one.is_whole]
+        whole = [source for step in self.there() if (source := self.at(step)) is not None and source.is_whole]
         if whole:
-            node = self.draw.choice(sorted(whole, key=lambda one: one.number))
+            node = self.draw.choice(sorted(whole, key=lambda child: child.number))
             self.told.append(f"load {node.number}")
             assert self.pipe.load(self.there()[node.step]).extra["node"] == node.number
             self.head = node

@@ -33,17 +33,17 @@ def records_of(timeline: Simulation, step: int = 0, *, overhead: float = 0.0, we
     """Return the records of a simulated step; of every action the last `overhead` seconds were not its own."""
     begin = 1_000_000_000 * (step + 1)
     messages: list[list[dict[str, int]]] = [[] for _ in timeline.tracks]
-    for one in timeline.transfers:
-        receive = rules.message_of(one.action).recv
+    for transfer in timeline.transfers:
+        receive = rules.message_of(transfer.action).recv
         index = next(
             timeline.located[receive.stage, op, receive.microbatch][1]
             for op in _CONSUMERS[receive.op]
             if (receive.stage, op, receive.microbatch) in timeline.located
         )
-        made, end, taken = (nanoseconds(at, begin) for at in (one.made, one.end, one.consumed))
+        made, end, taken = (nanoseconds(at, begin) for at in (transfer.made, transfer.end, transfer.consumed))
         names = dict(zip(("stage", "op", "microbatch"), coded(receive), strict=True))
         moments = {"made": made, "sent": max(end, made + 1), "arrived": end, "from": taken, "to": taken, "bytes": 64}
-        messages[one.target].append({"action": index, **names, "source": one.source, **moments})
+        messages[transfer.target].append({"action": index, **names, "source": transfer.source, **moments})
     found = []
     for rank, track in enumerate(timeline.tracks):
         starts = [nanoseconds(at, begin) for at in track.starts]
@@ -63,8 +63,8 @@ def records_of(timeline: Simulation, step: int = 0, *, overhead: float = 0.0, we
                 starts=array("q", starts),
                 ends=array("q", ends),
                 held=array("q", pairs),
-                stash=array("q", [round(weigh * one) for one in pairs] if weigh else []),
-                peaks=array("q", [round(weigh * one) for one, _ in timeline.memory[rank].pairs] if weigh else []),
+                stash=array("q", [round(weigh * pair) for pair in pairs] if weigh else []),
+                peaks=array("q", [round(weigh * count) for count, _ in timeline.memory[rank].pairs] if weigh else []),
                 waits=table("waits", waits),
                 messages=table("messages", messages[rank]),
             )
@@ -126,14 +126,14 @@ def _longer(costs: Costs, seconds: float) -> Costs:
     if not seconds:
         return costs
     longer: dict[str, Any] = {
-        name: [one + seconds for one in costs.per_stage(name, 2)] for name in ("forward", "backward_input")
+        name: [value + seconds for value in costs.per_stage(name, 2)] for name in ("forward", "backward_input")
     }
     return replace(costs, **longer)
 
 
 def per_stage(*seconds: float, backward: float = 2.0) -> Costs:
     """Return costs with these forwards, and backwards that take a multiple of them."""
-    return Costs(forward=list(seconds), backward_input=[one * backward for one in seconds], backward_weight=0)
+    return Costs(forward=list(seconds), backward_input=[duration * backward for duration in seconds], backward_weight=0)
 
 
 def even_blocks(num_stages: int, each: int) -> list[list[str]]:

@@ -38,9 +38,9 @@ class Layer(nn.Module):
 def gpt(settings: TrainSettings) -> Built:
     """Return a GPT of the settings' sizes."""
     torch.manual_seed(settings.run.seed)
-    one = settings.model
-    layers = (Layer(one.hidden, one.num_heads) for _ in range(one.num_layers))
-    model = nn.Sequential(nn.Embedding(256, one.hidden), *layers, nn.Linear(one.hidden, 256))
+    model_settings = settings.model
+    layers = (Layer(model_settings.hidden, model_settings.num_heads) for _ in range(model_settings.num_layers))
+    model = nn.Sequential(nn.Embedding(256, model_settings.hidden), *layers, nn.Linear(model_settings.hidden, 256))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision.weights]
     return Built(model.to(dtype), next_token, inputs="input")
 
@@ -104,5 +104,5 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
         "pipeline_arguments": arguments,
         "choose": optimizers,
     }
-    for name, one in parts.items():
-        patch.setattr(f"drumline.train.dry.dry_run.{name}", one)
+    for name, part in parts.items():
+        patch.setattr(f"drumline.train.dry.dry_run.{name}", part)

@@ -67,8 +67,8 @@ def emulate(
 
     With `autocast` every microbatch runs in a context of its own, in bfloat16.
     """
-    stages = [[(name, copy.deepcopy(one).float()) for name, one in stage] for stage in stages]
-    newest = {key: one for stage in stages for key, one in _named(stage)}
+    stages = [[(name, copy.deepcopy(layer).float()) for name, layer in stage] for stage in stages]
+    newest = {key: param for stage in stages for key, param in _named(stage)}
     made = optimizers(newest)
     history: list[list[Weights]] = [[_copied(stage, dtype)] for stage in stages]
     found, randomness = Emulated(), Randomness(0, torch.device("cpu"))
@@ -78,9 +78,9 @@ def emulate(
         losses = []
         for index in range(num_microbatches):
             at = step * num_microbatches + index
-            numbers = [version_of(kind, one, len(stages), at, num_microbatches) for one in range(len(stages))]
+            numbers = [version_of(kind, number, len(stages), at, num_microbatches) for number in range(len(stages))]
             found.versions.append(numbers)
-            seen = [{key: one.clone().requires_grad_() for key, one in history[stage][number].items()}
+            seen = [{key: tensor.clone().requires_grad_() for key, tensor in history[stage][number].items()}
                     for stage, number in enumerate(numbers)]  # fmt: skip
             value: Any = xs[index]
             randomness.step = first_step + step
@@ -89,30 +89,30 @@ def emulate(
                     for name, module in stage:
                         if isinstance(module, nn.Dropout):
                             randomness.apply(index, name)
-                        own = {key.removeprefix(f"{name}."): one for key, one in weights.items()
+                        own = {key.removeprefix(f"{name}."): weight for key, weight in weights.items()
                                if key.startswith(f"{name}.")}  # fmt: skip
                         value = functional_call(module, own, (value,))
                 loss = loss_fn(value, ys[index])
             losses.append(loss.detach())
             share = torch.tensor(1.0 / num_microbatches) if kind == "2bw" else torch.tensor(1.0)
             torch.autograd.backward(loss, share)
-            for key, one in ((key, one) for weights in seen for key, one in weights.items()):
-                assert one.grad is not None
-                gradient = one.grad.float()
+            for key, tensor in ((key, weight) for weights in seen for key, weight in weights.items()):
+                assert tensor.grad is not None
+                gradient = tensor.grad.float()
                 sums[key] = sums[key] + gradient if key in sums else gradient
             if kind == "2bw" and index < num_microbatches - 1:
                 continue
             if tied is not None:
                 sums[tied[0]] = sums[tied[1]] = sums[tied[0]] + sums[tied[1]]
             bad = [_is_bad(sums, stage) for stage in stages]
-            bad[-1] |= not all(bool(one.isfinite()) for one in (losses if kind == "2bw" else losses[-1:]))
+            bad[-1] |= not all(bool(tensor.isfinite()) for tensor in (losses if kind == "2bw" else losses[-1:]))
             for at, stage in enumerate(stages):
                 for key, parameter in _named(stage):
                     parameter.grad = None if (bad[at] if kind == "pipedream" else any(bad)) else sums[key].clone()
             if any(bad):
-                found.skipped.setdefault(step, set()).update(at for at, one in enumerate(bad) if one)
+                found.skipped.setdefault(step, set()).update(at for at, flag in enumerate(bad) if flag)
             if max_norm is not None:
-                torch.nn.utils.clip_grad_norm_([one for key, one in newest.items() if tied is None or key != tied[1]],
+                torch.nn.utils.clip_grad_norm_([item for key, item in newest.items() if tied is None or key != tied[1]],
                                                max_norm)  # fmt: skip
                 if tied is not None:
                     newest[tied[1]].grad = newest[tied[0]].grad
@@ -127,12 +127,12 @@ def emulate(
         for loss in losses[1:]:
             total = total + loss * (1.0 / num_microbatches)
         found.losses.append(total)
-    found.weights = {key: one.detach().to(dtype) for key, one in newest.items()}
+    found.weights = {key: param.detach().to(dtype) for key, param in newest.items()}
     return found
 
 
 def _named(stage: Stage) -> list[tuple[str, nn.Parameter]]:
-    return [(f"{name}.{key}", one) for name, module in stage for key, one in module.named_parameters()]
+    return [(f"{name}.{key}", param) for name, module in stage for key, param in module.named_parameters()]
 
 
 def _is_bad(gradients: Weights, stage: Stage) -> bool:
@@ -140,4 +140,4 @@ def _is_bad(gradients: Weights, stage: Stage) -> bool:
 
 
 def _copied(stage: Stage, dtype: torch.dtype) -> Weights:
-    return {name: one.detach().clone().to(dtype) for name, one in _named(stage)}
+    return {name: param.detach().clone().to(dtype) for name, param in _named(stage)}

@@ -124,7 +124,7 @@ Make = Callable[..., torch.optim.Optimizer]
 def alone(kind: str, num_steps: int, optimizer: Make = torch.optim.AdamW) -> list[float]:
     """Return the losses of one process, without any of our code."""
     model = MODELS[kind]()
-    update = optimizer([one for one in model.parameters() if optimizer is torch.optim.AdamW or one.dim() == 2], lr=1e-3)
+    update = optimizer([p for p in model.parameters() if optimizer is torch.optim.AdamW or p.dim() == 2], lr=1e-3)
     losses = []
     for step in range(num_steps):
         x, y = batch(step)

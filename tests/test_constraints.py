@@ -46,8 +46,8 @@ def asked_by_project() -> dict[str, set[str]]:
     tables |= {f"drumline[{extra}]": wanted for extra, wanted in PROJECT["optional-dependencies"].items()}
     asked: dict[str, set[str]] = {}
     for who, wanted in tables.items():
-        for one in map(Requirement, wanted):
-            for name in (plain(one.name), *(f"{plain(one.name)}[{extra}]" for extra in one.extras)):
+        for item in map(Requirement, wanted):
+            for name in (plain(item.name), *(f"{plain(item.name)}[{extra}]" for extra in item.extras)):
                 asked.setdefault(name, set()).add(who)
     return {name: who for name, who in asked.items() if not name.startswith("drumline")}
 
@@ -61,8 +61,8 @@ def installed_requirements(name: str, version: str) -> list[Requirement] | None:
         return None
     if found.version.partition("+")[0] != version:
         return None
-    wanted = [Requirement(one) for one in found.requires or []]
-    return [one for one in wanted if not (name == "torch" and FOR_CUDA.match(plain(one.name)))]
+    wanted = [Requirement(require) for require in found.requires or []]
+    return [requirement for requirement in wanted if not (name == "torch" and FOR_CUDA.match(plain(requirement.name)))]
 
 
 def asked_by_packages(pinned: dict[str, tuple[str, set[str]]]) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
@@ -71,26 +71,26 @@ def asked_by_packages(pinned: dict[str, tuple[str, set[str]]]) -> tuple[dict[str
     named: dict[str, set[str]] = {}
     wanted = {name: installed_requirements(name, version) or [] for name, (version, _) in pinned.items()}
     for who, requirements in wanted.items():
-        for one in requirements:
-            named.setdefault(plain(one.name), set()).add(who)
+        for requirement in requirements:
+            named.setdefault(plain(requirement.name), set()).add(who)
     due = [(name, "") for name in pinned]
-    due += [(name, extra[:-1]) for name, _, extra in (one.partition("[") for one in asked_by_project()) if extra]
+    due += [(name, extra[:-1]) for name, _, extra in (name.partition("[") for name in asked_by_project()) if extra]
     chosen: set[tuple[str, str]] = set()
     while due:
         who, extra = due.pop()
         if (who, extra) not in chosen:
             chosen.add((who, extra))
-            for one in wanted.get(who, []):
-                if one.marker is None or one.marker.evaluate({"extra": extra}):
-                    here.setdefault(plain(one.name), set()).add(who)
-                    due += [(plain(one.name), more) for more in one.extras]
+            for requirement in wanted.get(who, []):
+                if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                    here.setdefault(plain(requirement.name), set()).add(who)
+                    due += [(plain(requirement.name), more) for more in requirement.extras]
     return here, named
 
 
 def test_constraints_list_everything_that_the_extras_name() -> None:
     pinned = pins()
     for name, who in some(list(asked_by_project().items())):
-        extras = {one for one in pinned[name.partition("[")[0]][1] if one.startswith("drumline")}
+        extras = {text for text in pinned[name.partition("[")[0]][1] if text.startswith("drumline")}
         assert who <= extras, f"{name} is asked for by {', '.join(sorted(who - extras))}"
 
 
@@ -109,11 +109,11 @@ def test_every_pin_is_asked_for_by_those_it_names_and_through_them_by_an_extra()
     by_project = asked_by_project()
     seen = {name for name, (version, _) in pinned.items() if installed_requirements(name, version) is not None}
     for name, (_, via) in some(list(pinned.items())):
-        wrong = {one for one in via if one.startswith("drumline")} - by_project.get(name, set())
-        wrong |= {one for one in via & seen if one not in named.get(name, set())}
-        wrong |= {one for one in via if not one.startswith("drumline")} - pinned.keys()
+        wrong = {text for text in via if text.startswith("drumline")} - by_project.get(name, set())
+        wrong |= {text for text in via & seen if text not in named.get(name, set())}
+        wrong |= {text for text in via if not text.startswith("drumline")} - pinned.keys()
         assert not wrong, f"{name} is not asked for by {', '.join(sorted(wrong))}"
-    reached = {name for name, (_, via) in pinned.items() if any(one.startswith("drumline") for one in via)}
+    reached = {name for name, (_, via) in pinned.items() if any(text.startswith("drumline") for text in via)}
     while more := {name for name, (_, via) in pinned.items() if via & reached} - reached:
         reached |= more
     assert reached == pinned.keys(), "no extra needs these"
@@ -122,9 +122,9 @@ def test_every_pin_is_asked_for_by_those_it_names_and_through_them_by_an_extra()
 def test_versions_are_within_what_installed_packages_accept() -> None:
     pinned = pins()
     tables = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
-    wanted = [("drumline", Requirement(one)) for table in tables for one in table]
+    wanted = [("drumline", Requirement(entry)) for table in tables for entry in table]
     for name, (version, _) in pinned.items():
-        wanted += [(name, one) for one in installed_requirements(name, version) or [] if one.marker is None]
-    for who, one in some(wanted):
-        if (name := plain(one.name)) != "drumline":
-            assert one.specifier.contains(pinned[name][0], prereleases=True), f"{who} wants {one}"
+        wanted += [(name, item) for item in installed_requirements(name, version) or [] if item.marker is None]
+    for who, requirement in some(wanted):
+        if (name := plain(requirement.name)) != "drumline":
+            assert requirement.specifier.contains(pinned[name][0], prereleases=True), f"{who} wants {requirement}"

@@ -133,20 +133,20 @@ def test_a_pod_of_the_train_job_starts_its_part_of_the_run(
 ) -> None:
     yaml = needed("yaml", "dev")
     runtime, job = yaml.safe_load_all((DEPLOY / "trainjob.yaml").read_text())
-    for one in (runtime, job):
-        assert one["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
-        assert set(one["spec"]) <= FIELDS[one["kind"]]
+    for value in (runtime, job):
+        assert value["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+        assert set(value["spec"]) <= FIELDS[value["kind"]]
     assert job["spec"]["runtimeRef"] == {"kind": runtime["kind"], "name": runtime["metadata"]["name"]}
     trainer = job["spec"]["trainer"]
     assert set(trainer) <= TRAINER
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     assert node["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     pod = node["template"]["spec"]["template"]["spec"]
-    assert (node["name"], [one["name"] for one in pod["containers"]]) == ("node", ["node"])
-    mounted = {one["name"] for one in pod["containers"][0]["volumeMounts"]}
-    assert mounted == {one["name"] for one in pod["volumes"]}
+    assert (node["name"], [container["name"] for container in pod["containers"]]) == ("node", ["node"])
+    mounted = {volumeMount["name"] for volumeMount in pod["containers"][0]["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
 
-    given = {one["name"]: one["value"] for one in trainer["env"]} | {"CONFIG": str(tmp_path / "plan.toml")}
+    given = {value["name"]: value["value"] for value in trainer["env"]} | {"CONFIG": str(tmp_path / "plan.toml")}
     told = {"MASTER_ADDR": "gpt-node-0-0.gpt", "MASTER_PORT": "29400", "NNODES": "2", "NPROC_PER_NODE": "2"}
     pets = {f"PET_{name}": value for name, value in told.items()}
     subprocess.run(trainer["command"], env={**shell, **given, **pets}, check=True)
@@ -167,9 +167,9 @@ def instructions(file: str) -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("file", ["Containerfile", "Containerfile.serve"])
 def test_a_container_file_copies_what_is_there_and_ends_as_a_plain_user(file: str) -> None:
     found = list(instructions(file))
-    copied = [one for name, rest in found if name == "COPY" and "--from" not in rest for one in rest.split()[:-1]]
-    for one in some(one for one in copied if not one.startswith("--")):
-        assert (ROOT / one).exists(), one
+    copied = [text for name, rest in found if name == "COPY" and "--from" not in rest for text in rest.split()[:-1]]
+    for name in some(name for name in copied if not name.startswith("--")):
+        assert (ROOT / name).exists(), name
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (wanted,) = re.findall(r'--constraint constraints.txt "\.\[([\w,]+)\]"', " ".join(rest for _, rest in found))
     assert set(wanted.split(",")) <= set(extras)

@@ -160,7 +160,7 @@ class Replay:
         words = shlex.split(line)
         if words[0] == "cat" and len(words) == 2:
             text = Path(words[1]).read_text(encoding="utf-8")
-            return [part for one in text.splitlines() for part in folded(one)]
+            return [part for word in text.splitlines() for part in folded(word)]
         assert words[0] == "drumline", f"{self.path.name}: cannot run {line!r}"
         out, err = io.StringIO(), io.StringIO()
         # What a python block has registered is unknown to a command of its own process.
@@ -353,13 +353,13 @@ def sentences(paragraph: str) -> list[str]:
     ['See the docs.', 'Run `a.b` in 0.5 s: done!']
     """
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraph)
-    return [one for one in re.split(r"(?<=[.?!])\s+", text) if one]
+    return [name for name in re.split(r"(?<=[.?!])\s+", text) if name]
 
 
 def test_sentences_on_readmes_first_screen_are_short() -> None:
-    spoken = [one for paragraph in prose(first_screen()) for one in sentences(paragraph)]
+    spoken = [sentence for paragraph in prose(first_screen()) for sentence in sentences(paragraph)]
     assert len(spoken) > 5
-    assert [one for one in spoken if len(one.split()) > 25] == []
+    assert [name for name in spoken if len(name.split()) > 25] == []
 
 
 def test_readme_shows_1f1b_before_zb_v_and_explains_letters_before_use() -> None:

@@ -19,7 +19,7 @@ CASES = {"action text": 300, "run folder": 40, "trace": 15, "explore page": 30}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS, ids=lambda one: one.name)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda value: value.name)
 def test_files_are_read_or_refused(target: Target) -> None:
     found = fuzz(target, max(examples(CASES.get(target.name, 80)), 15), seed=7)
     assert found.is_clean, found.found

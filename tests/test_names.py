@@ -1,4 +1,4 @@
-"""Names say what a thing is: one class per name, no empty file name, and `one` only for a number."""
+"""Names say what a thing is: one class per name, no empty file name, no participle alone, `one` only for a number."""
 
 from __future__ import annotations
 
@@ -9,41 +9,79 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parent.parent / "src/drumline"
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src/drumline"
 EMPTY = {"absent", "apart", "finished", "held", "kept", "moved", "relay", "room", "seen", "sketched", "turns"}
 MOST_TWICE = 12
-# Functions in which `one` is a number, and why.
-NUMBERS: dict[tuple[str, str], str] = {}
+# What a name must not be alone, in src: it says that something happened to a thing, not what the thing is.
+PARTICIPLES = ("apart", "called", "found", "given", "held", "kept", "made", "own", "seen", "told")
+# Names that users read or that files hold, and where.
+PUBLIC = {
+    ("adapt/proposal.py", "ChangeResult", "kept"): "a key of a run's decisions",
+    ("core/measured/measured.py", "Measured", "held"): "shown in docs/timelines.md",
+    ("core/measured/record.py", "Record", "held"): "a column of a run's records, in docs/run-files.md",
+    ("core/timeline/spans.py", "Transfer", "made"): "a column of a run's messages, in docs/run-files.md",
+    ("runtime/draft.py", "Draft.__init__", "held"): "becomes the record's column of that name",
+}
+# Where `one` is a number.
+NUMBERS = {
+    ("tests", "pipeline/test_precision.py", "Branched.__init__", "one"): "the first of two layers, before `two`",
+    ("tests", "pipeline/test_unused.py", "Spare.__init__", "one"): "the first of two layers, before `two`",
+}
 
 
-# Where a name may be bound; files without it are not parsed, which takes long.
-BINDS_ONE = re.compile(r"\b(?:for|as|def|class|lambda|import)\b.*\bone\b|[(,*]\s*one\b|\bone\b\s*(?::|=|,)")
+def may_bind(*words: str) -> re.Pattern[str]:
+    """Return a pattern that every text has which binds one of the words; others are not parsed, which takes long."""
+    name = rf"\b_?(?:{'|'.join(words)})\b"
+    return re.compile(
+        rf"\b(?:for|lambda|case)\b[^\n]*{name}|\b(?:as|def|class|import)\s+\(?(?:[\w.]+, )*{name}"
+        rf"|{name}\s*(?:[:,][^=\n]*)?(?:[-+*/|&^]|:|//)?=(?!=)|(?:[(,*\n]\s*|\n\s+){name}\s*[:,)=]"
+    )
+
+
+BINDS_ONE, BINDS_PARTICIPLE = may_bind("one"), may_bind(*PARTICIPLES)
 
 
 @cache
-def texts() -> dict[str, str]:
-    return {path.relative_to(SOURCE).as_posix(): path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py")}
+def texts(folder: Path = SOURCE) -> dict[str, str]:
+    return {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in folder.rglob("*.py")}
 
 
 def bound(node: ast.AST) -> Iterator[str]:
-    """Yield the names that a node binds."""
+    """Yield the names that a node binds, as variables, parameters, functions or attributes."""
     if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
         yield node.id
+    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        yield node.attr
     elif isinstance(node, ast.arg):
         yield node.arg
-    elif name := getattr(node, "name", None):
+    elif isinstance(node, ast.MatchMapping) and node.rest:
+        yield node.rest
+    elif isinstance(name := getattr(node, "name", None), str) and not isinstance(node, ast.alias):
         yield name
 
 
-def functions_that_bind(tree: ast.AST, name: str, inside: str = "") -> Iterator[str]:
-    """Yield the functions and classes that bind a name, "" for the module itself."""
+def bindings(tree: ast.AST, names: frozenset[str], inside: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the functions and classes that bind one of these names ("" for the module itself), and the name.
+
+    An underscore before a name does not make it another.
+    """
     for node in ast.iter_child_nodes(tree):
-        if name in bound(node):
-            yield inside
+        yield from ((inside, name) for name in bound(node) if name.strip("_") in names)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield from functions_that_bind(node, name, f"{inside}.{node.name}".strip("."))
+            yield from bindings(node, names, f"{inside}.{node.name}".strip("."))
         else:
-            yield from functions_that_bind(node, name, inside)
+            yield from bindings(node, names, inside)
+
+
+def bound_in(folder: Path, pattern: re.Pattern[str], *names: str) -> set[tuple[str, str, str]]:
+    """Return where files of a folder bind these names: file, function, name."""
+    return {
+        (path, *where)
+        for path, text in texts(folder).items()
+        if pattern.search(text)
+        for where in bindings(ast.parse(text), frozenset(names))
+    }
 
 
 def test_few_class_names_are_used_twice() -> None:
@@ -60,28 +98,57 @@ def test_file_names_say_what_a_file_has() -> None:
     assert [path for path in texts() if Path(path).stem in EMPTY] == []
 
 
+def test_no_participle_is_a_name_by_itself() -> None:
+    assert bound_in(SOURCE, BINDS_PARTICIPLE, *PARTICIPLES) == set(PUBLIC)
+
+
 def test_one_is_a_number() -> None:
-    found = {
-        (path, name)
-        for path, text in texts().items()
-        if BINDS_ONE.search(text)
-        for name in functions_that_bind(ast.parse(text), "one")
-    }
-    assert found == set(NUMBERS)
+    folders = [ROOT / name for name in ("src", "tests", "benchmarks", "examples", "scripts")]
+    assert sum(len(texts(folder)) for folder in folders) > 1000
+    assert {(folder.name, *where) for folder in folders for where in bound_in(folder, BINDS_ONE, "one")} == set(NUMBERS)
+
+
+BINDING = (
+    "def f(x, one): pass",
+    "def f(\n    one: int,\n): pass",
+    "def f(*one, **two): pass",
+    "def one(): pass",
+    "async def _one(): pass",
+    "class A:\n    one: int",
+    "class A:\n    def f(self): self.one = 1",
+    "class A:\n    def f(self): self._one: int = 1",
+    "[x for one in ()]",
+    "[x for _, (one, two) in ()]",
+    "(one := 1)",
+    "for _, one in (): pass",
+    "one: int",
+    "one = 1",
+    "one, two = 1, 2",
+    "two, one = 1, 2",
+    "one += 1",
+    "one |= 1",
+    "f = lambda two, one: 1",
+    "with f() as one: pass",
+    "with f() as (two, one): pass",
+    "try: pass\nexcept E as one: pass",
+    "match x:\n    case 1 as one: pass",
+    "match x:\n    case {'a': 1, **one}: pass",
+    "match x:\n    case [1, *one]: pass",
+)
 
 
 def test_a_binding_of_any_kind_is_found() -> None:
+    for text in BINDING:
+        assert BINDS_ONE.search(f"\n{text}\n"), text
+        assert {name.strip("_") for _, name in bindings(ast.parse(text), frozenset({"one"}))} == {"one"}, text
     text = (
         "def f(one): pass\nclass A:\n    def g(self): return [one for one in ()], (one := 1)\nfor _, one in (): pass\n"
     )
-    assert list(functions_that_bind(ast.parse(text), "one")) == ["f", "A.g", "A.g", ""]
-    for binding in (
-        "def f(one): pass",
-        "[x for one in ()]",
-        "(one := 1)",
-        "for _, one in (): pass",
-        "one: int",
-        "one = 1",
-    ):
-        assert BINDS_ONE.search(binding), binding
-    assert not BINDS_ONE.search("the next one is free; one by one")
+    assert [where for where, _ in bindings(ast.parse(text), frozenset({"one"}))] == ["f", "A.g", "A.g", ""]
+
+
+def test_what_only_reads_a_name_binds_nothing() -> None:
+    for text in ("f(one)", "x = one.two", "one.two = 3", "one[1] = 2", "f(one=1)", "one_more = 1", "x.found_one()"):
+        assert list(bindings(ast.parse(text), frozenset({"one"}))) == [], text
+    for words in ("the next one is free; one by one", "f(x.one)", "one_more = 1", "which one is it?"):
+        assert not BINDS_ONE.search(words), words

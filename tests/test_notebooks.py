@@ -34,21 +34,21 @@ def made(source: Path) -> Any:
     return notebook
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda one: one.stem)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda value: value.stem)
 def test_a_notebook_is_what_its_source_says(source: Path) -> None:
     there = jupytext.read(source.with_suffix(".ipynb"))
     wanted = made(source)
-    assert [(one.cell_type, one.source) for one in there.cells] == [(one.cell_type, one.source) for one in wanted.cells]
-    shown = [output.get("data", {"text": ""}) for one in there.cells for output in one.get("outputs", ())]
-    kinds = [kind for one in shown for kind in one]
+    assert [(i.cell_type, i.source) for i in there.cells] == [(item.cell_type, item.source) for item in wanted.cells]
+    shown = [output.get("data", {"text": ""}) for item in there.cells for output in item.get("outputs", ())]
+    kinds = [kind for value in shown for kind in value]
     assert kinds.count("image/png") == 3, "a reader on the web sees what it draws"
     assert kinds.count("text/html") >= 4
     assert "text" in kinds
-    assert not [one for cell in there.cells for one in cell.get("outputs", ()) if one.output_type == "error"]
+    assert not [output for cell in there.cells for output in cell.get("outputs", ()) if output.output_type == "error"]
 
 
 @long
-@pytest.mark.parametrize("source", SOURCES, ids=lambda one: one.stem)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda value: value.stem)
 def test_a_notebook_runs(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRUMLINE_WIDTH", "32")
     monkeypatch.setenv("DRUMLINE_EPOCHS", "1")
@@ -71,9 +71,9 @@ def test_a_notebook_runs(source: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 if __name__ == "__main__" and "--update" in sys.argv:
-    for one in SOURCES:
-        path = one.with_suffix(".ipynb")
-        jupytext.write(made(one), path)
+    for file in SOURCES:
+        path = file.with_suffix(".ipynb")
+        jupytext.write(made(file), path)
         notebook = nbmake.NotebookRun(path, 600, verbose=False).execute().nb
         for at, cell in enumerate(notebook.cells):
             cell["id"], cell["metadata"] = f"cell-{at}", {}

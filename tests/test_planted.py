@@ -33,7 +33,7 @@ def test_bugs_are_many_everywhere_and_told_apart() -> None:
     assert len({bug.name for bug in BUGS}) == len(BUGS) >= 100
     assert len({(bug.at, bug.old, bug.new) for bug in BUGS}) == len(BUGS)
     folders = Counter(bug.folder for bug in BUGS)
-    assert min(folders[one] for one in ("core", "schedules", "model", "runtime", "engine", "features", "plan")) >= 15
+    assert min(folders[name] for name in ("core", "schedules", "model", "runtime", "engine", "features", "plan")) >= 15
 
 
 def test_a_text_that_is_gone_is_named() -> None:
@@ -101,7 +101,7 @@ def reached(call: str) -> set[str]:
     found, place = set(), 0
     for line in BRANCHES.splitlines(keepends=True):
         at = place + len(line) - len(line.lstrip())
-        if line.strip() and any(100 + one in seen for one in blocks.at(at, at + 1)):
+        if line.strip() and any(100 + number in seen for number in blocks.at(at, at + 1)):
             found.add(line.strip())
         place += len(line)
     return found
@@ -162,11 +162,11 @@ class Shown:
 '''
     found = Drawn("some.py", text).changes
     assert len(found) > 10
-    for one in found:
-        compile(one.planted_in(text), "some.py", "exec")
-        assert text[one.start : one.end] == one.old
-        assert one.line in (7, 10, 11, 13, 14, 15)
-    told = {(one.line, one.kind, one.old, one.new) for one in found}
+    for change in found:
+        compile(change.planted_in(text), "some.py", "exec")
+        assert text[change.start : change.end] == change.old
+        assert change.line in (7, 10, 11, 13, 14, 15)
+    told = {(change.line, change.kind, change.old, change.new) for change in found}
     assert told >= {
         (7, "off by one", "4", "5"),
         (7, "off by one", "4", "3"),
@@ -181,25 +181,25 @@ class Shown:
         (15, "sign", "-1.5", "(+1.5)"),
         (15, "constant", "1.5", "3.0"),
     }
-    assert (11, "dropped") in {one[:2] for one in told}
-    assert (15, "no result") in {one[:2] for one in told}
+    assert (11, "dropped") in {entry[:2] for entry in told}
+    assert (15, "no result") in {entry[:2] for entry in told}
 
 
 def test_the_same_seed_draws_the_same_changes() -> None:
     found = drawn(3, 6, ["adapt/d*"])
     assert found == drawn(3, 6, ["adapt/d*"])
     assert found != drawn(4, 6, ["adapt/d*"])
-    assert len({one.name for one in found}) == 6
-    for one in found:
-        assert one.file.startswith("adapt/d")
-        text = (ROOT / one.path).read_text(encoding="utf-8")
-        assert one.planted_in(text) != text
+    assert len({change.name for change in found}) == 6
+    for change in found:
+        assert change.file.startswith("adapt/d")
+        text = (ROOT / change.path).read_text(encoding="utf-8")
+        assert change.planted_in(text) != text
 
 
 def test_changes_of_a_line_are_found_by_its_number() -> None:
     text = (ROOT / "src/drumline/adapt/repair.py").read_text(encoding="utf-8")
     line = text[: text.index("_SECONDS_TO_START = ")].count("\n") + 1
-    assert {one.new for one in in_line(f"adapt/repair.py:{line}")} == {"120.0", "30.0"}
+    assert {change.new for change in in_line(f"adapt/repair.py:{line}")} == {"120.0", "30.0"}
 
 
 def test_a_map_knows_which_tests_reach_a_change(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_no_room_imports_another_round_a_loop() -> None:
     for name, others in graph.items():
         rooms.setdefault(_room(modules[name]), set()).update(_room(modules[other]) for other in others)
     reached = {room: _reached(room, rooms) for room in rooms}
-    knots = {frozenset({room, *(one for one in far if room in reached.get(one, ()))}) for room, far in reached.items()}
+    knots = {frozenset({room, *(key for key in far if room in reached.get(key, ()))}) for room, far in reached.items()}
     assert [" ".join(sorted(knot)) for knot in knots if len(knot) > 1] == []
 
 
@@ -90,5 +90,5 @@ def _imports(name: str, path: Path, modules: dict[str, Path]) -> Iterator[str]:
             found = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             named = (f"{node.module}.{alias.name}" for alias in node.names)
-            found = [one if one in modules else node.module for one in named]
-        yield from (one for one in found if one in modules and one != name)
+            found = [text if text in modules else node.module for text in named]
+        yield from (text for text in found if text in modules and text != name)

@@ -26,7 +26,7 @@ FILLED_PARTS = {"actions", "executors", "homes", "ranks", "records", "rows", "st
 OF_FIRST = {"dict", "enumerate", "items", "keys", "list", "reversed", "set", "sorted", "tuple", "values"}
 NOTHING = {"()", "[]", "{}", "set()", "0", "''"}
 # RankFailed quotes the text of another process.
-OURS = {name for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, errors.DrumlineError)}
+OURS = {name for name, k in vars(errors).items() if isinstance(k, type) and issubclass(k, errors.DrumlineError)}
 OURS -= {"RankFailed"}
 COMPARED = re.compile(r"pytest\.raises\(\s*(\([^()]*\)|[\w.]+),\s*match=")
 
@@ -36,23 +36,23 @@ class Function:
 
     def __init__(self, node: ast.FunctionDef, outside: dict[str, bool]) -> None:
         self.node = node
-        self.known = outside | {one.arg: True for one in (*node.args.args, *node.args.kwonlyargs)}
+        self.known = outside | {argument.arg: True for argument in (*node.args.args, *node.args.kwonlyargs)}
         self.known |= dict(self.assigned(node))
-        asserted = [one.test for one in ast.walk(node) if isinstance(one, ast.Assert)]
+        asserted = [source.test for source in ast.walk(node) if isinstance(source, ast.Assert)]
         self.spoken_of = {text for test in asserted for text in self.compared(test)}
 
     def assigned(self, node: ast.AST) -> Iterator[tuple[str, bool]]:
         """Yield the names that are assigned, and whether to something."""
-        for one in ast.walk(node):
-            if isinstance(one, ast.Assign | ast.AnnAssign) and one.value is not None:
-                for target in one.targets if isinstance(one, ast.Assign) else [one.target]:
+        for source in ast.walk(node):
+            if isinstance(source, ast.Assign | ast.AnnAssign) and source.value is not None:
+                for target in source.targets if isinstance(source, ast.Assign) else [source.target]:
                     if isinstance(target, ast.Name):
-                        yield target.id, self.is_filled(one.value)
+                        yield target.id, self.is_filled(source.value)
 
     def compared(self, test: ast.expr) -> Iterator[str]:
         """Yield what an assertion says something of, other than by going through it."""
-        for one in test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]:
-            sides = [one.left, *one.comparators] if isinstance(one, ast.Compare) else [] if is_all(one) else [one]
+        for item in test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]:
+            sides = [item.left, *item.comparators] if isinstance(item, ast.Compare) else [] if is_all(item) else [item]
             if not any(ast.unparse(side) in NOTHING for side in sides):
                 yield from (ast.unparse(part) for side in sides for part in parts_of(side))
 
@@ -60,7 +60,7 @@ class Function:
         """Whether an expression cannot be empty."""
         match node:
             case ast.Tuple() | ast.List() | ast.Set():
-                return any(not isinstance(one, ast.Starred) or self.is_filled(one.value) for one in node.elts)
+                return any(not isinstance(elt, ast.Starred) or self.is_filled(elt.value) for elt in node.elts)
             case ast.Dict():
                 return bool(node.keys)
             case ast.Constant():
@@ -72,7 +72,7 @@ class Function:
             case ast.BinOp():
                 return self.is_filled(node.left) or (isinstance(node.op, ast.Add) and self.is_filled(node.right))
             case ast.ListComp() | ast.GeneratorExp() | ast.SetComp() | ast.DictComp():
-                return all(not one.ifs and self.is_filled(one.iter) for one in node.generators)
+                return all(not generator.ifs and self.is_filled(generator.iter) for generator in node.generators)
             case ast.Subscript():
                 return not isinstance(node.slice, ast.Slice) and self.is_filled(node.value)
             case ast.IfExp():
@@ -86,30 +86,30 @@ class Function:
         if name in FILLED_CALLS or (name == "range" and len(node.args) > 1):
             return True
         if name == "zip":
-            strict = any(one.arg == "strict" and ast.unparse(one.value) == "True" for one in node.keywords)
+            strict = any(keyword.arg == "strict" and ast.unparse(keyword.value) == "True" for keyword in node.keywords)
             return (any if strict else all)(map(self.is_filled, node.args))
         if name in OF_FIRST and isinstance(node.func, ast.Attribute):
             return self.is_filled(node.func.value)
         return name in {*OF_FIRST, "range", "map", "product"} and all(map(self.is_filled, node.args[-1:]))
 
     def holds_something(self, node: ast.expr) -> bool:
-        return self.is_filled(node) or any(ast.unparse(one) in self.spoken_of for one in parts_of(node))
+        return self.is_filled(node) or any(ast.unparse(part) in self.spoken_of for part in parts_of(node))
 
     def empty_checks(self) -> Iterator[tuple[int, str]]:
         """Yield line and text of what is gone through and may be empty."""
-        for one in ast.walk(self.node):
-            if isinstance(one, ast.For) and any(isinstance(part, ast.Assert) for part in ast.walk(one)):
-                if not self.holds_something(one.iter):
-                    yield one.lineno, ast.unparse(one.iter)
-            elif isinstance(one, ast.Assert):
-                for call in (part for part in ast.walk(one.test) if is_all(part)):
+        for node in ast.walk(self.node):
+            if isinstance(node, ast.For) and any(isinstance(part, ast.Assert) for part in ast.walk(node)):
+                if not self.holds_something(node.iter):
+                    yield node.lineno, ast.unparse(node.iter)
+            elif isinstance(node, ast.Assert):
+                for call in (part for part in ast.walk(node.test) if is_all(part)):
                     assert isinstance(call, ast.Call)
                     argument = call.args[0]
                     chosen = isinstance(argument, ast.GeneratorExp) and any(part.ifs for part in argument.generators)
                     sources = argument.generators if isinstance(argument, ast.GeneratorExp) else []
                     found = [self.holds_something(part.iter) for part in sources] or [self.is_filled(argument)]
                     if chosen or not min(found):
-                        yield one.lineno, ast.unparse(argument)
+                        yield node.lineno, ast.unparse(argument)
 
 
 def parts_of(node: ast.expr) -> Iterator[ast.expr]:
@@ -119,11 +119,11 @@ def parts_of(node: ast.expr) -> Iterator[ast.expr]:
         case ast.Call(func=ast.Attribute(value=value), args=[]):
             yield from parts_of(value)
         case ast.Call():
-            yield from (part for one in node.args for part in parts_of(one))
+            yield from (part for argument in node.args for part in parts_of(argument))
         case ast.Subscript():
             yield from parts_of(node.value)
         case ast.GeneratorExp() | ast.ListComp() | ast.SetComp() | ast.DictComp():
-            yield from (part for one in node.generators for part in parts_of(one.iter))
+            yield from (part for generator in node.generators for part in parts_of(generator.iter))
         case ast.Starred():
             yield from parts_of(node.value)
 
@@ -136,9 +136,9 @@ def empty_checks(text: str) -> list[tuple[int, str]]:
     tree = ast.parse(text)
     outside: dict[str, bool] = {}
     found = []
-    for one in ast.walk(tree):
-        if isinstance(one, ast.FunctionDef) and one.name.startswith("test_"):
-            found += list(Function(one, outside).empty_checks())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            found += list(Function(node, outside).empty_checks())
     return found
 
 
@@ -201,22 +201,22 @@ FEATURE = re.compile(r"\bdrumline\.features(?:\.(\w+)| import (\w+))")
 
 def features_named(node: ast.AST) -> set[str]:
     """Return the features that a piece of code imports."""
-    imports = [one for one in ast.walk(node) if isinstance(one, ast.Import | ast.ImportFrom)]
-    return {first or second for one in imports for first, second in FEATURE.findall(ast.unparse(one))}
+    imports = [source for source in ast.walk(node) if isinstance(source, ast.Import | ast.ImportFrom)]
+    return {first or second for item in imports for first, second in FEATURE.findall(ast.unparse(item))}
 
 
 def features_declared(nodes: Iterable[ast.AST]) -> set[str]:
     """Return the features that marks declare: those of a file in `pytestmark`, those of a test above it."""
-    marks = re.findall(r"mark\.features\(([^)]*)\)", " ".join(ast.unparse(one) for one in nodes))
+    marks = re.findall(r"mark\.features\(([^)]*)\)", " ".join(ast.unparse(node) for node in nodes))
     return {name for names in marks for name in re.findall(r"\w+", names)}
 
 
 def undeclared(tree: ast.Module) -> set[str]:
     """Return the features that tests of a file import and that neither the file nor the test declares."""
-    tests = [one for one in tree.body if isinstance(one, ast.FunctionDef)]
-    rest = [one for one in tree.body if one not in tests]
-    of_file = features_declared(one for one in rest if isinstance(one, ast.Assign))
-    missing = {name for one in rest for name in features_named(one)} - of_file
+    tests = [statement for statement in tree.body if isinstance(statement, ast.FunctionDef)]
+    rest = [statement for statement in tree.body if statement not in tests]
+    of_file = features_declared(statement for statement in rest if isinstance(statement, ast.Assign))
+    missing = {name for statement in rest for name in features_named(statement)} - of_file
     for test in tests:
         missing |= features_named(test) - of_file - features_declared(test.decorator_list)
     return missing

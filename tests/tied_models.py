@@ -55,11 +55,11 @@ def tokens(rows: int, *, seed: int = 0, num_tokens: int = NUM_TOKENS) -> tuple[T
 def everywhere(pipe: Pipeline) -> list[dict[str, nn.Parameter]]:
     """Return each of this process's ranks' parameters by first name, copies included."""
     return [
-        {name: one for name, (_, one) in found.items() if isinstance(one, nn.Parameter)}
+        {name: tensor for name, (_, tensor) in found.items() if isinstance(tensor, nn.Parameter)}
         for found in (
             pipe._engine.assembly.ties.on(
-                (index, block) for index, stage in one.stages.items() for block in stage.blocks
+                (index, block) for index, stage in executor.stages.items() for block in stage.blocks
             )
-            for one in pipe._engine.executors
+            for executor in pipe._engine.executors
         )
     ]

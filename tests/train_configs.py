@@ -74,9 +74,9 @@ _NAMED: Kinds = {"str": str, "int": int, "float": float, "bool": bool, "tuple[in
 
 
 def _read(of: Any, table: Any, what: str, special: Kinds | None = None) -> dict[str, Any]:
-    known = {one.name: (special or {}).get(one.name) or _NAMED[str(one.type)] for one in fields(of)}
+    known = {field.name: (special or {}).get(field.name) or _NAMED[str(field.type)] for field in fields(of)}
     values = checked(table, known, what)
-    required(values, {one.name: known[one.name] for one in fields(of) if one.default is MISSING}, what)
+    required(values, {field.name: known[field.name] for field in fields(of) if field.default is MISSING}, what)
     return values
 
 

@@ -26,8 +26,8 @@ def profile(num_blocks: int, factors: dict[int, float] | None = None, *, weight:
     """Return blocks that all take the same, but for factors of some."""
     layers = []
     for at in range(num_blocks):
-        one = BLOCK * (factors or {}).get(at, 1.0)
-        layers.append(ProfiledBlock(str(at), OpTimes(one, 2 * one, one, one), 1000, 500, 100, weight, weight, 100))
+        item = BLOCK * (factors or {}).get(at, 1.0)
+        layers.append(ProfiledBlock(str(at), OpTimes(item, 2 * item, item, item), 1000, 500, 100, weight, weight, 100))
     return Profile(tuple(layers), OpTimes(0.0, 0.0, 0.0, 0.0), "cpu", 1)
 
 
@@ -84,7 +84,7 @@ class Virtual:
                 plain = costs.per_stage(name, now.program.num_stages)
                 slow = self.slowness(step)
                 each[name] = [
-                    one * share * slow[home] + self.fixed(step) for one, home in zip(plain, homes, strict=True)
+                    value * share * slow[home] + self.fixed(step) for value, home in zip(plain, homes, strict=True)
                 ]
             costs = Costs(**each, comm=self.latency(step))
             measured = Measured(now.program, tuple(records_of(simulate(now.program, costs), step)))

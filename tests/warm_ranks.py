@@ -127,8 +127,8 @@ class Forked:
         self.stdout, self.stderr = (os.fdopen(read, "rb", 0) for read, _ in outputs)
         told = self._ended.recv(100)
         if told == _THREADS:
-            for one in (self.stdout, self.stderr, self._ended):
-                one.close()
+            for io in (self.stdout, self.stderr, self._ended):
+                io.close()
             raise HasThreads
         self.pid = int(told)
 

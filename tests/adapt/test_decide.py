@@ -39,16 +39,16 @@ def test_a_sudden_slow_rank_gives_layers_away_and_gets_them_back() -> None:
     assert (back.kind, back.after.counts) == (CUT, (8, 8))
     assert 90 < back.step <= 100
     assert not back.is_back, "a change of its own: the first one paid"
-    assert [one.kept for one in slow.decider.judged] == [True, True]
+    assert [result.kept for result in slow.decider.judged] == [True, True]
     for judged in some(slow.decider.judged):
         assert judged.real == pytest.approx(judged.proposal.predicted, rel=0.02)
 
 
 def test_a_slowing_rank_stays_within_the_bounds_at_every_step() -> None:
     run = Virtual(one_f_one_b(), (12, 12), slowness=lambda step: [1.0, min(1 + 0.01 * max(step - 10, 0), 1.5)]).run(90)
-    assert [one.kind for one in run.proposals] == [CUT] * len(run.proposals)
+    assert [proposal.kind for proposal in run.proposals] == [CUT] * len(run.proposals)
     assert run.decider.now.counts == (14, 10)
-    assert all(one.kept for one in some(run.decider.judged))
+    assert all(result.kept for result in some(run.decider.judged))
     assert max(step.bubble for step in some(run.steps)) < 0.12
 
 
@@ -68,8 +68,8 @@ def test_layers_that_were_timed_wrongly_are_found_by_moving() -> None:
     """The first layers take twice as long as timed, wherever they are: rank 0 seems to be slow."""
     run = Virtual(one_f_one_b(), (8, 8), truth=profile(16, dict.fromkeys(range(8), 2.0))).run(80)
     layers = profile(16, dict.fromkeys(range(8), 2.0))
-    best = min(range(1, 16), key=lambda at: max(sum(one.times.forward for one in layers.layers[:at]),
-                                                sum(one.times.forward for one in layers.layers[at:])))  # fmt: skip
+    best = min(range(1, 16), key=lambda at: max(sum(layer.times.forward for layer in layers.layers[:at]),
+                                                sum(layer.times.forward for layer in layers.layers[at:])))  # fmt: skip
     assert run.decider.now.counts == (best, 16 - best)
 
 
@@ -130,7 +130,7 @@ def test_the_number_of_microbatches_follows_what_an_action_costs() -> None:
     for step in (39, 79):
         best = min(static(number, step) for number in (1, 2, 4, 8, 16, 32, 64))
         assert run.steps[step].makespan <= 1.05 * best
-    assert {one.kind for one in run.proposals} == {NUMBER}
+    assert {proposal.kind for proposal in run.proposals} == {NUMBER}
     assert run.steps[39].program.num_microbatches > 8 > run.steps[79].program.num_microbatches
 
 
@@ -152,7 +152,7 @@ def test_layers_do_not_move_because_no_other_number_was_tried() -> None:
 def test_a_move_at_the_first_look_leaves_the_trial_of_another_number_to_later() -> None:
     given = settings(microbatches="batch", program=False)
     run = Virtual(one_f_one_b(8), (12, 4), settings=given, build=one_f_one_b, rows=64).run(16)
-    assert [one.kind for one in run.proposals][:2] == [CUT, NUMBER]
+    assert [proposal.kind for proposal in run.proposals][:2] == [CUT, NUMBER]
     assert run.proposals[0].why.startswith("rank 0 computes")
     assert run.proposals[1].why == "no other number was tried yet"
 
@@ -202,7 +202,7 @@ def test_a_gain_that_does_not_come_is_taken_back_and_not_tried_again() -> None:
     away, back = run.proposals
     assert (away.after.counts, back.after.counts) == ((10, 6), (8, 8))
     assert back.is_back
-    assert [one.kept for one in run.decider.judged] == [False]
+    assert [result.kept for result in run.decider.judged] == [False]
 
 
 def test_fewer_microbatches_must_fit_the_memory_of_the_start() -> None:

@@ -29,7 +29,7 @@ def test_a_sudden_change_is_told_within_six_steps_with_both_levels(seed: int, le
     dice = random.Random(seed)
     drift = Drift(threshold=0.1)
     told = [drift.see(step, {"F": noisy(1.0 if step < 50 else level, dice)}) for step in range(80)]
-    (change, *others), *_ = [one for one in told if one]
+    (change, *others), *_ = [row for row in told if row]
     assert not others
     assert 52 <= change.step <= 56
     assert change.since in (49, 50, 51)
@@ -40,14 +40,14 @@ def test_a_sudden_change_is_told_within_six_steps_with_both_levels(seed: int, le
 def test_a_slow_change_is_told_before_it_reaches_fifteen_percent() -> None:
     drift = Drift(threshold=0.1)
     told = [drift.see(step, {"F": 1.0 + 0.01 * max(step - 10, 0)}) for step in range(26)]
-    assert [change.name for one in told for change in one] == ["F"]
+    assert [change.name for row in told for change in row] == ["F"]
 
 
 def test_a_planned_level_counts_from_the_first_step() -> None:
     drift = Drift(threshold=0.1)
     drift.begin({"F": 1.0, "link": 1.0})
     told = [drift.see(step, {"F": 1.4, "link": 1.01}) for step in range(3)]
-    assert [[change.name for change in one] for one in told] == [[], [], ["F"]]
+    assert [[change.name for change in row] for row in told] == [[], [], ["F"]]
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,14 @@ def test_a_planned_level_counts_from_the_first_step() -> None:
 def test_what_adds_up_is_told_at_the_step_that_a_hand_computes(first: list[float], level: float, steps: int) -> None:
     drift = Drift(threshold=0.1)
     told = [drift.see(step, {"F": value}) for step, value in enumerate([*first, *[level] * steps])]
-    assert [len(one) for one in told] == [0] * (4 + steps) + [1]
+    assert [len(row) for row in told] == [0] * (4 + steps) + [1]
     assert told[-1][0].since == 5
 
 
 def test_what_ends_is_told_as_well() -> None:
     drift = Drift(threshold=0.1)
     told = [drift.see(step, {"F": 1.5 if 20 <= step < 40 else 1.0}) for step in range(60)]
-    ratios = [change.ratio for one in told for change in one]
+    ratios = [change.ratio for row in told for change in row]
     assert ratios == [pytest.approx(1.5), pytest.approx(1 / 1.5)]
 
 

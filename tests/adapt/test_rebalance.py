@@ -78,7 +78,7 @@ def test_a_change_by_hand_ends_the_search() -> None:
 def test_layers_that_cannot_move_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Virtual(one_f_one_b(), (8, 8), slowness=lambda step: [1.0, 1.5 if step >= 10 else 1.0])
     slow.settings = settings(program=False)
-    assert [one.after.counts for one in slow.run(30).proposals] == [(10, 6)]
+    assert [proposal.after.counts for proposal in slow.run(30).proposals] == [(10, 6)]
     slow.proposals.clear()
     monkeypatch.setattr(Decider, "see", _staying(Decider.see))
     assert slow.run(30).proposals == []

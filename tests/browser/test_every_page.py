@@ -85,7 +85,7 @@ def demo(folder: Path) -> str:
     for trial in TRIALS:
         run = run_of(folder, f"demo-{trial.name}", trial.schedule, trial.num_microbatches, num_steps=2)
         outcomes.append(Outcome(Build(), trial, run, losses=(1.0, 0.5), difference=0.0))
-    return run_page(reports_of([one.run for one in outcomes]), opening=opening(outcomes))
+    return run_page(reports_of([outcome.run for outcome in outcomes]), opening=opening(outcomes))
 
 
 def profiled(folder: Path) -> str:
@@ -220,7 +220,9 @@ def unseen(page: Any, tallest: int) -> Iterator[tuple[Any, ...]]:
             told = page.evaluate(f"measure.all({TEXT}, {LARGE_TEXT}, {MARK}, {layout})")
             assert told["paper"] == theme
             assert told["texts"]["measured"] > 0
-            yield from ((width, theme, one) for one in (*told["texts"]["low"], *told["marks"]["low"], *told["beyond"]))
+            yield from (
+                (width, theme, report) for report in (*told["texts"]["low"], *told["marks"]["low"], *told["beyond"])
+            )
             if told["wide"] > width:
                 yield width, theme, "the page is wider than its window", told["wide"]
 
@@ -237,9 +239,11 @@ def unreached(page: Any, *, walked: bool) -> Iterator[tuple[Any, ...]]:
         names = page.evaluate("measure.listen()")
         tabs = walked and (ALL or width == 1280)
         reached = walk(page, len(names)) if tabs else page.evaluate("measure.visited()")
-        numbers = {one["reach"] for one in reached}
+        numbers = {entry["reach"] for entry in reached}
         yield from ((width, "no Tab", name) for at, name in enumerate(names) if str(at) not in numbers)
-        yield from ((width, theme, "no ring", one) for one in some(reached) if one["ring"] < MARK or one.get("trapped"))
+        yield from (
+            (width, theme, "no ring", value) for value in some(reached) if value["ring"] < MARK or value.get("trapped")
+        )
 
 
 def walk(page: Any, count: int) -> list[dict[str, Any]]:
@@ -249,7 +253,7 @@ def walk(page: Any, count: int) -> list[dict[str, Any]]:
         for _ in range(presses):
             page.keyboard.press("Tab")
         reached = page.evaluate("measure.reached()")
-        if len({one["reach"] for one in reached if one["reach"]}) == count:
+        if len({entry["reach"] for entry in reached if entry["reach"]}) == count:
             break
     return reached
 

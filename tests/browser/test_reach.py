@@ -122,7 +122,7 @@ def test_arrows_walk_the_points_of_a_comparison(opened: Open) -> None:
     enter(shown, "#scatter")
     told = [press(shown), *(press(shown, "ArrowRight") for _ in found)]
     for row in some(found):
-        assert any(some(f"{row.name}: bubble " in one for one in told)), row.name
+        assert any(some(f"{row.name}: bubble " in name for name in told)), row.name
     shown.keyboard.press("t")  # draws the points anew
     assert press(shown) == told[-1]
 
@@ -204,9 +204,9 @@ def test_a_canvas_has_the_contrasts_of_the_svg(opened: Open) -> None:
         """Return the places whose contrast is too low, out of eight."""
         chosen = places[:: -(-len(places) // 8)]
         read = shown.evaluate("([name, places]) => places.map((one) => measure.canvas(name, ...one))", [name, chosen])
-        return [(one, value) for one, value in some(zip(chosen, read, strict=True)) if value < least]
+        return [(entry, value) for entry, value in some(zip(chosen, read, strict=True)) if value < least]
 
-    idle = [(one.cause.value, one.rank, max(one.start, first + 1), min(one.end, last - 1)) for one in drawn.causes]
+    idle = [(gap.cause.value, gap.rank, max(gap.start, first + 1), min(gap.end, last - 1)) for gap in drawn.causes]
     hatched = [(rank, start, end) for cause, rank, start, end in idle if cause in ("fill", "wait") and end - start >= 2]
     boxes = [
         (rank, start, end)
@@ -219,16 +219,16 @@ def test_a_canvas_has_the_contrasts_of_the_svg(opened: Open) -> None:
         shown.evaluate("measure.drawn()")
         assert shown.evaluate("drumline.stats().modes") == ["canvas"]
         assert low("hatch", hatched, 3) == []
-        assert low("cause", [one for one in hatched if one[2] - one[1] >= 6], 4.5) == []
+        assert low("cause", [entry for entry in hatched if entry[2] - entry[1] >= 6], 4.5) == []
         assert low("box", boxes, 3) == []
-        assert low("label", [one for one in boxes if one[2] - one[1] == 2], 4.5) == []
+        assert low("label", [box for box in boxes if box[2] - box[1] == 2], 4.5) == []
         assert low("axis", [(31, first + 1, last - 1)], 4.5) == []
 
 
 def test_what_is_narrower_than_pixels_stands_out(opened: Open) -> None:
     drawn, text = large()
     shown = opened(text)
-    wait = next(one for one in drawn.causes if one.rank == 0)
+    wait = next(cause for cause in drawn.causes if cause.rank == 0)
     for theme in ("light", "dark"):
         shown.emulate_media(color_scheme=theme)
         shown.evaluate("measure.drawn()")

@@ -33,9 +33,9 @@ def opened(windows: Windows, tmp_path: Path) -> Iterator[Open]:
 
     yield open_page
     assert pages
-    for one in pages:
-        assert one.troubles == []
-        assert one.requests == [one.address]
+    for page in pages:
+        assert page.troubles == []
+        assert page.requests == [page.address]
 
 
 def reports(tmp_path: Path, *names: str, **options: Any) -> list[RunReport]:
@@ -51,7 +51,7 @@ def test_measured_stands_over_simulated_with_advice_and_panels(opened: Open, tmp
     page = opened(*found)
     assert page.locator("#advice").inner_text() == found[0].advice.sentence
     titles = page.locator(".chart h2").all_inner_texts()
-    assert titles == [f"measured, step {found[0].seen.step}", "simulated, same seconds of every action"]
+    assert titles == [f"measured, step {found[0].step.step}", "simulated, same seconds of every action"]
     cards = page.locator(".card h3").all_inner_texts()
     assert cards[0] == "What to change"
     assert {"Where each rank's step went", "Bubble by cause", "Peak stash", "Most messages waiting"} <= set(cards)
@@ -106,13 +106,13 @@ def test_the_page_fits_every_window_in_both_themes(opened: Open, tmp_path: Path,
 def test_every_number_of_the_panels_is_in_the_json(opened: Open, tmp_path: Path) -> None:
     (found,) = reports(tmp_path, "1f1b", overhead=1e-4, weigh=1000)
     page = opened(found)
-    values = [abs(one) for one in numbers(json.loads(json.dumps(found.to_json())))]
+    values = [abs(number) for number in numbers(json.loads(json.dumps(found.to_json())))]
     texts = page.locator(".cards dd:not(.note), .row .value, .card td").all_inner_texts()
     shown = [text for text in texts if re.search(r"\d", text)]
     assert len(shown) > 25
     for text in shown:
         amount, low = read(text)
-        assert amount == 0 or any(abs(one - amount) <= low for one in values), text
+        assert amount == 0 or any(abs(value - amount) <= low for value in values), text
 
 
 UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "%": 1e-2, "KiB": 1024.0, "B": 1.0}
@@ -131,8 +131,8 @@ def read(text: str) -> tuple[float, float]:
 def numbers(value: Any) -> Iterator[float]:
     """Yield every number in an object."""
     if isinstance(value, dict | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from numbers(one)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from numbers(item)
     elif isinstance(value, int | float):
         yield float(value)
 

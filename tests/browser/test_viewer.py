@@ -70,9 +70,9 @@ def opened(windows: Windows, tmp_path: Path) -> Iterator[Open]:
         return Opened(pages[-1].page)
 
     yield open_page
-    for one in pages:
-        assert one.troubles == []
-        assert one.requests == [one.address]
+    for window in pages:
+        assert window.troubles == []
+        assert window.requests == [window.address]
 
 
 def timeline(name: str = "1f1b", num_ranks: int = 4, num_microbatches: int = 8, **costs: Any) -> Simulation:
@@ -394,9 +394,9 @@ def test_a_comparison_has_no_labels_that_collide_and_nothing_cut_off(opened: Ope
     boxes = shown.page.evaluate(
         "[...document.querySelectorAll('#scatter text')].map(one => one.getBoundingClientRect().toJSON())"
     )
-    for one, other in some(itertools.combinations(boxes, 2)):
-        beside = one["right"] <= other["left"] + 1 or other["right"] <= one["left"] + 1
-        assert beside or one["bottom"] <= other["top"] + 2 or other["bottom"] <= one["top"] + 2
+    for box, other in some(itertools.combinations(boxes, 2)):
+        beside = box["right"] <= other["left"] + 1 or other["right"] <= box["left"] + 1
+        assert beside or box["bottom"] <= other["top"] + 2 or other["bottom"] <= box["top"] + 2
     assert all(some(box["left"] >= 0 and box["right"] <= width for box in boxes))
     if width == 1280:
         tables = "[...document.querySelectorAll('.scroll')]"

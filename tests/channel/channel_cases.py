@@ -142,7 +142,7 @@ def shapes_and_forms_may_change(channel: Channel, steps: Steps) -> None:
         if channel.rank == 1:
             for length in (3, 7, 3):
                 delivery = get(channel, receive(length), 0)
-                assert [tuple(one.shape) for one in delivery.tensors] == [(length,), (2, length)]
+                assert [tuple(tensor.shape) for tensor in delivery.tensors] == [(length,), (2, length)]
                 assert repr(delivery.form) == repr(form)
 
 

@@ -197,7 +197,7 @@ def called_elsewhere(cases: dict[str, Callable[[], Any]]) -> dict[str, Any]:
     task = pickle.dumps({name: [bytes(part) for part in by_value.dumps(case)] for name, case in cases.items()})
     done = subprocess.run([sys.executable, "-c", RECEIVER], input=task, capture_output=True, check=True)
     answers = pickle.loads(done.stdout)
-    return {name: one if isinstance(one, str) else by_value.loads(one) for name, one in answers.items()}
+    return {name: answer if isinstance(answer, str) else by_value.loads(answer) for name, answer in answers.items()}
 
 
 def cell_namespace() -> dict[str, Any]:
@@ -368,7 +368,7 @@ def test_what_can_be_imported_goes_by_name(tmp_path: Any, monkeypatch: pytest.Mo
     import on_the_path  # type: ignore[import-not-found]
 
     assert goes_by_name(on_the_path.f)
-    monkeypatch.setattr(sys, "path", [one for one in sys.path if one != str(tmp_path)])
+    monkeypatch.setattr(sys, "path", [name for name in sys.path if name != str(tmp_path)])
     assert not goes_by_name(on_the_path.f)
 
 

@@ -28,7 +28,7 @@ def names(variable: str) -> list[str]:
     for node in ast.parse(SCRIPT.read_text()).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == variable:
             assert isinstance(node.value, ast.Tuple)
-            return [one.id for one in node.value.elts if isinstance(one, ast.Name)]
+            return [elt.id for elt in node.value.elts if isinstance(elt, ast.Name)]
     raise AssertionError(variable)
 
 

@@ -44,7 +44,7 @@ def until(condition: Callable[[], bool]) -> bool:
 
 
 def pids(folder: Path) -> list[int]:
-    return [int(one.read_text()) for one in sorted(folder.glob("pid*")) if one.read_text()]
+    return [int(path.read_text()) for path in sorted(folder.glob("pid*")) if path.read_text()]
 
 
 def write_pid(folder: Path) -> None:
@@ -95,17 +95,17 @@ def test_results_come_by_rank_from_a_group_with_everything_set_up(
         }
 
     results = launch(fn, 1, num_ranks=2, kwargs={"factor": 2}, threads=3)
-    assert [one["value"] for one in results] == [22, 23]
-    assert [one["sum"] for one in results] == [[2.0, 2.0]] * 2
-    assert [one["words"] for one in results] == [["0", "0", "2", "2"], ["1", "1", "2", "2"]]
-    for rank, one in enumerate(results):
-        assert (one["inherited"], one["master"], one["backend"]) == ("inherited", "127.0.0.1", "gloo")
-        assert one["threads"] == (3, "3")
-        assert (one["argv"], one["cwd"], one["path"]) == (sys.argv, str(tmp_path), sys.path)
-        assert one["large"].sum().item() == 3_000_000 * rank
-        one["large"][1] = 5
-        assert one["view"].tolist() == [rank, 5]
-        assert not is_running(one["pid"])
+    assert [result["value"] for result in results] == [22, 23]
+    assert [result["sum"] for result in results] == [[2.0, 2.0]] * 2
+    assert [result["words"] for result in results] == [["0", "0", "2", "2"], ["1", "1", "2", "2"]]
+    for rank, result in enumerate(results):
+        assert (result["inherited"], result["master"], result["backend"]) == ("inherited", "127.0.0.1", "gloo")
+        assert result["threads"] == (3, "3")
+        assert (result["argv"], result["cwd"], result["path"]) == (sys.argv, str(tmp_path), sys.path)
+        assert result["large"].sum().item() == 3_000_000 * rank
+        result["large"][1] = 5
+        assert result["view"].tolist() == [rank, 5]
+        assert not is_running(result["pid"])
     printed = capsys.readouterr()
     for rank in (0, 1):
         mine = [line for line in printed.out.splitlines() if line.startswith(f"[rank {rank}]")]
@@ -260,8 +260,8 @@ def unpicklable_error() -> None:
 
 def unmakeable_error() -> None:
     class TwoWords(Exception):
-        def __init__(self, one: str, other: str) -> None:
-            super().__init__(f"{one} {other}")
+        def __init__(self, name: str, other: str) -> None:
+            super().__init__(f"{name} {other}")
 
     raise TwoWords("a", "b")
 
@@ -375,7 +375,7 @@ def test_ranks_end_with_the_process_that_started_them(number: signal.Signals, tm
     finally:
         parent.kill()
         parent.wait()
-    assert sorted(one.name for one in tmp_path.glob("cleaned*")) == ["cleaned0", "cleaned1"]
+    assert sorted(path.name for path in tmp_path.glob("cleaned*")) == ["cleaned0", "cleaned1"]
     if number == signal.SIGINT:
         assert shown.splitlines()[-1] == "KeyboardInterrupt"
         assert "[rank" not in shown
@@ -418,7 +418,7 @@ def test_a_rank_whose_sleep_a_signal_did_not_end_is_told_again(tmp_path: Path) -
     finally:
         parent.kill()
         parent.wait()
-    assert sorted(one.name for one in tmp_path.glob("cleaned*")) == ["cleaned0", "cleaned1"]
+    assert sorted(path.name for path in tmp_path.glob("cleaned*")) == ["cleaned0", "cleaned1"]
 
 
 def no_ranks() -> Iterable[tuple[Callable[[], Any], dict[str, str]]]:

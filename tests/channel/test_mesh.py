@@ -220,7 +220,7 @@ def waiting(mesh: ControlMesh, what: Any, needs: tuple[int, ...]) -> Callable[[C
 
 def too_late(mesh: ControlMesh, peers: Sequence[ControlMesh], needs: int) -> str:
     """Return what a rank says whose wait is over at once, when those peers wait as well."""
-    while any(one._waiting is None for one in peers):
+    while any(peer._waiting is None for peer in peers):
         time.sleep(0.001)
     with pytest.raises(WaitTimeout) as caught:
         mesh.wait(lambda: False, f"rank {mesh.rank} waits", 0, needs=lambda: (needs,))

@@ -24,19 +24,19 @@ CPU = torch.device("cpu")
 
 
 def test_a_message_that_meets_another_ones_receive_is_refused() -> None:
-    one, other = Hub(2).channels()
-    one.begin(0)
+    channel, other = Hub(2).channels()
+    channel.begin(0)
     other.begin(0)
     other.post(Action.parse("1RECV_F1"), 0)
     with refused(RunError, "rank 0 sends 1RECV_F0 but rank 1 expects 1RECV_F1"):
-        one.send(Action.parse("1RECV_F0"), 1, [torch.ones(1)], None)
+        channel.send(Action.parse("1RECV_F0"), 1, [torch.ones(1)], None)
 
 
 def test_forms_that_are_equal_and_not_the_same_have_layouts_of_their_own() -> None:
     layouts, tensor = MessageLayouts(), torch.ones(2)
     found = [layouts.find([tensor], form) for form in (1, True, 1.0, (1, 2), (True, 2))]
-    assert len({one.number for one in found}) == len(found)
-    assert [type(one.form) for one in found[:3]] == [int, bool, float]
+    assert len({layout.number for layout in found}) == len(found)
+    assert [type(layout.form) for layout in found[:3]] == [int, bool, float]
     assert layouts.find([tensor], True) is found[1]
 
 

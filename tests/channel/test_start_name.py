@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch
 def together(store: HashStore, size: int) -> set[str]:
     with ThreadPoolExecutor(size) as pool:
         found = [pool.submit(this_start, store, rank, size, timeout=30.0) for rank in range(size)]
-        return {one.result() for one in found}
+        return {future.result() for future in found}
 
 
 def test_every_start_gets_a_name_of_its_own_whatever_dead_ranks_left() -> None:

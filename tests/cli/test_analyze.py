@@ -82,17 +82,17 @@ def test_the_object_adds_up(timeline: Simulation, traces: str, capsys: pytest.Ca
     code, found = run_json(capsys, traces)
     assert code == 0
     assert found["makespan"] == pytest.approx(timeline.makespan * MILLI)
-    assert (found["step"], [one["step"] for one in found["steps"]]) == (0, [0, 1])
+    assert (found["step"], [step["step"] for step in found["steps"]]) == (0, [0, 1])
     assert found["slowest_stage"] == 1
     assert found["violations"] == []
     assert len(found["spans"]) == timeline.program.num_actions
     for rank in range(3):
         idle = sum(seconds[rank] for seconds in found["idle_by_cause"].values())
         assert idle + found["busy"][rank] == pytest.approx(found["makespan"])
-        listed = [one for one in found["intervals"] if one["rank"] == rank]
-        assert sum(one["end"] - one["start"] for one in listed) == pytest.approx(found["idle"][rank])
+        listed = [interval for interval in found["intervals"] if interval["rank"] == rank]
+        assert sum(value["end"] - value["start"] for value in listed) == pytest.approx(found["idle"][rank])
     assert found["ideal"]["makespan"] < found["makespan"]
-    assert {one["send"] for one in found["transfers"]} == {str(one.action) for one in timeline.transfers}
+    assert {transfer["send"] for transfer in found["transfers"]} == {str(item.action) for item in timeline.transfers}
 
 
 def test_a_step_is_chosen_by_its_number(traces: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,14 +135,14 @@ def test_every_number_of_the_page_is_in_the_object(traces: str, capsys: pytest.C
         for key in ("makespan", "bubble", "span_bubble", "stages", "microbatches"):
             assert shown[key] == pytest.approx(said[key])
         for rank, row in enumerate(shown["rows"]):
-            starts = [one / shown["ticks_per_second"] for one in unpacked(row["start"])]
-            lengths = [one / shown["ticks_per_second"] for one in unpacked(row["ticks"])]
-            spans = [one for one in said["spans"] if one["rank"] == rank]
-            assert starts == pytest.approx([one["start"] for one in spans], abs=1e-9)
-            assert lengths == pytest.approx([one["end"] - one["start"] for one in spans], abs=1e-9)
+            starts = [value / shown["ticks_per_second"] for value in unpacked(row["start"])]
+            lengths = [value / shown["ticks_per_second"] for value in unpacked(row["ticks"])]
+            spans = [span for span in said["spans"] if span["rank"] == rank]
+            assert starts == pytest.approx([span["start"] for span in spans], abs=1e-9)
+            assert lengths == pytest.approx([span["end"] - span["start"] for span in spans], abs=1e-9)
     words = [word for row in data["timelines"][0]["why"]["rows"] for word in row["idle"]["words"]]
-    wanted = [one["why"] for one in found["intervals"]]  # the page spells the usual sentences itself
-    assert all(some(word in ("", one) for word, one in zip(words, wanted, strict=True)))
+    wanted = [interval["why"] for interval in found["intervals"]]  # the page spells the usual sentences itself
+    assert all(some(word in ("", value) for word, value in zip(words, wanted, strict=True)))
 
 
 def test_a_trace_that_contradicts_the_rules_is_shown_and_gives_1(

@@ -157,7 +157,7 @@ def test_compare_takes_names_python_files_and_csv_files(tmp_path: Path, capsys: 
         assert [row["schedule"] for row in found["rows"]] == ["zb-h1", "saved", "own-a", "own-b"]
         assert run_json(capsys, "compare", str(csv))[1]["rows"][0]["microbatches"] == 8
         code, found = run_json(capsys, "compare", "1f1b", str(csv), "--ranks", "3")
-        assert [one["schedule"] for one in found["left_out"]] == ["saved"]
+        assert [value["schedule"] for value in found["left_out"]] == ["saved"]
     finally:
         for name in ("own-a", "own-b"):
             unregister(name)
@@ -218,7 +218,7 @@ def test_check_returns_every_violation(tmp_path: Path, capsys: pytest.CaptureFix
     assert code == 1
     assert found["ok"] is False
     assert {"rank": 0, "index": 0, "action": "0B0", "reason": "runs before 0F0"} in found["violations"]
-    assert any(one["index"] is None and one["action"] == "1B1" for one in found["violations"])
+    assert any(violation["index"] is None and violation["action"] == "1B1" for violation in found["violations"])
     code, out, _ = run(capsys, "check", str(path))
     assert code == 1
     assert out.splitlines()[-1].endswith("bad cannot run")
@@ -317,7 +317,7 @@ def test_show_draws_slots_and_memory(capsys: pytest.CaptureFixture[str]) -> None
 def test_compare_names_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
     counts = ("--ranks", "3", "--microbatches", "4")
     found = run_json(capsys, "compare", *counts)[1]
-    assert [(one["schedule"], one["expected"]) for one in found["left_out"]] == [
+    assert [(value["schedule"], value["expected"]) for value in found["left_out"]] == [
         ("dualpipe", "an even number of ranks"),
         ("chimera", "an even number of ranks"),
     ]
@@ -421,11 +421,11 @@ def test_demo_trains_by_every_schedule_to_the_weights_of_one_process(
 ) -> None:
     code, found = run_json(capsys, "demo", "--out", str(tmp_path), "--width", "16", "--epochs", "1")
     assert code == 0
-    assert [one["difference"] for one in found["rows"]] == [0] * 8
+    assert [row["difference"] for row in found["rows"]] == [0] * 8
     page = Path(found["report"]).read_text()
     assert page.startswith("<!doctype html>")
-    assert all(Path(one["run"]).name in page for one in found["rows"])
-    bounds = {(one["schedule"], one["microbatches"]): round(one["bound"], 4) for one in found["rows"]}
+    assert all(Path(row["run"]).name in page for row in found["rows"])
+    bounds = {(row["schedule"], row["microbatches"]): round(row["bound"], 4) for row in found["rows"]}
     assert bounds == {
         ("gpipe", 4): 0.8,
         ("1f1b", 4): 0.8,
@@ -434,7 +434,7 @@ def test_demo_trains_by_every_schedule_to_the_weights_of_one_process(
         ("gpipe", 8): round(8 / 9, 4),
         ("1f1b", 8): round(8 / 9, 4),
     }
-    stash = {Path(one["run"]).name: one["peak_stash_bytes"] for one in found["rows"]}
+    stash = {Path(row["run"]).name: row["peak_stash_bytes"] for row in found["rows"]}
     assert stash["1f1b-8"][0] == stash["gpipe-8"][0] / 4  # two microbatches of eight
     whole, received = stash["gpipe-8"][1] / 8, 8 * 16 * 4  # bytes of a microbatch, and of its input
     assert stash["gpipe-8-checkpointed"] == [whole, 7 * received + whole]  # inputs, and one that is computed again

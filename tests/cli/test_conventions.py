@@ -253,11 +253,11 @@ def test_plan_lists_models_and_hardware(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_report_takes_a_folder_of_runs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(run(capsys, "report runs --json")[1])
-    assert [one["name"] for one in found["runs"]] == ["first", "second"]
+    assert [path["name"] for path in found["runs"]] == ["first", "second"]
     code, out, _ = run(capsys, "report runs")
     assert (code, out.splitlines()[-1]) == (0, "wrote runs/report.html")
     assert Path("runs/report.html").exists()
-    assert [one["name"] for one in json.loads(run(capsys, "report runs/second runs/first --json")[1])["runs"]] == [
+    assert [path["name"] for path in json.loads(run(capsys, "report runs/second runs/first --json")[1])["runs"]] == [
         "second",
         "first",
     ]

@@ -122,7 +122,7 @@ def test_nodes_and_their_devices_make_the_cluster(capsys: pytest.CaptureFixture[
     _, out, _ = run(capsys, *words, "--nodes", "4", "--gpus-per-node", "2")
     cluster = json.loads(out)["cluster"]
     assert (cluster["num_devices"], cluster["devices_per_node"]) == (8, 2)
-    assert {one["layout"]["tensor"] for one in json.loads(out)["best"]} <= {1, 2}
+    assert {value["layout"]["tensor"] for value in json.loads(out)["best"]} <= {1, 2}
     error = refused(capsys, *words[:-1], "--nodes", "4", "--gpus-per-node", "2", "--gpus", "9")
     assert error["error"] == "--nodes 4 x --gpus-per-node 2 is 8 devices, not --gpus 9"
 

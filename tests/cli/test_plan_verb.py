@@ -64,8 +64,8 @@ def test_a_profile_of_a_busy_machine_is_told_with_its_plan(
 ) -> None:
     found = ModelProfile.load(profile)
     rows, largest = found.sizes[-1]
-    spreads = [OpTimes(0.1 * one.times.forward, 0.1 * one.times.backward, 0.0, 0.0) for one in largest.layers]
-    layers = tuple(replace(one, spreads=spread) for one, spread in zip(largest.layers, spreads, strict=True))
+    spreads = [OpTimes(0.1 * layer.times.forward, 0.1 * layer.times.backward, 0.0, 0.0) for layer in largest.layers]
+    layers = tuple(replace(layer, spreads=spread) for layer, spread in zip(largest.layers, spreads, strict=True))
     noisy = replace(found, sizes=(*found.sizes[:-1], (rows, replace(largest, layers=layers))))
     noisy.save(tmp_path / "noisy.json")
     _, out, _ = run(capsys, "plan", str(tmp_path / "noisy.json"), "--ranks", "2", "--batch", "8", *FEW)
@@ -84,10 +84,10 @@ def test_plan_as_json_has_all_of_it(profile: str, capsys: pytest.CaptureFixture[
     assert found["busy_machine"] == ""
     best = found["best"]
     assert best["step_seconds"] == pytest.approx(sum(best["seconds"].values()))
-    assert max(one["total"] for one in best["rank_bytes"]) <= 20 * 2**20
+    assert max(value["total"] for value in best["rank_bytes"]) <= 20 * 2**20
     assert found["candidates"][0]["step_seconds"] == best["step_seconds"]
-    assert all(some("why_not" in one for one in [*found["candidates"][1:], *found["rejected"]]))
-    assert all(not one["fits"] and one["why_not"].endswith(" MiB over") for one in found["rejected"])
+    assert all(some("why_not" in candidate for candidate in [*found["candidates"][1:], *found["rejected"]]))
+    assert all(not value["fits"] and value["why_not"].endswith(" MiB over") for value in found["rejected"])
     assert found["rejected"]
 
 

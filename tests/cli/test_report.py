@@ -42,7 +42,7 @@ def test_text_goes_to_the_terminal_and_writes_nothing(folder: Path, capsys: pyte
 def test_json_is_one_object_with_a_report_per_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = run_json(capsys, "report", folder, folder, "--step", "1")
     assert code == 0
-    assert [one["step"] for one in found["runs"]] == [1, 1]
+    assert [path["step"] for path in found["runs"]] == [1, 1]
     assert found["runs"][0]["advice"]["remedies"][0]["settings"] == {"balance": [5, 3]}
     assert "out" not in found
 

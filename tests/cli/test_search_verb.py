@@ -54,7 +54,7 @@ def test_placements_that_do_not_admit_the_counts_are_named(capsys: pytest.Captur
     words = ("--ranks", "3", "--microbatches", "2", "--placement", "all", "--tries", "20")
     for more in ((), ("--pareto",)):
         found = json.loads(run(capsys, *words, *more, "--json")[1])
-        assert [one["placement"] for one in found["left_out"]] == ["bidirectional"]
+        assert [value["placement"] for value in found["left_out"]] == ["bidirectional"]
         assert found["left_out"][0]["error"].startswith("bidirectional cannot use 3 ranks and 2 microbatches")
         assert "bidirectional: left out, bidirectional cannot use 3 ranks" in run(capsys, *words, *more)[1]
 
@@ -77,13 +77,13 @@ def test_all_placements_are_searched_for_one_model(capsys: pytest.CaptureFixture
     code, out, _ = run(capsys, *COUNTS, "--placement", "all", "--tries", "60", "--json")
     found = json.loads(out)
     assert code == 0
-    assert {found["placement"], *(one["placement"] for one in found["others"])} == {
+    assert {found["placement"], *(other["placement"] for other in found["others"])} == {
         "linear",
         "loop",
         "v",
         "bidirectional",
     }
-    assert all(some(found["value"] <= one["value"] for one in found["others"]))
+    assert all(some(found["value"] <= other["value"] for other in found["others"]))
 
 
 REFUSED = [

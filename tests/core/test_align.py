@@ -113,7 +113,7 @@ def test_ranks_that_share_a_clock_are_read_alike() -> None:
     world = World(3, drift=1e-4, seconds=1.0)
     world.offsets[2], world.drifts[2] = world.offsets[1], world.drifts[1]
     steps = [world.step(number) for number in range(4)]
-    both = [[replace(one, clock=min(one.rank, 1)) for one in records] for records in steps]
+    both = [[replace(record, clock=min(record.rank, 1)) for record in records] for records in steps]
     dials = align(both)
     assert dials[1] == dials[2]
     assert in_order(both[-1], dials)
@@ -124,7 +124,7 @@ def test_clocks_that_jump_are_said_to_be_far_off() -> None:
     before = world.step(0)
     world.offsets[1] += 50_000_000
     late = world.step(0, num_messages=8)
-    jumped = [replace(one, messages=[*one.messages, *more.messages]) for one, more in zip(before, late, strict=True)]
+    jumped = [replace(line, messages=[*line.messages, *more.messages]) for line, more in zip(before, late, strict=True)]
     assert max(dial.error_ns for dial in align([jumped])) > 10_000_000
 
 

@@ -32,7 +32,7 @@ def test_causes_sum_to_the_idle_time_of_every_rank(program: Program, data: st.Da
     limit = data.draw(st.none() | st.builds(Limit, st.integers(1, 6)))
     intervals = attribute(timeline, limit)
     for rank in range(program.num_ranks):
-        idle = math.fsum(one.seconds for one in intervals if one.rank == rank)
+        idle = math.fsum(interval.seconds for interval in intervals if interval.rank == rank)
         assert idle == pytest.approx(timeline.idle[rank], abs=1e-9)
 
 
@@ -42,7 +42,7 @@ def test_intervals_fill_exactly_the_gaps(program: Program, data: st.DataObject) 
     timeline = simulate(program, data.draw(costs_for(program)))
     for rank, track in enumerate(timeline.tracks):
         edges = [(s, e) for s, e in zip(track.starts, track.ends, strict=True) if e > s]
-        edges += [(one.start, one.end) for one in timeline.causes if one.rank == rank]
+        edges += [(cause.start, cause.end) for cause in timeline.causes if cause.rank == rank]
         edges.sort()
         assert edges[0][0] == timeline.start
         assert edges[-1][1] == timeline.end
@@ -52,8 +52,8 @@ def test_intervals_fill_exactly_the_gaps(program: Program, data: st.DataObject) 
 def test_equal_costs_and_free_messages_leave_fill_wait_and_drain() -> None:
     timeline = simulate(build("1f1b", 4, 8))
     assert set(seconds_by_cause(timeline.causes)) == {"fill", "wait", "drain"}
-    assert [one.seconds for one in timeline.causes if one.cause is Cause.FILL] == [1, 2, 3]
-    assert [one.seconds for one in timeline.causes if one.cause is Cause.DRAIN] == [2, 4, 6]
+    assert [cause.seconds for cause in timeline.causes if cause.cause is Cause.FILL] == [1, 2, 3]
+    assert [cause.seconds for cause in timeline.causes if cause.cause is Cause.DRAIN] == [2, 4, 6]
 
 
 def test_a_wait_names_the_action_and_the_rank_it_waits_for() -> None:
@@ -64,14 +64,14 @@ def test_a_wait_names_the_action_and_the_rank_it_waits_for() -> None:
 
 def test_latency_is_transfer_and_no_more_than_it_adds() -> None:
     still = simulate(Program.parse("0F0,0B0\n1F0,1B0"), Costs(comm=2))
-    waits = [(one.cause, one.seconds) for one in still.causes if one.rank == 0]
+    waits = [(cause.cause, cause.seconds) for cause in still.causes if cause.rank == 0]
     assert waits == [(Cause.WAIT, 5), (Cause.TRANSFER, 2)]
 
 
 def test_blocking_transfers_are_transfer_on_both_ranks() -> None:
     costs = Costs(bytes_per_second=1, message_bytes=2, overlap=False)
     timeline = simulate(Program.parse("0F0,0F1\n1F0,1F1"), costs)
-    by_rank = [[(one.cause.value, one.seconds) for one in timeline.causes if one.rank == rank] for rank in (0, 1)]
+    by_rank = [[(idle.cause.value, idle.seconds) for idle in timeline.causes if idle.rank == rank] for rank in (0, 1)]
     assert by_rank == [
         [("transfer", 2), ("transfer", 2), ("drain", 1)],
         [("fill", 1), ("transfer", 2), ("transfer", 2)],
@@ -83,9 +83,9 @@ def test_a_heavy_stage_shows_as_imbalance_on_the_others() -> None:
         build("1f1b", 4, 8), Costs(forward=[2, 1, 1, 1], backward_input=[2, 1, 1, 1], backward_weight=[2, 1, 1, 1])
     )
     imbalance = [0.0] * 4
-    for one in heavy.causes:
-        if one.cause is Cause.IMBALANCE:
-            imbalance[one.rank] += one.seconds
+    for cause in heavy.causes:
+        if cause.cause is Cause.IMBALANCE:
+            imbalance[cause.rank] += cause.seconds
     assert imbalance[0] == 0
     assert min(imbalance[1:]) > 10
 
@@ -97,20 +97,20 @@ def test_a_long_microbatch_shows_as_imbalance() -> None:
 
 def test_a_memory_limit_is_blamed_where_a_forward_was_ready_and_forbidden() -> None:
     timeline = simulate(build("1f1b", 4, 8))
-    limited = [one for one in attribute(timeline, Limit(max_activations=4)) if one.cause is Cause.MEMORY]
-    assert [(one.rank, one.start, one.end) for one in limited if one.start < 20] == [(0, 4, 10)]
-    assert not [one for one in attribute(timeline, Limit(max_activations=99)) if one.cause is Cause.MEMORY]
+    limited = [idle for idle in attribute(timeline, Limit(max_activations=4)) if idle.cause is Cause.MEMORY]
+    assert [(idle.rank, idle.start, idle.end) for idle in limited if idle.start < 20] == [(0, 4, 10)]
+    assert not [idle for idle in attribute(timeline, Limit(max_activations=99)) if idle.cause is Cause.MEMORY]
 
 
 def test_a_byte_limit_is_blamed_likewise() -> None:
     timeline = simulate(build("1f1b", 4, 8), Costs(activation_bytes=10))
-    limited = [one for one in attribute(timeline, Limit(max_bytes=45)) if one.cause is Cause.MEMORY]
-    assert [(one.rank, one.start, one.end) for one in limited if one.start < 20] == [(0, 4, 10)]
+    limited = [idle for idle in attribute(timeline, Limit(max_bytes=45)) if idle.cause is Cause.MEMORY]
+    assert [(idle.rank, idle.start, idle.end) for idle in limited if idle.start < 20] == [(0, 4, 10)]
 
 
 def test_a_gradient_exchange_at_the_end_is_transfer() -> None:
     timeline = simulate(Program.parse("0F0,0B0,0REDUCE_GRAD"), Costs(reduce=4))
-    assert [(one.cause, one.seconds) for one in timeline.causes] == [(Cause.TRANSFER, 4)]
+    assert [(cause.cause, cause.seconds) for cause in timeline.causes] == [(Cause.TRANSFER, 4)]
 
 
 @pytest.mark.parametrize("cause", list(Cause))

@@ -51,12 +51,12 @@ def test_messages_leave_and_arrive_in_the_order_of_the_lowered_program(program: 
         assert [action for action, *_ in moved(timeline, rank) if action.op in SEND_OPS] == sends
         for action in sends:
             recv = rules.message_of(action).recv
-            sent[rank, home[next(one for one in rules.consumers(recv) if one in home)]].append(recv)
+            sent[rank, home[next(consumer for consumer in rules.consumers(recv) if consumer in home)]].append(recv)
     received: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank in range(program.num_ranks):
         for action, *_ in moved(timeline, rank):
             if action.op not in SEND_OPS:
-                made = next(one for one in rules.producers(action) if one in home)
+                made = next(producer for producer in rules.producers(action) if producer in home)
                 received[home[made], rank].append(action)
     assert received == sent
 
@@ -103,7 +103,7 @@ def test_gradients_are_exchanged_behind_the_sends_that_hold_their_ranks(ranks: i
             free[rank] = max([timeline.tracks[rank].ends[-1], *(end for *_, end in moved(timeline, rank))])
         assert timeline.exchanges
         for span in timeline.exchanges:
-            copies = [one.rank for one in timeline.exchanges if one.action == span.action]
+            copies = [exchange.rank for exchange in timeline.exchanges if exchange.action == span.action]
             assert span.start == max(free[rank] for rank in copies)
 
 

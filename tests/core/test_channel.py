@@ -169,16 +169,16 @@ def _swap_peers(program: Program, rows: list[list[Action]], rng: random.Random) 
     rank = rng.randrange(len(rows))
     messages = [(at, action) for at, action in enumerate(rows[rank]) if action.op in TRANSFER_OPS]
     pairs = [
-        (one, other)
-        for (one, first), (other, second) in pairwise(messages)
+        (number, other)
+        for (number, first), (other, second) in pairwise(messages)
         if _peer(program, first) != _peer(program, second)
     ]
     if pairs:
-        one, other = rng.choice(pairs)
+        number, other = rng.choice(pairs)
         if rows[rank][other].op in RECV_OPS:  # may be posted earlier
-            rows[rank].insert(one, rows[rank].pop(other))
-        elif rows[rank][one].op in SEND_OPS:  # may be posted later
-            rows[rank].insert(other, rows[rank].pop(one))
+            rows[rank].insert(number, rows[rank].pop(other))
+        elif rows[rank][number].op in SEND_OPS:  # may be posted later
+            rows[rank].insert(other, rows[rank].pop(number))
 
 
 def _peer(program: Program, action: Action) -> int:
@@ -258,13 +258,13 @@ def test_two_copies_wait_for_each_others_exchange() -> None:
 
 def test_waits_come_with_every_send_and_exchange_of_an_export_for_torch_2_15() -> None:
     program = build("zb-v", 3, 4)
-    older, newer = (Program.parse(for_torch(program, communication=True, version=one)) for one in ("2.14.1", "2.15.0"))
+    older, newer = (Program.parse(for_torch(program, communication=True, version=key)) for key in ("2.14.1", "2.15.0"))
     assert not any(action.op in WAIT_OPS for row in older.rows for action in row)
     for old, new in zip(older.rows, newer.rows, strict=True):
         assert [action for action in new if action.op not in WAIT_OPS] == list(old)
         begun = [action for action in old if action.op in SEND_OPS or action.op is Op.REDUCE_GRAD]
-        waits = [Action.parse(str(one).replace(one.op, f"WAIT_{one.op}")) for one in begun]
-        assert sorted(map(str, waits)) == sorted(str(one) for one in new if one.op in WAIT_OPS)
+        waits = [Action.parse(str(action).replace(action.op, f"WAIT_{action.op}")) for action in begun]
+        assert sorted(map(str, waits)) == sorted(str(action) for action in new if action.op in WAIT_OPS)
     # What is written for one version can be written for the other, and is the same for both without communication.
     assert for_torch(newer, communication=True) == older.format() + "\n"
     assert for_torch(newer, communication=True, version="2.15") == newer.format() + "\n"

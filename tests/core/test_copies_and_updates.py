@@ -39,12 +39,12 @@ def test_copies_that_step_after_other_microbatches_are_refused() -> None:
     for rank, last in ((0, 3), (1, 2)):
         rows[rank] += [Action(stage, Op.UPDATE, last) for stage in (0, 1)]
     told = "the copies of stage 0 take different steps: rank 0 after microbatches [3], rank 1 after microbatches [2]"
-    assert told in [one.reason for one in validate(Program.of(rows))]
+    assert told in [violation.reason for violation in validate(Program.of(rows))]
 
 
 def test_an_update_takes_the_microbatch_that_it_is_named_by() -> None:
     assert validate(Program.parse("0F0,0F1,0B0,0B1,0UPDATE1")) == []
-    found = [str(one) for one in validate(Program.parse("0F0,0F1,0B0,0UPDATE1,0B1"))]
+    found = [str(violation) for violation in validate(Program.parse("0F0,0F1,0B0,0UPDATE1,0B1"))]
     assert found == ["rank 0, position 3: 0UPDATE1 runs before 0B1"]
 
 

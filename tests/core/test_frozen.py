@@ -178,7 +178,7 @@ def test_a_pruned_program_is_proven_and_neither_longer_nor_larger(data: st.DataO
     assert more.peak_bytes is not None
     assert all(a <= b for a, b in zip(less.peak_bytes, more.peak_bytes, strict=True))
     for rank, idle in some(enumerate(less.idle)):
-        assert sum(one.seconds for one in less.causes if one.rank == rank) == pytest.approx(idle)
+        assert sum(cause.seconds for cause in less.causes if cause.rank == rank) == pytest.approx(idle)
 
 
 @settings(max_examples=examples(100))

@@ -59,12 +59,12 @@ def exchanging(name: str, overhead: float) -> Measured:
     each = 1.0 + overhead
     step = simulate(program, Costs(each, each, each, backward=2.0 + overhead, comm=0.02, reduce=1.5))
     records = []
-    for one in records_of(step, overhead=overhead):
-        spans = [span for span in step.exchanges if span.rank == one.rank]
+    for record in records_of(step, overhead=overhead):
+        spans = [span for span in step.exchanges if span.rank == record.rank]
         rows = [
-            (span.action.stage, *(nanoseconds(at, one.begin_ns) for at in (span.start, span.end))) for span in spans
+            (span.action.stage, *(nanoseconds(at, record.begin_ns) for at in (span.start, span.end))) for span in spans
         ]
-        records.append(replace(one, exchanges=[number for row in rows for number in row]))
+        records.append(replace(record, exchanges=[number for row in rows for number in row]))
     return Measured(program, tuple(records))
 
 
@@ -78,7 +78,7 @@ def test_a_step_with_exchanges_is_predicted_from_its_own_costs(name: str) -> Non
     assert replay(exact).makespan == pytest.approx(exact.makespan, rel=1e-6)
     costs = costs_of([slow])
     handled = with_handling(costs, Handling.measured([slow]), slow.program)
-    bare, whole = (simulate(slow.program, one).makespan / slow.makespan for one in (costs, handled))
+    bare, whole = (simulate(slow.program, cost).makespan / slow.makespan for cost in (costs, handled))
     assert bare < 0.95 < whole < 1.0  # a part of it hides in waits
 
 
@@ -88,8 +88,8 @@ def test_gathered_parameters_are_no_gradients() -> None:
         0, begin_ns=0, end_ns=99, starts=[0, 10, 20, 50], ends=[2, 20, 40, 51], exchanges=[0, 1, 9, 0, 40, 60]
     )
     spans = Measured(program, (record,)).exchanges
-    assert [str(one.action) for one in spans] == ["0UNSHARD", "0REDUCE_GRAD"]
-    assert [one.start for one in spans] == pytest.approx([1e-9, 40e-9])
+    assert [str(span.action) for span in spans] == ["0UNSHARD", "0REDUCE_GRAD"]
+    assert [span.start for span in spans] == pytest.approx([1e-9, 40e-9])
     assert exchange_seconds([Measured(program, (record,))], 1) == {"pack": 0.0, "reduce": pytest.approx([20e-9])}
 
 

@@ -54,7 +54,7 @@ def test_a_limit_that_is_no_number_is_refused(name: str, value: Any) -> None:
 def test_a_cut_is_not_proven_to_fit_a_limit_that_is_no_number() -> None:
     alone = [HeldPairs(stages=(0,), moments=np.ones((1, 1, 3)))]
     with refused(CostsError, "max_bytes is nan"):
-        partition([BlockCosts(1.0, activation_bytes=1)], 1, held=alone, max_bytes=math.nan)
+        partition([BlockCosts(1.0, activation_bytes=1)], 1, held_pairs=alone, max_bytes=math.nan)
 
 
 @pytest.mark.parametrize(("size", "most"), [(0.1, 0.3), (0.7, 2.1), (1.1e9, 3.3e9), (1e-3, 3e-3), (1 / 3, 1.0)])
@@ -62,8 +62,8 @@ def test_three_pairs_fit_where_three_times_their_size_is_the_limit(size: float, 
     costs, limit = Costs(activation_bytes=size), Limit(max_bytes=most)
     assert validate(ALL_FORWARDS, limit=limit, costs=costs) == []
     assert next(row for row in compare(2, num_microbatches=3, costs=costs, limit=limit) if row.name == "gpipe").fits
-    one = Instance(costs, Placement.linear(2), 3, limit)
-    assert one.rows_fit(ALL_FORWARDS)
+    instance = Instance(costs, Placement.linear(2), 3, limit)
+    assert instance.rows_fit(ALL_FORWARDS)
     found = search(costs, Placement.linear(2), num_microbatches=3, limit=limit, tries=50)
     assert found.value == pytest.approx(search(Costs(), Placement.linear(2), num_microbatches=3, tries=50).value)
 
@@ -71,7 +71,7 @@ def test_three_pairs_fit_where_three_times_their_size_is_the_limit(size: float, 
 @pytest.mark.parametrize(("size", "most"), [(0.1, 0.2999999), (1.0, 2.999999999), (1e9, 3e9 - 1)])
 def test_what_is_over_a_limit_by_more_than_rounding_is_over_it(size: float, most: float) -> None:
     costs, limit = Costs(activation_bytes=size), Limit(max_bytes=most)
-    assert [one.rank for one in validate(ALL_FORWARDS, limit=limit, costs=costs)] == [0, 1]
+    assert [violation.rank for violation in validate(ALL_FORWARDS, limit=limit, costs=costs)] == [0, 1]
     assert not Instance(costs, Placement.linear(2), 3, limit).rows_fit(ALL_FORWARDS)
 
 

@@ -64,7 +64,7 @@ def test_the_parts_of_a_step_sum_to_it_exactly_and_unexplained_is_what_is_left()
         assert parts.unexplained >= 0
     first = measured().parts[0]
     found = (first.busy, first.transfer, first.wait, first.overhead, first.unexplained)
-    assert [nanoseconds(one) for one in found] == [200, 35, 197, 12, 16]
+    assert [nanoseconds(value) for value in found] == [200, 35, 197, 12, 16]
 
 
 def test_columns_add_up_to_what_is_laid_out_in_time() -> None:
@@ -120,9 +120,9 @@ def test_what_a_device_has_yet_to_make_is_not_made_when_the_host_hands_it_over()
     at = first.begin_ns
     # The host of rank 0 hands 0F0's output over at 111, which its device makes only at 114; the receiver knows at 115.
     device = replace(first, on_device=1, starts=[at + 14, at + 350], ends=[at + 114, at + 450])
-    host, own = (Measured(PROGRAM, (one, second)) for one in (first, device))
-    made = [next(one.made for one in each.transfers if one.source == 0) for each in (host, own)]
-    assert [nanoseconds(one) for one in made] == [101, 100]  # from the first action, which starts 4 later
+    host, own = (Measured(PROGRAM, (record, second)) for record in (first, device))
+    made = [next(transfer.made for transfer in each.transfers if transfer.source == 0) for each in (host, own)]
+    assert [nanoseconds(value) for value in made] == [101, 100]  # from the first action, which starts 4 later
     assert nanoseconds(own.parts[1].wait - host.parts[1].wait) == 3
 
 
@@ -144,12 +144,12 @@ def test_every_idle_interval_of_a_measured_step_has_the_cause_that_was_noted() -
 def test_causes_cover_the_idle_time_of_every_rank_without_gaps() -> None:
     timeline = measured()
     for rank, track in enumerate(timeline.tracks):
-        edges = [(one.start, one.end) for one in timeline.causes if one.rank == rank]
+        edges = [(cause.start, cause.end) for cause in timeline.causes if cause.rank == rank]
         edges = sorted(edges + list(zip(track.starts, track.ends, strict=True)))
         assert [start for start, _ in edges[1:]] == pytest.approx([end for _, end in edges[:-1]], abs=1e-15)
         assert edges[0][0] == timeline.start
         assert edges[-1][1] == timeline.end
-        idle = sum(one.seconds for one in timeline.causes if one.rank == rank)
+        idle = sum(cause.seconds for cause in timeline.causes if cause.rank == rank)
         assert idle == pytest.approx(timeline.idle[rank], abs=1e-15)
 
 
@@ -158,7 +158,7 @@ def test_a_rank_that_begins_late_is_outside_once_its_input_is_made() -> None:
     at = first.begin_ns
     late = replace(second, begin_ns=at + 116, waits=[], overheads=[])
     timeline = Measured(PROGRAM, (first, late))
-    found = [(one.cause, nanoseconds(one.seconds)) for one in timeline.causes if one.rank == 1][:2]
+    found = [(cause.cause, nanoseconds(cause.seconds)) for cause in timeline.causes if cause.rank == 1][:2]
     assert found == [(Cause.FILL, 100), (Cause.OUTSIDE, 6)]
 
 
@@ -173,7 +173,7 @@ def test_what_happens_between_steps_is_there_by_kind() -> None:
     at = first.begin_ns
     kinds = [BETWEEN.index("update"), at - 500, at - 300, BETWEEN.index("data"), at - 200, at - 80]
     timeline = Measured(PROGRAM, (replace(first, since_ns=at - 600, between=kinds), second))
-    assert [(one.rank, one.kind, nanoseconds(one.end - one.start)) for one in timeline.between] == [
+    assert [(period.rank, period.kind, nanoseconds(period.end - period.start)) for period in timeline.between] == [
         (0, "update", 200),
         (0, "data", 120),
     ]
@@ -205,11 +205,11 @@ def test_the_stages_of_an_overlapped_pair_share_its_seconds() -> None:
 
 def test_messages_and_waits_name_what_they_are_about() -> None:
     timeline = measured()
-    assert [(str(one.action), one.source, one.target, one.num_bytes) for one in timeline.transfers] == [
+    assert [(str(item.action), item.source, item.target, item.num_bytes) for item in timeline.transfers] == [
         ("1SEND_B0", 1, 0, 64.0),
         ("0SEND_F0", 0, 1, 64.0),
     ]
-    assert [(one.rank, str(one.action), str(one.receive), one.source) for one in timeline.waits] == [
+    assert [(wait.rank, str(wait.action), str(wait.receive), wait.source) for wait in timeline.waits] == [
         (0, "0B0", "0RECV_B0", 1),
         (1, "1F0", "1RECV_F0", 0),
     ]
@@ -225,7 +225,7 @@ def test_a_wait_for_what_another_rank_made_in_its_step_before_names_nothing() ->
 
 def test_a_captured_step_has_the_metrics_that_need_no_action_times() -> None:
     timed = two_ranks()
-    captured = [replace(one, starts=[], ends=[], held=[]) for one in timed]
+    captured = [replace(record, starts=[], ends=[], held=[]) for record in timed]
     found, every = step_metrics(PROGRAM, captured), step_metrics(PROGRAM, timed)
     assert found
     assert found.keys() < every.keys()

@@ -64,9 +64,9 @@ def test_recomputation_keeps_the_checkpoint_and_pays_at_the_backward() -> None:
 
 
 def test_chimera_doubles_the_weights_not_the_activations() -> None:
-    one, two = build("1f1b", 4, 4), build("chimera", 4, 4)
-    assert peaks(two, weight_bytes=7)[0] == 2 * peaks(one, weight_bytes=7)[0]
-    assert max(simulate(two).peak_activations) == max(simulate(one).peak_activations)
+    program, two = build("1f1b", 4, 4), build("chimera", 4, 4)
+    assert peaks(two, weight_bytes=7)[0] == 2 * peaks(program, weight_bytes=7)[0]
+    assert max(simulate(two).peak_activations) == max(simulate(program).peak_activations)
 
 
 def test_pipedream_keeps_one_version_per_microbatch_in_flight() -> None:
@@ -143,9 +143,9 @@ def test_sizes_of_stages_are_found_again_in_what_was_held(name: str, recompute: 
         recompute=recompute,
         checkpoint_bytes=[16, 8],
     )
-    held = [[(int(a), int(b)) for a, b in one.bytes or ()] for one in holdings(program, costs)]
+    held = [[(int(a), int(b)) for a, b in holding.bytes or ()] for holding in holdings(program, costs)]
     found = Costs(**stage_bytes(program, held))
     assert found.recomputes(2) == tuple(recompute)
     assert found.per_stage("activation_bytes", 2) == (80, 60)
-    assert [one.bytes for one in holdings(program, found)] == [one.bytes for one in holdings(program, costs)]
-    assert [one.bytes for one in weighed_holdings(program, held)] == [one.bytes for one in holdings(program, costs)]
+    assert [holding.bytes for holding in holdings(program, found)] == [item.bytes for item in holdings(program, costs)]
+    assert [item.bytes for item in weighed_holdings(program, held)] == [item.bytes for item in holdings(program, costs)]

@@ -15,7 +15,7 @@ from some import some
 
 def computed(name: str, *, num_ranks: int, num_microbatches: int) -> list[str]:
     program = lower(generate(name, num_ranks=num_ranks, num_microbatches=num_microbatches))
-    return [" ".join(str(one) for one in opening if one.is_compute) for opening, _ in openings(program)]
+    return [" ".join(str(action) for action in opening if action.is_compute) for opening, _ in openings(program)]
 
 
 def test_openings_are_the_forwards_before_the_first_backward_as_far_as_others_use_them() -> None:
@@ -32,11 +32,11 @@ def test_an_opening_can_be_taken_back(name: str) -> None:
         parts = openings(program)
         for row, (opening, rest) in zip(program.rows, parts, strict=True):
             assert sorted(map(str, (*opening, *rest))) == sorted(map(str, row))
-            assert {one.op for one in opening} <= {Op.FORWARD, Op.SEND_F, Op.RECV_F}
-            order = [one for one in row if one.op not in RECV_OPS]
-            assert [one for one in (*opening, *rest) if one.op not in RECV_OPS] == order
-        sent = [(one.stage + 1, one.microbatch) for opening, _ in parts for one in opening if one.op is Op.SEND_F]
-        posted = [(one.stage, one.microbatch) for opening, _ in parts for one in opening if one.op is Op.RECV_F]
+            assert {action.op for action in opening} <= {Op.FORWARD, Op.SEND_F, Op.RECV_F}
+            order = [action for action in row if action.op not in RECV_OPS]
+            assert [action for action in (*opening, *rest) if action.op not in RECV_OPS] == order
+        sent = [(item.stage + 1, item.microbatch) for opening, _ in parts for item in opening if item.op is Op.SEND_F]
+        posted = [(other.stage, other.microbatch) for opening, _ in parts for other in opening if other.op is Op.RECV_F]
         assert sorted(sent) == sorted(posted)
         assert posts(Program.of([[*opening, *rest] for opening, rest in parts])) == posts(program)
 
@@ -45,9 +45,9 @@ def posts(program: Program) -> dict[tuple[int, int], list[str]]:
     """Return the receives of every directed edge in the order in which they are posted."""
     found: dict[tuple[int, int], list[str]] = {}
     for rank, row in enumerate(program.rows):
-        for one in row:
-            if one.op in RECV_OPS:
-                assert one.microbatch is not None
-                stage = one.stage - 1 if one.op is Op.RECV_F else one.stage + 1
-                found.setdefault((program.placement.rank_of(stage, one.microbatch), rank), []).append(str(one))
+        for action in row:
+            if action.op in RECV_OPS:
+                assert action.microbatch is not None
+                stage = action.stage - 1 if action.op is Op.RECV_F else action.stage + 1
+                found.setdefault((program.placement.rank_of(stage, action.microbatch), rank), []).append(str(action))
     return found

@@ -50,7 +50,7 @@ def test_work_agrees_exactly_if_the_validator_finds_none_misplaced(program: Prog
     rows[other].append(rows[rank].pop(index))
     if not all(rows):
         return
-    misplaced = [one for one in validate(Program.of(rows)) if "is on the wrong rank" in one.reason]
+    misplaced = [violation for violation in validate(Program.of(rows)) if "is on the wrong rank" in violation.reason]
     assert (consistent(Columns.of(rows)) is None) == bool(misplaced)
 
 

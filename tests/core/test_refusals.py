@@ -80,5 +80,5 @@ def test_bytes_that_are_no_text_are_named_by_their_place() -> None:
 
 def test_what_has_no_place_stands_before_what_has_one() -> None:
     found = [Violation(rank, index, None, "") for rank, index in ((1, 0), (0, 0), (1, None), (None, None), (0, None))]
-    places = [(one.rank, one.index) for one in sorted(found, key=_by_place)]
+    places = [(violation.rank, violation.index) for violation in sorted(found, key=_by_place)]
     assert places == [(None, None), (0, None), (0, 0), (1, None), (1, 0)]

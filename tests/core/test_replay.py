@@ -35,7 +35,7 @@ def test_a_step_without_overhead_is_replayed_as_it_was(name: str) -> None:
 
 def test_overhead_is_what_a_replay_leaves_out() -> None:
     step = measured(build("1f1b", 2, 4), Costs())
-    late = tuple(replace(one, starts=_later(one.starts), ends=_later(one.ends)) for one in step.records)
+    late = tuple(replace(record, starts=_later(record.starts), ends=_later(record.ends)) for record in step.records)
     delayed = Measured(step.program, late)
     assert delayed.makespan > step.makespan * 1.01
     assert replay(delayed).makespan == pytest.approx(step.makespan)
@@ -52,4 +52,4 @@ def test_costs_over_several_steps_are_those_of_the_middle() -> None:
     found = costs_of(steps)
     assert found.per_stage("forward", 2) == pytest.approx((1, 2))
     assert found.per_stage("backward_weight", 2) == pytest.approx((1, 1))
-    assert {edge: one.latency for edge, one in latencies(steps).items()} == pytest.approx({(0, 1): 0.5, (1, 0): 0.5})
+    assert {edge: item.latency for edge, item in latencies(steps).items()} == pytest.approx({(0, 1): 0.5, (1, 0): 0.5})

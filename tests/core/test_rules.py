@@ -90,7 +90,7 @@ def test_a_changed_rule_is_followed_everywhere(monkeypatch: pytest.MonkeyPatch) 
     timed = [(span.rank, span.start, span.end) for span in simulate(forwards, mirrored).spans()]
     assert [(span.rank, span.start, span.end) for span in spans] == timed
     usual = Instance(mirrored, Placement.linear(3), 5)
-    flipped = [-1 if one < 0 else _flipped(one, usual) for one in usual.need]
+    flipped = [-1 if number < 0 else _flipped(number, usual) for number in usual.need]
     assert waits_for == [flipped[_flipped(number, usual)] for number in range(len(flipped))]
     assert validate(relabelled(found.program)) == []
     assert simulate(relabelled(found.program), mirrored).makespan == found.timeline.makespan == found.value

@@ -34,7 +34,7 @@ def test_a_run_gives_back_what_its_ranks_wrote(folder: Path) -> None:
     assert run.program.name == "1f1b"
     assert run.timeline(1).records == two_ranks(1, 2000)
     assert run.timeline().records == run.timeline(2).records
-    assert [one["step"] for one in run.metrics()] == [0, 1, 2]
+    assert [metric["step"] for metric in run.metrics()] == [0, 1, 2]
     assert repr(run).endswith("'1f1b', num_steps=3)")
 
 

@@ -52,7 +52,7 @@ def given(name: str, value: Any) -> dict[str, Any]:
 
 
 def test_every_field_has_a_shape() -> None:
-    assert {*SHAPES, "edges"} == {one.name for one in fields(Costs)} == {*LISTS, *SINGLE, "edges"}
+    assert {*SHAPES, "edges"} == {field.name for field in fields(Costs)} == {*LISTS, *SINGLE, "edges"}
 
 
 @pytest.mark.parametrize("value", NOWHERE, ids=lambda value: f"{value!r:.20}" if value != 10**5000 else "huge")
@@ -71,7 +71,7 @@ def test_what_no_field_takes_is_refused_with_the_field(name: str, value: Any) ->
 @pytest.mark.parametrize("name", [*LISTS, *SINGLE])
 def test_flags_are_true_or_false_and_numbers_are_neither(name: str) -> None:
     wrong: list[Any] = [1, 0, 1.0] if SHAPES[name].flag else [True, False]
-    wrong += [[one] * 2 for one in wrong]
+    wrong += [[item] * 2 for item in wrong]
     for value in wrong:
         with refused(CostsError, f"^{name} is "):
             Costs(**given(name, value))

@@ -69,7 +69,7 @@ def test_one_by_one_and_all_at_once_agree(name: str) -> None:
     for _ in range(5):
         forward, backward_input, backward_weight, comm = rng.uniform(0.5, 2.0, 4).tolist()
         many.append(Costs(forward, backward_input, backward_weight, comm=comm / 4))
-    assert makespans(program, many).tolist() == pytest.approx([simulate(program, one).makespan for one in many])
+    assert makespans(program, many).tolist() == pytest.approx([simulate(program, costs).makespan for costs in many])
 
 
 def test_factors_multiply_the_actions_in_row_order() -> None:
@@ -150,16 +150,16 @@ def test_an_update_waits_for_its_exchange() -> None:
     timeline = simulate(Program.parse(BOTH_WAYS), Costs(reduce=5, update=1))
     assert timeline.makespan == 6 + 5 + 2
     assert [str(span.action) for span in timeline.critical_path][-3:] == ["0REDUCE_GRAD", "0UPDATE1", "1UPDATE1"]
-    waiting = [one for one in timeline.causes if one.rank == 0]
-    assert [(one.cause.value, one.seconds) for one in waiting] == [("transfer", 5)]
+    waiting = [cause for cause in timeline.causes if cause.rank == 0]
+    assert [(idle.cause.value, idle.seconds) for idle in waiting] == [("transfer", 5)]
 
 
 def test_exchanges_with_other_pipelines_go_one_after_the_other() -> None:
     program = Program.parse("0F0,1F0,1B0,1REDUCE_GRAD,0B0,0REDUCE_GRAD")
     spans = simulate(program, Costs(reduce=5)).exchanges
-    assert [(one.action.stage, one.start, one.end) for one in spans] == [(1, 4, 9), (0, 9, 14)]
+    assert [(span.action.stage, span.start, span.end) for span in spans] == [(1, 4, 9), (0, 9, 14)]
     spans = simulate(program, Costs(reduce=[5, 1])).exchanges
-    assert [(one.action.stage, one.start, one.end) for one in spans] == [(1, 4, 5), (0, 6, 11)]
+    assert [(span.action.stage, span.start, span.end) for span in spans] == [(1, 4, 5), (0, 6, 11)]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -167,10 +167,10 @@ def test_a_rank_copies_gradients_before_their_exchange_starts(overlap: bool) -> 
     program = Program.parse("0F0,1F0,1B0,1REDUCE_GRAD,0B0,0REDUCE_GRAD")
     timeline = simulate(program, Costs(reduce=5, pack=[2, 3], overlap=overlap))
     assert timeline.tracks[0].starts == [0, 1, 2, 7]  # 1B0 ends at 4
-    assert [(one.action.stage, one.start, one.end) for one in timeline.packing] == [(1, 4, 7), (0, 9, 11)]
-    assert [(one.action.stage, one.start, one.end) for one in timeline.exchanges] == [(1, 7, 12), (0, 12, 17)]
-    assert [(one.cause.value, one.seconds) for one in timeline.causes][:1] == [("transfer", 3)]
-    assert sum(one.seconds for one in timeline.causes) == pytest.approx(timeline.makespan - timeline.busy[0])
+    assert [(span.action.stage, span.start, span.end) for span in timeline.packing] == [(1, 4, 7), (0, 9, 11)]
+    assert [(span.action.stage, span.start, span.end) for span in timeline.exchanges] == [(1, 7, 12), (0, 12, 17)]
+    assert [(cause.cause.value, cause.seconds) for cause in timeline.causes][:1] == [("transfer", 3)]
+    assert sum(cause.seconds for cause in timeline.causes) == pytest.approx(timeline.makespan - timeline.busy[0])
 
 
 def test_a_wait_for_an_exchange_follows_the_copying() -> None:
@@ -189,7 +189,7 @@ def test_the_critical_path_ends_with_the_exchange_where_that_ends_last() -> None
     timeline = simulate(build("chimera", 4, 4), Costs(reduce=5))
     assert timeline.critical_path[-1].action.op is Op.REDUCE_GRAD
     assert timeline.critical_path[-1].end == timeline.end
-    assert all(some("REDUCE_GRAD" in str(one.waits_for) for one in timeline.causes if one.cause.value == "drain"))
+    assert all(some("REDUCE_GRAD" in str(cause.waits_for) for cause in timeline.causes if cause.cause.value == "drain"))
 
 
 def test_queue_depth_counts_from_the_making_on_whatever_the_link_does() -> None:
@@ -269,7 +269,7 @@ def test_what_takes_no_time_does_not_begin_a_span() -> None:
     gathered = Program.of([[*first, *row] for first, row in zip(gathers, program.rows, strict=True)])
     plain, timeline = simulate(program), simulate(gathered)
     assert (timeline.span, timeline.span_bubble) == (plain.span, plain.span_bubble)
-    assert [(one.cause, one.seconds) for one in timeline.causes] == [(one.cause, one.seconds) for one in plain.causes]
+    assert [(gap.cause, gap.seconds) for gap in timeline.causes] == [(gap.cause, gap.seconds) for gap in plain.causes]
 
 
 def test_messages_in_two_orders_are_refused_whatever_the_links() -> None:
@@ -303,6 +303,6 @@ def test_an_exchange_with_other_pipelines_does_not_wait_for_one_between_copies()
         "0F1,4F0,4B0,0B1,4REDUCE_GRAD,0REDUCE_GRAD"
     )
     timeline = simulate(program, Costs(reduce=3.0))
-    (middle,) = (one for one in timeline.exchanges if one.rank == 2)
+    (middle,) = (exchange for exchange in timeline.exchanges if exchange.rank == 2)
     done = max(timeline.tracks[2].ends)
     assert (middle.start, middle.end) == (done, done + 3.0)

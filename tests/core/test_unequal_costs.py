@@ -22,7 +22,7 @@ from some import some
 def test_many_costs_keep_their_own_exchanges() -> None:
     program = build("chimera", 2, 2)
     many = [*(Costs(reduce=seconds) for seconds in (0, 5, 1)), *(Costs(pack=seconds) for seconds in (2, 0, 3))]
-    assert makespans(program, many).tolist() == [simulate(program, one).makespan for one in many]
+    assert makespans(program, many).tolist() == [simulate(program, costs).makespan for costs in many]
 
 
 def test_a_link_given_for_one_direction_is_that_one_alone() -> None:
@@ -34,7 +34,7 @@ def test_a_link_given_for_one_direction_is_that_one_alone() -> None:
 def test_gradients_cross_the_boundary_before_their_stage() -> None:
     costs = Costs(message_bytes=[3, 5, 100], bytes_per_second=1)
     timeline = simulate(Program.parse("0F0,0B0\n1F0,1B0\n2F0,2B0"), costs)
-    assert {str(one.action): one.num_bytes for one in timeline.transfers} == {
+    assert {str(transfer.action): transfer.num_bytes for transfer in timeline.transfers} == {
         "0SEND_F0": 3,
         "1SEND_F0": 5,
         "2SEND_B0": 5,
@@ -51,7 +51,7 @@ def test_a_step_with_measured_factors_is_balanced_by_those() -> None:
     timeline = simulate(program, factors=factors)
     assert timeline.balanced is not None
     assert timeline.balanced.busy == pytest.approx((8, 8))  # F takes 2 on average
-    assert Cause.IMBALANCE in {one.cause for one in timeline.causes}
+    assert Cause.IMBALANCE in {cause.cause for cause in timeline.causes}
 
 
 @pytest.mark.parametrize("heavy", [(1.0, 4.0), (4.0, 1.0), (1.0, 2.0)])
@@ -72,10 +72,10 @@ def gaps(timeline: Simulation) -> list[tuple[int, float, float, float]]:
     assert twin is not None
     for rank, track in enumerate(timeline.tracks):
         for index in range(1, len(track.starts)):
-            gap, equal = (one.tracks[rank].starts[index] - one.tracks[rank].ends[index - 1] for one in (timeline, twin))
+            gap, equal = (i.tracks[rank].starts[index] - i.tracks[rank].ends[index - 1] for i in (timeline, twin))
             low, high = track.ends[index - 1], track.starts[index]
-            inside = [one for one in timeline.causes if one.rank == rank and low <= one.start and one.end <= high]
-            found.append((rank, gap, equal, sum(one.seconds for one in inside if one.cause is Cause.IMBALANCE)))
+            inside = [idle for idle in timeline.causes if idle.rank == rank and low <= idle.start and idle.end <= high]
+            found.append((rank, gap, equal, sum(idle.seconds for idle in inside if idle.cause is Cause.IMBALANCE)))
     return found
 
 

@@ -252,7 +252,7 @@ def _misplace(rows: Rows, rng: random.Random) -> str | None:
     if len(rows) == 1:
         return None
     rank, index = _somewhere(rows, rng, lambda action: action.op in COMPUTE_OPS)
-    other = rng.choice([one for one in range(len(rows)) if one != rank])
+    other = rng.choice([row for row in range(len(rows)) if row != rank])
     rows[other].insert(rng.randrange(len(rows[other]) + 1), rows[rank].pop(index))
     return "rank"
 
@@ -263,7 +263,7 @@ def _backward_first(rows: Rows, rng: random.Random) -> str | None:
         return None
     backward = rows[rank].pop(index)
     forward = next(
-        at for at, one in enumerate(rows[rank]) for part in one.work if part == backward._replace(op=Op.FORWARD)
+        at for at, row in enumerate(rows[rank]) for part in row.work if part == backward._replace(op=Op.FORWARD)
     )
     rows[rank].insert(forward, backward)
     return "before"

@@ -67,7 +67,7 @@ def test_idle_time_before_a_wait_is_told_and_adds_up() -> None:
     assert [(idle.rank, idle.start, idle.end, idle.cause) for idle in kept] == [(0, 1.0, 3.0, Cause.TRANSFER)]
     assert kept[0].why == "the rank itself is busy with 0SEND_F0"
     for rank, idle in enumerate(some(timeline.idle)):
-        assert sum(one.seconds for one in timeline.causes if one.rank == rank) == pytest.approx(idle)
+        assert sum(cause.seconds for cause in timeline.causes if cause.rank == rank) == pytest.approx(idle)
     assert timeline.critical_path[0].action.op is Op.FORWARD
 
 
@@ -84,11 +84,11 @@ def test_a_rank_waits_for_its_exchange() -> None:
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-v", "dualpipe-v"])
 def test_the_waits_of_an_export_cost_nothing(name: str) -> None:
     program = build(name, 3, 5)
-    older, newer = (Program.parse(for_torch(program, communication=True, version=one)) for one in ("2.13", "2.15"))
+    older, newer = (Program.parse(for_torch(program, communication=True, version=text)) for text in ("2.13", "2.15"))
     for costs in (Costs(), Costs(comm=0.5), SLOW, Costs(message_bytes=2, bytes_per_second=1, overlap=False)):
         assert simulate(newer, costs).makespan == simulate(older, costs).makespan
     many = [Costs(), Costs(forward=3)]
-    assert makespans(newer, many).tolist() == [simulate(newer, one).makespan for one in many]
+    assert makespans(newer, many).tolist() == [simulate(newer, cost).makespan for cost in many]
 
 
 @pytest.mark.slow

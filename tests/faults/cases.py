@@ -37,6 +37,6 @@ def all_faults() -> dict[str, Fault]:
     """Return all faults, in the order of the table."""
     from faults import disks, kills, links, nan, restarts, signals, silence
 
-    order = [one.__name__ for one in (kills, silence, signals, restarts, nan, disks, links)]
-    found = sorted(FAULTS.values(), key=lambda one: order.index(one.run.__module__))
-    return {one.name: one for one in found}
+    order = [module_type.__name__ for module_type in (kills, silence, signals, restarts, nan, disks, links)]
+    found = sorted(FAULTS.values(), key=lambda item: order.index(item.run.__module__))
+    return {item.name: item for item in found}

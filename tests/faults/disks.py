@@ -123,8 +123,8 @@ def two_damaged(lab: Lab) -> None:
     """The run continues in its folder from the third, and what was damaged pushes no whole checkpoint out."""
     lab.references.copied(BASE, lab.folder / "run")
     third, *damaged = checkpoints(lab.folder / "run")
-    for one in damaged:
-        _flip(one)
+    for path in damaged:
+        _flip(path)
     struck = time.time()
     run = lab.train(replace(BASE, keep=2), "run", "--continue")
     says = rf"passed over a damaged checkpoint: .*{damaged[-1].name}"
@@ -133,7 +133,7 @@ def two_damaged(lab: Lab) -> None:
     assert first is not None
     assert int(first[1][1]) - 1 == int(third.name[-8:]), f"continued from step {first[1][1]}"
     assert run.said(r"continues changed: checkpoint\.keep 3 is now 2"), "the changed setting is not told"
-    assert [one.name for one in checkpoints(lab.folder / "run")] == [one.name for one in damaged], "saved again"
+    assert [path.name for path in checkpoints(lab.folder / "run")] == [path.name for path in damaged], "saved again"
     lab.compared(BASE, "run")
 
 
@@ -141,8 +141,8 @@ def two_damaged(lab: Lab) -> None:
 def all_damaged(lab: Lab) -> None:
     """There is nothing to resume from, and training from the beginning was not asked for."""
     lab.references.copied(BASE, lab.folder / "run")
-    for one in checkpoints(lab.folder / "run"):
-        _flip(one)
+    for checkpoint in checkpoints(lab.folder / "run"):
+        _flip(checkpoint)
     struck = time.time()
     run = lab.train(BASE, "resumed", "--resume", str(lab.folder / "run"))
     code = lab.detected(run, struck, r"drumline: .* holds no checkpoint that is whole", SECONDS_TO_START)

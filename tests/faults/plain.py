@@ -35,8 +35,8 @@ def plain_losses(config: Config, skipped: Collection[int] = ()) -> list[float]:
             loss.backward()
             total += loss.item()
         if seen is not model:
-            for one, old in zip(model.parameters(), seen.parameters(), strict=True):
-                one.grad, old.grad = old.grad, None
+            for param, old in zip(model.parameters(), seen.parameters(), strict=True):
+                param.grad, old.grad = old.grad, None
             seen.load_state_dict(model.state_dict())  # without the update of this step
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
         if step not in skipped and math.isfinite(total) and bool(torch.isfinite(norm)):

@@ -28,7 +28,7 @@ def _went_on(lab: Lab, run: Started, struck: Strike, pattern: str, ranks: int) -
     told = (lab.folder / "run" / "restarts.jsonl").read_text().splitlines()
     last = json.loads(told[-1])
     assert last["ranks"] == ranks, f"went on with {last['ranks']} ranks"
-    lab.row.lost = sum(json.loads(one)["lost"] for one in told)
+    lab.row.lost = sum(json.loads(name)["lost"] for name in told)
     assert sorted(losses_of(lab.folder / "run")) == list(range(1, BASE.steps + 1)), "steps are missing"
 
 

@@ -36,10 +36,10 @@ def main(words: Sequence[str] | None = None) -> int:
     if unknown:
         print(f"no such fault: {', '.join(unknown)}; --list names all", file=sys.stderr)
         return 2
-    chosen = [one for one in faults.values() if not args.only or one.name in args.only]
-    chosen = [one for one in chosen if one.short or not args.short]
+    chosen = [fault for fault in faults.values() if not args.only or fault.name in args.only]
+    chosen = [fault for fault in chosen if fault.short or not args.short]
     if args.list:
-        print("\n".join(f"{one.name:24} {'short' if one.short else '     '}  {one.what}" for one in chosen))
+        print("\n".join(f"{fault.name:24} {'short' if fault.short else '     '}  {fault.what}" for fault in chosen))
         return 0
     began = time.perf_counter()
     rows, worst = _all_of(chosen, jobs=args.jobs, show=args.show)
@@ -70,14 +70,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _all_of(chosen: Sequence[Fault], *, jobs: int, show: bool) -> tuple[list[Row], float]:
     """Run the faults, those that wait first; return their rows in the order of the list."""
-    order = sorted(chosen, key=lambda one: not one.waits)
+    order = sorted(chosen, key=lambda fault: not fault.waits)
     lock, done = threading.Lock(), 0
     with temporary() as folder, ThreadPoolExecutor(jobs) as pool, ended_if_interrupted(pool):
         references = References(folder)
 
-        def run(one: Fault) -> Row:
+        def run(fault: Fault) -> Row:
             nonlocal done
-            row = inject(one, folder, references)
+            row = inject(fault, folder, references)
             with lock:
                 done += 1
                 print(f"[{done}/{len(chosen)}] {line(row)}", flush=True)
@@ -85,9 +85,9 @@ def _all_of(chosen: Sequence[Fault], *, jobs: int, show: bool) -> tuple[list[Row
                     print("\n".join(f"    {text}" for text in row.output.splitlines()[-_LINES_OF_OUTPUT:]), flush=True)
             return row
 
-        rows = dict(zip((one.name for one in order), pool.map(run, order), strict=True))
+        rows = dict(zip((fault.name for fault in order), pool.map(run, order), strict=True))
     assert not folder.exists(), f"{folder} is left behind"
-    return [rows[one.name] for one in chosen], references.worst
+    return [rows[fault.name] for fault in chosen], references.worst
 
 
 @contextmanager
@@ -98,21 +98,21 @@ def ended_if_interrupted(pool: ThreadPoolExecutor) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         pool.shutdown(wait=False, cancel_futures=True)
-        for one in list(STARTED):
-            one.end()
+        for started in list(STARTED):
+            started.end()
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def inject(one: Fault, folder: Path, references: References) -> Row:
+def inject(fault: Fault, folder: Path, references: References) -> Row:
     """Run one fault, whatever comes of it."""
-    row, began = Row(one.name, one.what), time.perf_counter()
-    mine = folder / one.name
+    row, began = Row(fault.name, fault.what), time.perf_counter()
+    mine = folder / fault.name
     mine.mkdir()
     try:
         with Lab(row, mine, references) as lab:
-            one.run(lab)
+            fault.run(lab)
     except Skip as reason:
         row.result, row.outcome = "skip", str(reason)
     except AssertionError as error:
@@ -138,11 +138,11 @@ def table(rows: Sequence[Row]) -> str:
     """
     heads = ("fault", "detected", "recovered", "steps lost", "outcome")
     cells = [_cells(row) for row in rows]
-    widths = [max(len(one[at]) for one in [heads, *cells]) for at in range(len(heads))]
-    widths[-1] = len(heads[-1]) if not rows else max(len(one[-1]) for one in cells)
+    widths = [max(len(cell[at]) for cell in [heads, *cells]) for at in range(len(heads))]
+    widths[-1] = len(heads[-1]) if not rows else max(len(cell[-1]) for cell in cells)
 
-    def drawn(one: Sequence[str]) -> str:
-        left = [f"{text:{'<' if at in (0, 4) else '>'}{widths[at]}}" for at, text in enumerate(one)]
+    def drawn(row: Sequence[str]) -> str:
+        left = [f"{text:{'<' if at in (0, 4) else '>'}{widths[at]}}" for at, text in enumerate(row)]
         return "  ".join(left).rstrip()
 
     rule = "  ".join("-" * width for width in widths)

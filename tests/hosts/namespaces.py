@@ -126,7 +126,7 @@ class TwoHosts:
 
     def pids(self, host: int) -> list[int]:
         """Return the processes that run on a host now."""
-        return [int(one) for one in _ip("netns", "pids", self.names[host]).split()]
+        return [int(name) for name in _ip("netns", "pids", self.names[host]).split()]
 
     def listening(self, host: int) -> list[tuple[str, int]]:
         """Return address and port of every TCP socket that listens on a host now."""
@@ -134,7 +134,7 @@ class TwoHosts:
 
     def _end(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
-            for pid in (one for host in (0, 1) for one in self.pids(host)):
+            for pid in (index for host in (0, 1) for index in self.pids(host)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
             deadline = time.monotonic() + _SECONDS_TO_END / 10
@@ -184,7 +184,7 @@ def _write_names(name: str, addresses: Sequence[str]) -> None:
     """Give a host its own /etc/hosts, and no name server: it would answer nobody, after long waits."""
     folder = _SETTINGS / name  # `ip netns exec` mounts what is there over /etc
     folder.mkdir(parents=True)
-    names = [f"127.0.0.1 localhost {socket.gethostname()}", *(f"{one} host{at}" for at, one in enumerate(addresses))]
+    names = [f"127.0.0.1 localhost {socket.gethostname()}", *(f"{text} host{at}" for at, text in enumerate(addresses))]
     (folder / "hosts").write_text("\n".join(names) + "\n")
     (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")
 

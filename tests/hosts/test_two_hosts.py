@@ -73,7 +73,7 @@ def train_everywhere(pairs: list[TwoHosts], folder: Path) -> list[tuple[Any, ...
     number = int(os.environ["RANK"])
     host, local = divmod(number, 2)
     found: list[tuple[Any, ...]] = []
-    for hosts, num_ranks in ((pairs[local], 2), *((one, 4) for one in pairs if one.ipv6 or ALL)):
+    for hosts, num_ranks in ((pairs[local], 2), *((pair, 4) for pair in pairs if pair.ipv6 or ALL)):
         rank = host if num_ranks == 2 else number
         join(hosts, host, rank=rank, num_ranks=num_ranks, port=29500 + num_ranks)
         settings = settings_for(folder / f"{hosts.ipv6}-{num_ranks}", num_ranks)

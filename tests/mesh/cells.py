@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from drumline.core.settings.clash import found
+from drumline.core.settings.clash import clashes_in
 from drumline.engine.together import mesh_facts, program_facts
 from drumline.pipeline import together
 from drumline.schedules import generate
@@ -91,7 +91,7 @@ def refusal_of(row: str, column: str) -> tuple[str, str]:
     program = generate(options.get("schedule", "1f1b"), num_ranks=2, num_microbatches=4)
     facts = {**options, **mesh_facts(options["mesh"]), **program_facts(program)}
     facts["optimizer"] = "Adafactor" if WHATS[row].after == "adafactor" else ""
-    for clash in found(together.table(), facts):
+    for clash in clashes_in(together.table(), facts):
         return clash.why, clash.refusal(facts).error
     return _OF_MODELS.get((row, column), ("", ""))
 

@@ -55,7 +55,7 @@ def trained(
     return found
 
 
-def furthest(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> tuple[float, float]:
+def furthest(row: list[tuple[float, float]], other: list[tuple[float, float]]) -> tuple[float, float]:
     """Return the largest relative differences of two runs' losses, and of their norms."""
-    losses, norms = (max(abs(a[at] - b[at]) / abs(b[at]) for a, b in zip(one, other, strict=True)) for at in range(2))
+    losses, norms = (max(abs(a[at] - b[at]) / abs(b[at]) for a, b in zip(row, other, strict=True)) for at in range(2))
     return losses, norms

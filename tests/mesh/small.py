@@ -28,7 +28,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         query, key, value = (
-            one(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for one in (self.query, self.key, self.value)
+            layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
         made = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
         out: Tensor = self.out(made.transpose(1, 2).flatten(2))
@@ -125,14 +125,14 @@ def batch(kind: str, step: int, lines: int) -> list[list[Microbatch]]:
     """Return the microbatches of every line: tokens, labels of which some do not count, and documents if packed."""
     chance = torch.Generator().manual_seed(step)
 
-    def one(rows: int, length: int) -> Microbatch:
+    def function(rows: int, length: int) -> Microbatch:
         x, y = (torch.randint(WORDS, (rows, length), generator=chance) for _ in range(2))
         y[torch.rand(y.shape, generator=chance) < 0.3] = -100
         documents = torch.arange(length).expand(rows, -1) // 3 if kind == "packed" else None
         return x, y, documents
 
     lengths = {"lengths": (8, 2, 6, 4), "buckets": (8, 6)}.get(kind, (LENGTH,) * MICROBATCHES)
-    return [[one(ROWS // MICROBATCHES // lines, length) for length in lengths] for _ in range(lines)]
+    return [[function(ROWS // MICROBATCHES // lines, length) for length in lengths] for _ in range(lines)]
 
 
 def example(mesh: dict[str, int]) -> Tensor:
@@ -151,16 +151,16 @@ def count(target: Tensor) -> int:
 
 def alone(what: Any, lines: int, steps: int = 2) -> dict[str, Any]:
     """Train the plain model in this process, over the microbatches of all lines; return what it saw."""
-    model = decoder(**{name: one for name, one in what.model.items() if name != "meta"})
-    trained = [one for one in model.parameters() if one.requires_grad]
-    masters = [one.detach().float().requires_grad_() for one in trained]
+    model = decoder(**{name: value for name, value in what.model.items() if name != "meta"})
+    trained = [param for param in model.parameters() if param.requires_grad]
+    masters = [param.detach().float().requires_grad_() for param in trained]
     kind: Any = torch.optim.Adafactor if what.after == "adafactor" else torch.optim.SGD
     optimizer, precision = kind(masters, lr=0.1), {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = precision.get(what.options.get("precision", ""))
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for step in range(steps):
-        every = [one for line in batch(what.given, step, lines) for one in line]
+        every = [entry for line in batch(what.given, step, lines) for entry in line]
         whole, total = sum(count(y) for _, y, _ in every), 0.0
         for x, y, documents in every:
             with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
@@ -169,15 +169,15 @@ def alone(what: Any, lines: int, steps: int = 2) -> dict[str, Any]:
             total += loss.item()
         losses.append(total)
         if step == 0:
-            gradients = {name: one.grad.float() for name, one in model.named_parameters() if one.grad is not None}
-            gradients = {name: one.clone() for name, one in gradients.items()}
+            gradients = {name: param.grad.float() for name, param in model.named_parameters() if param.grad is not None}
+            gradients = {name: gradient.clone() for name, gradient in gradients.items()}
         if what.after != "another step" or step:
-            for own, one in zip(masters, trained, strict=True):
-                own.grad = None if one.grad is None else one.grad.float()
+            for own, param in zip(masters, trained, strict=True):
+                own.grad = None if param.grad is None else param.grad.float()
             optimizer.step()
             with torch.no_grad():
-                for own, one in zip(masters, trained, strict=True):
-                    one.copy_(own)
+                for own, param in zip(masters, trained, strict=True):
+                    param.copy_(own)
             model.zero_grad()
-    state = {name: one.detach().float() for name, one in model.state_dict().items()}
+    state = {name: entry.detach().float() for name, entry in model.state_dict().items()}
     return {"losses": losses, "gradients": gradients, "state": state}

@@ -21,7 +21,7 @@ from some import some
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.matrix, pytest.mark.features("mesh")]
 
 DOCS = Path(__file__).parents[2] / "docs" / "meshes.md"
-CELLS = {one.name: one for one in cells()}
+CELLS = {cell.name: cell for cell in cells()}
 # `make matrices` runs all of them, other runs some refusals and a diagonal through every third row in which every
 # column occurs, without compiling, which takes longer than all the others together.
 KEPT = [row for row, what in WHATS.items() if "compile" not in what.options][::3]
@@ -30,13 +30,13 @@ SHORT |= {
     "master_weights x zero=3",  # whose pieces have gradients of another type
     "model on the meta device, weights x ep",  # of which lines check experts that no rank has all of
 }
-RUNS = {name: one for name, one in CELLS.items() if not one.refusal and (ALL or name in SHORT)}
-REFUSED = {name: one for name, one in CELLS.items() if one.refusal}
+RUNS = {name: cell for name, cell in CELLS.items() if not cell.refusal and (ALL or name in SHORT)}
+REFUSED = {name: cell for name, cell in CELLS.items() if cell.refusal}
 if not ALL:  # of those that are refused for the same reason, the first and the last
-    ENDS = {one.refusal: name for name, one in REFUSED.items()} | {
-        f"{one.refusal}, first": name for name, one in reversed(REFUSED.items())
+    ENDS = {cell.refusal: name for name, cell in REFUSED.items()} | {
+        f"{cell.refusal}, first": name for name, cell in reversed(REFUSED.items())
     }
-    REFUSED = {name: one for name, one in REFUSED.items() if name in ENDS.values()}
+    REFUSED = {name: cell for name, cell in REFUSED.items() if name in ENDS.values()}
 
 
 def pipeline(cell: Cell, weights: Path) -> dl.Pipeline:
@@ -75,10 +75,10 @@ def stepped(pipe: dl.Pipeline, cell: Cell, step: int) -> float:
 def gradients_of(pipe: dl.Pipeline) -> dict[str, Tensor]:
     """Return the whole gradients of this rank's parameters; all lines call it alike."""
     found = {}
-    for name, one in pipe.named_parameters():
-        if one.grad is not None:
-            part = slice_of(one)
-            found[name] = put_together(one.grad.detach().float(), part, pipe.axes).clone()
+    for name, param in pipe.named_parameters():
+        if param.grad is not None:
+            part = slice_of(param)
+            found[name] = put_together(param.grad.detach().float(), part, pipe.axes).clone()
     return found
 
 
@@ -146,23 +146,23 @@ def test_a_combination_trains_as_one_process_does(ranks: list[dict[str, Any]], n
         assert rank[name]["losses"] == ranks[0][name]["losses"]
         assert rank[name]["norm"] == pytest.approx(norm_of(wanted["gradients"]), rel=10 * near)
     for what in ("gradients", "state"):
-        found = {key: one for rank in ranks for key, one in rank[name][what].items()}
+        found = {key: value for rank in ranks for key, value in rank[name][what].items()}
         assert found.keys() == set(wanted[what])
         scale = norm_of(wanted["gradients"]) if what == "gradients" else 10 * changed(cell, wanted["state"])
-        for key, one in some(found.items()):
-            assert float((one.float() - wanted[what][key]).norm()) <= near * scale, (what, key)
+        for key, value in some(found.items()):
+            assert float((value.float() - wanted[what][key]).norm()) <= near * scale, (what, key)
 
 
 def changed(cell: Cell, state: dict[str, Tensor]) -> float:
     """Return by how much the steps changed the parameters; of parameters in bf16, which hardly take it, their size."""
     if cell.what.model.get("low"):
         return norm_of(state)
-    before = decoder(**{name: one for name, one in cell.what.model.items() if name != "meta"}).state_dict()
-    return norm_of({name: one - before[name] for name, one in state.items()})
+    before = decoder(**{name: value for name, value in cell.what.model.items() if name != "meta"}).state_dict()
+    return norm_of({name: tensor - before[name] for name, tensor in state.items()})
 
 
 def norm_of(tensors: dict[str, Tensor]) -> float:
-    return float(torch.stack([one.float().norm() for one in tensors.values()]).norm())
+    return float(torch.stack([tensor.float().norm() for tensor in tensors.values()]).norm())
 
 
 @pytest.mark.features("capture")

@@ -38,7 +38,7 @@ if not ALL:  # `make matrices` tries all of them
 
 
 def _sums(pipe: dl.Pipeline) -> dict[str, str]:
-    return {name: hashlib.sha256(one.numpy().tobytes()).hexdigest() for name, one in pipe.state_dict().items()}
+    return {name: hashlib.sha256(entry.numpy().tobytes()).hexdigest() for name, entry in pipe.state_dict().items()}
 
 
 def _run(options: dict[str, Any], kind: str, folder: Path, *, start: int, steps: int, save: bool) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def _run(options: dict[str, Any], kind: str, folder: Path, *, start: int, steps:
         losses = []
         for step in range(start, start + steps):
             number, parts = pipe.axes.rows
-            x, y = (one.chunk(parts)[number] for one in words(step))
+            x, y = (word.chunk(parts)[number] for word in words(step))
             losses.append(pipe.step(x, target=y).loss.item())  # type: ignore[union-attr]
             optimizer.step()
             optimizer.zero_grad()
@@ -65,7 +65,7 @@ def _run(options: dict[str, Any], kind: str, folder: Path, *, start: int, steps:
 
 def _others(kind: str) -> dict[str, dict[str, Any]]:
     """Return who can go on; nobody divides matrices that the optimizer needs whole."""
-    return {name: one for name, one in GOING_ON.items() if kind == "adamw" or one.get("zero") != 3}
+    return {name: entry for name, entry in GOING_ON.items() if kind == "adamw" or entry.get("zero") != 3}
 
 
 def _all(folder: Path) -> dict[str, Any]:
@@ -84,12 +84,12 @@ def test_any_mesh_goes_on_from_a_checkpoint_of_another(tmp_path: Path) -> None:
     ranks = dl.launch(_all, tmp_path, num_ranks=4)
     for name in some(SAVERS):
         kind = "adafactor" if name == "zero 1" else "adamw"
-        saved = {key: one for rank in ranks for key, one in rank[name]["ended"].items()}
+        saved = {key: value for rank in ranks for key, value in rank[name]["ended"].items()}
         plain = trained(chain(), KINDS[kind], steps=SAVED + MORE, clip=False)[SAVED:]
         alone = _run({}, kind, tmp_path / name, start=SAVED, steps=MORE, save=False)
         assert alone["loaded"] == saved
         for other in some(_others(kind)):
-            merged = {key: one for rank in ranks for key, one in rank[f"{name} to {other}"]["loaded"].items()}
+            merged = {key: value for rank in ranks for key, value in rank[f"{name} to {other}"]["loaded"].items()}
             assert merged == saved
             losses = ranks[0][f"{name} to {other}"]["losses"]
             assert losses == pytest.approx([loss for loss, _ in plain], rel=1e-5)

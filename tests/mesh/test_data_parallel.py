@@ -64,7 +64,7 @@ def _train(model: nn.Module, options: dict[str, Any], steps: int, **more: Any) -
         seen = []
         for step in range(steps):
             number, count = pipe.axes.rows
-            x, y = (one.chunk(count)[number] for one in words(step))
+            x, y = (word.chunk(count)[number] for word in words(step))
             loss = pipe.step(x, target=y).loss
             norm = pipe.clip_grad_norm_(1.0)
             if step == steps - 1:
@@ -88,14 +88,14 @@ def _train(model: nn.Module, options: dict[str, Any], steps: int, **more: Any) -
 
 def _held(pipe: dl.Pipeline, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     """Return the bytes of parameters and gradients, and of the optimizer's state, that this rank holds."""
-    modules = [one for stage in pipe._engine.stages() for one in stage.all_parameters]
-    held = [one for parameter in [*modules, *pipe.parameters()] for one in (parameter, parameter.grad)]
+    modules = [param for stage in pipe._engine.stages() for param in stage.all_parameters]
+    held = [tensor for parameter in [*modules, *pipe.parameters()] for tensor in (parameter, parameter.grad)]
     return _bytes(held), _bytes([value for state in optimizer.state.values() for value in state.values()])
 
 
 def _bytes(tensors: list[Any]) -> int:
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors if one is not None}
-    return sum(one.nbytes() for one in storages.values())
+    storages = {value.untyped_storage().data_ptr(): value.untyped_storage() for value in tensors if value is not None}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _all_cases() -> dict[str, Any]:
@@ -109,7 +109,7 @@ def ranks() -> list[dict[str, Any]]:
 
 
 @pytest.mark.features("mesh")
-@pytest.mark.parametrize("name", [*(f"chain, {one}" for one in CASES), *(f"gpt, {one}" for one in CONTEXT)])
+@pytest.mark.parametrize("name", [*(f"chain, {name}" for name in CASES), *(f"gpt, {name}" for name in CONTEXT)])
 def test_losses_and_norms_are_those_of_one_process(ranks: list[dict[str, Any]], name: str) -> None:
     plain = trained(chain() if name.startswith("chain") else gpt())
     for rank in some(ranks):
@@ -239,7 +239,7 @@ def _dies() -> None:
     with dl.Pipeline(chain(), loss_fn=loss_fn, num_microbatches=4, mesh=DP, timeout=120.0) as pipe:
         for step in range(3):
             number, count = pipe.axes.rows
-            x, y = (one.chunk(count)[number] for one in words(step))
+            x, y = (word.chunk(count)[number] for word in words(step))
             if step == 1 and pipe.axes.rank == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             pipe.step(x, target=y)

@@ -60,7 +60,7 @@ def layers(*, num_sparse: int = 2, **options: Any) -> nn.Sequential:
     torch.manual_seed(0)
     dense = [dl.PassAux(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())) for _ in range(4 - num_sparse)]
     pairs = zip_longest((Layer(**options) for _ in range(num_sparse)), dense)
-    blocks = [one for pair in pairs for one in pair if one is not None]
+    blocks = [layer for pair in pairs for layer in pair if layer is not None]
     return nn.Sequential(nn.Embedding(WORDS, WIDTH), *blocks, dl.PassAux(nn.Linear(WIDTH, WORDS)))
 
 
@@ -118,7 +118,7 @@ def _train(
         seen = []
         for step in range(first, first + steps):
             number, count = pipe.axes.rows
-            x, y = (one.chunk(count)[number] for one in words(step))
+            x, y = (word.chunk(count)[number] for word in words(step))
             loss = pipe.step(x, target=y).loss
             norm = pipe.clip_grad_norm_(1.0)
             optimizer.step()
@@ -127,7 +127,7 @@ def _train(
             seen.append((loss.item(), norm.item()))
         if folder is not None and not first:
             pipe.save(folder, wait=True)
-        held = {one: tuple(each.shape) for one, each in pipe.named_parameters()}
+        held = {name: tuple(each.shape) for name, each in pipe.named_parameters()}
         return {"seen": seen, "held": held, "state": pipe.state_dict()}
 
 
@@ -190,7 +190,7 @@ def _mixtral_by(schedule: str) -> list[float]:
             optimizer.zero_grad()
             assert loss is not None
             seen.append(loss.item())
-        assert any(one.shape[0] == 2 for name, one in pipe.named_parameters() if ".experts." in name)
+        assert any(param.shape[0] == 2 for name, param in pipe.named_parameters() if ".experts." in name)
         return seen
 
 
@@ -279,9 +279,9 @@ def test_what_cannot_be_divided_is_refused(ranks: list[dict[str, Any]]) -> None:
 
 def test_a_run_records_how_evenly_experts_are_loaded(ranks: list[dict[str, Any]], folder: Path) -> None:
     metrics = dl.read_run(folder / "run").metrics()
-    for one in some(metrics):
-        assert 1.0 <= one["expert_metrics/load_max"] <= 1.0 * 4 / 2
-        assert 0.0 < one["expert_metrics/dropped"] < 0.5
+    for metric in some(metrics):
+        assert 1.0 <= metric["expert_metrics/load_max"] <= 1.0 * 4 / 2
+        assert 0.0 < metric["expert_metrics/dropped"] < 0.5
     assert len(metrics) == SOME
 
 
@@ -305,7 +305,7 @@ def test_tokens_beyond_the_capacity_skip_their_expert() -> None:
     block = dl.MoE(8, 16, num_experts=2, top_k=1, capacity=0.5)
     x = torch.randn(1, 1, 8).expand(1, 8, 8)  # all choose the same expert, which takes two of them
     made = block(x)
-    assert [bool(one.any()) for one in made[0]] == [True] * 2 + [False] * 6
+    assert [bool(value.any()) for value in made[0]] == [True] * 2 + [False] * 6
     assert block.load is not None
     assert sorted(block.load.tolist()) == [0, 2, 6]
 

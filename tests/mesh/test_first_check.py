@@ -99,7 +99,7 @@ class Heavier(parallel._Divided):
     """Experts whose own gradients alone get something more."""
 
     def after(self, module: nn.Module, args: Any, made: Tensor) -> Any:
-        more = sum((one.sum() - one.sum().detach() for one in module.parameters()), torch.zeros(()))
+        more = sum((param.sum() - param.sum().detach() for param in module.parameters()), torch.zeros(()))
         return super().after(module, args, made * (1 + more) if self._call is not None else made)
 
 

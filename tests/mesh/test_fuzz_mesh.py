@@ -34,7 +34,7 @@ def size_of(case: Case) -> int:
 def standing_for(cases: list[Case], count: int) -> list[Case]:
     """Return small cases: of two ranks one of each axis, and others that have as many kinds as can be."""
     axes = sorted({axis for case in cases for axis in case.mesh} if cases[0].ranks == 2 else ())
-    found = [min((one for one in cases if axis in one.mesh and not one.refusal), key=size_of) for axis in axes]
+    found = [min((case for case in cases if axis in case.mesh and not case.refusal), key=size_of) for axis in axes]
     left = set[str]()
     while len(found) < count:
         left = left or {kind for case in cases for kind in kinds_of(case)}
@@ -52,7 +52,7 @@ def kinds_of(case: Case) -> set[str]:
 
 EVERY = [drawn(0, number) for number in range(400)]
 CASES = {
-    ranks: standing_for([one for one in EVERY if one.ranks == ranks and (ranks == 2 or one.kind == "chain")], count)
+    ranks: standing_for([case for case in EVERY if case.ranks == ranks and (ranks == 2 or case.kind == "chain")], count)
     for ranks, count in COUNTS.items()
 }
 
@@ -80,7 +80,7 @@ def test_a_case_is_what_its_seed_and_number_make_it() -> None:
 
 def test_cases_have_every_mesh_loss_and_pattern() -> None:
     cases = EVERY
-    assert {str(one) for each in MESHES.values() for one in each} == {str(case.mesh) for case in cases}
+    assert {str(entry) for each in MESHES.values() for entry in each} == {str(case.mesh) for case in cases}
     assert {case.loss for case in cases} == set(LOSSES)
     assert {pattern for case in cases for pattern in case.patterns} == set(PATTERNS)
     assert {case.dtype for case in cases} == {"float64", "float32", "bfloat16"}
@@ -113,7 +113,7 @@ def test_a_right_rank_is_equal_and_the_smallest_fault_is_noticed(right: tuple[Ca
 def test_low_precision_is_judged_by_how_far_the_plain_model_is_off(dtype: str) -> None:
     case = next(case for case in EVERY if case.dtype == dtype and not case.own and not case.refusal)
     exact, bounds = wanted(case)
-    assert all(one.dtype is torch.float64 for one in some(exact.state.values()))
+    assert all(tensor.dtype is torch.float64 for tensor in some(exact.state.values()))
     rank = told_by(plain(case, each=True))
     assert judged(case, [rank]) == ("equal", "")
     name, gradient = next(iter(rank["gradients"][0].items()))
@@ -176,7 +176,7 @@ def test_a_failure_is_shown_with_the_command_that_repeats_it() -> None:
 
 @long
 def test_every_job_runs_its_own_cases(tmp_path: Path) -> None:
-    numbers, lines = sorted(case.number for one in (1, 2) for case in CASES[one][:4]), tmp_path / "lines"
+    numbers, lines = sorted(case.number for number in (1, 2) for case in CASES[number][:4]), tmp_path / "lines"
     assert fuzz(0, numbers, jobs=2, lines=lines).counts.total() == 8
     assert sorted(line["case"] for line in read(lines)) == numbers
 
@@ -185,7 +185,7 @@ def test_every_job_runs_its_own_cases(tmp_path: Path) -> None:
 def test_cases_that_have_lines_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers, lines = [case.number for case in CASES[1][:3]], tmp_path / "lines"
     assert fuzz(0, numbers[:2], lines=lines).counts["equal"] == 2
-    assert [(line["case"], line["outcome"]) for line in read(lines)] == [(one, "equal") for one in sorted(numbers[:2])]
+    assert [(line["case"], line["outcome"]) for line in read(lines)] == [(at, "equal") for at in sorted(numbers[:2])]
     ran = list[int]()
 
     def noted(seed: int, ranks: int, left: list[int], files: Path | None) -> list[Any]:

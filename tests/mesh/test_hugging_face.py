@@ -76,9 +76,9 @@ def made(name: str) -> nn.Module:
     make: Callable[..., nn.Module] = getattr(transformers, f"{kind}ForCausalLM")
     model = make(config).train()
     with torch.no_grad():  # their first values are so small that experts hardly matter
-        for one in model.parameters():
-            if one.dim() > 1:
-                one.mul_(5.0)
+        for param in model.parameters():
+            if param.dim() > 1:
+                param.mul_(5.0)
     return model
 
 
@@ -96,15 +96,15 @@ def plain(name: str, lines: int) -> dict[str, Any]:
     gradients: dict[str, Tensor] = {}
     for step in range(2):
         total = 0.0
-        parts = [one.chunk(2 * lines) for one in given(step).values()]
-        every = [dict(zip(given(step), one, strict=True)) for one in zip(*parts, strict=True)]
-        for one in every:
-            loss = model(**one).loss / len(every)
+        parts = [tensor.chunk(2 * lines) for tensor in given(step).values()]
+        every = [dict(zip(given(step), entry, strict=True)) for entry in zip(*parts, strict=True)]
+        for entry in every:
+            loss = model(**entry).loss / len(every)
             torch.autograd.backward(loss)
             total += loss.item()
         losses.append(total)
         if not step:
-            gradients = {key: one.grad.clone() for key, one in model.named_parameters() if one.grad is not None}
+            gradients = {key: param.grad.clone() for key, param in model.named_parameters() if param.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
     return {"losses": losses, "gradients": gradients}
@@ -112,7 +112,7 @@ def plain(name: str, lines: int) -> dict[str, Any]:
 
 def trained(name: str, mesh: dict[str, int], record: Path | bool) -> dict[str, Any]:
     """Train two steps on this rank's part of the batch."""
-    example = {key: one[: ROWS // 4] for key, one in given(0).items()}
+    example = {key: tensor[: ROWS // 4] for key, tensor in given(0).items()}
     with dl.Pipeline(
         made(name), mesh=mesh, schedule="zb-v" if mesh.get("pp") else "1f1b", num_microbatches=2, balance="even",
         example=example, timeout=120.0, record=record,
@@ -122,19 +122,19 @@ def trained(name: str, mesh: dict[str, int], record: Path | bool) -> dict[str, A
         losses: list[float] = []
         gradients: dict[str, Tensor] = {}
         for step in range(2):
-            loss = pipe.step(**{key: one.chunk(count)[number] for key, one in given(step).items()}).loss
+            loss = pipe.step(**{key: tensor.chunk(count)[number] for key, tensor in given(step).items()}).loss
             assert loss is not None
             losses.append(loss.item())
             if not step:
                 gradients = {
-                    key: put_together(one.grad.detach(), slice_of(one), pipe.axes).clone()
-                    for key, one in pipe.named_parameters()
-                    if one.grad is not None
+                    key: put_together(param.grad.detach(), slice_of(param), pipe.axes).clone()
+                    for key, param in pipe.named_parameters()
+                    if param.grad is not None
                 }
             optimizer.step()
             optimizer.zero_grad()
         assert pipe.checked is not None
-        divided = [key for key, one in pipe.named_parameters() if slice_of(one) is not None]
+        divided = [key for key, param in pipe.named_parameters() if slice_of(param) is not None]
         return {
             "losses": losses, "gradients": gradients, "divided": divided, "unchecked": pipe.checked.unchecked,
             "checked": pipe.checked.num_parameters,
@@ -186,7 +186,7 @@ def in_parts() -> dict[str, Any]:
         loss = pipe.step(input_ids=x, target=y).loss
         assert loss is not None
         assert pipe.checked is not None
-        gradients = {key: one.grad.clone() for key, one in pipe.named_parameters() if one.grad is not None}
+        gradients = {key: param.grad.clone() for key, param in pipe.named_parameters() if param.grad is not None}
         return {"loss": loss.item(), "gradients": gradients, "told": told}
 
 
@@ -204,11 +204,11 @@ def ranks(folder: Path) -> list[dict[tuple[str, str], Any]]:
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_losses_and_gradients_are_those_of_one_process(ranks: list[Any], case: tuple[str, str]) -> None:
     wanted = plain(case[0], MESHES[case[1]].get("ep", 1))
-    found = {key: one for rank in ranks for key, one in rank[case]["gradients"].items()}
+    found = {key: gradient for rank in ranks for key, gradient in rank[case]["gradients"].items()}
     assert found.keys() == wanted["gradients"].keys()
-    size = torch.stack([one.norm() for one in wanted["gradients"].values()]).norm()
-    for key, one in some(found.items()):
-        assert float((one - wanted["gradients"][key]).norm()) <= 1e-5 * float(size), key
+    size = torch.stack([gradient.norm() for gradient in wanted["gradients"].values()]).norm()
+    for key, value in some(found.items()):
+        assert float((value - wanted["gradients"][key]).norm()) <= 1e-5 * float(size), key
     for rank in some(ranks):
         assert rank[case]["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
         assert not rank[case]["unchecked"]
@@ -222,9 +222,9 @@ def test_sequences_in_parts_give_the_gradients_of_one_process(ranks: list[Any]) 
     model, (x, y) = windowed(sliding_window=LENGTH), shifted()
     loss = shifted_loss(model(input_ids=x), y)
     torch.autograd.backward(loss)
-    found = {key: one for rank in ranks for key, one in rank[CONTEXT]["gradients"].items()}
-    for key, one in some(model.named_parameters()):
-        torch.testing.assert_close(found[key], one.grad, rtol=1e-4, atol=1e-5)
+    found = {key: gradient for rank in ranks for key, gradient in rank[CONTEXT]["gradients"].items()}
+    for key, param in some(model.named_parameters()):
+        torch.testing.assert_close(found[key], param.grad, rtol=1e-4, atol=1e-5)
     for rank in some(ranks):
         assert rank[CONTEXT]["loss"] == pytest.approx(loss.item(), rel=1e-5)
         long, packed, labels = rank[CONTEXT]["told"]
@@ -271,7 +271,7 @@ def load_max(name: str) -> float:
             module.register_forward_hook(count)
     with torch.no_grad():
         model(**given(0))
-    return max(float(one.max() / one.mean()) for one in some(counts.values()))
+    return max(float(tensor.max() / tensor.mean()) for tensor in some(counts.values()))
 
 
 @long
@@ -351,9 +351,9 @@ def odd_trained() -> tuple[float, dict[str, Tensor], int]:
         assert pipe.checked is not None
         parameters = list(pipe.named_parameters())
         found = {
-            key: put_together(one.grad, slice_of(one), pipe.axes) for key, one in parameters if one.grad is not None
+            key: put_together(item.grad, slice_of(item), pipe.axes) for key, item in parameters if item.grad is not None
         }
-        return loss.item(), found, sum(slice_of(one) is not None for _, one in parameters)
+        return loss.item(), found, sum(slice_of(param) is not None for _, param in parameters)
 
 
 @pytest.mark.features("check")
@@ -364,8 +364,8 @@ def test_styles_that_few_plans_name_compute_what_one_process_computes() -> None:
     for loss, found, num_divided in dl.launch(odd_trained, num_ranks=2):
         assert loss == pytest.approx(wanted.item(), rel=1e-5)
         assert num_divided == 5
-        for key, one in model.named_parameters():
-            torch.testing.assert_close(found[key], one.grad, rtol=1e-4, atol=1e-6)
+        for key, param in model.named_parameters():
+            torch.testing.assert_close(found[key], param.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_experts_with_an_unnamed_parameter_are_refused() -> None:

@@ -75,9 +75,9 @@ class Grouped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (
-            one(x).unflatten(-1, (-1, 4)).transpose(1, 2) for one in (self.query, self.key, self.value)
+            linear(x).unflatten(-1, (-1, 4)).transpose(1, 2) for linear in (self.query, self.key, self.value)
         )
-        key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+        key, value = (item.repeat_interleave(query.shape[1] // item.shape[1], 1) for item in (key, value))
         made: Tensor = self.out(functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
         return made
 
@@ -128,8 +128,8 @@ def pipeline(model: nn.Module, **options: Any) -> dl.Pipeline:
 
 
 def gradients(pipe: dl.Pipeline) -> dict[str, Tensor]:
-    named = ((name, one, one.grad) for name, one in pipe.named_parameters())
-    return {name: put_together(each, slice_of(one), pipe.axes) for name, one, each in named if each is not None}
+    named = ((name, param, param.grad) for name, param in pipe.named_parameters())
+    return {name: put_together(each, slice_of(param), pipe.axes) for name, param, each in named if each is not None}
 
 
 def other_kinds() -> list[float]:
@@ -141,7 +141,7 @@ def other_kinds() -> list[float]:
         own = slice(0, 4) if pipe.axes.rows[0] == 0 else slice(8, 16)  # 1 row each
         second = pipe.step(x[own], target=y[own]).loss
         pipe.settle()
-    return [float(one) for one in (first, second) if one is not None]
+    return [float(tensor) for tensor in (first, second) if tensor is not None]
 
 
 def checked_later() -> tuple[list[float], int]:
@@ -153,7 +153,7 @@ def checked_later() -> tuple[list[float], int]:
         losses = [pipe.step(x[own], target=target[own]).loss for target in (y, other, other, other)]
         pipe.settle()
         assert pipe.checked is not None
-        return [float(one) for one in losses if one is not None], pipe.checked.step
+        return [float(loss) for loss in losses if loss is not None], pipe.checked.step
 
 
 def asked_on_one_line() -> list[int]:
@@ -170,8 +170,8 @@ def asked_on_one_line() -> list[int]:
             pipe.settle()
             assert pipe.checked is not None
             checked.append(pipe.checked.step)
-    for one in hooks:
-        one.remove()
+    for hook in hooks:
+        hook.remove()
     return checked
 
 
@@ -212,9 +212,9 @@ def wrong_on_one_line() -> str:
     model = nn.Sequential(*list(chain())[:3], Scale(), nn.Linear(WIDTH, WORDS))
     with pipeline(model, loss_fn=watched, mesh={"dp": 2}, schedule="gpipe") as pipe:
         own = slice(ROWS * pipe.axes.rows[0], ROWS * (pipe.axes.rows[0] + 1))
-        for one in model.modules():
-            if isinstance(one, Scale):
-                one.is_wrong = pipe.axes.rows[0] == 1
+        for module in model.modules():
+            if isinstance(module, Scale):
+                module.is_wrong = pipe.axes.rows[0] == 1
         try:
             pipe.step(x[own], target=y[own])
             pipe.settle()
@@ -240,8 +240,8 @@ def rounding(model: nn.Module, gradients: dict[str, Tensor], x: Tensor, y: Tenso
     exact = copy.deepcopy(model).double()
     exact.zero_grad()
     torch.autograd.backward(watched(exact(x), y))
-    each = {name: one.grad for name, one in exact.named_parameters() if one.grad is not None}
-    return max(float((one - gradients[name]).norm()) for name, one in each.items())
+    each = {name: param.grad for name, param in exact.named_parameters() if param.grad is not None}
+    return max(float((tensor - gradients[name]).norm()) for name, tensor in each.items())
 
 
 @pytest.mark.features("check")
@@ -251,15 +251,15 @@ def test_lines_that_count_no_labels_train_as_one_process_does(ranks: list[dict[s
     model, (x, y) = make(), labels(empty, options["mesh"].get("dp", 1))
     loss = model(x, y)["loss"] if loss_fn is None else (summed if loss_fn is summed else watched)(model(x), y)
     torch.autograd.backward(loss)
-    wanted = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-    size = torch.stack([one.double().norm() for one in wanted.values()]).norm()
+    wanted = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    size = torch.stack([tensor.double().norm() for tensor in wanted.values()]).norm()
     near = {torch.float64: 1e-10, torch.float32: 1e-5}.get(loss.dtype) or 4 * rounding(model, wanted, x, y) / size
     for rank in some(ranks):
         assert rank[name]["loss"].dtype is loss.dtype
         torch.testing.assert_close(rank[name]["loss"], loss.detach(), rtol=near, atol=0)
         assert rank[name]["gradients"].keys() == wanted.keys()
         assert all(
-            some((one - wanted[key]).double().norm() <= near * size for key, one in rank[name]["gradients"].items())
+            some((part - wanted[key]).double().norm() <= near * size for key, part in rank[name]["gradients"].items())
         )
         if "cp" in name:  # it was compared with the model by itself, on something that counts
             assert rank[name]["checked"][0] > 0
@@ -315,9 +315,9 @@ def test_sequence_parallel_needs_tp(mesh: dict[str, int] | None) -> None:
 
 @pytest.mark.features("check")
 def test_all_lines_refuse_what_one_of_them_refuses(ranks: list[dict[str, Any]]) -> None:
-    one, other = (rank["wrong"] for rank in ranks)
+    value, other = (rank["wrong"] for rank in ranks)
     assert other.startswith("ModelError: the model, run block by block, returns something else")
-    assert one.startswith("ModelError: rank 1 (pp 0, dp 1) refuses the step: the model, run block by block, returns")
+    assert value.startswith("ModelError: rank 1 (pp 0, dp 1) refuses the step: the model, run block by block, returns")
 
 
 class TwoLines:

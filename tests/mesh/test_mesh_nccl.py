@@ -66,8 +66,8 @@ def train_decoder(device: torch.device, options: dict[str, Any]) -> None:
             assert loss.item() == pytest.approx(wanted["losses"][step], rel=1e-5), (options, step)
             optimizer.step()
             optimizer.zero_grad()
-        for name, one in pipe.state_dict().items():
-            torch.testing.assert_close(one.cpu(), wanted["state"][name], rtol=1e-4, atol=1e-5)
+        for name, entry in pipe.state_dict().items():
+            torch.testing.assert_close(entry.cpu(), wanted["state"][name], rtol=1e-4, atol=1e-5)
     print(f"rank {dist.get_rank()}: {options} is the same", flush=True)
 
 
@@ -80,7 +80,7 @@ def train_chain(device: torch.device) -> None:
             optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.01)
             for step in range(STEPS):
                 number, count = pipe.axes.rows
-                x, y = (one.chunk(count)[number].to(device) for one in words(step))
+                x, y = (word.chunk(count)[number].to(device) for word in words(step))
                 loss = pipe.step(x, target=y).loss
                 norm = pipe.clip_grad_norm_(1.0)
                 optimizer.step()
@@ -95,7 +95,7 @@ def train_chain(device: torch.device) -> None:
 
 def test_meshes_over_nccl_train_as_one_process() -> None:
     told = told_by_ranks(__file__, 4, timeout=300)
-    assert [one.count("is the same") for one in told] == [len(MESHES) + len(DIVIDED)] * 4
+    assert [name.count("is the same") for name in told] == [len(MESHES) + len(DIVIDED)] * 4
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def trained(moves: dict[int, list[int]], dtype: torch.dtype = torch.float32, **o
             if step in moves:
                 moved += pipe.repartition(balance=moves[step]).bytes_moved
             number, count = pipe.axes.rows
-            x, y = (one.chunk(count)[number] for one in words(step))
+            x, y = (word.chunk(count)[number] for word in words(step))
             found = pipe.step(x, target=y).loss
             assert found is not None
             seen += [found.item(), pipe.clip_grad_norm_(0.5).item()]
@@ -56,9 +56,11 @@ def trained(moves: dict[int, list[int]], dtype: torch.dtype = torch.float32, **o
             optimizer.zero_grad()
         tensors = dict(pipe.named_master_weights())
         tensors |= {
-            f"{name}/{key}": one for name, each in optimizer.state_dict()["state"].items() for key, one in each.items()
+            f"{name}/{key}": item
+            for name, each in optimizer.state_dict()["state"].items()
+            for key, item in each.items()
         }
-        return {"seen": seen, "moved": moved, "tensors": {name: one.detach().clone() for name, one in tensors.items()}}
+        return {"seen": seen, "moved": moved, "tensors": {name: t.detach().clone() for name, t in tensors.items()}}
 
 
 def compared() -> dict[str, tuple[int, int]]:
@@ -68,7 +70,7 @@ def compared() -> dict[str, tuple[int, int]]:
         still, moved = (trained(moves, **options) for moves in ({}, {1: [2, 4], 2: [4, 2], 3: [3, 3]}))
         assert moved["seen"] == still["seen"], name
         assert moved["tensors"].keys() == still["tensors"].keys(), name
-        assert all(torch.equal(one, moved["tensors"][key]) for key, one in still["tensors"].items()), name
+        assert all(torch.equal(tensor, moved["tensors"][key]) for key, tensor in still["tensors"].items()), name
         found[name] = (moved["moved"], len(still["tensors"]))
     with dl.Pipeline(model(), loss_fn=loss, num_microbatches=4, timeout=120.0, balance=[3, 3], mesh=DP, zero=1) as pipe:
         pipe.optimizer(torch.optim.AdamW)

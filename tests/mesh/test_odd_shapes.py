@@ -71,7 +71,7 @@ def _trained(kind: str, zero: int, folder: Path, *, start: int, steps: int) -> d
             if step == SAVED and not start:
                 pipe.save(folder, wait=True)
             number, count = pipe.axes.rows
-            x, y = (one.chunk(count)[number] for one in batch(step))
+            x, y = (tensor.chunk(count)[number] for tensor in batch(step))
             loss = pipe.step(x, target=y).loss
             assert loss is not None
             losses.append(loss.item())
@@ -98,11 +98,11 @@ def _by_muon(zero: int) -> dict[str, Tensor]:
         optimizer = pipe.optimizer(torch.optim.Muon, names=MATRICES, lr=0.05)
         number, count = pipe.axes.rows
         for step in range(2):
-            x, y = (one.chunk(count)[number] for one in batch(step))
+            x, y = (tensor.chunk(count)[number] for tensor in batch(step))
             pipe.step(x, target=y)
             optimizer.step()
             optimizer.zero_grad()
-        return {name: one for name, one in pipe.state_dict().items() if name in MATRICES}
+        return {name: entry for name, entry in pipe.state_dict().items() if name in MATRICES}
 
 
 def _alone(kind: str) -> tuple[list[float], dict[str, Tensor]]:

@@ -52,11 +52,11 @@ def trained(capsys: pytest.CaptureFixture[str], line: str, *assignments: str, ou
     """Run a line that a plan printed, with some settings changed, and return its losses."""
     program, *words = shlex.split(line)
     assert program == "drumline"
-    given = [word for one in (*EXACT, *assignments) for word in ("--set", one)]
+    given = [word for assignment in (*EXACT, *assignments) for word in ("--set", assignment)]
     capsys.readouterr()
     assert main([*words, *QUICK, *given, "--out", out, "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return [float(one) for one in found["losses"]]
+    return [float(loss) for loss in found["losses"]]
 
 
 @long
@@ -85,7 +85,7 @@ def test_the_line_that_is_printed_for_a_mixture_of_experts_trains_as_one_process
         words = ["plan", "mixtral.json", "--hardware", "toy.json", "--gpus", "4", "--batch", "8", "--brief"]
         words += ["--pipeline", "2", "--data", "2", "--expert", "2", "--zero", "0", "--recompute", "none"]
         assert main([*words, "--out", "plan.toml"]) == 0
-        line = next(one for one in capsys.readouterr().out.splitlines() if one.startswith("Start it: "))
+        line = next(name for name in capsys.readouterr().out.splitlines() if name.startswith("Start it: "))
         line = line.removeprefix("Start it: ")
         found = trained(capsys, line, out="mesh")
         assert found == pytest.approx(trained(capsys, line, *ALONE, out="alone"), rel=1e-5)

@@ -34,14 +34,14 @@ GOING_ON: dict[str, dict[str, Any]] = {
     "pp2 x ep2": {"mesh": {"pp": 2, "ep": 2}},
 }
 # `make matrices` tries all pairs, other runs a saver of each axis, each with another mesh that goes on.
-PAIRS = {(one, other) for one in SAVERS for other in GOING_ON}
+PAIRS = {(name, other) for name in SAVERS for other in GOING_ON}
 if not ALL:
     PAIRS = set(zip(list(SAVERS)[:3], list(GOING_ON)[:3], strict=True))
-    SAVERS = {name: one for name, one in SAVERS.items() if name in dict(PAIRS)}
+    SAVERS = {name: entry for name, entry in SAVERS.items() if name in dict(PAIRS)}
 
 
 def _sums(state: dict[str, Any]) -> dict[str, str]:
-    return {name: hashlib.sha256(one.contiguous().numpy().tobytes()).hexdigest() for name, one in state.items()}
+    return {name: hashlib.sha256(entry.contiguous().numpy().tobytes()).hexdigest() for name, entry in state.items()}
 
 
 def _run(options: dict[str, Any], kind: Any, folder: Path, *, saves: bool) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def _run(options: dict[str, Any], kind: Any, folder: Path, *, saves: bool) -> di
         losses = []
         for step in range(first, first + (2 if saves else 1)):
             number, lines = pipe.axes.rows
-            every = [one for line in batch("rows", step, 1) for one in line]
+            every = [entry for line in batch("rows", step, 1) for entry in line]
             x, y = (torch.cat(each).chunk(lines)[number] for each in list(zip(*every, strict=True))[:2])
             loss = pipe.step(x, target=y).loss
             assert loss is not None
@@ -96,11 +96,11 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
 @long
 @pytest.mark.parametrize("name", SAVERS)
 def test_other_meshes_and_one_process_go_on(ranks: list[dict[str, Any]], folder: Path, name: str) -> None:
-    saved = {key: one for rank in ranks for key, one in rank[name]["sums"].items()}
+    saved = {key: total for rank in ranks for key, total in rank[name]["sums"].items()}
     assert saved.keys() == decoder().state_dict().keys()
     alone = _run({}, SAVERS[name][1], folder / name, saves=False)
     assert alone["sums"] == saved
     for other in some(going_on_from(name)):
         each = [rank[f"{name} to {other}"] for rank in ranks]
-        assert {key: one for rank in each for key, one in rank["sums"].items()} == saved
+        assert {key: total for rank in each for key, total in rank["sums"].items()} == saved
         assert [rank["losses"] for rank in each] == [pytest.approx(alone["losses"], rel=1e-6)] * 4

@@ -122,7 +122,7 @@ class Points:
             y[-1] = torch.nan
         if number == BAD and self.bad == "spike":
             x[-1] = 2 * SPIKE
-        x, y = (one.chunk(self.size)[self.rank] for one in (x, y))
+        x, y = (tensor.chunk(self.size)[self.rank] for tensor in (x, y))
         return Batch({"points": x}, y, len(x), len(x))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -176,8 +176,8 @@ GOING_ON: dict[str, tuple[MeshSettings, int]] = {
 def _all(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (mesh, zero, bad) in SKIPPING.items():
-        one = trained(settings_for(folder / name, mesh, zero), bad)
-        found[name] = one.num_skipped, one.losses
+        result = trained(settings_for(folder / name, mesh, zero), bad)
+        found[name] = result.num_skipped, result.losses
     found["stopped"] = _stopped(folder)
     for name, (mesh, zero) in GOING_ON.items():
         again = CheckpointSettings(resume=str(folder / "stopped"), at_end=False)
@@ -267,16 +267,16 @@ def test_all_lines_skip_an_update_together(ranks: list[dict[str, Any]], tmp_path
 def test_a_signal_to_one_rank_stops_all_lines_and_any_mesh_goes_on(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
     why, steps, losses = ranks[0]["stopped"]
     assert why == "SIGTERM on rank 3 (pp 1, dp 1)"
-    assert all(some(one["stopped"] == (why, steps, losses) for one in ranks))
+    assert all(some(rank["stopped"] == (why, steps, losses) for rank in ranks))
     plain = left_out("", tmp_path / "plain", steps + 2)
     assert losses == pytest.approx(plain[:steps], rel=1e-5)
     for name in some(GOING_ON):
-        assert all(some(one[name] == pytest.approx(plain[steps:], rel=1e-5) for one in ranks)), name
+        assert all(some(rank[name] == pytest.approx(plain[steps:], rel=1e-5) for rank in ranks)), name
 
 
 @pytest.mark.features("capture", "check", "lengths", "mesh", "precision", "record", "saving", "stream")
 def test_all_lines_take_the_cut_that_rank_0_measured(ranks: list[dict[str, Any]]) -> None:
-    assert all(some(one["balance"] == (1, 5) for one in ranks))
+    assert all(some(rank["balance"] == (1, 5) for rank in ranks))
 
 
 def test_errors_of_a_line_name_ranks_by_number_and_place(ranks: list[dict[str, Any]]) -> None:
@@ -312,12 +312,12 @@ def test_ranks_start_again_and_a_data_parallel_pipeline_is_left_out(
     start(fragile(folder, failures=FailureSettings(restarts=3, elastic=True, min_ranks=2)))
     alone = PipelineSettings(device="cpu", transport="in-process")
     start(replace(fragile(whole), mesh=MeshSettings(pipeline=2), memory=MemorySettings(), pipeline=alone))
-    found, wanted = ([one["train/loss"] for one in lines(path / "metrics.jsonl")] for path in (folder, whole))
+    found, wanted = ([line["train/loss"] for line in lines(path / "metrics.jsonl")] for path in (folder, whole))
     assert found == pytest.approx(wanted, rel=1e-6)
     assert len(found) == STEPS
     # The first time all four come back; the second time rank 3 does not, and its pipeline is left out.
     # It dies once the checkpoint of step 2 is there; by then that of step 4 may be, too.
-    told_of = [(one["step"], one["ranks"]) for one in lines(folder / "restarts.jsonl")]
+    told_of = [(line["step"], line["ranks"]) for line in lines(folder / "restarts.jsonl")]
     assert told_of in ([(0, 4), (2, 2)], [(0, 4), (4, 2)])
     assert "planned for 2 ranks instead of 4; mesh.data = 1, with 8 microbatches each" in caplog.text
     assert "memory.zero = 0, because no other rank can hold a part" in caplog.text
@@ -331,7 +331,7 @@ def test_only_data_parallel_pipelines_are_left_out() -> None:
         return TrainSettings(mesh=MeshSettings(**mesh), batch=batch, failures=FailureSettings(elastic=True))
 
     four = given(pipeline=2, data=4)
-    assert [most_within(four, one) for one in (7, 6, 5, 3, 1)] == [6, 6, 4, 2, 0]
+    assert [most_within(four, number) for number in (7, 6, 5, 3, 1)] == [6, 6, 4, 2, 0]
     assert fewest_of(four) == 2
     two = planned_for(four, 4, quiet=True)
     assert (two.mesh.data, two.mesh.pipeline, two.num_microbatches) == (2, 2, 12)

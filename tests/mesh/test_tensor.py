@@ -63,8 +63,8 @@ def stepped(pipe: Pipeline, step: int) -> float:
     """Run a step on this line's rows, clip and return the loss."""
     x, y = batch(step)
     at, count = pipe.axes.rows
-    x, y = (one.chunk(count)[at] for one in (x, y))
-    named = pipe._run.intake.own
+    x, y = (tensor.chunk(count)[at] for tensor in (x, y))
+    named = pipe._run.intake.has_own_loss
     result = pipe.step(input_ids=x, labels=y) if named else pipe.step(x, target=y)
     pipe.clip_grad_norm_(1.0)
     assert result.loss is not None
@@ -113,7 +113,7 @@ def _muon() -> list[float]:
             optimizer.zero_grad()
         shapes = pipe.parameter_shapes()
         state = optimizer.state_dict()["state"]
-        assert all(one["momentum_buffer"].shape == shapes[name] for name, one in some(state.items()))
+        assert all(entry["momentum_buffer"].shape == shapes[name] for name, entry in some(state.items()))
         return losses
 
 
@@ -121,8 +121,8 @@ def _states() -> dict[str, torch.Tensor]:
     """Return the whole state after a step from loaded weights."""
     whole = chain()
     with torch.no_grad():
-        for one in whole.parameters():
-            one.mul_(0.5)
+        for param in whole.parameters():
+            param.mul_(0.5)
     with pipeline("chain", "1f1b", PP2_TP2) as pipe:
         pipe.load_state_dict(whole.state_dict())
         optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
@@ -130,9 +130,9 @@ def _states() -> dict[str, torch.Tensor]:
         optimizer.step()
         local = dict(pipe.named_parameters())
         state = pipe.state_dict()
-        for name, one in some(local.items()):
-            divided = getattr(one, "slice", None) is not None
-            assert (one.shape == pipe.parameter_shapes()[name]) is not divided
+        for name, param in some(local.items()):
+            divided = getattr(param, "slice", None) is not None
+            assert (param.shape == pipe.parameter_shapes()[name]) is not divided
             assert state[name].shape == pipe.parameter_shapes()[name]
         return state
 
@@ -212,8 +212,8 @@ REFUSALS = {
 
 
 def near(found: list[float], wanted: list[float], case: str) -> None:
-    for one, other in some(zip(found, wanted, strict=True)):
-        assert abs(one - other) <= 1e-5 * abs(other), (case, found, wanted)
+    for value, other in some(zip(found, wanted, strict=True)):
+        assert abs(value - other) <= 1e-5 * abs(other), (case, found, wanted)
 
 
 def _cases() -> list[str]:
@@ -231,12 +231,12 @@ def ranks() -> list[dict[str, Any]]:
 
 @long
 def test_losses_are_those_of_one_process_over_20_steps(ranks: list[dict[str, Any]]) -> None:
-    names, each = _cases(), [one["trained"] for one in ranks]
+    names, each = _cases(), [rank["trained"] for rank in ranks]
     wanted = {kind: alone(kind, NUM_STEPS) for kind in {CASES[name][0] for name in names}}
     for name in some(names):
         kind = CASES[name][0]
         near(each[0][name][0], wanted[kind], name)
-        assert all(one[name] == each[0][name] for one in some(each)), name  # all ranks tell the same
+        assert all(value[name] == each[0][name] for value in some(each)), name  # all ranks tell the same
         assert each[0][name][1] == len(list(MODELS[kind]().parameters())), name  # all were checked
 
 
@@ -246,16 +246,16 @@ def test_whole_matrices_states_dropout_and_refusals(ranks: list[dict[str, Any]])
         warnings.simplefilter("ignore")  # of torch, about products in bf16 on some processors
         # In a process of its own: matrices in bfloat16 change the last bits of later ones on some processors.
         near(ranks[0]["muon"], launch(alone, "chain", 3, torch.optim.Muon, num_ranks=1)[0], "muon")
-    whole = {name: one for found in ranks for name, one in found["states"].items()}
+    whole = {name: state for found in ranks for name, state in found["states"].items()}
     reference = chain()
     with torch.no_grad():
-        for one in reference.parameters():
-            one.mul_(0.5)
+        for param in reference.parameters():
+            param.mul_(0.5)
     torch.autograd.backward(loss_fn(reference(batch(0)[0]), batch(0)[1]))
     nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
     torch.optim.SGD(reference.parameters(), lr=0.1).step()
-    for name, one in some(reference.state_dict().items()):
-        torch.testing.assert_close(whole[name], one, rtol=1e-5, atol=1e-6)
+    for name, param in some(reference.state_dict().items()):
+        torch.testing.assert_close(whole[name], param, rtol=1e-5, atol=1e-6)
     model, x = gpt(), batch(0)[0]
     for made, wanted in some(zip(ranks[3]["evaluated"], (model(x[:, :4]), model(x)), strict=True)):
         torch.testing.assert_close(made, wanted.detach(), rtol=1e-5, atol=1e-6)

@@ -67,7 +67,7 @@ def trained(dtype: torch.dtype, num_ranks: int) -> dict[str, Any]:
             assert made is not None
             losses.append((made.dtype, float(made)))
             optimizer.step()
-        return {"losses": losses, "state": {name: one.clone() for name, one in pipe.state_dict().items()}}
+        return {"losses": losses, "state": {name: entry.clone() for name, entry in pipe.state_dict().items()}}
 
 
 def plain(num_ranks: int, dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
@@ -90,14 +90,14 @@ def plain(num_ranks: int, dtype: torch.dtype) -> tuple[list[float], dict[str, Te
 def test_tied_weights_have_both_names_and_the_values_of_one_process(num_ranks: int) -> None:
     ranks = dl.launch(trained, torch.bfloat16, num_ranks, num_ranks=num_ranks)
     (losses, state), (low, low_state) = (plain(num_ranks, dtype) for dtype in (torch.float64, torch.bfloat16))
-    merged = {name: one for rank in ranks for name, one in rank["state"].items()}
+    merged = {name: entry for rank in ranks for name, entry in rank["state"].items()}
     assert merged.keys() == state.keys() == model(torch.bfloat16).state_dict().keys()
     assert torch.equal(merged["0.weight"], merged["2.weight"])
     digit = torch.finfo(torch.bfloat16).eps
-    for name, one in some(merged.items()):
+    for name, value in some(merged.items()):
         rounding = max(float((low_state[name].double() - state[name]).norm()), digit * float(state[name].norm()))
-        assert (one.double() - state[name]).norm() <= 2 * rounding
-    rounding = max(*(abs(one - two) for one, two in zip(losses, low, strict=True)), digit * losses[0])
+        assert (value.double() - state[name]).norm() <= 2 * rounding
+    rounding = max(*(abs(loss - two) for loss, two in zip(losses, low, strict=True)), digit * losses[0])
     for rank in some(ranks):
         assert [kind for kind, _ in rank["losses"]] == [torch.bfloat16] * STEPS
-        assert [one for _, one in rank["losses"]] == pytest.approx(losses, rel=0, abs=2 * rounding)
+        assert [value for _, value in rank["losses"]] == pytest.approx(losses, rel=0, abs=2 * rounding)

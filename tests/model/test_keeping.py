@@ -66,8 +66,14 @@ def of_module() -> tuple[Loss, Callable[[], Any]]:
 
 
 def of_method() -> tuple[Loss, Callable[[], Any]]:
-    one = Trainer()
-    return one.loss, lambda: (one.losses, one.mean.tolist(), hasattr(one, "last"), one.counter.number, one.counter.seen)
+    trainer = Trainer()
+    return trainer.loss, lambda: (
+        trainer.losses,
+        trainer.mean.tolist(),
+        hasattr(trainer, "last"),
+        trainer.counter.number,
+        trainer.counter.seen,
+    )
 
 
 def of_closure() -> tuple[Loss, Callable[[], Any]]:

@@ -48,7 +48,7 @@ def layer_by_layer(model: nn.Module) -> list[Block]:
     found = []
     for name, child in model.named_children():
         if name == "transformer":
-            found += [Block(f"{name}.{part}", one) for part, one in child.named_children()]
+            found += [Block(f"{name}.{part}", module) for part, module in child.named_children()]
         else:
             found.append(Block(name, child))
     return found
@@ -80,8 +80,8 @@ def test_a_list_of_blocks_is_a_model_too() -> None:
 
     listed = dl.materialise(on_meta(make), seed=2)
     sequence = dl.materialise(on_meta(lambda: nn.Sequential(*make())), seed=2)
-    assert [one.tolist() for block in listed for one in block.parameters()] == [
-        one.tolist() for one in sequence.parameters()
+    assert [param.tolist() for block in listed for param in block.parameters()] == [
+        param.tolist() for param in sequence.parameters()
     ]
 
 
@@ -114,8 +114,8 @@ def test_values_that_are_there_are_kept_without_weights() -> None:
 
 def sequential(**more: nn.Module) -> Any:
     model = nn.Module()
-    for name, one in {"first": nn.Linear(3, 3), "second": nn.Linear(3, 3, bias=False), **more}.items():
-        model.add_module(name, one)
+    for name, module in {"first": nn.Linear(3, 3), "second": nn.Linear(3, 3, bias=False), **more}.items():
+        model.add_module(name, module)
     return model
 
 
@@ -128,7 +128,7 @@ def saved_state(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Te
     ("prefix_in_file", "prefix_in_model"), [("", "model."), ("model.", ""), ("module.", ""), ("", "inner.")]
 )
 def test_one_prefix_may_be_there_or_not(tmp_path: Path, prefix_in_file: str, prefix_in_model: str) -> None:
-    saved_state(tmp_path, lambda state: {prefix_in_file + name: one for name, one in state.items()})
+    saved_state(tmp_path, lambda state: {prefix_in_file + name: tensor for name, tensor in state.items()})
     expected = torch.load(tmp_path / "pytorch_model.bin")
 
     def make() -> nn.Module:
@@ -136,13 +136,13 @@ def test_one_prefix_may_be_there_or_not(tmp_path: Path, prefix_in_file: str, pre
         model.add_module(prefix_in_model.removesuffix(".") or "none", sequential())
         return model if prefix_in_model else sequential()
 
-    for name, one in some(values(dl.materialise(on_meta(make), tmp_path)).items()):
-        assert torch.equal(one, expected[prefix_in_file + name.removeprefix(prefix_in_model)])
+    for name, value in some(values(dl.materialise(on_meta(make), tmp_path)).items()):
+        assert torch.equal(value, expected[prefix_in_file + name.removeprefix(prefix_in_model)])
 
 
 def test_a_head_beside_a_prefixed_model_keeps_its_name(tmp_path: Path) -> None:
     saved_state(
-        tmp_path, lambda state: {f"model.{name}" if "first" in name else name: one for name, one in state.items()}
+        tmp_path, lambda state: {f"model.{name}" if "first" in name else name: tensor for name, tensor in state.items()}
     )
     expected = torch.load(tmp_path / "pytorch_model.bin")
     found = values(dl.materialise(on_meta(sequential), tmp_path))
@@ -154,7 +154,7 @@ def test_a_head_beside_a_prefixed_model_keeps_its_name(tmp_path: Path) -> None:
     ("change", "words"),
     [
         (
-            lambda state: {name: one for name, one in state.items() if name != "first.bias"},
+            lambda state: {name: entry for name, entry in state.items() if name != "first.bias"},
             saying(
                 "has no tensor for the parameter first.bias",
                 expected="a tensor for every",
@@ -162,7 +162,7 @@ def test_a_head_beside_a_prefixed_model_keeps_its_name(tmp_path: Path) -> None:
             ),
         ),
         (
-            lambda state: {name.replace("first", "frist"): one for name, one in state.items()},
+            lambda state: {name.replace("first", "frist"): entry for name, entry in state.items()},
             saying("has no tensor for the parameter first.weight and 1 other", fix=r"did you mean frist.weight\?"),
         ),
         (
@@ -194,7 +194,7 @@ def test_files_that_do_not_fit_are_refused_on_every_rank_and_leave_the_model_as_
     for mine in blocks:  # whichever of them is wrong
         with refused(ModelError, **words):
             materialise(blocks, [mine], root=model, weights=weights, device=CPU, seed=0)
-    assert all(one.is_meta for one in model.parameters())
+    assert all(param.is_meta for param in model.parameters())
 
 
 def test_what_is_too_many_or_too_few_can_be_named(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_what_nothing_gives_a_value_is_refused_by_name(kind: type[nn.Module], wo
     model = on_meta(lambda: sequential(more=kind()))
     with refused(ModelError, **words):
         dl.materialise(model)
-    assert all(one.is_meta for one in model.parameters())
+    assert all(param.is_meta for param in model.parameters())
 
 
 def test_a_buffer_that_is_not_saved_is_computed_by_its_module(tmp_path: Path) -> None:

@@ -65,20 +65,20 @@ def test_the_same_model_is_drawn_whatever_the_cut(name: str, changes: dict[str, 
     for num_ranks in (2, 5) if ALL else (3,):
         assert_same(by_parts(make, partial(cut, name), num_ranks, None, seed=5), values(whole))
     again = values(dl.materialise(on_meta(make), seed=6))
-    assert any(not torch.equal(again[which], one) for which, one in values(whole).items())
+    assert any(not torch.equal(again[which], value) for which, value in values(whole).items())
 
 
 @each_model
 def test_values_are_distributed_as_transformers_draws_them(name: str, changes: dict[str, Any]) -> None:
     make: Callable[[], Any] = partial(tiny, name, **changes)
     expected, found = values(make()), values(dl.materialise(on_meta(make)))
-    for which, one in some(expected.items()):
+    for which, tensor in some(expected.items()):
         mine = found[which]
-        if not one.is_floating_point() or (one.numel() > 1 and one.std() == 0) or "inv_freq" in which:
-            assert torch.equal(mine, one), which
-        elif one.numel() > 500:
-            assert 0.8 < (mine.std() / one.std()).item() < 1.25, which
-            assert abs((mine.mean() - one.mean()).item()) < 0.2 * one.std().item(), which
+        if not tensor.is_floating_point() or (tensor.numel() > 1 and tensor.std() == 0) or "inv_freq" in which:
+            assert torch.equal(mine, tensor), which
+        elif tensor.numel() > 500:
+            assert 0.8 < (mine.std() / tensor.std()).item() < 1.25, which
+            assert abs((mine.mean() - tensor.mean()).item()) < 0.2 * tensor.std().item(), which
 
 
 def test_a_model_is_read_from_the_files_of_its_inner_model_and_the_other_way_round(tmp_path: Path) -> None:

@@ -74,9 +74,9 @@ def test_an_unsplit_forward_replaces_nothing_of_torchs(schedule: str) -> None:
     batch, target = data(4)
     pipe.step(batch, target=target)
     pipe.eval_step(batch)
-    for one in some(looks):
-        assert len(one.seen) >= 4
-        assert one.seen == [attributes()] * len(one.seen)
+    for look in some(looks):
+        assert len(look.seen) >= 4
+        assert look.seen == [attributes()] * len(look.seen)
 
 
 def test_a_recorded_forward_puts_back_what_it_found() -> None:
@@ -84,7 +84,7 @@ def test_a_recorded_forward_puts_back_what_it_found() -> None:
     batch, target = data(4)
     before = attributes()
     pipe.step(batch, target=target)
-    assert any(seen[0] is not before[0] and seen[1] is not before[1] for one in looks for seen in one.seen)
+    assert any(seen[0] is not before[0] and seen[1] is not before[1] for look in looks for seen in look.seen)
     assert attributes() == before
 
 
@@ -136,7 +136,7 @@ def stepped(schedule: str, seed: int = 0, middle: Callable[[], nn.Module] = Pena
     for step in range(2):
         batch, target = data(8, seed=step)
         pipe.step(batch, target=target)
-    return [one.grad.clone() for one in model.parameters() if one.grad is not None]
+    return [param.grad.clone() for param in model.parameters() if param.grad is not None]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -147,7 +147,7 @@ def test_a_users_own_engine_is_called_and_is_there_afterwards(schedule: str) -> 
         found = stepped(schedule)
         assert attributes()[0] is counting
     assert counting.calls > 0
-    assert all(some(torch.equal(one, other) for one, other in zip(found, expected, strict=True)))
+    assert all(some(torch.equal(tensor, other) for tensor, other in zip(found, expected, strict=True)))
 
 
 class Patches(nn.Module):
@@ -195,7 +195,7 @@ def test_a_pipeline_inside_of_a_recorded_forward_leaves_it_recorded() -> None:
     before = attributes()
     found, expected = stepped("zb-h1", middle=Inner), stepped("zb-h1")
     assert attributes() == before
-    assert all(some(torch.equal(one, other) for one, other in zip(found, expected, strict=True)))
+    assert all(some(torch.equal(tensor, other) for tensor, other in zip(found, expected, strict=True)))
 
 
 def test_watchers_of_two_threads_end_in_any_order() -> None:
@@ -204,7 +204,7 @@ def test_watchers_of_two_threads_end_in_any_order() -> None:
             return ["torch"]
 
     def make(now: Replacement) -> Any:
-        return lambda self: [*filter(None, [now.watcher]), *now.found(self)]
+        return lambda self: [*filter(None, [now.watcher]), *now.original(self)]
 
     patch, own = Patch(Torch, "call", make), vars(Torch)["call"]
     inside, leave, said = threading.Event(), threading.Event(), list[list[str]]()
@@ -265,11 +265,11 @@ def test_two_pipelines_in_threads_do_not_see_each_other(other: tuple[str, Any]) 
             pipe.zero_grad()
             meets.barrier = barrier
             pipe.step(batch, target=target)
-            found = [one.grad for one in reference.parameters()]
+            found = [param.grad for param in reference.parameters()]
             reference.zero_grad()
             torch.autograd.backward(functional.mse_loss(reference(batch), target))
-            for one, gradient in zip(reference.parameters(), found, strict=True):
-                torch.testing.assert_close(one.grad, gradient)
+            for param, gradient in zip(reference.parameters(), found, strict=True):
+                torch.testing.assert_close(param.grad, gradient)
         except BaseException as error:
             errors.append(error)
             barrier.abort()
@@ -277,7 +277,7 @@ def test_two_pipelines_in_threads_do_not_see_each_other(other: tuple[str, Any]) 
     # Made here: threads have one random generator between them, and a forward during which it moves is run twice.
     references = [nn.Sequential(nn.Linear(6, 6), inner) for inner in (nn.Linear(6, 6), other[1]())]
     pairs = zip(("zb-h1", other[0]), references, strict=True)
-    threads = [threading.Thread(target=run, args=one) for one in pairs]
+    threads = [threading.Thread(target=run, args=pair) for pair in pairs]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -367,7 +367,7 @@ def test_a_refused_gradient_leaves_no_hook_behind() -> None:
     batch, target = data(4)
     with refused(ModelError, "one of 2 tensors that it received"):
         pipe.step(batch, target=target)
-    assert not any(one._backward_hooks for one in across.received)
+    assert not any(value._backward_hooks for value in across.received)
 
 
 class Follows(nn.Module):
@@ -396,7 +396,7 @@ def test_models_are_followed_in_two_threads_at_once() -> None:
 
     before, meet, found = attributes(), threading.Barrier(2, timeout=20).wait, list[list[str]]()
     models = [Meeting(), Meeting()]
-    threads = [threading.Thread(target=lambda one=one: found.append(pieces(one))) for one in models]
+    threads = [threading.Thread(target=lambda value=model: found.append(pieces(value))) for model in models]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -434,13 +434,13 @@ def test_functions_are_copied_along_in_two_threads_at_once() -> None:
     barrier, own = threading.Barrier(2, timeout=20), dict(copy._deepcopy_dispatch)  # type: ignore[attr-defined]
     made = list[Any]()
     models = [Keeps(), Keeps()]
-    threads = [threading.Thread(target=lambda one=one: made.append(copied(one, {}))) for one in models]
+    threads = [threading.Thread(target=lambda value=model: made.append(copied(value, {}))) for model in models]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [one.keep() is one.kept for one in made] == [True, True]
-    assert not any(one.kept is other.kept for one in made for other in models)
+    assert [value.keep() is value.kept for value in made] == [True, True]
+    assert not any(value.kept is other.kept for value in made for other in models)
     assert own == copy._deepcopy_dispatch  # type: ignore[attr-defined]
 
 

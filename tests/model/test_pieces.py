@@ -55,7 +55,7 @@ def names(blocks: list[Block]) -> list[str]:
 def gradients(model: nn.Module, output: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     torch.autograd.backward(output.square().sum())
-    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    return {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
 
 
 class UNet(nn.Module):
@@ -90,7 +90,7 @@ def test_skips_ride_along_and_no_longer_than_they_are_needed() -> None:
     assert alive == [1, 2, 3, 2, 1, 1], "what follows a block belongs to it: the concatenation too"
     made = through(blocks, x())
     assert torch.equal(made, model(x()))
-    assert all(torch.equal(one, gradients(model, model(x()))[name]) for name, one in gradients(model, made).items())
+    assert all(torch.equal(part, gradients(model, model(x()))[name]) for name, part in gradients(model, made).items())
 
 
 class Everything(nn.Module):
@@ -203,7 +203,7 @@ def test_a_block_used_again_is_the_same_block_again() -> None:
     model = Repeats()
     blocks = pieces_of(model, Inputs((x(),), {}))
     assert names(blocks) == ["layer", "layer#2", "layer#3", "out"]
-    assert len({id(one) for block in blocks for one in block.module.parameters()}) == 4
+    assert len({id(param) for block in blocks for param in block.module.parameters()}) == 4
     assert torch.equal(through(blocks, x()), model(x()))
 
 
@@ -432,7 +432,7 @@ def test_a_mask_made_of_small_inputs_is_made_again_and_does_not_travel() -> None
     value, lengths = torch.randn(2, 64, WIDTH), torch.tensor([64, 40])
     blocks = pieces_of(model, Inputs((value, lengths), {}))
     sent = run(blocks[0], Inputs((value, lengths), {}))
-    assert sorted(tuple(one.shape) for one in sent.tensors) == [(2,), (2, 64, WIDTH)]
+    assert sorted(tuple(tensor.shape) for tensor in sent.tensors) == [(2,), (2, 64, WIDTH)]
     assert torch.equal(through(blocks, value, lengths), model(value, lengths))
     mine = gradients(model, through(blocks, value, lengths))
     theirs = gradients(model, model(value, lengths))
@@ -517,18 +517,18 @@ def test_a_copy_of_a_piece_computes_with_its_own_parameters() -> None:
     blocks = pieces_of(model, Inputs((x(),), {}))
     copies = [Block(block.name, copy.deepcopy(block.module), "") for block in blocks]
     with torch.no_grad():
-        for one in model.parameters():
-            one.zero_()
+        for param in model.parameters():
+            param.zero_()
     assert not bool((through(blocks, x()) == through(copies, x())).all())
 
 
 def test_the_model_itself_is_left_as_it_was() -> None:
     model = Glue()
-    before = {name: (id(one), one.detach().clone()) for name, one in model.state_dict(keep_vars=True).items()}
+    before = {name: (id(entry), entry.detach().clone()) for name, entry in model.state_dict(keep_vars=True).items()}
     call = nn.Module.__call__
     pieces_of(model, Inputs((x(),), {}))
-    after = {name: (id(one), one.detach().clone()) for name, one in model.state_dict(keep_vars=True).items()}
-    assert {name: one for name, (one, _) in before.items()} == {name: one for name, (one, _) in after.items()}
+    after = {name: (id(entry), entry.detach().clone()) for name, entry in model.state_dict(keep_vars=True).items()}
+    assert {name: number for name, (number, _) in before.items()} == {name: index for name, (index, _) in after.items()}
     assert all(torch.equal(before[name][1], after[name][1]) for name in before)
     assert nn.Module.__call__ is call
 
@@ -616,7 +616,7 @@ def test_followed_models_hold_no_memory() -> None:
 
     blocks = pieces_of(Large(), Inputs((torch.empty(2, 100_000),), {}), device=torch.device("cpu"))
     assert len(blocks) == 3
-    assert all(one.is_meta for block in blocks for one in block.module.parameters())
+    assert all(param.is_meta for block in blocks for param in block.module.parameters())
 
 
 ORDER: list[Callable[[], nn.Module]] = [UNet, Rounded, Repeats, Glue, Grows]
@@ -628,8 +628,8 @@ def test_exact_cover(kind: Callable[[], nn.Module]) -> None:
     blocks = pieces_of(model, Inputs((x(),), {}))
     owners: dict[int, list[str]] = {}
     for block in blocks:
-        for one in block.module.parameters():
-            owners.setdefault(id(one), []).append(block.name)
-    assert owners.keys() == {id(one) for one in model.parameters()}
+        for param in block.module.parameters():
+            owners.setdefault(id(param), []).append(block.name)
+    assert owners.keys() == {id(param) for param in model.parameters()}
     shared = {tuple(where) for where in owners.values() if len(where) > 1}
     assert shared <= {("layer", "layer#2", "layer#3"), ("layers.0", "layers.1", "layers.2")}

@@ -21,9 +21,9 @@ CPU = torch.device("cpu")
 
 def test_every_part_of_a_seed_counts() -> None:
     def seed(*, seed: int = 0, step: int = 0, microbatch: int = 0, first: int = 0, block: str = "a") -> int:
-        one = Randomness(seed, CPU, first=first)
-        one.step = step
-        return one.seed_for(microbatch, block)
+        randomness = Randomness(seed, CPU, first=first)
+        randomness.step = step
+        return randomness.seed_for(microbatch, block)
 
     seeds = [seed(), seed(seed=1), seed(step=1), seed(microbatch=1), seed(first=4), seed(block="b")]
     assert len(set(seeds)) == len(seeds)

@@ -54,7 +54,7 @@ def test_what_answers_to_any_name_is_not_asked() -> None:
     before = around.now()
     scales[0] = 2.0
     assert around.changed(before)
-    with around.kept():
+    with around.keeping_contents():
         scale(0)
     assert scale.cache_info().currsize == 0
 
@@ -79,10 +79,10 @@ NESTED = [
 
 
 def test_values_with_the_same_parts_in_other_places_differ() -> None:
-    for at, one in enumerate(NESTED):
-        equal = [other for other, value in enumerate(NESTED) if fingerprint(one) == fingerprint(value)]
+    for at, item in enumerate(NESTED):
+        equal = [other for other, value in enumerate(NESTED) if fingerprint(item) == fingerprint(value)]
         assert equal == [at]
-        assert not fingerprint(one) != fingerprint(one)  # noqa: SIM202 - both comparisons are used
+        assert not fingerprint(item) != fingerprint(item)  # noqa: SIM202 - both comparisons are used
 
 
 class Layer(nn.Module):
@@ -186,10 +186,10 @@ class Logs(nn.Module):
     ],
 )
 def test_what_computes_nothing_is_compared_by_identity(make: Callable[[], Any]) -> None:
-    one = make()
-    before = fingerprint({"it": one})
+    value = make()
+    before = fingerprint({"it": value})
     assert len(before[0]) == 2  # the dict and one entry: nothing inside is looked at
-    assert fingerprint({"it": one}) == before
+    assert fingerprint({"it": value}) == before
     assert fingerprint({"it": object()}) != before
 
 

@@ -36,8 +36,8 @@ def tensors() -> dict[str, Tensor]:
 def saved(folder: Path, layout: str) -> Path:
     """Write the tensors in one of the layouts that people have; returns what is passed as weights."""
     made = tensors()
-    first = {name: one for name, one in made.items() if name.startswith("a")}
-    second = {name: one for name, one in made.items() if name not in first}
+    first = {name: tensor for name, tensor in made.items() if name.startswith("a")}
+    second = {name: tensor for name, tensor in made.items() if name not in first}
     if layout == "safetensors":
         safetensors.save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
     elif layout == "one file":
@@ -80,20 +80,20 @@ def test_every_layout_gives_every_tensor(tmp_path: Path, layout: str) -> None:
     found = Weights(saved(tmp_path, layout)).tensors
     expected = tensors()
     assert set(found) == set(expected)
-    for name, one in expected.items():
-        assert torch.equal(found[name].read(), one)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name].read(), tensor)
 
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_type_is_read_bit_by_bit(tmp_path: Path, kind: str) -> None:
     dtype = module.TYPES[kind]
-    one = torch.randint(0, 2, (4, 8 * dtype.itemsize), dtype=torch.uint8)
-    one = one.view(dtype) if dtype is not torch.bool else one.bool()
-    safetensors.save_file({"x": one, "none": one[:0].clone()}, tmp_path / "model.safetensors")
+    tensor = torch.randint(0, 2, (4, 8 * dtype.itemsize), dtype=torch.uint8)
+    tensor = tensor.view(dtype) if dtype is not torch.bool else tensor.bool()
+    safetensors.save_file({"x": tensor, "none": tensor[:0].clone()}, tmp_path / "model.safetensors")
     found = Weights(tmp_path).tensors
     assert found["x"].dtype is dtype
-    assert torch.equal(found["x"].read().view(torch.uint8), one.view(torch.uint8))
-    assert found["none"].read().shape == (0, one.shape[1])
+    assert torch.equal(found["x"].read().view(torch.uint8), tensor.view(torch.uint8))
+    assert found["none"].read().shape == (0, tensor.shape[1])
 
 
 def test_our_reader_needs_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,14 +106,14 @@ def test_a_tensor_of_another_type_is_converted_through_a_small_buffer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_BUFFER_BYTES", 28)  # seven elements: the last part is shorter
-    one = torch.randn(5, 5)
-    safetensors.save_file({"x": one}, tmp_path / "model.safetensors")
+    tensor = torch.randn(5, 5)
+    safetensors.save_file({"x": tensor}, tmp_path / "model.safetensors")
     target = torch.full((5, 5), torch.nan, dtype=torch.float64)
     Weights(tmp_path).tensors["x"].into(target)
-    assert torch.equal(target, one.double())
+    assert torch.equal(target, tensor.double())
     turned = torch.full((5, 5), torch.nan).t()
     Weights(tmp_path).tensors["x"].into(turned)
-    assert torch.equal(turned, one)
+    assert torch.equal(turned, tensor)
 
 
 def test_views_in_torch_files_are_read_as_they_were(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_wrong_files_are_refused_by_name(tmp_path: Path, what: str, words: dict[
 
 def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
     found = Weights(saved(tmp_path, "safetensors")).tensors
-    last = max(found.values(), key=lambda one: one.start)
+    last = max(found.values(), key=lambda tensor: tensor.start)
     with last.file.open("r+b") as file:
         file.truncate(last.start + 2)
     with refused(ModelError, f"ends within the tensor '{last.name}'"):

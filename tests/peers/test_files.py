@@ -71,7 +71,7 @@ def test_what_we_export_torch_loads(name: str, communication: bool, tmp_path: Pa
         assert reduced == list(range(program.num_stages))
 
 
-@pytest.mark.parametrize("placement", [Placement.linear(4), Placement.v(2)], ids=lambda one: one.name)
+@pytest.mark.parametrize("placement", [Placement.linear(4), Placement.v(2)], ids=lambda value: value.name)
 def test_what_is_searched_torch_loads(placement: Placement, tmp_path: Path) -> None:
     costs = Costs(forward=[1, 1, 1, 1.6], backward_input=[1, 1, 1, 1.6], backward_weight=[1, 1, 1, 1.6])
     found = search(costs, placement, num_microbatches=6, limit=Limit(max_activations=3), tries=200)

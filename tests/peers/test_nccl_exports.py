@@ -47,7 +47,7 @@ def gradients(model: nn.Module, batch: Tensor, target: Tensor) -> dict[str, Tens
     """Return the whole model's gradients in one process, the mean over the microbatches."""
     for x, y in zip(batch.chunk(NUM_MICROBATCHES), target.chunk(NUM_MICROBATCHES), strict=True):
         (functional.mse_loss(model(x), y) / NUM_MICROBATCHES).backward()  # type: ignore[no-untyped-call]
-    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 
 def run_file(program: Program, kind: str, device: torch.device) -> int:
@@ -56,7 +56,7 @@ def run_file(program: Program, kind: str, device: torch.device) -> int:
     cuts = cut(blocks_of(model), program.num_stages)
     mine = program.placement.stages_of(dist.get_rank())
     modules = {index: nn.Sequential(*(block.module for block in cuts[index])) for index in mine}
-    stages = [PipelineStage(one, at, program.num_stages, device) for at, one in modules.items()]
+    stages = [PipelineStage(module, at, program.num_stages, device) for at, module in modules.items()]
     kind_of_runtime: Any = schedules._PipelineScheduleRuntime  # which has no types
     runtime = kind_of_runtime(stages, program.num_microbatches, loss_fn=functional.mse_loss)
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +65,7 @@ def run_file(program: Program, kind: str, device: torch.device) -> int:
         runtime._load_csv(str(path), format=kind)
     compared = 0
     for step in range(NUM_STEPS):
-        batch, target = (one.double().to(device) for one in data(2 * NUM_MICROBATCHES, seed=step))
+        batch, target = (tensor.double().to(device) for tensor in data(2 * NUM_MICROBATCHES, seed=step))
         model.zero_grad()
         runtime.step(*([batch] if 0 in mine else []), target=target if program.num_stages - 1 in mine else None)
         expected = gradients(mlp(12).double().to(device), batch, target)
@@ -126,9 +126,9 @@ def launch(backend: str, num_ranks: int, *, eager: bool) -> list[str]:
             while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < until and not any(codes):
                 time.sleep(0.1)
         finally:
-            for one in ranks:
-                one.kill()
-                one.wait()
+            for popen in ranks:
+                popen.kill()
+                popen.wait()
         said = [log.read_text() for log in logs]
     assert codes == [0] * num_ranks, "\n".join(text[-3000:] for text in said)
     return said

@@ -48,7 +48,7 @@ def of_torch(program: Program, path: Path, kind: str, model: Any, batch: Any, ta
     cuts = cut(blocks_of(model), program.num_stages)
     mine = program.placement.stages_of(dist.get_rank())
     modules = {index: nn.Sequential(*(block.module for block in cuts[index])) for index in mine}
-    stages = [PipelineStage(one, at, program.num_stages, torch.device("cpu")) for at, one in modules.items()]
+    stages = [PipelineStage(module, at, program.num_stages, torch.device("cpu")) for at, module in modules.items()]
     kind_of_runtime: Any = schedules._PipelineScheduleRuntime  # which has no types
     runtime = kind_of_runtime(stages, program.num_microbatches, loss_fn=functional.mse_loss, **settings)
     runtime._load_csv(str(path), format=kind)
@@ -77,7 +77,7 @@ def run_both(programs: dict[tuple[str, int], Program], folder: Path) -> tuple[di
     unscaled: Off = {}
     for num_microbatches, kind_of_number in ALLOWED:
         dtype = getattr(torch, kind_of_number)
-        batch, target = (one.to(dtype) for one in data(2 * num_microbatches))
+        batch, target = (tensor.to(dtype) for tensor in data(2 * num_microbatches))
         for name in NAMES:
             program = programs[name, num_microbatches]
             with Pipeline(
@@ -88,15 +88,17 @@ def run_both(programs: dict[tuple[str, int], Program], folder: Path) -> tuple[di
             ) as pipe:
                 pipe.step(batch, target=target)
                 pipe.settle()
-                ours = {one: parameter.grad for one, parameter in pipe.named_parameters()}
+                ours = {text: parameter.grad for text, parameter in pipe.named_parameters()}
             for kind in FORMATS:
                 path = file_of(folder, name, num_microbatches, kind)
                 theirs = of_torch(program, path, kind, mlp(NUM_BLOCKS).to(dtype), batch, target)
                 assert theirs.keys() == ours.keys()
-                found[name, num_microbatches, kind] = {one: difference(theirs[one], ours[one]) for one in theirs}
+                found[name, num_microbatches, kind] = {
+                    value: difference(theirs[value], ours[value]) for value in theirs
+                }
             if not unscaled:
                 theirs = of_torch(program, path, kind, mlp(NUM_BLOCKS).to(dtype), batch, target, scale_grads=False)
-                unscaled = {one: difference(theirs[one], ours[one]) for one in theirs}
+                unscaled = {value: difference(theirs[value], ours[value]) for value in theirs}
     return found, unscaled
 
 

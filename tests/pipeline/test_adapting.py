@@ -114,7 +114,7 @@ def on_two_ranks(folder: str) -> dict[str, Any]:
     with piped(num_ranks=None, adapt={"program": False}, record=Path(folder)) as pipe:
         decider = scripted(pipe, SCRIPT)
         found["adapted"] = trained(pipe, 9)
-        found["seen"], found["moves"] = decider.seen, [one.balance_after for one in pipe.moves]
+        found["seen"], found["moves"] = decider.seen, [move.balance_after for move in pipe.moves]
         found["text"] = pipe.program.format()
     pipe = piped(num_ranks=None)
     wrong: list[tuple[Any, type[DrumlineError]]] = [
@@ -150,10 +150,10 @@ def test_ranks_change_together_and_train_as_if_nothing_had_changed(tmp_path: Pat
         step in (2, 3, 4) for step in range(9)
     ]
     changes = report_of(run).changes
-    assert [(one["step"], one["kind"]) for one in changes] == [(2, PROGRAM), (4, CUT), (5, PROGRAM), (7, CUT)]
-    for one in some(changes):
-        assert (one["predicted"], one["real"], one["kept"]) == (1.0, 1.5, True)
-        assert (one["pause"] is not None) == (one["kind"] == CUT)
+    assert [(change["step"], change["kind"]) for change in changes] == [(2, PROGRAM), (4, CUT), (5, PROGRAM), (7, CUT)]
+    for change in some(changes):
+        assert (change["predicted"], change["real"], change["kept"]) == (1.0, 1.5, True)
+        assert (change["pause"] is not None) == (change["kind"] == CUT)
     assert "2 | 4 blocks" in report_text(report_of(run))
 
 
@@ -175,8 +175,8 @@ def test_a_program_is_taken_up_between_two_steps_and_losses_stay() -> None:
 @pytest.mark.features("record")
 def test_another_number_of_microbatches_is_taken_up() -> None:
     pipe = piped()
-    one = pipe.take_program("1f1b", num_microbatches=8)
-    assert one.num_microbatches == pipe.program.num_microbatches == 8
+    candidate = pipe.take_program("1f1b", num_microbatches=8)
+    assert candidate.num_microbatches == pipe.program.num_microbatches == 8
     losses = trained(pipe, 3)
     assert losses == pytest.approx(trained(piped(), 3), rel=1e-5)
     assert pipe.timeline().program.num_microbatches == 8

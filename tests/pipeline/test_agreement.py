@@ -87,8 +87,8 @@ class Doubles(Rotated):
 
 def test_another_graph_is_seen_in_what_was_written() -> None:
     x, _ = data()
-    one, other = (pieces_of(Doubles(order), Inputs((x,), {})) for order in (KINDS, [*KINDS, "other"]))
-    assert written(one) != written(other)
+    row, other = (pieces_of(Doubles(order), Inputs((x,), {})) for order in (KINDS, [*KINDS, "other"]))
+    assert written(row) != written(other)
 
 
 class Grown(Rotated):
@@ -103,16 +103,16 @@ def test_kinds_of_input_that_come_late_are_told_once_and_compared() -> None:
     models = [Grown(KINDS), Grown(KINDS[::-1]), Grown([*KINDS, "other"])]
     each = [pieces_of(model, Inputs((x[:2],), {})) for model in models]
     followed = [TracedKinds(blocks) for blocks in each]
-    assert [one.fresh() for one in followed] == [{}] * 3
+    assert [kinds.fresh() for kinds in followed] == [{}] * 3
     told = []
-    for blocks, one in zip(each, followed, strict=True):
+    for blocks, kinds in zip(each, followed, strict=True):
         for rows in (x[:2], x[:4], x[:4]):
             value: Any = Inputs((rows,), {})
             for block in blocks:
                 value = block.module(value)
-        told.append(one.fresh())
-        assert one.fresh() == {}
-    assert [len(one) for one in told] == [1] * 3
+        told.append(kinds.fresh())
+        assert kinds.fresh() == {}
+    assert [len(entry) for entry in told] == [1] * 3
     agree_on_followed(told[:2], 1)
     agree_on_followed([told[0], {}, told[1]], 1)
     with refused(MismatchError, "step 1: ranks 1 and 2 traced the model to different graphs for new inputs"):
@@ -134,8 +134,8 @@ class Changes(Rotated):
 
 def test_what_a_value_was_when_it_was_used_is_seen_in_what_was_written() -> None:
     x, _ = data()
-    one, other = (pieces_of(Changes(order), Inputs((x,), {})) for order in (KINDS, KINDS[::-1]))
-    assert written(one) != written(other)
+    row, other = (pieces_of(Changes(order), Inputs((x,), {})) for order in (KINDS, KINDS[::-1]))
+    assert written(row) != written(other)
 
 
 def test_batches_differ_by_shape_or_by_numbers_and_none_is_no_batch() -> None:
@@ -166,23 +166,23 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_numbers_count_however_memory_is_laid_out(layout: str) -> None:
     x, _ = data()
-    one, other = LAYOUTS[layout](x), LAYOUTS[layout](x + 1)
-    agree_on_batch([ArgumentPrint.of((one,), None), ArgumentPrint.of((one.contiguous().clone(),), None)], 0)
+    tensor, other = LAYOUTS[layout](x), LAYOUTS[layout](x + 1)
+    agree_on_batch([ArgumentPrint.of((tensor,), None), ArgumentPrint.of((tensor.contiguous().clone(),), None)], 0)
     with refused(MismatchError, "ranks 0 and 1 got different batches: same shapes, different values"):
-        agree_on_batch([ArgumentPrint.of((one,), None), ArgumentPrint.of((other,), None)], 0)
+        agree_on_batch([ArgumentPrint.of((tensor,), None), ArgumentPrint.of((other,), None)], 0)
     with refused(MismatchError, "ranks 0 and 1 got different targets: same shapes, different values"):
-        agree_on_batch([ArgumentPrint.of(None, one.contiguous()), ArgumentPrint.of(None, other)], 0)
+        agree_on_batch([ArgumentPrint.of(None, tensor.contiguous()), ArgumentPrint.of(None, other)], 0)
 
 
 def test_every_part_of_a_tensor_is_looked_at() -> None:
     for number in (1, 2, 7, 8, 9, 15, 16, 17, 1000):
-        for one in (torch.zeros(number), torch.zeros(number, 2)[:, 0]):
+        for tensor in (torch.zeros(number), torch.zeros(number, 2)[:, 0]):
             looked = 0
             for start in range(8):
-                other = one.clone() if one.is_contiguous() else torch.zeros(number, 2)[:, 0]
+                other = tensor.clone() if tensor.is_contiguous() else torch.zeros(number, 2)[:, 0]
                 other[number * start // 8 : max(number * start // 8 + 1, number * (start + 1) // 8)] = 1.0
-                looked += ArgumentPrint.of(other, None) != ArgumentPrint.of(one, None)
-            assert looked == 8, (number, one.stride())
+                looked += ArgumentPrint.of(other, None) != ArgumentPrint.of(tensor, None)
+            assert looked == 8, (number, tensor.stride())
 
 
 def test_a_batch_is_what_it_was_before_the_step() -> None:
@@ -198,19 +198,19 @@ def test_a_batch_is_what_it_was_before_the_step() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_numbers_on_a_device_are_those_on_the_host(layout: str) -> None:
     x, _ = data()
-    one = LAYOUTS[layout](x)
+    tensor = LAYOUTS[layout](x)
     there = LAYOUTS[layout](x.cuda())
-    agree_on_batch([ArgumentPrint.of((one,), None), ArgumentPrint.of((there,), None)], 0)
+    agree_on_batch([ArgumentPrint.of((tensor,), None), ArgumentPrint.of((there,), None)], 0)
     with refused(MismatchError, "same shapes, different values"):
-        agree_on_batch([ArgumentPrint.of((one,), None), ArgumentPrint.of((LAYOUTS[layout](x.cuda() + 1),), None)], 0)
+        agree_on_batch([ArgumentPrint.of((tensor,), None), ArgumentPrint.of((LAYOUTS[layout](x.cuda() + 1),), None)], 0)
 
 
 def test_code_and_settings_of_torchs_layers_tell_models_apart() -> None:
     assert code_of(Rotated(KINDS)) == code_of(Rotated(KINDS[::-1]))
     assert code_of(Rotated(KINDS)) != code_of(Doubles(KINDS))
     assert code_of([nn.ReLU()], functional.mse_loss) != code_of([nn.ReLU()], functional.l1_loss)
-    one, other = (dict(nn.Linear(3, 3, bias=False).named_parameters()) for _ in range(2))
-    assert first_difference([samples_of(one), samples_of(one), samples_of(other)]) == (0, 2, "weight")
+    entry, other = (dict(nn.Linear(3, 3, bias=False).named_parameters()) for _ in range(2))
+    assert first_difference([samples_of(entry), samples_of(entry), samples_of(other)]) == (0, 2, "weight")
 
 
 # ---- real ranks ------------------------------------------------------------------------------------------------------
@@ -294,10 +294,10 @@ def on_a_rank() -> dict[str, tuple[str, str, float]]:
 @long
 @pytest.mark.cold_ranks
 def test_ranks_that_differ_learn_of_it_and_of_the_right_rank() -> None:
-    zero, one = launch(on_a_rank, num_ranks=2, timeout=240)
-    assert zero["set"][0] == one["set"][0] == ""
-    assert zero["loaded"][0] == one["loaded"][0] == ""
-    assert zero["strides"][0] == one["strides"][0] == ""
+    zero, entry = launch(on_a_rank, num_ranks=2, timeout=240)
+    assert zero["set"][0] == entry["set"][0] == ""
+    assert zero["loaded"][0] == entry["loaded"][0] == ""
+    assert zero["strides"][0] == entry["strides"][0] == ""
     texts = {
         "transport": "ranks 0 and 1 disagree on transport: shared-memory and gloo",
         "graph": "ranks 0 and 1 traced the model to different graphs: layers",
@@ -312,15 +312,15 @@ def test_ranks_that_differ_learn_of_it_and_of_the_right_rank() -> None:
         "rows": "step 0: ranks 0 and 1 got different batches: float32(8, 6) and float32(7, 6)",
     }
     for what, text in texts.items():
-        for each in (zero, one):
+        for each in (zero, entry):
             kind, said, _ = each[what]
             assert (kind, said[: len(text)]) == ("MismatchError", text), what
-    assert any(each["beside"][0] == "MismatchError" and "eval_step" in each["beside"][1] for each in (zero, one))
+    assert any(each["beside"][0] == "MismatchError" and "eval_step" in each["beside"][1] for each in (zero, entry))
     kind, said, _ = zero["left"]
     assert kind == "RankFailed"
     assert said.startswith("rank 1 closed its channel while rank 0 was still waiting for it: rank 0 at 0B")
     assert said.endswith("; call step and eval_step the same number of times on every rank, and close() after them")
-    assert max(seconds for each in (zero, one) for *_, seconds in each.values()) < 50  # none waited for its timeout
+    assert max(seconds for each in (zero, entry) for *_, seconds in each.values()) < 50  # none waited for its timeout
 
 
 def leaves_early() -> None:

@@ -59,7 +59,7 @@ def test_an_argument_of_the_wrong_kind_is_refused_by_its_name(name: str, value: 
 def test_the_page_of_arguments_has_all_of_them() -> None:
     page = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
     rows = "".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
-    assert all(some(f"`{one.name}" in rows for one in fields(Options)))
+    assert all(some(f"`{field.name}" in rows for field in fields(Options)))
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

@@ -28,7 +28,7 @@ LENGTHS = (40, 3, 64, 5, 50, 9)
 def unequal() -> tuple[Microbatches, Microbatches]:
     torch.manual_seed(0)
     pairs = [torch.randn(2, 2, length, WIDTH) for length in LENGTHS]
-    return Microbatches(one[0] for one in pairs), Microbatches(one[1] for one in pairs)
+    return Microbatches(pair[0] for pair in pairs), Microbatches(pair[1] for pair in pairs)
 
 
 def in_order(values: Microbatches, order: tuple[int, ...]) -> Microbatches:
@@ -49,8 +49,8 @@ def test_a_step_runs_in_the_order_that_the_simulator_prefers(name: str) -> None:
     assert result.loss is not None
     assert torch.equal(result.loss, reference.step(in_order(x, order), in_order(y, order)))
     reference.compare(pipe, exact=True)
-    assert [one.shape[1] for one in result.output] == list(LENGTHS)  # as they were given
-    assert [one.shape[1] for one in pipe.eval_step(x).output] == list(LENGTHS)
+    assert [value.shape[1] for value in result.output] == list(LENGTHS)  # as they were given
+    assert [value.shape[1] for value in pipe.eval_step(x).output] == list(LENGTHS)
     equal = torch.randn(12, WIDTH)
     assert pipe.step(equal, target=equal).loss is not None  # what is cut is never rearranged
 
@@ -70,7 +70,7 @@ def test_orders_hold_every_microbatch_once_and_the_best_is_never_worse_than_the_
 def test_costs_are_fitted_by_place_and_length() -> None:
     sizes = [Size(rows, length) for rows in (1, 2, 4) for length in (3, 17, 64)]
     wanted = (0.5, 0.02, 0.001)
-    seconds = [sum(part * term for part, term in zip(wanted, one.terms, strict=True)) for one in sizes]
+    seconds = [sum(part * term for part, term in zip(wanted, size.terms, strict=True)) for size in sizes]
     assert fit(sizes, seconds) == pytest.approx(wanted)
     assert fit([Size(2, 8)], [4.0]) == (0.0, 0.25, 0.0)
     assert fit([Size(1, 1), Size(1, 9)], [3.0, 3.0]) == pytest.approx((3.0, 0.0, 0.0), abs=1e-9)

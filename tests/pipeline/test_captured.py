@@ -54,10 +54,10 @@ class Pair:
 
     def compare(self) -> None:
         theirs = dict(self.plain.named_parameters())
-        for name, one in self.captured.named_parameters():
+        for name, param in self.captured.named_parameters():
             expected = theirs[name].grad
-            assert (one.grad is None) == (expected is None), name
-            assert one.grad is None or expected is None or torch.equal(one.grad, expected), name
+            assert (param.grad is None) == (expected is None), name
+            assert param.grad is None or expected is None or torch.equal(param.grad, expected), name
 
     def zero_grad(self) -> None:
         self.captured.zero_grad()
@@ -297,11 +297,11 @@ def test_what_a_captured_step_sends_is_a_copy() -> None:
     assert isinstance(engine, CapturingEngine)
     places, sent = set[int](), list[int]()
     for row in engine.captured.rows:
-        places |= {one.data_ptr() for _, tensors, _ in row._sent.values() for one in tensors}
+        places |= {tensor.data_ptr() for _, tensors, _ in row._sent.values() for tensor in tensors}
         send = row.executor.channel.send
 
         def spied(receive: Any, target: int, tensors: Any, form: Any, send: Any = send) -> None:
-            sent.extend(one.data_ptr() for one in tensors)
+            sent.extend(tensor.data_ptr() for tensor in tensors)
             send(receive, target, tensors, form)
 
         setattr(row.executor.channel, "send", spied)  # noqa: B010 - a method of this one instance
@@ -362,8 +362,8 @@ def test_hooks_that_change_gradients_are_captured_and_those_that_exchange_them_a
     model = mlp(4)
     pair = Pair(model, num_microbatches=4, num_ranks=2)
     for pipe in (pair.captured, pair.plain):
-        for one in pipe.parameters():
-            one.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
+        for param in pipe.parameters():
+            param.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
     pair.step(*(data(8, seed=seed) for seed in range(4)))
     assert pair.counts()[1] > 0
 
@@ -372,8 +372,8 @@ def test_hooks_that_change_gradients_are_captured_and_those_that_exchange_them_a
         parameter.grad = parameter.grad * 2
 
     for pipe in (pair.captured, pair.plain):
-        for one in pipe.parameters():
-            one.register_post_accumulate_grad_hook(exchanges)  # type: ignore[no-untyped-call]
+        for param in pipe.parameters():
+            param.register_post_accumulate_grad_hook(exchanges)  # type: ignore[no-untyped-call]
     pair.step(data(12))
     with refused(ModelError, "replaces a gradient by another tensor"):
         pair.captured.step(*data(12)[:1], target=data(12)[1])

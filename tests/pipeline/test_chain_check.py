@@ -51,16 +51,16 @@ def plain(model: Any, steps: int = 1) -> list[dict[str, Tensor]]:
     blocks = list(model.values() if isinstance(model, dict) else model)
     whole = model if isinstance(model, nn.Sequential) else nn.Sequential(*blocks)
     named = {
-        f"{name}.{key}": one
+        f"{name}.{key}": param
         for name, block in zip(model if isinstance(model, dict) else map(str, range(len(blocks))), blocks, strict=True)
-        for key, one in block.named_parameters()
+        for key, param in block.named_parameters()
     }
     found = []
     for step in range(steps):
         whole.zero_grad()
-        for x, y in zip(*(one.chunk(MICROBATCHES) for one in data(step)), strict=True):
+        for x, y in zip(*(tensor.chunk(MICROBATCHES) for tensor in data(step)), strict=True):
             torch.autograd.backward(functional.mse_loss(whole(x), y) / MICROBATCHES)
-        found.append({name: one.grad.clone() for name, one in named.items() if one.grad is not None})
+        found.append({name: value.grad.clone() for name, value in named.items() if value.grad is not None})
     return found
 
 
@@ -68,20 +68,20 @@ def stepped(pipe: Pipeline, step: int = 0) -> dict[str, Tensor]:
     pipe.zero_grad()
     x, y = data(step)
     pipe.step(x, target=y)
-    return {name: one.grad.clone() for name, one in pipe.named_parameters() if one.grad is not None}
+    return {name: param.grad.clone() for name, param in pipe.named_parameters() if param.grad is not None}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("name", TRICKS)
 def test_a_trick_is_refused_before_an_optimizer_steps(name: str, schedule: str) -> None:
     pipe = pipeline(made(TRICKS[name]), schedule=schedule)
-    before = {name: one.detach().clone() for name, one in pipe.named_parameters()}
+    before = {name: param.detach().clone() for name, param in pipe.named_parameters()}
     optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
     with pytest.raises(ModelError):
         stepped(pipe)
     with pytest.raises(ModelError):
         optimizer.step()
-    assert all(torch.equal(one, before[name]) for name, one in some(pipe.named_parameters()))
+    assert all(torch.equal(param, before[name]) for name, param in some(pipe.named_parameters()))
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -93,8 +93,8 @@ def test_what_is_right_passes_with_the_gradients_of_a_plain_loop(name: str) -> N
         assert pipe.checked is not None
         assert (pipe.checked.wrong, pipe.checked.unchecked, pipe.checked.step) == ((), "", step)
         if name != "dropout":  # of which every pipeline seeds its own
-            for key, one in some(found.items()):
-                torch.testing.assert_close(one, gradients[key], msg=f"{key} in step {step}")
+            for key, tensor in some(found.items()):
+                torch.testing.assert_close(tensor, gradients[key], msg=f"{key} in step {step}")
 
 
 @pytest.mark.parametrize("schedule", ["dualpipe", "chimera"])
@@ -105,9 +105,9 @@ def test_of_two_copies_each_is_checked(schedule: str) -> None:
     assert pipe.checked is not None
     assert (pipe.checked.num_microbatches, pipe.checked.wrong) == (2, ())
     spoiled = pipeline(made(RIGHT["plain"]), schedule=schedule)
-    second = [one for one in spoiled._engine.executors if 0 in one.stages][-1]
+    second = [executor for executor in spoiled._engine.executors if 0 in executor.stages][-1]
     module: Any = second.stages[0].blocks[0].module
-    assert module is not next(one for one in spoiled._engine.executors if 0 in one.stages).stages[0].blocks[0].module
+    assert module is not next(item for item in spoiled._engine.executors if 0 in item.stages).stages[0].blocks[0].module
     module.after = lambda x: x * 1.01
     with refused(ModelError, "returns something else than by itself"):
         stepped(spoiled)
@@ -212,10 +212,10 @@ def test_the_parameters_of_a_loss_are_compared_and_left_alone() -> None:
             return (self.scale * (output - target)).square().mean()
 
     torch.manual_seed(0)
-    pipe, unchecked = (pipeline(made(RIGHT["plain"]), loss_fn=Loss(), check_model=one) for one in (True, False))
+    pipe, unchecked = (pipeline(made(RIGHT["plain"]), loss_fn=Loss(), check_model=flag) for flag in (True, False))
     found, wanted = stepped(pipe), stepped(unchecked)
     assert found.keys() == wanted.keys()
-    assert all(torch.equal(one, wanted[name]) for name, one in some(found.items()))
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in some(found.items()))
     assert pipe.checked is not None
     assert pipe.checked.num_parameters == 9
 
@@ -254,8 +254,8 @@ def test_what_a_loss_keeps_is_put_back() -> None:
         return loss
 
     for make in (Seen, Called, closure):
-        found = [stepped(pipeline(made(RIGHT["plain"]), loss_fn=make(), check_model=one)) for one in (True, False)]
-        assert all(torch.equal(one, found[1][name]) for name, one in some(found[0].items())), make
+        found = [stepped(pipeline(made(RIGHT["plain"]), loss_fn=make(), check_model=flag)) for flag in (True, False)]
+        assert all(torch.equal(tensor, found[1][name]) for name, tensor in some(found[0].items())), make
 
 
 def test_what_blocks_keep_past_a_process_is_found_on_ranks_of_their_own() -> None:
@@ -311,7 +311,7 @@ def test_an_error_of_a_block_comes_from_the_step_as_it_is() -> None:
     pipe = pipeline(row(Step(), Step(), Breaks(lambda call: True), Step()))
     with pytest.raises(KeyError, match="no such layer") as raised:
         stepped(pipe)
-    assert any(one.name == "run" and "executor" in str(one.path) for one in raised.traceback), "the step raises it"
+    assert any(item.name == "run" and "executor" in str(item.path) for item in raised.traceback), "the step raises it"
     assert pipe.checked is None
 
 
@@ -358,8 +358,8 @@ def test_gradients_that_a_block_adds_itself_are_compared(where: str, schedule: s
         found = stepped(pipe, step)
         assert pipe.checked is not None
         assert (pipe.checked.wrong, pipe.checked.unchecked, pipe.checked.num_parameters) == ((), "", 8)
-        for key, one in some(found.items()):
-            torch.testing.assert_close(one, gradients[key], msg=f"{key} in step {step}")
+        for key, tensor in some(found.items()):
+            torch.testing.assert_close(tensor, gradients[key], msg=f"{key} in step {step}")
 
 
 def test_a_gradient_that_is_changed_once_it_was_seen_is_told() -> None:
@@ -371,5 +371,5 @@ def test_a_gradient_that_is_changed_once_it_was_seen_is_told() -> None:
     found = stepped(pipe)
     assert pipe.checked is not None
     assert "not the gradient of 2.layer.weight, to which a hook adds once autograd has" in pipe.checked.unchecked
-    for key, one in some(found.items()):
-        torch.testing.assert_close(one, wanted[key], msg=key)
+    for key, tensor in some(found.items()):
+        torch.testing.assert_close(tensor, wanted[key], msg=key)

@@ -80,10 +80,10 @@ def test_all_places_of_a_report_name_the_bytes_that_were_held(
     for step in some(run.steps):
         report = report_of(run, step=step)
         found = report.to_json()
-        assert [one["peak_stash_bytes"] for one in found["per_rank"]] == expected
+        assert [value["peak_stash_bytes"] for value in found["per_rank"]] == expected
         for which in ("measured", "simulated"):
             assert found[which]["peak_stash_bytes"] == found[which]["peak_bytes"] == expected
-            timeline = getattr(report.seen, which)
+            timeline = getattr(report.step, which)
             assert [row["peak_bytes"] for row in document([timeline])["timelines"][0]["rows"]] == expected
         table = ranks_table(report).splitlines()
         assert [line.rstrip().endswith(size_text(size)) for line, size in zip(table[-2:], expected, strict=True)] == [
@@ -105,7 +105,7 @@ def test_bytes_of_a_checkpointed_run_predict_those_of_another_number_of_microbat
     costs = dl.read_run(tmp_path / "run").timeline(0).measured_costs()
     assert costs.recomputes(2) == (True, True)
     other = simulate(dl.generate("gpipe", num_ranks=2, num_microbatches=NUM_MICROBATCHES), costs)
-    assert [one.peak_stash_bytes for one in other.memory] == expected_peaks("gpipe", "full")
+    assert [holding.peak_stash_bytes for holding in other.memory] == expected_peaks("gpipe", "full")
     measured = dl.read_run(tmp_path / "run").timeline(0)
     seconds = measured.median_seconds()
     # A backward that runs its forward again cannot take less than that; on a busy machine a median may say so.
@@ -123,6 +123,6 @@ def test_a_record_without_bytes_within_actions_is_not_weighed(tmp_path: Path) ->
             line.pop("peaks", None)
         path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
     report = report_of(dl.read_run(tmp_path / "run"))
-    assert [one["peak_stash_bytes"] for one in report.ranks] == [None, None]
-    assert report.seen.measured.peak_bytes is None
-    assert report.seen.simulated.peak_bytes is None
+    assert [entry["peak_stash_bytes"] for entry in report.ranks] == [None, None]
+    assert report.step.measured.peak_bytes is None
+    assert report.step.simulated.peak_bytes is None

@@ -56,7 +56,7 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.into(self.first(x)).view(1, -1, 3, 2, WIDTH // 2)
-        query, key, value = (one.transpose(1, 2) for one in heads.unbind(2))
+        query, key, value = (item.transpose(1, 2) for item in heads.unbind(2))
         attended = functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(x.shape)
         x = x + self.out(attended)
         made: Tensor = x + self.wide(self.second(x))
@@ -133,10 +133,10 @@ def pipeline(model: nn.Sequential, schedule: Program | str = "zb-h1", **settings
 
 
 def agree(model: nn.Module, other: nn.Module, tolerance: float = 0.0) -> None:
-    for (name, one), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert one.grad is not None, name
+    for (name, param), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert param.grad is not None, name
         assert theirs.grad is not None, name
-        assert (one.grad - theirs.grad).norm() <= tolerance * theirs.grad.norm(), name
+        assert (param.grad - theirs.grad).norm() <= tolerance * theirs.grad.norm(), name
 
 
 @matrix("name, num_ranks", MODELS, (2, 4), times=1)
@@ -156,7 +156,7 @@ def test_loss_and_gradients_are_those_of_one_process(name: str, num_ranks: int) 
         reference.compare(pipe, exact=schedule not in TWO_WAYS and name != "breaks")
         buffers = list(zip(model.buffers(), reference.model.buffers(), strict=True))
         assert bool(buffers) is (name == "batch norm")
-        assert all(torch.equal(one, other) for one, other in buffers)
+        assert all(torch.equal(tensor, other) for tensor, other in buffers)
 
 
 @long
@@ -185,7 +185,7 @@ def test_recomputed_blocks_get_the_same_gradients_and_buffers(name: str) -> None
         reference.compare(pipe, exact=True)
         buffers = list(zip(model.buffers(), reference.model.buffers(), strict=True))
         assert bool(buffers) is (name == "batch norm")
-        assert all(torch.equal(one, other) for one, other in buffers)
+        assert all(torch.equal(tensor, other) for tensor, other in buffers)
 
 
 def test_training_follows_the_uncompiled_pipeline_with_evaluations_between() -> None:
@@ -202,8 +202,8 @@ def test_training_follows_the_uncompiled_pipeline_with_evaluations_between() -> 
             optimizer.zero_grad()
             found.append(pipe.eval_step(batch, target=target).output)
         outcomes.append([*found, *model.parameters()])
-    for one, other in some(zip(*outcomes, strict=True)):
-        assert torch.equal(one, other)
+    for value, other in some(zip(*outcomes, strict=True)):
+        assert torch.equal(value, other)
 
 
 @pytest.mark.features("record")
@@ -213,8 +213,8 @@ def test_other_options_go_together_with_it(settings: dict[str, Any]) -> None:
     model = model_of("mlp", 4)
     other = copy.deepcopy(model)
     batch, target = data(8)
-    for one, choice in ((model, EAGER), (other, False)):
-        pipe = pipeline(one, schedule, compile=choice, **settings)
+    for sequential, choice in ((model, EAGER), (other, False)):
+        pipe = pipeline(sequential, schedule, compile=choice, **settings)
         pipe.step(batch, target=target)
         pipe.settle()
         if "weigh" in settings:
@@ -244,8 +244,8 @@ def test_a_followed_model_gets_the_same_gradients_at_every_shape() -> None:
     torch.manual_seed(0)
     model = Skips()
     other = copy.deepcopy(model)
-    for one, choice in ((model, EAGER), (other, False)):
-        pipe = pipeline(one, "zb-v", compile=choice, example=data(8)[0])  # type: ignore[arg-type]
+    for skips, choice in ((model, EAGER), (other, False)):
+        pipe = pipeline(skips, "zb-v", compile=choice, example=data(8)[0])  # type: ignore[arg-type]
         for rows in (8, 12):
             batch, target = data(rows)
             pipe.step(batch, target=target)
@@ -260,12 +260,12 @@ def test_precision_goes_together_with_it(precision: str) -> None:
     model = model_of("mlp", 2)
     other = copy.deepcopy(model)
     batch, target = data(8)
-    for one, choice in ((model, EAGER), (other, False)):
-        pipe = pipeline(one, compile=choice, precision=precision)
+    for sequential, choice in ((model, EAGER), (other, False)):
+        pipe = pipeline(sequential, compile=choice, precision=precision)
         pipe.step(batch, target=target)
         pipe.settle()
     agree(model, other, tolerance=1e-6)
-    assert all(one.grad is not None and one.grad.dtype is torch.float32 for one in model.parameters())
+    assert all(param.grad is not None and param.grad.dtype is torch.float32 for param in model.parameters())
 
 
 def test_frozen_stages_go_together_with_it() -> None:
@@ -274,8 +274,8 @@ def test_frozen_stages_go_together_with_it() -> None:
         model[frozen].requires_grad_(False)
     other = copy.deepcopy(model)
     batch, target = data(8)
-    for one, choice in ((model, EAGER), (other, False)):
-        pipe = pipeline(one, "zb-v", compile=choice)
+    for sequential, choice in ((model, EAGER), (other, False)):
+        pipe = pipeline(sequential, "zb-v", compile=choice)
         pipe.step(batch, target=target)
         pipe.settle()
     for first, second in zip(model.parameters(), other.parameters(), strict=True):
@@ -301,11 +301,11 @@ def test_parameters_may_be_frozen_freed_and_hooked_between_steps() -> None:
     model = model_of("mlp", 2)
     other = copy.deepcopy(model)
     batch, target = data(8)
-    pipes = [pipeline(one, compile=choice) for one, choice in ((model, EAGER), (other, False))]
+    pipes = [pipeline(sequential, compile=choice) for sequential, choice in ((model, EAGER), (other, False))]
     for frozen, hooked in ((True, False), (False, True)):
-        for pipe, one in zip(pipes, (model, other), strict=True):
+        for pipe, sequential in zip(pipes, (model, other), strict=True):
             pipe.zero_grad()
-            linear: Any = one[0]
+            linear: Any = sequential[0]
             linear.linear.requires_grad_(not frozen)
             if hooked:
                 linear.norm.weight.register_hook(lambda gradient: 3 * gradient)
@@ -325,12 +325,12 @@ def test_a_weight_gradient_waits_for_w() -> None:
     stage.begin()
     stage.forward(0, batch, target)
     (gradient,) = stage.backward_input(0, (torch.tensor(1.0),))
-    (this,) = stage.held[0]
+    (this,) = stage.passes[0]
     assert gradient is not None
     assert this.tape is not None
     assert this.tape.early == []
     assert [type(record) for record in this.tape.records] == [DeferredWeights]
-    assert {id(one) for one, _ in stage.weight_gradients(0)} == {id(one) for one in model[1].parameters()}
+    assert {id(param) for param, _ in stage.weight_gradients(0)} == {id(param) for param in model[1].parameters()}
 
 
 def test_what_w_needs_may_not_be_changed_before_it() -> None:
@@ -435,7 +435,7 @@ def test_without_a_compiler_it_is_refused_before_the_first_step() -> None:
 def test_ranks_that_compile_otherwise_differ() -> None:
     from drumline.engine.ranks.transports import agree as compare
 
-    told = [pipeline(model_of("mlp", 2), compile=one)._engine.assembly.described() for one in (False, EAGER)]
+    told = [pipeline(model_of("mlp", 2), compile=flag)._engine.assembly.described() for flag in (False, EAGER)]
     with refused(MismatchError, "disagree on compile"):
         compare(told)
 
@@ -482,8 +482,8 @@ def test_gradients_that_share_memory_stay_apart(schedule: str) -> None:
     model = nn.Sequential(Terms(), Terms())
     other = copy.deepcopy(model)
     batch, target = data(8)
-    for one, choice in ((model, "inductor"), (other, False)):
-        pipe = pipeline(one, schedule, compile=choice)
+    for sequential, choice in ((model, "inductor"), (other, False)):
+        pipe = pipeline(sequential, schedule, compile=choice)
         for _ in range(2):
             pipe.step(batch, target=target)
         pipe.settle()
@@ -495,7 +495,7 @@ def _trained() -> dict[str, Tensor | None]:
     batch, target = data(8)
     pipe.step(batch, target=target)
     pipe.settle()
-    return {name: one.grad for name, one in pipe.named_parameters()}
+    return {name: param.grad for name, param in pipe.named_parameters()}
 
 
 @long
@@ -509,8 +509,8 @@ def test_inductor_in_ranks_of_their_own() -> None:
     ranks = dl.launch(_trained, num_ranks=2)
     found = {name: gradient for rank in ranks for name, gradient in rank.items()}
     assert found.keys() == expected.keys()
-    for name, one in expected.items():
+    for name, param in expected.items():
         mine = found[name]
-        assert one.grad is not None
+        assert param.grad is not None
         assert mine is not None
-        assert (mine - one.grad).norm() <= 1e-5 * one.grad.norm(), name
+        assert (mine - param.grad).norm() <= 1e-5 * param.grad.norm(), name

@@ -40,7 +40,7 @@ def compare(program: Any, *, exact: bool, transport: str = "in-process", dropout
         **settings,
     ) as pipe:
         for step in range(2):
-            batch, target = (one.to(CUDA) for one in data(8, seed=step))
+            batch, target = (tensor.to(CUDA) for tensor in data(8, seed=step))
             result = pipe.step(batch, target=target)
             expected = reference.step(batch, target)
             assert result.loss is not None
@@ -68,17 +68,17 @@ def compare_captured(program: Any, rows: Sequence[int], transport: str = "in-pro
         Pipeline(model, transport=transport, **settings) as plain,
     ):
         for step, count in enumerate(rows):
-            batch, target = (one.to(CUDA) for one in data(count, seed=step))
+            batch, target = (tensor.to(CUDA) for tensor in data(count, seed=step))
             mine, theirs = (pipe.step(batch, target=target).loss for pipe in (captured, plain))
             assert mine is not None
             assert theirs is not None
             assert torch.equal(mine, theirs), f"the loss of step {step} of {program!r}"
             expected = dict(plain.named_parameters())
-            for name, one in captured.named_parameters():
+            for name, param in captured.named_parameters():
                 wanted = expected[name].grad
-                assert one.grad is not None
+                assert param.grad is not None
                 assert wanted is not None
-                assert torch.equal(one.grad, wanted), f"{name} in step {step} of {program!r}"
+                assert torch.equal(param.grad, wanted), f"{name} in step {step} of {program!r}"
             if step % 3 == 2:  # gradients add up over steps, too
                 captured.zero_grad()
                 plain.zero_grad()
@@ -110,7 +110,7 @@ def test_captured_gradients_are_those_of_one_process() -> None:
         reference = Reference(model, program, functional.mse_loss, device=CUDA)
         pipe = Pipeline(model, loss_fn=functional.mse_loss, schedule=program, num_ranks=num_ranks, capture=True)
         for rows in (8, 8, 8, 12, 7, 8):
-            batch, target = (one.to(CUDA) for one in data(rows, seed=rows))
+            batch, target = (tensor.to(CUDA) for tensor in data(rows, seed=rows))
             pipe.step(batch, target=target)
             reference.step(batch, target)
         reference.compare(pipe, exact=False, tolerance=1e-5)
@@ -122,7 +122,7 @@ def test_captured_steps_leak_nothing() -> None:
             mlp().to(CUDA), loss_fn=functional.mse_loss, num_microbatches=4, num_ranks=num_ranks, capture=True
         )
         optimizer = pipe.optimizer(torch.optim.SGD, lr=0.01)
-        batch, target = (one.to(CUDA) for one in data(8))
+        batch, target = (tensor.to(CUDA) for tensor in data(8))
         held = []
         for _ in range(30):
             pipe.step(batch, target=target)
@@ -165,7 +165,7 @@ class Reads(nn.Module):
 
 
 def test_what_a_graph_could_not_repeat_is_refused() -> None:
-    batch, target = (one.to(CUDA) for one in data(8))
+    batch, target = (tensor.to(CUDA) for tensor in data(8))
     for model, says in (
         (mlp(dropout=0.5), "draws random numbers"),
         (nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), "changes its buffers"),
@@ -191,7 +191,7 @@ def test_a_nan_on_the_device_stops_the_optimizer() -> None:
     for capture in (False, True):
         pipe = Pipeline(mlp().to(CUDA), loss_fn=functional.mse_loss, num_microbatches=4, num_ranks=2, capture=capture)
         optimizer = pipe.optimizer(torch.optim.Adam)
-        batch, target = (one.to(CUDA) for one in data(8))
+        batch, target = (tensor.to(CUDA) for tensor in data(8))
         for _ in range(3):
             pipe.step(batch, target=target)
             pipe.zero_grad()
@@ -207,7 +207,7 @@ def test_bfloat16_gradients_are_those_of_one_process() -> None:
         model = mlp().to(CUDA, torch.bfloat16)
         reference = Reference(model, program, functional.mse_loss, device=CUDA)
         pipe = Pipeline(model, loss_fn=functional.mse_loss, schedule=program)
-        batch, target = (one.to(CUDA, torch.bfloat16) for one in data(8))
+        batch, target = (tensor.to(CUDA, torch.bfloat16) for tensor in data(8))
         pipe.step(batch, target=target)
         reference.step(batch, target)
         reference.compare(pipe, exact=False, tolerance=1e-2)
@@ -232,12 +232,12 @@ def test_autocast_on_the_device_gives_one_processs_gradients(name: str, precisio
             )
             if pipe.scaler is not None:
                 pipe.scaler.scale = scale
-            batch, target = (one.to(CUDA) for one in data(8))
+            batch, target = (tensor.to(CUDA) for tensor in data(8))
             pipe.step(batch, target=target)
             reference.step(batch, target)
-            for one in reference.model.parameters():
-                assert one.grad is not None
-                one.grad /= scale
+            for param in reference.model.parameters():
+                assert param.grad is not None
+                param.grad /= scale
             reference.compare(pipe, exact=name not in TWO_WAYS, tolerance=1e-5)
 
 
@@ -247,19 +247,19 @@ def test_captured_autocast_follows_the_weights() -> None:
     reference = Reference(model, program, functional.mse_loss, device=CUDA, precision="bf16")
     pipe = Pipeline(model, loss_fn=functional.mse_loss, schedule=program, capture=True, precision="bf16")
     for step in range(3):
-        batch, target = (one.to(CUDA) for one in data(8, seed=step))
+        batch, target = (tensor.to(CUDA) for tensor in data(8, seed=step))
         pipe.step(batch, target=target)
         reference.step(batch, target)
         reference.compare(pipe, exact=False, tolerance=1e-5)
-        for one in (model, reference.model):
-            torch.optim.SGD(one.parameters(), lr=0.1).step()
-            one.zero_grad()
+        for sequential in (model, reference.model):
+            torch.optim.SGD(sequential.parameters(), lr=0.1).step()
+            sequential.zero_grad()
 
 
 @pytest.mark.features("record")
 def test_times_are_taken_on_the_device() -> None:
     pipe = Pipeline(mlp().to(CUDA), loss_fn=functional.mse_loss, schedule="zb-v", num_microbatches=4, num_ranks=2)
-    batch, target = (one.to(CUDA) for one in data(8))
+    batch, target = (tensor.to(CUDA) for tensor in data(8))
     pipe.step(batch, target=target)
     pipe.step(batch, target=target)
     timeline = pipe.timeline()
@@ -308,17 +308,17 @@ def test_a_model_without_memory_is_read_or_drawn_on_the_device(tmp_path: Path, n
     torch.manual_seed(1)  # as making the model does
     state = torch.cuda.get_rng_state()
     whole = materialise(on_meta(mlp), folder)
-    assert {one.device.type for one in whole.parameters()} == {"cuda"}
+    assert {param.device.type for param in whole.parameters()} == {"cuda"}
     with Pipeline(
         on_meta(mlp), loss_fn=functional.mse_loss, schedule=program, num_ranks=2, transport="in-process", weights=folder
     ) as pipe:
         assert torch.equal(torch.cuda.get_rng_state(), state)
         wanted = dict((mlp() if from_files else whole).named_parameters())
-        for path, one in pipe.named_parameters():
-            assert one.device.type == "cuda"
-            assert torch.equal(one.cpu(), wanted[path].cpu()), path
+        for path, param in pipe.named_parameters():
+            assert param.device.type == "cuda"
+            assert torch.equal(param.cpu(), wanted[path].cpu()), path
         reference = Reference(whole, program, functional.mse_loss, device=CUDA)
-        batch, target = (one.to(CUDA) for one in data(8))
+        batch, target = (tensor.to(CUDA) for tensor in data(8))
         pipe.step(batch, target=target)
         reference.step(batch, target)
         reference.compare(pipe, exact=False, tolerance=1e-5)

@@ -28,7 +28,7 @@ def test_a_model_is_followed_without_an_example(name: str) -> None:
         found = pipe.step(**batch).loss
     assert found is not None
     assert abs(float(found) - loss) < 1e-5 * loss
-    far, where = apart({path: one.grad for path, one in pipe.named_parameters()}, wanted)
+    far, where = apart({path: param.grad for path, param in pipe.named_parameters()}, wanted)
     assert far < 1e-4, where
 
 

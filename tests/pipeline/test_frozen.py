@@ -57,14 +57,14 @@ def pipeline(model: nn.Sequential, program: Program | str, **settings: Any) -> P
 def check_what_ran(pipe: Pipeline) -> None:
     """Hold what a step did against what the simulator makes of the pruned program."""
     ran, simulated = pipe.timeline(), simulate(pipe.program)
-    assert not any(one._gradients or one._made for one in pipe._engine.executors), (
+    assert not any(executor._gradients or executor._outputs for executor in pipe._engine.executors), (
         "something was made that nobody takes"
     )
     assert list(ran.held) == [tuple(after for _, after in holding.pairs) for holding in simulated.memory]
-    sent = [(one.action, one.source, one.target) for one in ran.transfers]
-    assert sorted(map(str, sent)) == sorted(str((one.action, one.source, one.target)) for one in simulated.transfers)
+    sent = [(transfer.action, transfer.source, transfer.target) for transfer in ran.transfers]
+    assert sorted(map(str, sent)) == sorted(str((t.action, t.source, t.target)) for t in simulated.transfers)
     lowest = pipe.program.backwards.index(Backward.WHOLE)
-    assert all(one.action.stage > lowest for one in ran.transfers if one.action.op is Op.SEND_B)
+    assert all(transfer.action.stage > lowest for transfer in ran.transfers if transfer.action.op is Op.SEND_B)
 
 
 @pytest.mark.features("record")
@@ -95,7 +95,7 @@ def test_parameters_follow_one_process_over_several_optimizer_steps(name: str) -
     reference = Reference(model, program, functional.mse_loss, balance="even")
     pipe = pipeline(model, program)
     ours = pipe.optimizer(torch.optim.AdamW, lr=1e-2)
-    theirs = torch.optim.AdamW([one for one in reference.model.parameters() if one.requires_grad], lr=1e-2)
+    theirs = torch.optim.AdamW([param for param in reference.model.parameters() if param.requires_grad], lr=1e-2)
     for step in range(3):
         batch, target = data(9 + step, seed=step)
         pipe.step(batch, target=target)
@@ -135,17 +135,17 @@ def test_what_is_frozen_below_records_no_graph(name: str) -> None:
     assert 0 < max(held[1]) < max(before[1])
     stage = frozen._engine.executors[1].stages[1]
     stage.forward(0, torch.randn(4, WIDTH), torch.randn(4, WIDTH))
-    assert not any(leaf.requires_grad for leaf in stage.held[0][0].leaves)
+    assert not any(leaf.requires_grad for leaf in stage.passes[0][0].leaves)
 
 
 def test_a_stage_that_hands_the_gradient_on_keeps_no_tape_and_lets_go_with_its_i() -> None:
     pipe = pipeline(model_of("top"), "zb-h1", num_ranks=4)
     stage = pipe._engine.executors[3].stages[3]
     stage.forward(0, torch.randn(4, WIDTH), torch.randn(4, WIDTH))
-    assert all(some(this.tape is None for this in stage.held[0]))
+    assert all(some(this.tape is None for this in stage.passes[0]))
     (found,) = stage.backward_input(0, (torch.ones(()),))
     assert found is not None
-    assert stage.held == {}
+    assert stage.passes == {}
 
 
 def test_checkpointed_blocks_that_nothing_is_trained_below_are_not_run_again() -> None:
@@ -212,8 +212,8 @@ def test_freezing_more_later_keeps_working(name: str) -> None:
     model = model_of("bottom")
     reference = Reference(model, program, functional.mse_loss, balance="even")
     pipe = pipeline(model, program)
-    for one in (model, reference.model):
-        one[5].requires_grad_(False)
+    for sequential in (model, reference.model):
+        sequential[5].requires_grad_(False)
     pipe.step(batch, target=target)
     reference.step(batch, target)
     reference.compare(pipe, exact=name not in TWO_WAYS)
@@ -291,8 +291,8 @@ def test_a_cut_is_balanced_by_what_frozen_blocks_take() -> None:
         model, x, target=x, loss_fn=functional.mse_loss, schedule="zb-h1", num_microbatches=4, num_ranks=2, num_runs=3
     )
     times = [layer.times for layer in found.profile.layers]
-    assert all(one.backward == one.backward_input == one.backward_weight == 0 for one in times[:5])
-    assert any(one.backward + one.backward_weight > 0 for one in times[5:])
+    assert all(time.backward == time.backward_input == time.backward_weight == 0 for time in times[:5])
+    assert any(time.backward + time.backward_weight > 0 for time in times[5:])
     assert found.rank_bytes == simulate(found.program, found.costs).peak_bytes
     assert found.program.backwards[1] is Backward.WHOLE
 
@@ -371,7 +371,7 @@ def test_values_that_cross_several_cuts_keep_their_gradients(name: str, checkpoi
         )
         pipe.step(ids, mask, target=target)
         pipe.settle()
-        for (path, one), other in zip(model.named_parameters(), whole.parameters(), strict=True):
-            assert (one.grad is None) == (other.grad is None) == path.startswith(frozen)
-            if one.grad is not None:
-                torch.testing.assert_close(one.grad, other.grad)
+        for (path, param), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+            assert (param.grad is None) == (other.grad is None) == path.startswith(frozen)
+            if param.grad is not None:
+                torch.testing.assert_close(param.grad, other.grad)

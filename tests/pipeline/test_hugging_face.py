@@ -46,8 +46,10 @@ def weights_of(model: nn.Module, batch: Batch, num_microbatches: int) -> list[fl
     """Return how many labels count in each microbatch, told from the model's kind and not by the code under test."""
     name = type(model).__name__
     shift = 1 if name.endswith(("ForCausalLM", "LMHeadModel")) else 0
-    labels = [one[..., shift:] if one.dim() > 1 else one for one in batch["labels"].tensor_split(num_microbatches)]
-    return [float((one != -100).sum()) for one in labels]
+    labels = [
+        value[..., shift:] if value.dim() > 1 else value for value in batch["labels"].tensor_split(num_microbatches)
+    ]
+    return [float((label != -100).sum()) for label in labels]
 
 
 def difference(mine: Tensor, wanted: Tensor, whole: float) -> float:
@@ -81,17 +83,17 @@ def test_three_steps_like_the_unsplit_model(name: str, schedule: str, num_ranks:
         losses = losses_by_microbatch(
             reference, batch, num_microbatches, weights_of(reference, batch, num_microbatches)
         )
-        wanted = {path: one.grad for path, one in reference.named_parameters(remove_duplicate=False)}
-        whole = float(torch.stack([one.norm() for one in wanted.values() if one is not None]).norm())
+        wanted = {path: param.grad for path, param in reference.named_parameters(remove_duplicate=False)}
+        whole = float(torch.stack([tensor.norm() for tensor in wanted.values() if tensor is not None]).norm())
         assert torch.equal(loss, sum(losses[1:], losses[0])) or not exact
         assert abs(float(loss) - float(sum(losses))) <= 1e-6 * abs(float(loss))
         seen = set()
-        for path, one in pipe.named_parameters():
+        for path, param in pipe.named_parameters():
             expected = wanted[path]
-            assert one.grad is not None, path
+            assert param.grad is not None, path
             assert expected is not None, path
-            assert torch.equal(one.grad, expected) or not exact, path
-            assert difference(one.grad, expected, whole) <= 1e-6, path
+            assert torch.equal(param.grad, expected) or not exact, path
+            assert difference(param.grad, expected, whole) <= 1e-6, path
             seen.add(path)
         assert seen == {path for path, _ in reference.named_parameters()}
         optimizer.step()
@@ -100,9 +102,9 @@ def test_three_steps_like_the_unsplit_model(name: str, schedule: str, num_ranks:
         own.zero_grad()
         # Where sums have another order the two drift apart by rounding: gradients are compared at the same weights.
         with torch.no_grad():
-            for path, one in pipe.named_parameters():
-                assert torch.equal(one, weights[path]) or not exact, path
-                weights[path].copy_(one)
+            for path, param in pipe.named_parameters():
+                assert torch.equal(param, weights[path]) or not exact, path
+                weights[path].copy_(param)
 
 
 # All of them take minutes: `make matrices` runs all, every other test run some.
@@ -127,14 +129,14 @@ def test_every_family_with_a_pipeline_plan_runs_piece_by_piece(family: str) -> N
     assert torch.equal(value.logits, wanted.logits)
     assert torch.equal(value.loss, wanted.loss)
     named = [pair for pair in model.named_parameters() if pair[1].requires_grad]
-    trained = [one for _, one in named]
+    trained = [param for _, param in named]
     mine = torch.autograd.grad(value.loss, trained, allow_unused=True)
     theirs = torch.autograd.grad(wanted.loss, trained, allow_unused=True)
-    for (path, _), one, other in some(zip(named, mine, theirs, strict=True)):
-        assert (one is None) == (other is None), path
-        assert one is None or torch.equal(one, other), path
-    covered = {id(one) for block in blocks for one in block.module.parameters()}
-    assert covered == {id(one) for one in model.parameters()}
+    for (path, _), tensor, other in some(zip(named, mine, theirs, strict=True)):
+        assert (tensor is None) == (other is None), path
+        assert tensor is None or torch.equal(tensor, other), path
+    covered = {id(param) for block in blocks for param in block.module.parameters()}
+    assert covered == {id(param) for param in model.parameters()}
 
 
 def test_it_needs_no_example_and_the_numbers_are_the_same() -> None:
@@ -163,13 +165,13 @@ def test_a_microbatch_without_a_label_that_counts_adds_nothing() -> None:
     batch["labels"][2:] = -100
     whole = model(**batch, use_cache=False).loss
     whole.backward()
-    wanted = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    wanted = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
     model.zero_grad()
     pipe = Pipeline(model, schedule="zb-h1", num_ranks=2, num_microbatches=2, balance="even")
     assert torch.allclose(trained(pipe, batch), whole, rtol=1e-6)
-    for name, one in pipe.named_parameters():
-        assert one.grad is not None
-        assert torch.allclose(one.grad, wanted[name], atol=1e-6), name
+    for name, param in pipe.named_parameters():
+        assert param.grad is not None
+        assert torch.allclose(param.grad, wanted[name], atol=1e-6), name
 
 
 def test_evaluation_returns_the_models_own_output() -> None:
@@ -199,11 +201,11 @@ def test_lengths_may_change_from_step_to_step() -> None:
         losses = losses_by_microbatch(reference, batch, 2, weights_of(reference, batch, 2))
         assert torch.equal(loss, losses[0] + losses[1])
     wanted = dict(reference.named_parameters())
-    for name, one in pipe.named_parameters():
+    for name, param in pipe.named_parameters():
         expected = wanted[name].grad
-        assert one.grad is not None
+        assert param.grad is not None
         assert expected is not None
-        assert torch.equal(one.grad, expected), name
+        assert torch.equal(param.grad, expected), name
 
 
 @long
@@ -229,8 +231,8 @@ def test_hidden_states_that_hooks_collect_are_the_models_own(name: str) -> None:
         for block in blocks or ():
             value = block.module(value)
         model.zero_grad()
-        torch.autograd.backward(sum(one.square().mean() for one in value.hidden_states))
-        found.append({key: one.grad.clone() for key, one in model.named_parameters() if one.grad is not None})
+        torch.autograd.backward(sum(state.square().mean() for state in value.hidden_states))
+        found.append({key: param.grad.clone() for key, param in model.named_parameters() if param.grad is not None})
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 

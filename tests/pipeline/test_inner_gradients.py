@@ -72,16 +72,16 @@ class Transformed(nn.Module):
         self.layer, self.smooth, self.how = nn.Linear(6, 6), Smooth(), how
 
     def forward(self, x: Tensor) -> Any:
-        def energy(one: Tensor) -> Any:
-            return self.smooth(torch.sin(self.layer(one))).sum()
+        def energy(tensor: Tensor) -> Any:
+            return self.smooth(torch.sin(self.layer(tensor))).sum()
 
         if self.how == "grad":
             return x + torch.func.grad(energy)(x)
         if self.how == "vmap grad":
             return x + torch.func.vmap(torch.func.grad(energy))(x)
         if self.how == "vmap":
-            return x + torch.func.vmap(lambda one: self.smooth(torch.sin(self.layer(one))))(x)
-        made = torch.func.jvp(lambda one: torch.sin(self.layer(one)), (x,), (x * 0.5,))
+            return x + torch.func.vmap(lambda value: self.smooth(torch.sin(self.layer(value))))(x)
+        made = torch.func.jvp(lambda value: torch.sin(self.layer(value)), (x,), (x * 0.5,))
         return made[0] + made[1] + self.smooth(x)
 
 
@@ -168,7 +168,7 @@ def test_gradients_of_gradients_are_those_of_one_process(name: str, schedule: st
     reference.compare(pipe, exact=False)
     buffers = list(zip(model.buffers(), reference.model.buffers(), strict=True))
     assert bool(buffers) is (name == "buffers")
-    assert all(torch.equal(one, other) for one, other in buffers)
+    assert all(torch.equal(tensor, other) for tensor, other in buffers)
 
 
 def test_layers_beside_a_transform_still_wait_for_w() -> None:
@@ -177,7 +177,7 @@ def test_layers_beside_a_transform_still_wait_for_w() -> None:
     stage = pipe._engine.executors[0].stages[0]
     batch, target = data(4)
     stage.forward(0, batch, target)
-    (this,) = stage.held[0]
+    (this,) = stage.passes[0]
     assert this.tape is not None
     assert len(this.tape.records) == 2
 
@@ -270,8 +270,8 @@ def test_backward_inside_a_forward_is_refused_where_its_gradient_would_be_lost()
     Pipeline(model, loss_fn=functional.mse_loss, num_microbatches=4, num_ranks=2).step(batch, target=target)
     for a, b in zip(batch.chunk(4), target.chunk(4), strict=True):
         torch.autograd.backward(functional.mse_loss(whole(a), b) / 4)
-    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    for param, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad)
     pipe = Pipeline(whole, loss_fn=functional.mse_loss, schedule="zb-h1", num_microbatches=4, num_ranks=2)
     with refused(ModelError, r"calls backward\(\) inside its forward"):
         pipe.step(batch, target=target)
@@ -299,9 +299,9 @@ def test_a_block_that_takes_gradients_only_later_is_followed_unless_it_has_buffe
         batch, target = data(8)
         pipe.step(batch, target=target)
         reference.step(batch, target)
-        for one in (*model.modules(), *reference.model.modules()):
-            if isinstance(one, Later):
-                one.takes = True
+        for module in (*model.modules(), *reference.model.modules()):
+            if isinstance(module, Later):
+                module.takes = True
         if buffers:
             with refused(ModelError, "begins to take gradients"):
                 pipe.step(batch, target=target)

@@ -35,7 +35,7 @@ def unequal(count: int, *, seed: int = 0) -> tuple[Microbatches, Microbatches]:
     """Return microbatches of other lengths and other numbers of rows."""
     torch.manual_seed(seed)
     shapes = [(1 + (at + seed) % 3, LENGTHS[(at + seed) % len(LENGTHS)], WIDTH) for at in range(count)]
-    return Microbatches(torch.randn(one) for one in shapes), Microbatches(torch.randn(one) for one in shapes)
+    return Microbatches(torch.randn(shape) for shape in shapes), Microbatches(torch.randn(shape) for shape in shapes)
 
 
 @matrix(
@@ -87,16 +87,16 @@ def by_tokens(output: Tensor, target: Tensor) -> Tensor:
 def spoken(lengths: tuple[int, ...] = (3, 17, 5, 9), seed: int = 0) -> tuple[Microbatches, Any, Microbatches]:
     torch.manual_seed(seed)
     ids = [torch.randint(20, (2, length)) for length in lengths]
-    targets = [one.roll(-1, 1) for one in ids]
-    for at, one in enumerate(targets):
-        one[at % 2, max(1, one.shape[1] - 2 * at) :] = IGNORED
+    targets = [number.roll(-1, 1) for number in ids]
+    for at, target in enumerate(targets):
+        target[at % 2, max(1, target.shape[1] - 2 * at) :] = IGNORED
     targets[2][:] = IGNORED  # nothing counts
-    return Microbatches(ids), {"of": Microbatches(torch.rand(one.shape) for one in ids)}, Microbatches(targets)
+    return Microbatches(ids), {"of": Microbatches(torch.rand(number.shape) for number in ids)}, Microbatches(targets)
 
 
 def whole_loss(model: nn.Module, ids: Any, gate: Any, target: Any, **more: Any) -> Tensor:
-    made = [model(one, {"of": part}, **more).flatten(0, 1) for one, part in zip(ids, gate["of"], strict=True)]
-    return functional.cross_entropy(torch.cat(made), torch.cat([one.flatten() for one in target]))
+    made = [model(number, {"of": part}, **more).flatten(0, 1) for number, part in zip(ids, gate["of"], strict=True)]
+    return functional.cross_entropy(torch.cat(made), torch.cat([value.flatten() for value in target]))
 
 
 @pytest.mark.features("check")
@@ -124,11 +124,11 @@ def test_a_model_that_is_followed_gets_nested_arguments_and_counts_its_labels(se
     torch.autograd.backward(expected)
     torch.testing.assert_close(result.loss, expected.detach())
     wanted = dict(plain.named_parameters())
-    for name, one in some(pipe.named_parameters()):
-        torch.testing.assert_close(one.grad, wanted[name].grad)
+    for name, param in some(pipe.named_parameters()):
+        torch.testing.assert_close(param.grad, wanted[name].grad)
     made = pipe.eval_step(ids, gate, target=target, scale=0.5)
     assert isinstance(made.output, Microbatches)
-    assert [one.shape[1] for one in made.output] == [3, 17, 5, 9]
+    assert [value.shape[1] for value in made.output] == [3, 17, 5, 9]
     torch.testing.assert_close(made.loss, expected.detach())
 
 
@@ -146,10 +146,10 @@ def test_tensors_beside_are_cut_to_the_same_rows_and_single_rows_are_given_whole
         "scale": 2.0,
     }
     cuts = cut(batch, 3, split={"patches": lambda given: [1, 2, 3, 1, 1, 1]})
-    assert [one["label"].tolist() for one in cuts] == [[0, 1], [2], [3, 4, 5]]
-    assert [one["patches"].tolist() for one in cuts] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    assert [tuple(one["x"].shape) for one in cuts] == [(2, 7), (1, 3), (3, 5)]
-    assert all(one["positions"].shape == (1, 9) and one["scale"] == 2.0 for one in some(cuts))
+    assert [item["label"].tolist() for item in cuts] == [[0, 1], [2], [3, 4, 5]]
+    assert [item["patches"].tolist() for item in cuts] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert [tuple(item["x"].shape) for item in cuts] == [(2, 7), (1, 3), (3, 5)]
+    assert all(item["positions"].shape == (1, 9) and item["scale"] == 2.0 for item in some(cuts))
     assert num_rows(batch) == 6
     ids = Microbatches([torch.zeros(2, 7, dtype=torch.long), torch.zeros(1, 3, dtype=torch.long)])
     assert counted_in(ids) == (3, 17)
@@ -211,13 +211,13 @@ def in_numbers(output: Tensor, target: Tensor) -> Tensor:
 
 def test_losses_that_count_by_rows_are_weighed_by_rows_and_those_that_cannot_be_are_refused() -> None:
     x, _ = unequal(4)
-    y = Microbatches(torch.randn(len(one)) for one in x)
+    y = Microbatches(torch.randn(len(value)) for value in x)
     model = mlp()
     plain = copy.deepcopy(model)
     pipe = Pipeline(model, loss_fn=rows_alone, num_microbatches=4, num_ranks=2)
-    made = torch.cat([plain(one).mean((1, 2)) for one in x])
+    made = torch.cat([plain(value).mean((1, 2)) for value in x])
     torch.testing.assert_close(pipe.step(x, target=y).loss, (made - torch.cat(y)).square().mean())
-    labels = Microbatches(torch.randint(WIDTH, one.shape[:2]) for one in x)
+    labels = Microbatches(torch.randint(WIDTH, value.shape[:2]) for value in x)
     pipe = Pipeline(mlp(), loss_fn=in_numbers, num_microbatches=4, num_ranks=2)
     with refused(ModelError, "takes shapes as numbers", fix="pass loss_weight="):
         pipe.step(x, target=labels)
@@ -254,7 +254,7 @@ def over(transport: str) -> int:
                 count += 1
             reference.compare(pipe, exact=name not in TWO_WAYS)
             output = pipe.eval_step(batch if first else None).output
-            assert output is None or {one.shape[1] for one in output} <= set(LENGTHS)
+            assert output is None or {value.shape[1] for value in output} <= set(LENGTHS)
     return count
 
 
@@ -278,7 +278,7 @@ def in_another_order() -> str:
 
 
 def in_another_way(target: Microbatches) -> Microbatches:
-    return Microbatches(reversed([one[:, :1] for one in target]))
+    return Microbatches(reversed([value[:, :1] for value in target]))
 
 
 def both_transports() -> list[Any]:

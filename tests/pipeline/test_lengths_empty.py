@@ -53,11 +53,11 @@ def test_sums_of_microbatches_without_labels_are_those_of_a_plain_loop(loss: str
             told = pipe.step(dl.Microbatches(x), target=dl.Microbatches(y))
             assert told.loss is not None
             found.append(float(told.loss))
-            each = [function(plain(one), two) * share for one, two in zip(x, y, strict=True)]
+            each = [function(plain(tensor), two) * share for tensor, two in zip(x, y, strict=True)]
             torch.autograd.backward(torch.stack(each).sum())
             wanted.append(float(torch.stack(each).sum().detach()))
         assert found == pytest.approx(wanted, rel=1e-10)
         gradients = dict(pipe.named_parameters())
     assert gradients.keys() == dict(plain.named_parameters()).keys()
-    for name, one in plain.named_parameters():
-        torch.testing.assert_close(gradients[name].grad, one.grad, rtol=1e-10, atol=1e-12)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(gradients[name].grad, param.grad, rtol=1e-10, atol=1e-12)

@@ -33,7 +33,7 @@ def expected_of(blocks: Any, program: Program, batch: Tensor, target: Tensor, lo
     stages = cut(blocks_of(blocks), program.num_stages)
     loss = reference_step(stages, program, batch, target, loss_fn, Randomness(0, CPU))
     named = [pair for stage in stages for block in stage for pair in block.named_parameters()]
-    return {"loss": loss, **{name: one.grad for name, one in named}}
+    return {"loss": loss, **{name: param.grad for name, param in named}}
 
 
 def stepped(
@@ -42,17 +42,17 @@ def stepped(
     """Run one step of a pipeline; returns the loss and this process's gradients."""
     with Pipeline(model, loss_fn=loss_fn, schedule=program, num_ranks=program.num_ranks, **settings) as pipe:
         loss = pipe.step(batch, target=target).loss
-        assert not any(one.is_meta for one in pipe.parameters())
-        return {"loss": loss, **{name: one.grad for name, one in pipe.named_parameters()}}
+        assert not any(param.is_meta for param in pipe.parameters())
+        return {"loss": loss, **{name: param.grad for name, param in pipe.named_parameters()}}
 
 
 def compare(found: dict[str, Any], wanted: dict[str, Any], *, exact: bool) -> None:
-    for name, one in found.items():
-        assert one is not None, name
+    for name, value in found.items():
+        assert value is not None, name
         if exact:
-            assert torch.equal(one, wanted[name]), name
+            assert torch.equal(value, wanted[name]), name
         else:
-            assert (one - wanted[name]).norm() <= 1e-6 * wanted[name].norm(), name
+            assert (value - wanted[name]).norm() <= 1e-6 * wanted[name].norm(), name
 
 
 def deep() -> nn.Sequential:
@@ -74,7 +74,7 @@ def one_rank(names: Sequence[str], folder: Path | None) -> dict[str, dict[str, A
         (program,) = programs(name, 2, (4,))
         model = on_meta(deep)
         found = stepped(model, program, *data(8), functional.mse_loss, weights=folder)
-        held = {one for one, value in model.named_parameters() if not value.is_meta}
+        held = {item for item, value in model.named_parameters() if not value.is_meta}
         assert held == set(found) - {"loss"}, "what is another rank's got memory"
         every[name] = found
     return every
@@ -100,30 +100,30 @@ def different_copies() -> list[tuple[str, Tensor]]:
     """Give every rank weights of its own, in a schedule with two copies of every stage."""
     (program,) = programs("dualpipe", 2, (4,))
     with Pipeline(mlp(seed=torch.distributed.get_rank()), loss_fn=functional.mse_loss, schedule=program) as pipe:
-        return [(name, one.detach()) for name, one in pipe.named_parameters()]
+        return [(name, param.detach()) for name, param in pipe.named_parameters()]
 
 
 def test_second_copies_get_the_values_of_the_first() -> None:
-    first, second = (dict(one) for one in dl.launch(different_copies, num_ranks=2))
+    first, second = (dict(row) for row in dl.launch(different_copies, num_ranks=2))
     homes = [dict(mlp(seed=rank).named_parameters()) for rank in (0, 1)]
     assert set(first) == set(second) == set(homes[0])
-    for name, one in first.items():
-        assert torch.equal(one, second[name])
-        assert torch.equal(one, homes[int(name.split(".")[0]) >= 4][name])
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name])
+        assert torch.equal(tensor, homes[int(name.split(".")[0]) >= 4][name])
 
 
 def let_go() -> tuple[list[int], float]:
     """Drop the model once the pipeline is made; returns which of its blocks are there after the first step's check."""
     rank = torch.distributed.get_rank()
     model = mlp()
-    blocks = [weakref.ref(one) for one in model]
+    blocks = [weakref.ref(module) for module in model]
     (program,) = programs("1f1b", 2, (4,))
     with Pipeline(model, loss_fn=functional.mse_loss, schedule=program) as pipe:
         del model
         batch, target = data(8)
         pipe.step(batch if rank == 0 else None, target=target if rank == 1 else None)
         gc.collect()
-        alive = [number for number, one in enumerate(blocks) if one() is not None]
+        alive = [number for number, block in enumerate(blocks) if block() is not None]
         return alive, pipe.clip_grad_norm_(1.0).item()
 
 
@@ -150,8 +150,8 @@ def given(cases: list[list[Path]]) -> list[str]:
 
 def test_all_ranks_say_the_same_about_weights_that_do_not_fit(tmp_path: Path) -> None:
     state = mlp().state_dict()
-    doubled = {name: one.double() for name, one in state.items()}
-    lacking = {name: one for name, one in state.items() if name != "6.1.bias"}
+    doubled = {name: entry.double() for name, entry in state.items()}
+    lacking = {name: entry for name, entry in state.items() if name != "6.1.bias"}
     folders = []
     for number, kept in enumerate((state, doubled, lacking)):
         folders.append(tmp_path / str(number))
@@ -170,7 +170,7 @@ def test_a_model_on_the_meta_device_goes_where_the_rank_computes() -> None:
     pipe = Pipeline(on_meta(mlp), loss_fn=functional.mse_loss, num_microbatches=2, num_ranks=2)
     expected = torch.accelerator.current_accelerator(check_available=True) or CPU
     assert pipe.device.type == expected.type
-    assert {one.device.type for one in pipe.parameters()} == {expected.type}
+    assert {param.device.type for param in pipe.parameters()} == {expected.type}
 
 
 def test_a_model_without_memory_cannot_be_measured() -> None:

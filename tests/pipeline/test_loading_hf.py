@@ -31,7 +31,7 @@ def stepped(name: str, model: nn.Module, schedule: str, folder: Path | None = No
         model, schedule=schedule, num_ranks=2, num_microbatches=4, example=batch, balance="even", weights=folder
     ) as pipe:
         loss = pipe.step(**batch).loss
-        return {"loss": loss, **{path: one.grad for path, one in pipe.named_parameters()}}
+        return {"loss": loss, **{path: param.grad for path, param in pipe.named_parameters()}}
 
 
 NOT_TIED = ("LlamaForCausalLM", "MixtralForCausalLM", "ViTForImageClassification")
@@ -52,8 +52,8 @@ def test_a_folder_trains_as_the_model_that_was_saved(tmp_path: Path, name: str, 
     found = stepped(name, on_meta(partial(tiny, name)), schedule, tmp_path)
     wanted = stepped(name, copy.deepcopy(whole), schedule)
     assert set(found) == set(wanted)
-    for path, one in wanted.items():
-        assert torch.equal(found[path], one), path
+    for path, value in wanted.items():
+        assert torch.equal(found[path], value), path
 
 
 def one_rank(name: str, schedule: str, folder: Path | None) -> tuple[dict[str, Any], list[str]]:
@@ -61,7 +61,7 @@ def one_rank(name: str, schedule: str, folder: Path | None) -> tuple[dict[str, A
     with torch.device("meta"):
         model = tiny(name)
     found = stepped(name, model, schedule, folder)
-    return found, [path for path, one in model.named_parameters() if not one.is_meta]
+    return found, [path for path, param in model.named_parameters() if not param.is_meta]
 
 
 @mainly(
@@ -80,8 +80,8 @@ def test_ranks_of_their_own_read_their_own_layers_alone(
     wanted = stepped(name, whole, schedule)
     for found, held in ranks:
         assert set(held) == set(found) - {"loss"}, "what is another rank's got memory"
-        for path, one in some(found.items()):
-            assert torch.equal(one, wanted[path]), path
+        for path, value in some(found.items()):
+            assert torch.equal(value, wanted[path]), path
     assert set().union(*(found for found, _ in ranks)) == set(wanted)
     assert (len(ranks[0][1]) < len(wanted) - 1) == (schedule != "dualpipe")
 
@@ -105,7 +105,7 @@ class Layer(nn.Module):
 
 
 def by_hand(model: Any) -> dict[str, nn.Module]:
-    layers = {f"model.layers.{number}": Layer(model, one) for number, one in enumerate(model.model.layers)}
+    layers = {f"model.layers.{number}": Layer(model, layer) for number, layer in enumerate(model.model.layers)}
     ends = {"model.norm": model.model.norm, "lm_head": model.lm_head}
     return {"model.embed_tokens": model.model.embed_tokens, **layers, **ends}
 
@@ -125,11 +125,11 @@ def test_a_llama_cut_by_hand_trains_from_its_folder(tmp_path: Path, schedule: st
             by_hand(model), loss_fn=cross_entropy, schedule=schedule, num_ranks=2, num_microbatches=4, weights=folder
         )
         pipe.step(ids, target=ids)
-        gradients.append({path: one.grad for path, one in pipe.named_parameters()})
+        gradients.append({path: param.grad for path, param in pipe.named_parameters()})
     mine, wanted = gradients
-    for path, one in some(wanted.items()):
+    for path, tensor in some(wanted.items()):
         found = mine[path]
-        assert one is not None
+        assert tensor is not None
         assert found is not None
-        assert torch.equal(found, one), path
+        assert torch.equal(found, tensor), path
     assert set(mine) == {path for path, _ in whole.named_parameters()}

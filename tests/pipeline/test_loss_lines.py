@@ -29,7 +29,7 @@ class Together:
 
     def across(self, line: int) -> Callable[[list[Any]], list[Any]]:
         def added(counts: list[Any]) -> list[Any]:
-            self.told[line] = [float(one) for one in counts]
+            self.told[line] = [float(count) for count in counts]
             self.barrier.wait()
             found = [sum(each) for each in zip(*self.told, strict=True)]
             self.barrier.wait()
@@ -49,19 +49,19 @@ def shares(loss_fn: Any, lines: Sequence[Sequence[tuple[Tensor, Tensor]]], sizes
         rows = [len(target) for target in targets]
         try:
             found = weight.resolve(
-                lines[line][0][0], 0, targets, rows, [one.numel() for one in targets] if sizes else None
+                lines[line][0][0], 0, targets, rows, [target.numel() for target in targets] if sizes else None
             )
-            again = weight(targets, rows, [one.numel() for one in targets] if sizes else None)
+            again = weight(targets, rows, [target.numel() for target in targets] if sizes else None)
         except BaseException:
             together.barrier.abort()
             raise
         assert not found.factors
         if again is not None:
-            assert [float(one) for one in again.shares] == pytest.approx([float(one) for one in found.shares])
-        return [float(one) for one in found.shares]
+            assert [float(share) for share in again.shares] == pytest.approx([float(share) for share in found.shares])
+        return [float(share) for share in found.shares]
 
     with ThreadPoolExecutor(len(lines)) as pool:
-        return [one.result() for one in [pool.submit(weighed, line) for line in range(len(lines))]]
+        return [future.result() for future in [pool.submit(weighed, line) for line in range(len(lines))]]
 
 
 def microbatches(*sizes: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
@@ -99,7 +99,7 @@ def test_a_line_that_counts_otherwise_is_refused() -> None:
         return nf.mse_loss(o, t) if o.shape[1] == 3 else nf.mse_loss(o, t, reduction="sum")
 
     weight = FnWeight(loss_fn, torch.device("cpu"))
-    weight.across = lambda counts: [2 * float(one) for one in counts]
+    weight.across = lambda counts: [2 * float(count) for count in counts]
     (output, target), (other, wanted) = microbatches((5, 3), (5, 2))
     weight.resolve(output, 0, [target, target], [5, 5], None)
     weight.verify(output, target, 5)

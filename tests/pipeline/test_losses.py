@@ -48,11 +48,11 @@ def trained(pipe: Pipeline, plain: nn.Module, loss_fn: Any, make: Any, *, steps:
         assert loss is not None
         assert abs(float(loss) - float(wanted)) <= near * max(abs(float(wanted)), 1e-3)
         mine = dict(pipe.named_parameters())
-        for name, one in plain.named_parameters():
+        for name, param in plain.named_parameters():
             grad = mine[name].grad
-            assert (grad is None) == (one.grad is None), name
-            if one.grad is not None:
-                torch.testing.assert_close(grad, one.grad, rtol=near, atol=10 * near * float(one.grad.abs().max()))
+            assert (grad is None) == (param.grad is None), name
+            if param.grad is not None:
+                torch.testing.assert_close(grad, param.grad, rtol=near, atol=10 * near * float(param.grad.abs().max()))
 
 
 def pipeline(model: nn.Module, loss_fn: Any, **settings: Any) -> Pipeline:
@@ -91,7 +91,7 @@ def test_what_is_no_mean_or_sum_is_refused(name: str) -> None:
     pipe = pipeline(body(), loss_fn, num_microbatches=counts(name))
     with refused(DrumlineError, r"of the full batch|could not be compared|averages over different"):
         pipe.step(torch.randn(ROWS, 5), target=make(1))
-    assert all(one.grad is None for one in pipe.parameters())
+    assert all(param.grad is None for param in pipe.parameters())
 
 
 def test_what_mixes_rows_by_chance_is_named() -> None:
@@ -128,7 +128,7 @@ def test_a_penalty_on_all_weights_is_added_once(reduction: str, schedule: str) -
     model, plain = body(), body()
 
     def loss_fn(o: Tensor, t: Tensor, weights: nn.Module = model) -> Tensor:
-        return nf.mse_loss(o, t, reduction=reduction) + 0.1 * sum(one.pow(2).sum() for one in weights.parameters())
+        return nf.mse_loss(o, t, reduction=reduction) + 0.1 * sum(param.pow(2).sum() for param in weights.parameters())
 
     pipe = pipeline(model, loss_fn, num_microbatches=3, schedule=schedule)
     trained(pipe, plain, lambda o, t: loss_fn(o, t, plain), numbers)
@@ -139,7 +139,7 @@ def test_a_penalty_on_weights_that_other_ranks_update_says_what_to_do() -> None:
     model = body()
 
     def loss_fn(o: Tensor, t: Tensor) -> Tensor:
-        return nf.mse_loss(o, t) + 0.1 * sum(one.pow(2).sum() for one in model.parameters())
+        return nf.mse_loss(o, t) + 0.1 * sum(param.pow(2).sum() for param in model.parameters())
 
     pipe = pipeline(model, loss_fn, num_microbatches=4, schedule="pipedream", num_ranks=2)
     pipe.optimizer(torch.optim.SGD, lr=0.1)
@@ -162,8 +162,8 @@ class Heads(nn.Module):
 def test_outputs_and_targets_of_any_form() -> None:
     def loss_fn(o: Output, t: dict[str, Any]) -> Tensor:
         each = nf.cross_entropy(o.logits, t["both"][0], reduction="none")
-        one: Tensor = (each * t["mask"]).sum() / t["mask"].sum()
-        return one + 0.1 * o.hidden[0].abs().sum() / len(t["mask"]) + o.hidden[1].mean()
+        tensor: Tensor = (each * t["mask"]).sum() / t["mask"].sum()
+        return tensor + 0.1 * o.hidden[0].abs().sum() / len(t["mask"]) + o.hidden[1].mean()
 
     def make(step: int) -> dict[str, Any]:
         mask = (torch.arange(ROWS) >= 5 * step).float()
@@ -237,8 +237,8 @@ class Own(nn.Module):
         self.body, self.loss = body(), loss
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        for one in self.body:
-            x = one(x)
+        for module in self.body:
+            x = module(x)
         return {"loss": self.loss(x, labels), "logits": x}
 
 
@@ -256,8 +256,8 @@ def test_a_models_own_loss_that_is_divided_by_its_rows(name: str) -> None:
         assert loss is not None
         torch.testing.assert_close(loss, wanted.detach(), rtol=1e-4, atol=1e-6)
         mine = dict(pipe.named_parameters())
-        for key, one in plain.named_parameters():
-            torch.testing.assert_close(mine[key].grad, one.grad, rtol=1e-4, atol=1e-5)
+        for key, param in plain.named_parameters():
+            torch.testing.assert_close(mine[key].grad, param.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_a_sum_of_many_equal_gradients_is_no_refusal() -> None:

@@ -86,8 +86,8 @@ def test_nothing_is_left_behind_step_after_step(name: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         gc.collect()
-        alive = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
-        storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in alive}
+        alive = [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
+        storages = {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in alive}
         return len(alive), sum(storages.values())
 
     assert tensors_after(10) == tensors_after(90 if ALL else 20)
@@ -100,6 +100,6 @@ def test_an_output_that_was_sent_is_not_held_for_its_backward() -> None:
     made = stage.forward(0, torch.randn(3, 6))
     storage = made.untyped_storage()
     place = storage.data_ptr()
-    assert all(some(leaf.untyped_storage().data_ptr() != place for leaf in stage.held[0][0].leaves))
-    held = [root.node for root in stage.held[0][0].roots]
+    assert all(some(leaf.untyped_storage().data_ptr() != place for leaf in stage.passes[0][0].leaves))
+    held = [root.node for root in stage.passes[0][0].roots]
     assert held, "a root is a place in the graph"

@@ -55,7 +55,7 @@ def test_what_is_right_passes_and_says_what_it_took(schedule: str) -> None:
     assert found is not None
     assert (found.num_parameters, found.wrong, found.unchecked) == (10, (), "")
     assert found.seconds > 0
-    assert [one.kind for one in pipe.timeline().between if one.kind == "check"] == ["check"] * 2  # on each rank
+    assert [value.kind for value in pipe.timeline().between if value.kind == "check"] == ["check"] * 2  # on each rank
 
 
 @pytest.mark.parametrize("settings", [{"merge_weight_gradients": True}, {"checkpoint": "full"}, {"precision": "bf16"}])
@@ -73,14 +73,14 @@ def test_a_fault_is_refused_before_an_optimizer_steps(
     fault(monkeypatch)
     pipe = pipeline()
     optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
-    before = {name: one.detach().clone() for name, one in pipe.named_parameters()}
+    before = {name: param.detach().clone() for name, param in pipe.named_parameters()}
     with refused(ModelError, r"returns something else than by itself: .*layers\.\d.*in block 'layers\.\d'"):
         step(pipe)
     with refused(ModelError, "returns something else than by itself"):
         optimizer.step()
     with refused(ModelError, "returns something else than by itself"):
         step(pipe)
-    assert all(torch.equal(one, before[name]) for name, one in pipe.named_parameters())
+    assert all(torch.equal(param, before[name]) for name, param in pipe.named_parameters())
     assert pipe.checked is not None
     assert pipe.checked.wrong
 
@@ -189,13 +189,13 @@ def test_it_leaves_no_trace() -> None:
     assert model.norm.calls == 4
     reference = pipeline(check_model=False)
     step(reference)
-    for (name, one), (_, other) in zip(pipe.named_parameters(), reference.named_parameters(), strict=True):
-        assert one.grad is not None
+    for (name, param), (_, other) in zip(pipe.named_parameters(), reference.named_parameters(), strict=True):
+        assert param.grad is not None
         assert other.grad is not None
-        if one is weight:
-            torch.testing.assert_close(one.grad, other.grad + earlier)
+        if param is weight:
+            torch.testing.assert_close(param.grad, other.grad + earlier)
         else:
-            assert torch.equal(one.grad, other.grad), name
+            assert torch.equal(param.grad, other.grad), name
 
 
 def test_it_costs_two_forwards_of_each_block() -> None:
@@ -282,9 +282,9 @@ def test_the_model_by_itself_draws_what_its_blocks_draw_wherever_it_is_cut() -> 
     randomness, x = Randomness(0, torch.device("cpu")), torch.ones(50)
     with Plain(Drops(), ["blocks.0", "blocks.1", "blocks.0#2"]).seeding(3, randomness) as run:
         made = run(type("", (), {"args": (x,), "kwargs": {}}))
-    for one, name in zip(made, ["blocks.0", "blocks.1", "blocks.0#2"], strict=True):
+    for value, name in zip(made, ["blocks.0", "blocks.1", "blocks.0#2"], strict=True):
         randomness.apply(3, name)
-        assert torch.equal(one, functional.dropout(x, 0.5))
+        assert torch.equal(value, functional.dropout(x, 0.5))
 
 
 def test_a_block_that_is_recomputed_in_the_backward_draws_the_same_again() -> None:
@@ -319,11 +319,11 @@ def test_what_modules_hold_is_given_back() -> None:
 
 
 def test_sketches_see_what_sums_would_hide() -> None:
-    one = torch.randn(40, 30)
-    one -= one.mean(0)
-    assert max(abs(a) for a in few(sketch(one))) > 1
-    assert off(one, one + 1e-9) < 1e-7
-    assert off(one * float("nan"), one) == float("inf")
+    tensor = torch.randn(40, 30)
+    tensor -= tensor.mean(0)
+    assert max(abs(a) for a in few(sketch(tensor))) > 1
+    assert off(tensor, tensor + 1e-9) < 1e-7
+    assert off(tensor * float("nan"), tensor) == float("inf")
 
 
 class _IntoABuffer(torch.autograd.Function):

@@ -41,10 +41,10 @@ def trained(loss_fn: Any, make: Any, count: int) -> None:
         torch.testing.assert_close(loss, wanted.detach(), rtol=1e-9, atol=1e-12)
         named = dict(plain.named_parameters())
         if isinstance(loss_fn, nn.Module):
-            named |= {f"loss_fn.{name}": one for name, one in loss_fn.named_parameters()}
-        for name, one in pipe.named_parameters():
-            torch.testing.assert_close(one.grad, named[name].grad, rtol=1e-8, atol=1e-11)
-            one.grad = named[name].grad = None
+            named |= {f"loss_fn.{name}": param for name, param in loss_fn.named_parameters()}
+        for name, param in pipe.named_parameters():
+            torch.testing.assert_close(param.grad, named[name].grad, rtol=1e-8, atol=1e-11)
+            param.grad = named[name].grad = None
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -92,8 +92,8 @@ def test_sums_of_nothing_tell_no_rule(loss_fn: Any, empty: tuple[int, ...]) -> N
     def make(step: int) -> Tensor:
         labels = torch.randint(WIDTH, (ROWS,), generator=chance(step, 1))
         labels[::3] = -1
-        for one in empty if step == 0 else (3 - empty[0],):
-            for place in range(5 * one, min(5 * one + 5, ROWS)):
+        for number in empty if step == 0 else (3 - empty[0],):
+            for place in range(5 * number, min(5 * number + 5, ROWS)):
                 labels[place] = -1
         return labels
 
@@ -149,8 +149,8 @@ def test_a_loss_that_takes_gradients_of_its_outputs_is_compared(schedule: str) -
     wanted = energies(plain(x), target)
     torch.autograd.backward(wanted)
     torch.testing.assert_close(loss, wanted.detach(), rtol=1e-9, atol=1e-12)
-    for one, two in zip(mine.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, two.grad, rtol=1e-8, atol=1e-11)
+    for param, two in zip(mine.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, two.grad, rtol=1e-8, atol=1e-11)
     pipe = Pipeline(mine, loss_fn=energies_of_a_mean, num_microbatches=4, num_ranks=2, device="cpu")
     with refused(DrumlineError, "of the full batch"):  # a gradient that shrinks as rows are added
         pipe.step(x, target=target)

@@ -124,26 +124,26 @@ def trained(
         assert evaluated is not None
         return {
             "seen": [*seen, evaluated.item()],
-            "model": {name: one.clone() for name, one in pipe.state_dict().items()},
-            "masters": {name: one.detach().clone() for name, one in pipe.named_master_weights()},
+            "model": {name: entry.clone() for name, entry in pipe.state_dict().items()},
+            "masters": {name: tensor.detach().clone() for name, tensor in pipe.named_master_weights()},
             "optimizer": optimizer.state_dict(),
             "moves": pipe.moves,
             "blocks": pipe.blocks,
         }
 
 
-def compare(one: Any, other: Any, where: str) -> int:
+def compare(row: Any, other: Any, where: str) -> int:
     """Demand equal bits; return how many tensors were compared."""
-    if isinstance(one, Tensor):
-        assert torch.equal(one, other), where
+    if isinstance(row, Tensor):
+        assert torch.equal(row, other), where
         return 1
-    if isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        return sum(compare(value, other[key], f"{where} {key}") for key, value in one.items())
-    if isinstance(one, list):
-        assert len(one) == len(other), where
-        return sum(compare(*pair, where) for pair in zip(one, other, strict=True))
-    assert one == other, where
+    if isinstance(row, dict):
+        assert row.keys() == other.keys(), where
+        return sum(compare(value, other[key], f"{where} {key}") for key, value in row.items())
+    if isinstance(row, list):
+        assert len(row) == len(other), where
+        return sum(compare(*pair, where) for pair in zip(row, other, strict=True))
+    assert row == other, where
     return 0
 
 
@@ -190,7 +190,7 @@ def moved_and_not(names: list[str], **more: Any) -> dict[str, int]:
         assert len(done) == len(moves)
         assert done[-1].balance_after == done[0].balance_before
         found[name] = compare(still, other, name)
-        found[f"{name}, bytes"] = sum(one.bytes_moved for one in done)
+        found[f"{name}, bytes"] = sum(value.bytes_moved for value in done)
     return found
 
 
@@ -288,9 +288,9 @@ def troubles(folder: str) -> dict[str, Any]:
         del unused
         found["move"] = (move.bytes_moved, sorted(move.seconds), move.step)
         found["held"] = sorted(name for name, _ in pipe.named_parameters())
-        found["freed"] = [at for at, one in enumerate(weights) if not has_memory(one)]
+        found["freed"] = [at for at, weight in enumerate(weights) if not has_memory(weight)]
         if pipe.rank == 0:  # who freezes a block does so in every process
-            assert all(has_memory(one) for _, one in pipe.named_parameters())
+            assert all(has_memory(param) for _, param in pipe.named_parameters())
         linear(model, 5).weight.requires_grad_(False)
         model[6].eval()
         loss = pipe.step(batch(1)[0], target=batch(1)[1]).loss
@@ -299,7 +299,7 @@ def troubles(folder: str) -> dict[str, Any]:
         named = dict(pipe.named_parameters())
         found["frozen"] = [named[name].requires_grad for name in ("5.0.weight",) if name in named]
         saved = pipe.save(f"{folder}/saved", wait=True)
-        found["state"] = {name: one.clone() for name, one in pipe.state_dict().items()}
+        found["state"] = {name: entry.clone() for name, entry in pipe.state_dict().items()}
         found["optimizer"] = optimizer.state_dict()["state"]
         model.eval()  # just before layers move back: blocks 4 and 5 are copies of the model's own on rank 0
         pipe.repartition(balance=[4, 4])
@@ -310,11 +310,11 @@ def troubles(folder: str) -> dict[str, Any]:
         own.step()
         found["own optimizer"] = told(lambda: pipe.repartition(balance=[4, 4]))
         timeline = pipe.timeline()
-        found["between"] = sorted({one.kind for one in timeline.between} & {"move"})
+        found["between"] = sorted({interval.kind for interval in timeline.between} & {"move"})
     with made(chain(dropout=0.0)) as pipe:
         optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.05)
         pipe.load(saved.path)
-        found["loaded"] = {name: one.clone() for name, one in pipe.state_dict().items()}
+        found["loaded"] = {name: entry.clone() for name, entry in pipe.state_dict().items()}
         found["loaded optimizer"] = optimizer.state_dict()["state"]
     with made(Residual(), example=batch(0)[0]) as pipe:
         found["before the check"] = told(lambda: pipe.repartition(balance=[3, 5]))

@@ -34,7 +34,7 @@ def train_all() -> None:
             with Pipeline(model, **settings) as pipe:
                 assert pipe.transport == "nccl"
                 for step, rows in enumerate((8, 6)):  # shapes may change from step to step
-                    batch, target = (one.to(device) for one in data(rows, seed=step))
+                    batch, target = (tensor.to(device) for tensor in data(rows, seed=step))
                     result = pipe.step(batch, target=target)
                     expected = reference.step(batch, target)
                     assert result.loss is not None

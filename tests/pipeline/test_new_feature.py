@@ -33,7 +33,7 @@ def patched(text: str, changes: list[str]) -> str:
 
 
 def test_the_example_of_the_docs_is_a_feature(tmp_path: Path) -> None:
-    parts = [(one.kind, one.lines) for one in blocks(PAGE.read_text(encoding="utf-8").splitlines())]
+    parts = [(block.kind, block.lines) for block in blocks(PAGE.read_text(encoding="utf-8").splitlines())]
     (_, _), (_, written), (_, changes), (_, script), (_, printed) = parts
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     folder = tmp_path / PACKAGE / "features" / "nans"

@@ -121,7 +121,7 @@ class Functional(nn.Module):
         self.layer = layer()
 
     def forward(self, x: Tensor) -> Tensor:
-        doubled = {name: 2 * one for name, one in self.layer.named_parameters()}
+        doubled = {name: 2 * param for name, param in self.layer.named_parameters()}
         made: Tensor = torch.func.functional_call(self.layer, doubled, (x,))
         return made
 
@@ -166,9 +166,9 @@ class First(nn.Module):
 
 
 def pruned() -> nn.Module:
-    one = layer()
-    prune.random_unstructured(one, "weight", 0.5)  # type: ignore[no-untyped-call]
-    return one
+    linear = layer()
+    prune.random_unstructured(linear, "weight", 0.5)  # type: ignore[no-untyped-call]
+    return linear
 
 
 ODD: dict[str, Callable[[], nn.Sequential]] = {
@@ -206,10 +206,10 @@ def pipeline(model: nn.Sequential, schedule: str = "1f1b", **settings: Any) -> P
 
 
 def same(model: nn.Module, whole: nn.Module) -> None:
-    for (name, one), other in zip(model.named_parameters(), whole.parameters(), strict=True):
-        assert one.grad is not None, name
+    for (name, param), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert param.grad is not None, name
         assert other.grad is not None, name
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(param.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -270,8 +270,8 @@ def test_layers_may_be_frozen_and_freed_between_steps(schedule: str) -> None:
         plain(whole)
         pipe.step(x, target=y)
         pipe.settle()
-        for one, other in zip(model.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad)
+        for param, other in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, other.grad)
 
 
 def test_an_object_that_hides_its_tensors_is_refused() -> None:
@@ -314,8 +314,8 @@ def test_blocks_that_change_their_input_in_place_may_be_recomputed(schedule: str
         pipe.settle()
         whole.zero_grad()
         plain(whole)
-        for one, other in zip(model.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad)
+        for param, other in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, other.grad)
 
 
 class Lottery(nn.Module):
@@ -358,7 +358,7 @@ def test_a_second_pipeline_over_the_model_leaves_the_first_ones_guard_alone() ->
             optimizer.step()
         second.eval_step(x)
         pipe.eval_step(x)
-    assert all(bool(one.isfinite().all()) for one in model.parameters())
+    assert all(bool(param.isfinite().all()) for param in model.parameters())
 
 
 def test_evaluating_for_ever_keeps_nothing() -> None:
@@ -381,9 +381,9 @@ def test_two_copies_in_one_process_follow_the_model() -> None:
         result = pipe.step(x, target=y)
         torch.testing.assert_close(result.loss, functional.mse_loss(new(x), y).detach())
         plain(new)
-        for one in (optimizer, theirs):
-            one.step()
-            one.zero_grad()
+        for sgd in (optimizer, theirs):
+            sgd.step()
+            sgd.zero_grad()
         torch.testing.assert_close(pipe.eval_step(x).output, new(x).detach())
 
 
@@ -450,9 +450,9 @@ class Logs(nn.Module):
         self.layers = nn.ModuleList(layer() for _ in range(3))
 
     def forward(self, x: Tensor) -> Any:
-        for one in self.layers:
+        for module in self.layers:
             LOGGER.debug("before a layer of %s", type(self).__name__)
-            x = one(x)
+            x = module(x)
         return x
 
 
@@ -467,5 +467,5 @@ def test_a_followed_model_may_log_in_its_forward() -> None:
         logging.getLogger(f"{__name__}.{number}").setLevel(logging.ERROR)
         pipe.step(batch, target=target)
         torch.autograd.backward(functional.mse_loss(plain(batch), target))
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad)

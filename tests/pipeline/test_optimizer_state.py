@@ -110,7 +110,7 @@ def test_float32_copies_go_by_their_parameters_names() -> None:
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).bfloat16()
     pipe = Pipeline(model, loss_fn=functional.mse_loss, num_ranks=2, num_microbatches=4, master_weights=True)
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-2)
-    batch, target = (one.bfloat16() for one in data(8))
+    batch, target = (tensor.bfloat16() for tensor in data(8))
     pipe.step(batch, target=target)
     optimizer.step()
     state = optimizer.state_dict()

@@ -141,9 +141,9 @@ class Contrastive(Body):
     """Compares every row with all others."""
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        one = self.hidden(input_ids).mean(1)
-        logits = one @ self.head(one)[:, :8].t()
-        return {"loss": functional.cross_entropy(logits, torch.arange(len(one)))}
+        tensor = self.hidden(input_ids).mean(1)
+        logits = tensor @ self.head(tensor)[:, :8].t()
+        return {"loss": functional.cross_entropy(logits, torch.arange(len(tensor)))}
 
 
 class Focal(Body):
@@ -218,11 +218,11 @@ def like_the_whole_batch(
     assert loss is not None
     assert torch.allclose(loss, whole, rtol=1e-5), f"{float(loss)} and not {float(whole)}"
     mine = dict(pipe.named_parameters())
-    for name, one in reference.named_parameters():
+    for name, param in reference.named_parameters():
         grad = mine[name].grad
-        assert (grad is None) == (one.grad is None), name
-        if one.grad is not None and grad is not None:
-            assert torch.allclose(grad, one.grad, rtol=1e-4, atol=1e-6), name
+        assert (grad is None) == (param.grad is None), name
+        if param.grad is not None and grad is not None:
+            assert torch.allclose(grad, param.grad, rtol=1e-4, atol=1e-6), name
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -285,7 +285,7 @@ def test_a_loss_that_cannot_be_weighed_is_refused_before_a_step(kind: type[Body]
     pipe = Pipeline(kind(), num_ranks=2, num_microbatches=4, balance="even", example=batch)
     with refused(ModelError, **words):
         pipe.step(**batch)
-    assert all(one.grad is None for one in pipe.parameters())
+    assert all(value.grad is None for value in pipe.parameters())
 
 
 def test_a_loss_that_cannot_be_weighed_works_with_one_microbatch_or_a_weight() -> None:
@@ -304,8 +304,8 @@ def test_a_part_over_each_microbatch_by_itself_is_named() -> None:
         loss = pipe.step(**batch).loss
     parts = []
     for rows in torch.arange(ROWS).tensor_split(4):
-        one = {name: value[rows] for name, value in batch.items()}
-        use = reference.hidden(one["input_ids"]).softmax(-1).flatten(0, 1).mean(0)
+        entry = {name: value[rows] for name, value in batch.items()}
+        use = reference.hidden(entry["input_ids"]).softmax(-1).flatten(0, 1).mean(0)
         parts.append(0.1 * (use * use).sum() * len(rows) / ROWS)
     logits = reference.head(reference.hidden(batch["input_ids"]))
     whole = functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()) + sum(parts)
@@ -388,8 +388,8 @@ def test_a_loss_fn_that_cannot_be_looked_into_is_compared_and_warns_of_nothing()
 
 def test_a_loss_fn_over_the_whole_batch_is_refused() -> None:
     def contrastive(output: Tensor, target: Tensor) -> Tensor:
-        one = output.flatten(1)
-        return functional.cross_entropy(one @ one.t(), torch.arange(len(one)))
+        tensor = output.flatten(1)
+        return functional.cross_entropy(tensor @ tensor.t(), torch.arange(len(tensor)))
 
     ids = text()["input_ids"]
     pipe = Pipeline(Logits(), loss_fn=contrastive, num_ranks=2, num_microbatches=4, balance="even", example=ids)

@@ -41,8 +41,8 @@ def test_an_uneven_batch_counts_every_row_the_same() -> None:
     loss = functional.mse_loss(whole(batch), target)
     loss.backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(result.loss, loss.detach())
-    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    for param, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad)
 
 
 def test_token_weighted_losses_average_over_tokens_of_the_whole_batch() -> None:
@@ -61,8 +61,8 @@ def test_token_weighted_losses_average_over_tokens_of_the_whole_batch() -> None:
         loss = loss_fn(whole(batch), target)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.testing.assert_close(result.loss, loss.detach())
-        for one, other in zip(model.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad)
+        for param, other in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, other.grad)
 
 
 def test_evaluation_is_the_model_in_eval_mode_and_leaves_no_trace() -> None:
@@ -77,7 +77,7 @@ def test_evaluation_is_the_model_in_eval_mode_and_leaves_no_trace() -> None:
     torch.testing.assert_close(result.loss, functional.mse_loss(expected, target))
     assert pipe.eval_step(batch).loss is None
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert not any(stage.held for executor in pipe._engine.executors for stage in executor.stages.values())
+    assert not any(stage.passes for executor in pipe._engine.executors for stage in executor.stages.values())
 
 
 @pytest.mark.parametrize("name", ["dualpipe", "chimera", "interleaved-1f1b"])
@@ -101,8 +101,8 @@ def test_running_statistics_change_once_per_microbatch(checkpoint: Any) -> None:
         if step == 0:
             pipe = pipeline(model, checkpoint=checkpoint)
         pipe.step(batch, target=target)
-    for one, other in some(zip(model.buffers(), whole.buffers(), strict=True)):
-        assert torch.equal(one, other)
+    for buffer, other in some(zip(model.buffers(), whole.buffers(), strict=True)):
+        assert torch.equal(buffer, other)
 
 
 def test_shapes_may_change_from_step_to_step() -> None:
@@ -212,12 +212,12 @@ def test_a_nan_stops_every_optimizer_before_it_changes_anything(own: bool) -> No
     kind = torch.optim.Adam
     optimizer = pipe.optimizer(kind, lr=0.1) if own else kind(pipe.parameters(), lr=0.1)
     batch, target = data(8)
-    before = [one.detach().clone() for one in model.parameters()]
+    before = [param.detach().clone() for param in model.parameters()]
     pipe.step(batch * float("inf"), target=target)
     for _ in range(2):  # trying again does not help
         with refused(NonFiniteError, "rank 0"):
             optimizer.step()
-    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    assert all(torch.equal(tensor, other) for tensor, other in zip(before, model.parameters(), strict=True))
     assert not optimizer.state
     optimizer.zero_grad()
     pipe.step(batch, target=target)
@@ -380,21 +380,21 @@ def test_blocks_may_be_named_by_their_numbers() -> None:
     [
         (lambda state: None, saying("the state is a NoneType", expected="a dict")),
         (
-            lambda state: {name: one.tolist() for name, one in state.items()},
+            lambda state: {name: entry.tolist() for name, entry in state.items()},
             saying("is a list in the state", expected="a tensor"),
         ),
         (
-            lambda state: {name: one.to("meta") for name, one in state.items()},
+            lambda state: {name: entry.to("meta") for name, entry in state.items()},
             saying("is on the meta device in the state"),
         ),
     ],
 )
 def test_a_state_that_has_no_numbers_is_refused_and_changes_nothing(state: Any, says: dict[str, str]) -> None:
     pipe = pipeline()
-    before = {name: one.clone() for name, one in pipe.state_dict().items()}
+    before = {name: entry.clone() for name, entry in pipe.state_dict().items()}
     with refused(ModelError, **says):
         pipe.load_state_dict(state(before))
-    assert all(some(torch.equal(one, before[name]) for name, one in pipe.state_dict().items()))
+    assert all(some(torch.equal(entry, before[name]) for name, entry in pipe.state_dict().items()))
 
 
 def test_an_optimizer_that_weighs_all_parameters_together_runs_in_one_process_only(
@@ -421,10 +421,10 @@ def test_sparse_gradients_are_clipped_like_dense_ones() -> None:
         words = torch.tensor([0, 1, 1, 2, 2, 2, 8, 8])
         pipe.step(words, target=words)
         norms.append(pipe.clip_grad_norm_(0.1))
-        found.append([one.grad.to_dense() for one in model.parameters() if one.grad is not None])
+        found.append([param.grad.to_dense() for param in model.parameters() if param.grad is not None])
     torch.testing.assert_close(norms[0], norms[1])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+    for value, other in zip(*found, strict=True):
+        torch.testing.assert_close(value, other)
 
 
 def test_float64_gradients_are_clipped_by_a_norm_of_float64() -> None:
@@ -432,7 +432,7 @@ def test_float64_gradients_are_clipped_by_a_norm_of_float64() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5)).double()
     pipe = pipeline(model, loss_fn=nn.functional.mse_loss)
     pipe.step(torch.randn(8, 6).double(), target=torch.randn(8, 5).double())
-    expected = nn.utils.get_total_norm([one.grad for one in model.parameters() if one.grad is not None])
+    expected = nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
     assert torch.equal(pipe.clip_grad_norm_(0.1), expected)
 
 
@@ -447,10 +447,10 @@ def test_a_program_and_a_csv_file_run_as_they_are(tmp_path: Path) -> None:
         model = mlp()
         pipe = pipeline(model, schedule=schedule, num_microbatches=None)
         pipe.step(batch, target=target)
-        assert [str(one) for one in pipe.timeline().tracks[1].actions] == ["1F0", "1F1", "1B1", "1B0"]
-        found.append([one.grad for one in model.parameters()])
+        assert [str(action) for action in pipe.timeline().tracks[1].actions] == ["1F0", "1F1", "1B1", "1B0"]
+        found.append([param.grad for param in model.parameters()])
     for other in some(found[1:]):
-        assert all(some(torch.equal(one, two) for one, two in zip(found[0], other, strict=True)))  # type: ignore[arg-type]
+        assert all(some(torch.equal(t, two) for t, two in zip(found[0], other, strict=True)))  # type: ignore[arg-type]
     with refused(ProgramError, "is for 2 ranks"):
         pipeline(schedule=program, num_ranks=3, num_microbatches=None)
     with refused(ProgramError, "has 2 microbatches"):

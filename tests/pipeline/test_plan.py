@@ -54,11 +54,11 @@ def profile() -> ModelProfile:
 def steady(profile: ModelProfile) -> ModelProfile:
     """The same bytes with seconds that were not measured: a microsecond a row, so that plans are always the same."""
     sizes = []
-    for rows, one in profile.sizes:
+    for rows, item in profile.sizes:
         second = rows * 1e-6
         times = OpTimes(second, 2 * second, second, second, taped=second)
-        layers = tuple(replace(layer, times=times, spreads=None) for layer in one.layers)
-        sizes.append((rows, replace(one, layers=layers, overhead=OpTimes(0.0, 0.0, 0.0, 0.0))))
+        layers = tuple(replace(layer, times=times, spreads=None) for layer in item.layers)
+        sizes.append((rows, replace(item, layers=layers, overhead=OpTimes(0.0, 0.0, 0.0, 0.0))))
     return replace(profile, sizes=tuple(sizes), overheads=Overheads(), links=(), paces=())
 
 
@@ -69,17 +69,17 @@ def planned(profile: ModelProfile, **settings: Any) -> Plan:
 @pytest.mark.features("record")
 def test_a_profile_has_everything_that_a_plan_needs(profile: ModelProfile) -> None:
     assert profile.rows == (1, 2)
-    assert [one.name for one in profile.layers] == ["0", "1", "2", "3"]
+    assert [layer.name for layer in profile.layers] == ["0", "1", "2", "3"]
     for _, each in some(profile.sizes):
-        assert sum(one.times.total(split=split) for one in each.layers for split in (False, True)) > 0
-        assert all(some(one.spreads is not None for one in each.layers))
+        assert sum(layer.times.total(split=split) for layer in each.layers for split in (False, True)) > 0
+        assert all(some(layer.spreads is not None for layer in each.layers))
     assert profile.sizes[1][1].layers[0].activation_bytes == 2 * profile.sizes[0][1].layers[0].activation_bytes
-    assert [(one.source, one.target) for one in profile.links] == [(0, 1), (1, 0)]
-    assert all(one.line.bytes_per_second > 0 and len(one.points) == 4 for one in profile.links)
+    assert [(link.source, link.target) for link in profile.links] == [(0, 1), (1, 0)]
+    assert all(link.line.bytes_per_second > 0 and len(link.points) == 4 for link in profile.links)
     assert profile.overheads.action > 0
     assert profile.overheads.send.at(100) > 0
     assert len(profile.paces) == 2
-    assert all(one.times.taped is not None for one in profile.layers)
+    assert all(layer.times.taped is not None for layer in profile.layers)
     assert (profile.num_ranks, profile.transport) == (2, "shared-memory")
     assert ModelProfile.from_json(profile.to_json()) == profile
 
@@ -123,10 +123,10 @@ def test_bytes_that_a_plan_predicts_are_what_ranks_hold(steady: ModelProfile) ->
         pipe.step(batch, target=target)
         measured = pipe.timeline().peak_stash
         assert measured is not None
-        for one, stash in zip(decided.rank_bytes, measured, strict=True):
-            assert one.activations == pytest.approx(stash, rel=0.1), (schedule, checkpoint)
-        weights = [sum(one.nbytes for one in stage.parameters) for stage in pipe._engine.stages()]
-        assert sum(one.weights for one in decided.rank_bytes) == sum(weights)
+        for rank_bytes, stash in zip(decided.rank_bytes, measured, strict=True):
+            assert rank_bytes.activations == pytest.approx(stash, rel=0.1), (schedule, checkpoint)
+        weights = [sum(param.nbytes for param in stage.parameters) for stage in pipe._engine.stages()]
+        assert sum(rank_bytes.weights for rank_bytes in decided.rank_bytes) == sum(weights)
 
 
 def test_a_plan_decides_alone(steady: ModelProfile) -> None:

@@ -25,9 +25,9 @@ SCALE = 2.0**10
 
 
 def unscaled(reference: Reference, scale: float) -> None:
-    for one in reference.model.parameters():
-        assert one.grad is not None
-        one.grad /= scale
+    for param in reference.model.parameters():
+        assert param.grad is not None
+        param.grad /= scale
 
 
 def compared(
@@ -57,9 +57,9 @@ def compared(
             assert torch.equal(result.loss, loss)
             pipe.settle()
         unscaled(reference, scale)
-        for one in pipe.parameters():
-            assert one.grad is not None
-            assert one.grad.dtype is torch.float32
+        for param in pipe.parameters():
+            assert param.grad is not None
+            assert param.grad.dtype is torch.float32
         reference.compare(pipe, exact=exact)
 
 
@@ -128,11 +128,11 @@ def test_parameters_follow_one_process_over_several_clipped_steps(name: str) -> 
             optimizer.step()
             optimizer.zero_grad()
     expected = dict(reference.model.named_parameters())
-    for key, one in pipe.named_parameters():
+    for key, param in pipe.named_parameters():
         if name in TWO_WAYS:
-            torch.testing.assert_close(one, expected[key], msg=key)
+            torch.testing.assert_close(param, expected[key], msg=key)
         else:
-            assert torch.equal(one, expected[key]), key
+            assert torch.equal(param, expected[key]), key
 
 
 @pytest.mark.features("record")
@@ -142,7 +142,7 @@ def test_messages_travel_in_the_type_that_the_block_made() -> None:
     for precision, size in (("fp32", 4), ("bf16", 2), ("fp16", 2)):
         pipe = pipeline(copy.deepcopy(model), precision=precision)
         pipe.step(batch, target=target)
-        assert {one.num_bytes for one in pipe.timeline().transfers} == {2 * 6 * size}
+        assert {transfer.num_bytes for transfer in pipe.timeline().transfers} == {2 * 6 * size}
 
 
 @pytest.mark.features("record")
@@ -185,10 +185,10 @@ def test_a_cut_does_not_change_how_gradients_of_a_float32_input_are_added(checkp
             precision="bf16", checkpoint=checkpoint, transport="in-process",
         )  # fmt: skip
         pipe.step(x, target=y)
-        for one, other in zip(pipe.parameters(), plain.parameters(), strict=True):
-            assert one.grad is not None
+        for param, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+            assert param.grad is not None
             assert other.grad is not None
-            assert torch.equal(one.grad, other.grad)
+            assert torch.equal(param.grad, other.grad)
 
 
 def test_casts_of_weights_do_not_outlive_a_step() -> None:
@@ -214,7 +214,7 @@ def test_blocks_are_measured_in_the_precision_that_they_will_have() -> None:
         model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
         pipe = pipeline(model, precision=precision, example=batch, example_target=target)
         assert pipe.balance is not None
-        assert {one.output_bytes for one in pipe.balance.profile.layers[:-1]} == {2 * 6 * size}
+        assert {layer.output_bytes for layer in pipe.balance.profile.layers[:-1]} == {2 * 6 * size}
 
 
 class Hot(nn.Module):
@@ -237,9 +237,9 @@ def hot(at: int) -> nn.Sequential:
 
 
 def made_hot(model: nn.Module, size: float) -> None:
-    for one in model.modules():
-        if isinstance(one, Hot):
-            one.size = size
+    for module in model.modules():
+        if isinstance(module, Hot):
+            module.size = size
 
 
 def overflows(transport: str) -> list[dict[str, Any]]:
@@ -256,17 +256,17 @@ def overflows_on(stage: int, transport: str) -> dict[str, Any]:
         batch, target = data(8)
         made_hot(model, 1e3)
         pipe.step(batch, target=target)
-        finite = [bool(one.grad.isfinite().all()) for one in pipe.parameters() if one.grad is not None]
-        before = [one.detach().clone() for one in pipe.parameters()]
+        finite = [bool(param.grad.isfinite().all()) for param in pipe.parameters() if param.grad is not None]
+        before = [param.detach().clone() for param in pipe.parameters()]
         pipe.clip_grad_norm_(1.0)
         optimizer.step()
-        kept = all(torch.equal(one, other) for one, other in zip(before, pipe.parameters(), strict=True))
+        kept = all(torch.equal(tensor, other) for tensor, other in zip(before, pipe.parameters(), strict=True))
         states, halved = len(optimizer.state), pipe.scaler.scale
         optimizer.zero_grad()
         made_hot(model, 1.0)
         pipe.step(batch, target=target)
         optimizer.step()
-        moved = not any(torch.equal(one, other) for one, other in zip(before, pipe.parameters(), strict=True))
+        moved = not any(torch.equal(tensor, other) for tensor, other in zip(before, pipe.parameters(), strict=True))
         return {
             "finite": finite,
             "kept": kept,
@@ -281,14 +281,14 @@ def overflows_on(stage: int, transport: str) -> dict[str, Any]:
 def test_an_overflow_on_one_stage_makes_all_ranks_skip(transport: str) -> None:
     told = [overflows(transport)] if transport == "in-process" else launch(overflows, transport, num_ranks=2)
     for stage in (0, 1):
-        seen = [one[stage] for one in told]
-        finite = [all(some(one["finite"])) for one in seen]
+        seen = [row[stage] for row in told]
+        finite = [all(some(entry["finite"])) for entry in seen]
         assert finite == ([False] if len(seen) == 1 else [rank != stage for rank in (0, 1)]), "on one rank only"
-        for one in some(seen):
-            assert one["kept"]
-            assert one["states"] == 0
-            assert one["halved"] == one["scale"] == 2.0**14
-            assert one["moved"]
+        for entry in some(seen):
+            assert entry["kept"]
+            assert entry["states"] == 0
+            assert entry["halved"] == entry["scale"] == 2.0**14
+            assert entry["moved"]
 
 
 def test_the_scale_grows_and_falls_as_torchs_does() -> None:
@@ -318,11 +318,11 @@ def test_several_optimizers_share_one_decision() -> None:
     both = [pipe.optimizer(torch.optim.SGD, lr=1e-3) for _ in range(2)]
     batch, target = data(8)
     pipe.step(batch * float("inf"), target=target)
-    before = [one.detach().clone() for one in pipe.parameters()]
+    before = [param.detach().clone() for param in pipe.parameters()]
     for optimizer in both:
         optimizer.step()
     assert pipe.scaler.scale == 2.0**15
-    assert all(torch.equal(one, other) for one, other in zip(before, pipe.parameters(), strict=True))
+    assert all(torch.equal(tensor, other) for tensor, other in zip(before, pipe.parameters(), strict=True))
 
 
 def test_gradients_that_were_dropped_do_not_count_as_an_overflow() -> None:
@@ -333,10 +333,10 @@ def test_gradients_that_were_dropped_do_not_count_as_an_overflow() -> None:
     for drop in (pipe.zero_grad, optimizer.zero_grad):
         pipe.step(batch * float("inf"), target=target)
         drop()
-        before = [one.detach().clone() for one in pipe.parameters()]
+        before = [param.detach().clone() for param in pipe.parameters()]
         pipe.step(batch, target=target)
         optimizer.step()
-        assert not any(torch.equal(one, other) for one, other in zip(before, pipe.parameters(), strict=True))
+        assert not any(torch.equal(tensor, other) for tensor, other in zip(before, pipe.parameters(), strict=True))
         optimizer.zero_grad()
     assert pipe.scaler.scale == 2.0**16
 
@@ -427,7 +427,7 @@ def test_low_parameters_have_gradients_summed_in_float32(name: str, num_ranks: i
 def test_masters_take_updates_that_are_too_small_for_the_parameters(name: str, precision: str) -> None:
     (program,) = programs(name, 2, (4,))
     model = low(kind=torch.bfloat16 if precision == "fp32" else torch.float16)
-    masters = {key: one.detach().float().requires_grad_() for key, one in model.named_parameters()}
+    masters = {key: param.detach().float().requires_grad_() for key, param in model.named_parameters()}
     theirs = torch.optim.AdamW(masters.values(), lr=1e-5, weight_decay=0.0)
     scale = SCALE if precision == "fp16" else 1.0
     reference = Reference(model, program, functional.mse_loss, precision=precision, master_weights=True, scale=scale)
@@ -435,22 +435,22 @@ def test_masters_take_updates_that_are_too_small_for_the_parameters(name: str, p
     if pipe.scaler is not None:
         pipe.scaler.scale = SCALE
     ours = pipe.optimizer(torch.optim.AdamW, lr=1e-5, weight_decay=0.0)
-    start = [one.detach().clone() for one in model.parameters()]
+    start = [param.detach().clone() for param in model.parameters()]
     for step in range(4):
         batch, target = data(8, seed=step)
         pipe.step(batch, target=target)
         reference.step(batch, target)
         unscaled(reference, scale)
-        for key, one in reference.model.named_parameters():
-            masters[key].grad = one.grad
+        for key, param in reference.model.named_parameters():
+            masters[key].grad = param.grad
         theirs.step()
         ours.step()
         ours.zero_grad()
-        assert all(one.grad is None for one in model.parameters())
+        assert all(param.grad is None for param in model.parameters())
         with torch.no_grad():
-            for key, one in reference.model.named_parameters():
-                one.copy_(masters[key])
-                one.grad = None
+            for key, param in reference.model.named_parameters():
+                param.copy_(masters[key])
+                param.grad = None
     found = dict(pipe.named_master_weights())
     for key, master in some(found.items()):
         assert master.dtype is torch.float32
@@ -473,8 +473,8 @@ def test_masters_take_over_what_others_do_to_the_parameters() -> None:
     model.load_state_dict(other.state_dict())
     pipe.step(data(8)[0], target=data(8)[1])
     optimizer.step()
-    for one, wanted in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(one, wanted)
+    for param, wanted in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(param, wanted)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -506,4 +506,4 @@ def disagree(what: str) -> str:
 
 def test_ranks_that_disagree_are_told() -> None:
     for what, says in (("precision", "disagree on precision"), ("scale", "ranks scaled the loss by 1, 2")):
-        assert all(says in one for one in launch(disagree, what, num_ranks=2))
+        assert all(says in name for name in launch(disagree, what, num_ranks=2))

@@ -36,7 +36,7 @@ def small(**settings: Any) -> Pipeline:
 def test_each_step_has_the_gradients_of_its_program(name: str) -> None:
     first, second, third = programs(name, 2, (4, 8, 6))
     model = mlp(dropout=0.2)
-    references = {one: Reference(model, one, functional.mse_loss) for one in (first, second, third)}
+    references = {candidate: Reference(model, candidate, functional.mse_loss) for candidate in (first, second, third)}
     named = {"long": second}
     pipe = Pipeline(model, loss_fn=functional.mse_loss, schedule=first, num_ranks=2, programs=named)
     assert pipe.programs == named
@@ -46,8 +46,8 @@ def test_each_step_has_the_gradients_of_its_program(name: str) -> None:
         batch, target = data(11, seed=number)
         reference = references[program]
         reference.randomness.step = number
-        for one in reference.model.parameters():
-            one.grad = None
+        for param in reference.model.parameters():
+            param.grad = None
         pipe.zero_grad()
         loss = pipe.step(batch, target=target, program=given).loss
         assert loss is not None
@@ -130,11 +130,11 @@ def test_a_run_says_by_which_program_each_step_ran(tmp_path: Path) -> None:
     assert [run.program_of(step).name for step in run.steps] == names
     assert [run.timeline(step).program.num_microbatches for step in run.steps] == [4, 2, 3, 2, 2]
     assert run.program_of(2) == brought
-    assert [one.get("program") for one in run.metrics()] == [None, 1, 2, 1, 1]
+    assert [metric.get("program") for metric in run.metrics()] == [None, 1, 2, 1, 1]
     report = report_of(run)
-    assert report.seen.program.name == "long"
-    assert set(report.seen.pooled) <= {1, 3, 4}
-    assert [one["program"] for one in report.to_json()["per_step"]] == [0, 1, 2, 1, 1]
+    assert report.step.program.name == "long"
+    assert set(report.step.pooled) <= {1, 3, 4}
+    assert [value["program"] for value in report.to_json()["per_step"]] == [0, 1, 2, 1, 1]
     assert "long, 2 ranks" in report_text(report)
     live = LiveRun("run", run.program, name_of=run.name_of)
     live.add(run.metrics()[2])
@@ -176,8 +176,8 @@ def other_sets() -> str:
 
 def test_ranks_that_run_different_programs_are_told_at_once() -> None:
     for told in launch(all_different, num_ranks=2):
-        assert all("program" in one for one in some(told)), told
-    assert all("set of programs" in one for one in some(launch(other_sets, num_ranks=2)))
+        assert all("program" in name for name in some(told)), told
+    assert all("set of programs" in name for name in some(launch(other_sets, num_ranks=2)))
 
 
 def test_a_program_is_the_same_by_its_rows_whatever_it_is_called() -> None:

@@ -67,8 +67,8 @@ def test_a_folder_holds_every_step(tmp_path: Path, schedule: str) -> None:
     assert run.steps == (0, 1, 2)
     assert run.program == program
     assert run.timeline().records == timeline.records
-    assert [one["loss_metrics/global_avg_loss"] for one in run.metrics()] == losses
-    assert all(one["grad_norm"] > 0 for one in run.metrics())
+    assert [metric["loss_metrics/global_avg_loss"] for metric in run.metrics()] == losses
+    assert all(metric["grad_norm"] > 0 for metric in run.metrics())
     assert run.metrics()[-1]["pp/bubble"] == pytest.approx(timeline.bubble)
 
 
@@ -76,7 +76,7 @@ def test_steps_that_nobody_asked_about_have_their_metrics_when_the_pipeline_is_c
     with pipeline(record=tmp_path) as pipe:
         for _ in range(3):
             pipe.step(torch.randn(8, 4), target=torch.zeros(8, 4))
-    assert [one["step"] for one in dl.read_run(tmp_path).metrics()] == [0, 1, 2]
+    assert [metric["step"] for metric in dl.read_run(tmp_path).metrics()] == [0, 1, 2]
 
 
 def test_a_gradient_norm_is_noted_on_the_step_that_it_is_of(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_gradient_norm_is_noted_on_the_step_that_it_is_of(tmp_path: Path) -> N
         for clipped in (False, False, True, True, False, True):  # the metrics of steps not asked about are not written
             pipe.step(torch.randn(8, 4), target=torch.zeros(8, 4))
             norms.append(pipe.clip_grad_norm_(1e9).item() if clipped else None)
-    assert [one.get("grad_norm") for one in dl.read_run(tmp_path).metrics()] == norms
+    assert [metric.get("grad_norm") for metric in dl.read_run(tmp_path).metrics()] == norms
     assert len(set(norms)) == 4
 
 
@@ -178,7 +178,7 @@ def test_a_full_disk_delays_the_record_and_not_the_training(
         assert capsys.readouterr().err.count("the record of the steps goes on in") == 1
         assert dl.read_run(tmp_path).steps == (0, 1, 2, 3, 4), "no line is lost, and none is torn"
     run = dl.read_run(tmp_path)
-    assert [one["step"] for one in run.metrics()] == [0, 1, 2, 3, 4]
+    assert [metric["step"] for metric in run.metrics()] == [0, 1, 2, 3, 4]
     assert run.has_ended
 
 
@@ -199,7 +199,7 @@ def test_what_was_undone_is_not_written_when_a_disk_has_room_again(
         train(pipe, 1)
     run = dl.read_run(tmp_path / "run")
     assert run.steps == (0, 1, 2)
-    assert [one["step"] for one in run.metrics()] == [0, 1, 2]
+    assert [metric["step"] for metric in run.metrics()] == [0, 1, 2]
 
 
 def test_lines_that_never_found_room_are_told(
@@ -244,7 +244,7 @@ def test_steps_that_only_evaluate_are_no_steps_of_the_run(tmp_path: Path) -> Non
         pipe.note(result.step, own=7.0)
     run = dl.read_run(tmp_path)
     assert run.steps == (0, 1)
-    assert [(one["step"], one.get("own")) for one in run.metrics()] == [(0, None), (1, 7.0)]
+    assert [(metric["step"], metric.get("own")) for metric in run.metrics()] == [(0, None), (1, 7.0)]
     assert "step 1 of 2 steps" in reports_text([report_of(run, step=1)])
 
 
@@ -282,7 +282,7 @@ def test_the_parts_of_every_rank_sum_to_its_step(tmp_path: Path) -> None:
             assert parts.unexplained >= 0
             assert summed_parts(record, same) == parts_of(account(record, same))
         for rank, idle in some(enumerate(timeline.idle)):
-            assert sum(one.seconds for one in timeline.causes if one.rank == rank) == pytest.approx(idle)
+            assert sum(cause.seconds for cause in timeline.causes if cause.rank == rank) == pytest.approx(idle)
 
 
 def same(rank: int, moment: int) -> int:
@@ -301,13 +301,13 @@ def test_what_happens_between_steps_is_measured_by_kind(tmp_path: Path) -> None:
             pipe.eval_step(batch)
     timeline = dl.read_run(tmp_path).timeline()
     for rank in range(2):
-        passed = [one for one in timeline.between if one.rank == rank]
-        kinds = [one.kind for one in passed]
+        passed = [interval for interval in timeline.between if interval.rank == rank]
+        kinds = [interval.kind for interval in passed]
         # Clipping and the optimizer look at how the step went first; evaluating tells of itself.
         expected = "tell write clip hear clip hear update evaluate tell evaluate data"
         assert kinds == expected.split()
-        assert all(one.start <= one.end for one in passed)
-        assert [one.start for one in passed[1:]] >= [one.end for one in passed[:-1]]
+        assert all(interval.start <= interval.end for interval in passed)
+        assert [interval.start for interval in passed[1:]] >= [interval.end for interval in passed[:-1]]
     metrics = dl.read_run(tmp_path).metrics()[-1]
     names = ("tell", "write", "hear", "clip", "update", "data", "evaluate", "outside")
     before = sum(metrics[f"pp/rank0/{name}_seconds"] for name in names)
@@ -327,7 +327,7 @@ def test_a_loader_that_fails_is_timed_all_the_same() -> None:
     with pytest.raises(OSError, match="no more disk"):
         next(coming)
     train(pipe, 1)
-    assert "data" in [one.kind for one in pipe.timeline().between]
+    assert "data" in [interval.kind for interval in pipe.timeline().between]
 
 
 def test_an_optimizer_that_steps_the_pipeline_itself_is_no_trouble() -> None:
@@ -343,7 +343,7 @@ def test_an_optimizer_that_steps_the_pipeline_itself_is_no_trouble() -> None:
 
     for _ in range(2):
         optimizer.step(closure)  # type: ignore[no-untyped-call]
-    assert {one.kind for one in pipe.timeline().between} <= {"tell", "write", "hear", "update"}
+    assert {interval.kind for interval in pipe.timeline().between} <= {"tell", "write", "hear", "update"}
 
 
 def test_records_of_no_kind_are_refused() -> None:
@@ -362,7 +362,7 @@ def test_the_first_step_of_a_run_is_weighed_and_others_only_if_asked(tmp_path: P
         assert min(first.peak_stash) > 0
         assert (second.stash is not None) is weigh
         # What a pair holds is known from then on.
-        assert [one.peak_stash_bytes for one in second.memory] == list(first.peak_stash)
+        assert [holding.peak_stash_bytes for holding in second.memory] == list(first.peak_stash)
 
 
 def test_depths_of_queues_are_recorded_at_every_change() -> None:
@@ -371,7 +371,7 @@ def test_depths_of_queues_are_recorded_at_every_change() -> None:
     timeline = pipe.timeline()
     assert timeline.queue_depths.keys() == {(0, 1), (1, 0)}
     for (source, target), curve in timeline.queue_depths.items():
-        changes = 2 * len([one for one in timeline.transfers if (one.source, one.target) == (source, target)])
+        changes = 2 * len([item for item in timeline.transfers if (item.source, item.target) == (source, target)])
         assert len(curve) == changes == 2 * pipe.program.num_microbatches
         assert curve[-1][1] == 0
 
@@ -423,7 +423,7 @@ def test_every_rank_writes_its_own_file(tmp_path: Path) -> None:
     told = dl.launch(record_twice, str(tmp_path), num_ranks=2)
     run = dl.read_run(tmp_path / "run")
     assert run.steps == (0, 1, 2)
-    assert [one["loss_metrics/global_avg_loss"] for one in run.metrics()] == told[0][0] == told[1][0]
+    assert [metric["loss_metrics/global_avg_loss"] for metric in run.metrics()] == told[0][0] == told[1][0]
     assert len(run.timeline().transfers) == 8
     assert told[0][1] == told[1][1]
     assert "already holds a run" in told[0][1]
@@ -457,8 +457,8 @@ def use(clock: Callable[[], Clock], patch: Callable[[Any, str, Any], None] = set
     from drumline.engine.stages import engine
     from drumline.pipeline import setup
 
-    for one in (engine, setup):
-        patch(one, "clock_for", lambda device: clock())
+    for module_type in (engine, setup):
+        patch(module_type, "clock_for", lambda device: clock())
 
 
 def record_late(folder: str) -> tuple[int, int]:
@@ -475,7 +475,7 @@ def test_what_a_device_has_not_passed_is_told_and_written_a_step_later(tmp_path:
     assert dl.launch(record_late, str(tmp_path), num_ranks=2) == [(2, 2), (2, 2)], "the last step that all know of"
     run = dl.read_run(tmp_path)
     assert run.steps == (0, 1, 2, 3), "the last one is written when the pipeline is closed"
-    assert [one["step"] for one in run.metrics()] == [0, 1, 2]
+    assert [metric["step"] for metric in run.metrics()] == [0, 1, 2]
 
 
 def test_ranks_of_one_process_can_be_asked_for_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,11 +543,11 @@ def test_clocks_that_differ_are_aligned_within_the_error_that_is_shown(tmp_path:
                 assert timeline.common(source, made) <= timeline.common(record.rank, min(arrived, start)) + 1
             for source, left, came in some(record.rows("heard")):
                 assert true(source, left) <= true(record.rank, came) + 1, "or the test's own clocks are wrong"
-        assert all(some(one.made <= one.start <= one.end <= one.consumed for one in timeline.transfers))
+        assert all(some(item.made <= item.start <= item.end <= item.consumed for item in timeline.transfers))
         for parts, record in zip(timeline.parts, timeline.records, strict=True):
             assert round(parts.total * 1e9) == record.end_ns - record.begin_ns
             assert parts.unexplained >= 0
-    assert all(some(one["pp/clock_error_seconds"] > 0 for one in run.metrics()))
+    assert all(some(metric["pp/clock_error_seconds"] > 0 for metric in run.metrics()))
 
 
 def test_ranks_of_one_host_share_a_clock(tmp_path: Path) -> None:

@@ -107,22 +107,22 @@ def test_inputs_are_guessed_by_what_the_config_tells(config: Any, kind: str, sha
     model: Any = SimpleNamespace(
         config=config, main_input_name=kind, dummy_inputs={"input_ids": torch.zeros(3, 5, dtype=torch.long)}
     )
-    assert [{name: tuple(one.shape) for name, one in guess.items()} for guess in guesses(model)] == shapes
+    assert [{name: tuple(value.shape) for name, value in guess.items()} for guess in guesses(model)] == shapes
 
 
 def test_whole_copies_follow_only_what_others_changed() -> None:
     axes: Any = SimpleNamespace(
         gathered=lambda own, axis: [own, own + 10],
-        summed=lambda one, axis: one,
+        summed=lambda value, axis: value,
         place=lambda axis: 0,
         size=lambda axis: 2,
     )
     parameters = [nn.Parameter(torch.full((2, 2), float(at))) for at in range(2)]
-    for one in parameters:
-        one.slice = Slice("tp", 0)  # type: ignore[attr-defined]
+    for param in parameters:
+        param.slice = Slice("tp", 0)  # type: ignore[attr-defined]
     whole = WholeMatrices(axes)
     whole.cover(parameters)
-    copies = [whole.of(one) for one in parameters]
+    copies = [whole.of(param) for param in parameters]
     assert copies[0] is not None
     assert copies[1] is not None
     with torch.no_grad():
@@ -171,5 +171,5 @@ def test_a_schedule_by_name_is_verified_and_profiled_on_what_the_pages_say(monke
     with refused(UsageError, "enough"):
         verify("1f1b")
     assert (told[0]["num_ranks"], told[0]["num_microbatches"]) == (2, 8)
-    defaults = {name: one.default for name, one in inspect.signature(profile_model).parameters.items()}
+    defaults = {name: param.default for name, param in inspect.signature(profile_model).parameters.items()}
     assert (defaults["num_ranks"], defaults["microbatch_sizes"]) == (2, (1, 2, 4, 8))

@@ -55,8 +55,8 @@ def test_a_loss_that_is_nan_stops_the_optimizer_though_all_gradients_are_finite(
     optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
     batch, target = data(8)
     pipe.step(batch, target=target)
-    gradients = [one.grad for one in pipe.parameters() if one.grad is not None]
-    assert all(bool(one.isfinite().all()) for one in some(gradients))
+    gradients = [param.grad for param in pipe.parameters() if param.grad is not None]
+    assert all(bool(gradient.isfinite().all()) for gradient in some(gradients))
     with pytest.raises(NonFiniteError):
         optimizer.step()
 

@@ -80,8 +80,8 @@ class Mix(nn.Module):
         super().__init__()
         self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, one: Tensor, other: Tensor) -> Any:
-        return self.left(one) + self.right(other).tanh()
+    def forward(self, tensor: Tensor, other: Tensor) -> Any:
+        return self.left(tensor) + self.right(other).tanh()
 
 
 class Mixes(nn.Module):
@@ -92,10 +92,10 @@ class Mixes(nn.Module):
         self.blocks = nn.ModuleList([Mix() for _ in range(4)])
 
     def forward(self, x: Tensor) -> Any:
-        one, other = x, x * 2
+        tensor, other = x, x * 2
         for block in self.blocks:
-            one, other = block(one, other), one
-        return one + other
+            tensor, other = block(tensor, other), tensor
+        return tensor + other
 
 
 class Twice(Layers):
@@ -190,7 +190,7 @@ RIGHT = [Skips, Between, Tied, Mixes, Twice, Again]
 
 
 def on_a_rank() -> dict[str, Told]:
-    found = {make.__name__: stepped(make, None, schedule=one) for make in RIGHT for one in ("1f1b", "zb-v")}
+    found = {make.__name__: stepped(make, None, schedule=name) for make in RIGHT for name in ("1f1b", "zb-v")}
     found |= {fault.__name__: stepped(Skips, fault) for fault in FAULTS}
     found["swapped"] = stepped(Mixes, swapped)
     found["wrong between"] = stepped(Between, stale_attribute)
@@ -201,7 +201,7 @@ def on_a_rank() -> dict[str, Told]:
 
 @long
 def test_ranks_check_a_model_of_which_each_has_only_a_part() -> None:
-    zero, one = launch(on_a_rank, num_ranks=2, timeout=240)
+    zero, entry = launch(on_a_rank, num_ranks=2, timeout=240)
     for name, number in {
         "Skips": 10,
         "Between": 9,
@@ -211,12 +211,12 @@ def test_ranks_check_a_model_of_which_each_has_only_a_part() -> None:
         "Again": 8,
         "llama": 20,
     }.items():
-        for error, checked, said in (zero[name], one[name]):
+        for error, checked, said in (zero[name], entry[name]):
             assert checked is not None
             assert (error, said, checked.wrong, checked.unchecked) == ("", "", (), ""), name
             assert checked.num_parameters == number, name
     for name in (*(fault.__name__ for fault in FAULTS), "swapped", "wrong between"):
-        for error, checked, _ in (zero[name], one[name]):
+        for error, checked, _ in (zero[name], entry[name]):
             assert "the model, traced block by block, returns something else than by itself" in error, name
             assert checked is not None
             assert checked.wrong
@@ -225,10 +225,10 @@ def test_ranks_check_a_model_of_which_each_has_only_a_part() -> None:
         "Changed": "could not run it together: rank 0: call 1 of layers.1 with gradients changes its arguments",
     }
     for name, text in texts.items():
-        assert zero[name][0] == one[name][0] == ""
+        assert zero[name][0] == entry[name][0] == ""
         assert text in zero[name][2], name
         assert zero[name][2].count("\n") == 1
-        assert one[name][2] == ""
+        assert entry[name][2] == ""
 
 
 def test_ranks_of_one_process_have_all_of_it_between_them() -> None:
@@ -251,8 +251,8 @@ def test_a_chain_without_memory_runs_as_it_is() -> None:
     whole = functional.mse_loss(model(x.to(device)), y.to(device))
     torch.testing.assert_close(loss, whole.detach())
     gradients = torch.autograd.grad(whole, list(model.parameters()))
-    for one, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(one.grad, gradient)
+    for param, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(param.grad, gradient)
 
 
 def test_what_the_blocks_make_may_be_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,4 +275,4 @@ def test_what_the_blocks_make_may_be_too_much(monkeypatch: pytest.MonkeyPatch) -
         Relay(crew, model, places, home, device, Randomness(0, device)).running(),
     ):
         model(data()[0])
-    assert all("forward" not in vars(one) for one in some(model.modules()))
+    assert all("forward" not in vars(module) for module in some(model.modules()))

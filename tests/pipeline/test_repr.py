@@ -37,6 +37,6 @@ def test_turns_are_told_once_and_only_to_those_who_did_not_ask_for_them(caplog: 
         assert not caplog.records
         for _ in range(2):
             pipeline(num_ranks=2).close()
-    assert [one.getMessage().partition(" because")[0] for one in caplog.records] == [
+    assert [record.getMessage().partition(" because")[0] for record in caplog.records] == [
         "2 ranks take turns in this process"
     ]

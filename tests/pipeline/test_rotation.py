@@ -37,7 +37,7 @@ def test_a_whole_checkpoint_of_the_line_always_remains_and_is_found(
     memory, reader = Path("/dev/shm"), small_pipeline()
     with TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as home:  # many small files
         lives = [live(Path(home, str(seed)), seed, reader) for seed in range(600 if ALL else examples(8))]
-    assert sum(one.crashes for one in lives) > len(lives)
+    assert sum(life.crashes for life in lives) > len(lives)
 
 
 def saved(pipe: Pipeline, folder: Path, *steps: int, keep: int | None = None) -> Path:
@@ -48,7 +48,7 @@ def saved(pipe: Pipeline, folder: Path, *steps: int, keep: int | None = None) ->
 
 
 def names(folder: Path) -> list[int]:
-    return sorted(int(one.name[5:]) for one in folder.glob("step-*"))
+    return sorted(int(path.name[5:]) for path in folder.glob("step-*"))
 
 
 @pytest.mark.parametrize("damage", [flip, shorten, lose, lose_manifest])
@@ -134,9 +134,9 @@ def edited(checkpoint: Path, content: Any) -> None:
 
 def test_checkpoints_of_earlier_versions_load_and_rotate(tmp_path: Path) -> None:
     saved(small_pipeline(), tmp_path, 2, 4, 6)
-    for one in some(list(tmp_path.glob("step-*"))):
-        content = json.loads((one / "manifest.json").read_text())["content"]
-        edited(one, without(content, ("line",), ...))
+    for path in some(list(tmp_path.glob("step-*"))):
+        content = json.loads((path / "manifest.json").read_text())["content"]
+        edited(path, without(content, ("line",), ...))
     flip(tmp_path / "step-00000006")
     again = small_pipeline()
     assert again.load(tmp_path).step == 4
@@ -222,7 +222,7 @@ def test_further_files_stand_in_every_checkpoint_and_may_be_changed(tmp_path: Pa
     (tmp_path / "source.txt").write_text("copied")
     files: dict[str, Any] = {"a.json": "{}", "inner/b.bin": b"\0", "c.txt": tmp_path / "source.txt"}
     path = pipe.save(tmp_path / "saved", files=files, wait=True).path
-    assert [(path / one).read_bytes() for one in files] == [b"{}", b"\0", b"copied"]
+    assert [(path / file).read_bytes() for file in files] == [b"{}", b"\0", b"copied"]
     (path / "a.json").write_text('{"changed": true}')
     assert pipe.load(tmp_path / "saved").step == 0
     for name in some(["../out", "/abs", "manifest.json", "model-00001-of-00001.safetensors", ""]):

@@ -45,7 +45,7 @@ def test_nothing_is_known_without_runs() -> None:
 
 def test_every_run_is_nudged_in_its_own_way_and_again_alike() -> None:
     plain, runs = product(None), [product(seed) for seed in range(DRAWS)]
-    assert len({tuple(one.flatten().tolist()) for one in (plain, *runs)}) == DRAWS + 1 > 2
+    assert len({tuple(run.flatten().tolist()) for run in (plain, *runs)}) == DRAWS + 1 > 2
     assert torch.equal(product(1), runs[1])
-    for one in runs:
-        assert ((one - plain).abs() <= 2 * torch.finfo(torch.bfloat16).eps * plain.abs()).all()
+    for run in runs:
+        assert ((run - plain).abs() <= 2 * torch.finfo(torch.bfloat16).eps * plain.abs()).all()

@@ -44,8 +44,8 @@ class Tied(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        for one in self.hidden:
-            x = x + one(x)
+        for module in self.hidden:
+            x = x + module(x)
         made: torch.Tensor = self.head(self.norm(x))
         return made
 
@@ -75,7 +75,7 @@ def trained(pipe: Pipeline, optimizer: torch.optim.Optimizer, data: list[Any]) -
 
 
 def whole(pipe: Pipeline) -> dict[str, torch.Tensor]:
-    return {name: one.clone() for name, one in pipe.state_dict().items()}
+    return {name: entry.clone() for name, entry in pipe.state_dict().items()}
 
 
 @pytest.mark.features("precision")
@@ -109,13 +109,13 @@ def test_training_goes_on_bit_for_bit_whatever_ranks_saved(
     for name in some(mine.keys() | theirs.keys()):
         exact = 0.0 if not then else 1e-4
         torch.testing.assert_close(mine[name], theirs[name], rtol=exact, atol=exact)
-    scales = [None if one.scaler is None else one.scaler.state_dict() for one in (pipe, again)]
+    scales = [None if pipeline.scaler is None else pipeline.scaler.state_dict() for pipeline in (pipe, again)]
     assert scales[0] == scales[1]
 
 
 def checksums(checkpoint: Path) -> dict[str, int]:
     found = json.loads((checkpoint / "manifest.json").read_text())["content"]["tensors"]
-    return {name: one for file in found.values() for name, one in file.items()}
+    return {name: value for file in found.values() for name, value in file.items()}
 
 
 def test_what_is_loaded_has_the_checksums_of_what_was_saved(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_old_checkpoints_and_leftovers_are_removed(tmp_path: Path) -> None:
         trained(pipe, optimizer, batches(1))
         pipe.save(tmp_path, keep=2)
     pipe.close()  # waits for the last
-    assert sorted(one.name for one in tmp_path.iterdir()) == [name_of(3), name_of(4)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name_of(3), name_of(4)]
 
 
 def test_a_checkpoint_is_invisible_until_all_of_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_a_disk_that_refuses_leaves_the_earlier_checkpoint(tmp_path: Path, monke
         with refused(RunError, "No space left on device"):
             failing.wait()
     assert failing.done
-    assert [one.name for one in tmp_path.iterdir()] == [name_of(0)]
+    assert [path.name for path in tmp_path.iterdir()] == [name_of(0)]
     trained(pipe, optimizer, batches(1))
     assert pipe.save(tmp_path, wait=True).path.is_dir()  # the next one may succeed
 
@@ -273,7 +273,7 @@ def _on_two_processes(folder: str) -> tuple[list[float], list[float], list[str],
     assert loaded.extra == {"at": 2}
     resumed = trained(again, fresh, data[2:])
     again.close()
-    return losses, resumed, sorted(one.name for one in path.iterdir()), saving.seconds_blocked
+    return losses, resumed, sorted(file.name for file in path.iterdir()), saving.seconds_blocked
 
 
 def test_a_pipeline_is_what_training_asks_for_to_save(tmp_path: Path) -> None:
@@ -295,14 +295,14 @@ def test_two_processes_write_one_checkpoint_and_go_on_from_it(tmp_path: Path) ->
         assert losses == resumed
         assert files == [
             "manifest.json",
-            *(f"model-0000{one}-of-00002.safetensors" for one in (1, 2)),
+            *(f"model-0000{number}-of-00002.safetensors" for number in (1, 2)),
             "model.safetensors.index.json",
-            *(f"training-0000{one}-of-00002.safetensors" for one in (1, 2)),
+            *(f"training-0000{number}-of-00002.safetensors" for number in (1, 2)),
         ]
         assert blocked > 0
-    one, optimizer = made(num_ranks=1)
-    assert one.load(tmp_path).step == 2
-    assert trained(one, optimizer, batches(5)[2:]) == pytest.approx(results[0][0], rel=1e-6)
+    pipeline, optimizer = made(num_ranks=1)
+    assert pipeline.load(tmp_path).step == 2
+    assert trained(pipeline, optimizer, batches(5)[2:]) == pytest.approx(results[0][0], rel=1e-6)
 
 
 def test_transformers_loads_a_checkpoint(tmp_path: Path) -> None:

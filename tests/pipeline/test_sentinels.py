@@ -136,11 +136,11 @@ def test_what_goes_wrong_later_is_found_by_a_sentinel_before_the_optimizer_steps
 
     def spoil(step: int) -> None:
         block.is_wrong = step >= 4
-        before.update({name: one.detach().clone() for name, one in pipe.named_parameters()})
+        before.update({name: param.detach().clone() for name, param in pipe.named_parameters()})
 
     with refused(ModelError, "returns something else than by itself in step 6: the gradient of 0"):
         trained(pipe, 9, spoil)
-    assert all(torch.equal(one, before[name]) for name, one in some(pipe.named_parameters()))
+    assert all(torch.equal(param, before[name]) for name, param in some(pipe.named_parameters()))
     with refused(ModelError, "in step 6"):
         pipe.step(data()[0], target=data()[1])
 
@@ -185,7 +185,7 @@ def test_inputs_of_another_kind_are_checked_soon() -> None:
     found = []
     for step in range(6):
         rows = 8 if step < 2 else 4
-        x, y = (one[:rows] for one in data(step))
+        x, y = (tensor[:rows] for tensor in data(step))
         pipe.step(x, target=y)
         pipe.zero_grad()
         if pipe.checked is not None and pipe.checked.step == step:
@@ -202,7 +202,7 @@ def test_sentinels_change_nothing() -> None:
             pipe = alone(RIGHT[name](), check_model=when)
             trained(pipe, 3)
             ends.append(pipe.state_dict())
-        assert all(torch.equal(one, ends[1][key]) for key, one in some(ends[0].items())), name
+        assert all(torch.equal(end, ends[1][key]) for key, end in some(ends[0].items())), name
 
 
 # ---- on ranks of their own -------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def test_labels_count_but_for_those_that_are_ignored_and_the_first() -> None:
 
 def test_shares_of_a_double_precision_loss_are_exact() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
-    batch, target = (one.double() for one in data(7))
+    batch, target = (tensor.double() for tensor in data(7))
     whole = functional.mse_loss(model(batch), target)
     result = pipeline(model, num_microbatches=3).step(batch, target=target)
     assert result.loss is not None
@@ -98,7 +98,7 @@ def test_shares_are_those_of_the_step_after_one_that_failed() -> None:
 def test_shares_are_equal_again_after_microbatches_that_the_user_cut() -> None:
     model = mlp(2)
     pipe = pipeline(model)
-    batch, target = (Microbatches(torch.split(one, [1, 1, 1, 5])) for one in data(8))
+    batch, target = (Microbatches(torch.split(tensor, [1, 1, 1, 5])) for tensor in data(8))
     for _ in range(2):
         pipe.step(batch, target=target)
         for _ in range(2):
@@ -113,10 +113,10 @@ def test_gradients_of_two_steps_add_up_whatever_the_scale(precision: str) -> Non
     once.step(batch, target=target)
     for _ in range(2):
         twice.step(batch, target=target)
-    for one, other in zip(once.parameters(), twice.parameters(), strict=True):
-        assert one.grad is not None
+    for param, other in zip(once.parameters(), twice.parameters(), strict=True):
+        assert param.grad is not None
         assert other.grad is not None
-        torch.testing.assert_close(2 * one.grad, other.grad)
+        torch.testing.assert_close(2 * param.grad, other.grad)
 
 
 def test_evaluation_draws_nothing_and_leaves_modules_as_they_were() -> None:
@@ -126,7 +126,7 @@ def test_evaluation_draws_nothing_and_leaves_modules_as_they_were() -> None:
     batch, _ = data(8)
     found = [pipe.eval_step(batch).output for _ in range(2)]
     assert torch.equal(found[0], found[1])
-    assert [one.training for one in model] == [True, True, True, False]
+    assert [module.training for module in model] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("num_rows", [5, 7, 8, 12])
@@ -139,7 +139,7 @@ def test_microbatches_of_other_sizes_may_follow_plain_steps(num_rows: int) -> No
     batch, target = data(8)
     whole = functional.mse_loss(model(batch), target)
     wanted = torch.autograd.grad(whole, list(model.parameters()))
-    cut = [Microbatches([one[:1], one[1:2], one[2:3], one[3:]]) for one in (batch, target)]
+    cut = [Microbatches([tensor[:1], tensor[1:2], tensor[2:3], tensor[3:]]) for tensor in (batch, target)]
     result = pipe.step(cut[0], target=cut[1])
     torch.testing.assert_close(result.loss, whole.detach())
     for parameter, gradient in zip(model.parameters(), wanted, strict=True):

@@ -87,10 +87,10 @@ def test_arguments_that_are_not_cut_along_their_first_dimension(given: dict[str,
     assert torch.allclose(result.output, wanted, atol=1e-6)
     assert not result.output.requires_grad
     expected = dict(reference.named_parameters())
-    for name, one in pipe.named_parameters():
+    for name, param in pipe.named_parameters():
         other = expected[name].grad
-        assert (one.grad is None) == (other is None), name
-        assert one.grad is None or torch.allclose(one.grad, other, atol=1e-6), name  # type: ignore[arg-type]
+        assert (param.grad is None) == (other is None), name
+        assert param.grad is None or torch.allclose(param.grad, other, atol=1e-6), name  # type: ignore[arg-type]
     assert torch.allclose(pipe.eval_step(**batch).output, wanted, atol=1e-6)
 
 
@@ -119,8 +119,8 @@ def test_pictures_that_are_packed_go_to_the_rows_whose_text_has_places_for_them(
     pixels = torch.arange(4)
     batch = Inputs((), {"input_ids": ids, "image_grid_thw": grids, "pixel_values": pixels})
     parts = cut(batch, 3, split=found_split(model, None)(batch))
-    assert [one.kwargs["pixel_values"].tolist() for one in parts] == [[0, 1], [], [2, 3]]
-    assert [len(one.kwargs["image_grid_thw"]) for one in parts] == [1, 0, 2]
+    assert [part.kwargs["pixel_values"].tolist() for part in parts] == [[0, 1], [], [2, 3]]
+    assert [len(part.kwargs["image_grid_thw"]) for part in parts] == [1, 0, 2]
 
 
 def test_outputs_are_returned_only_where_they_are_wanted() -> None:

@@ -24,7 +24,7 @@ class Listener(Observer):
     def __init__(self, name: str, heard: list[str]) -> None:
         self.name, self.heard = name, heard
 
-    def called(self, step: Step) -> None:
+    def at_call(self, step: Step) -> None:
         self.heard.append(f"{self.name} called {step.number}, {len(step.inputs)} inputs")
 
     def taken(self, step: Step) -> None:
@@ -55,10 +55,10 @@ def test_observers_hear_of_every_step_that_trains_and_end_in_the_opposite_order(
 
 def test_a_pipeline_is_made_with_its_options_and_help_shows_them() -> None:
     shown = inspect.signature(Pipeline).parameters
-    own = [one.name for one in fields(Options) if one.name in CoreOptions.__annotations__]
+    own = [field.name for field in fields(Options) if field.name in CoreOptions.__annotations__]
     assert len(own) > 20
     assert list(shown)[: len(own)] == own
-    assert set(shown) == {one.name for one in fields(Options)}
+    assert set(shown) == {field.name for field in fields(Options)}
     assert (shown["seed"].default, shown["seed"].kind.name) == (0, "KEYWORD_ONLY")
     unknown: Any = {"sed": 1}
     with pytest.raises(TypeError, match=r"^got an unexpected keyword argument 'sed'"):

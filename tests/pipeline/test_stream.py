@@ -67,7 +67,7 @@ class Case:
         if self.steep is not None:
             inner[3] = Steep()
         blocks = [first, *inner, last]
-        return [(str(at), one.bfloat16() if self.low else one) for at, one in enumerate(blocks)]
+        return [(str(at), block.bfloat16() if self.low else block) for at, block in enumerate(blocks)]
 
     @property
     def balance(self) -> list[int]:
@@ -126,12 +126,12 @@ def chosen(case: Case, names: dict[str, torch.Size]) -> list[tuple[type[Optimize
 
 
 def optimizers_of(case: Case, named: dict[str, nn.Parameter]) -> list[Optimizer]:
-    shapes = {name: one.shape for name, one in named.items()}
+    shapes = {name: param.shape for name, param in named.items()}
     return [kind([named[name] for name in names], **given) for kind, given, names in chosen(case, shapes)]
 
 
 def pipeline(case: Case, **settings: Any) -> tuple[Pipeline, list[Optimizer]]:
-    pipe = Pipeline(nn.Sequential(*(one for _, one in case.blocks())), **{**case.options, **settings})
+    pipe = Pipeline(nn.Sequential(*(module for _, module in case.blocks())), **{**case.options, **settings})
     each = chosen(case, pipe.parameter_shapes())
     return pipe, [pipe.optimizer(kind, names=names, max_norm=case.max_norm, **given) for kind, given, names in each]
 
@@ -151,17 +151,17 @@ def trained(case: Case, look: Callable[[Pipeline, int], None] | None = None, **s
     with pipe:
         results, versions = [], []
         for step, (x, y) in enumerate(case.batches()):
-            for group in (group for one in optimizers for group in one.param_groups if case.varies):
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups if case.varies):
                 group["lr"] = rate_of(step)
             results.append(pipe.step(x, target=y))
             if look is not None:
                 look(pipe, step)
             for row, record in zip(pipe.timeline().program.timed_rows, pipe.timeline().records, strict=True):
-                versions.append([(str(action), one) for action, one in zip(row, record.versions, strict=True)])
-        losses = [one.loss for one in results]
+                versions.append([(str(action), version) for action, version in zip(row, record.versions, strict=True)])
+        losses = [result.loss for result in results]
         pipe.drain()
-        weights = {name: one.clone() for name, one in pipe.state_dict().items()}
-        skipped = {step: one.skipped for step, one in enumerate(results) if one.skipped}
+        weights = {name: entry.clone() for name, entry in pipe.state_dict().items()}
+        skipped = {step: result.skipped for step, result in enumerate(results) if result.skipped}
         return Ran(losses, weights, versions, skipped)  # type: ignore[arg-type]
 
 
@@ -171,8 +171,8 @@ def compare(case: Case, ran: Ran, expected: Emulated | None = None) -> None:
         assert torch.equal(ours, theirs) or (ours.isnan() and theirs.isnan()), (case, step, ours, theirs)
     every = BY_NUMBER.listed
     assert ran.skipped == {step: every(sorted(bad)) for step, bad in expected.skipped.items()}, case
-    for name, one in some(ran.weights.items()):
-        assert torch.equal(one, expected.weights[name]), (case, name)
+    for name, weight in some(ran.weights.items()):
+        assert torch.equal(weight, expected.weights[name]), (case, name)
 
 
 def seen(case: Case, ran: Ran) -> Iterator[tuple[str, int, int, int]]:
@@ -253,7 +253,7 @@ def _on_ranks(cases: Sequence[Case], transport: str) -> list[Ran]:
 def test_ranks_in_processes_of_their_own_do_the_same(transport: str) -> None:
     each = launch(_on_ranks, RANKS_OF_TWO, transport, num_ranks=2)
     for at, case in enumerate(RANKS_OF_TWO):
-        weights = {name: one for rank in each for name, one in rank[at].weights.items()}
+        weights = {name: weight for rank in each for name, weight in rank[at].weights.items()}
         assert each[0][at].skipped == each[1][at].skipped
         ran = Ran(each[0][at].losses, weights, each[0][at].versions, each[0][at].skipped)
         compare(case, ran)
@@ -284,5 +284,5 @@ def test_evaluations_and_checkpoints_do_not_disturb_training_and_runs_go_on_exac
         losses = [pipe.step(x, target=y).loss for x, y in case.batches()[5:]]
         pipe.drain()
         assert all(some(torch.equal(a, b) for a, b in zip(losses, expected.losses[5:], strict=True)))  # type: ignore[arg-type]
-        for name, one in some(pipe.state_dict().items()):
-            assert torch.equal(one, expected.weights[name]), name
+        for name, entry in some(pipe.state_dict().items()):
+            assert torch.equal(entry, expected.weights[name]), name

@@ -65,10 +65,10 @@ def test_slices_and_what_a_drain_runs_are_the_whole_program(kind: str) -> None:
             for position in range(steps - 1)
             for cell in rows.slice(position)[rank]
         ]
-        assert sliced == [(one.op, one.microbatch) for one in row[: len(sliced)]]
+        assert sliced == [(value.op, value.microbatch) for value in row[: len(sliced)]]
         rest = row[len(sliced) :]
-        for op in some({one.op for one in rest}):  # a drain runs each kind in this order
-            order = [one.microbatch for one in rest if one.op is op]
+        for op in some({value.op for value in rest}):  # a drain runs each kind in this order
+            order = [value.microbatch for value in rest if value.op is op]
             assert order == sorted(order)
 
 
@@ -83,21 +83,21 @@ def test_peak_versions_and_bytes_are_those_simulated(kind: str) -> None:
         num_microbatches=per_step, num_ranks=ranks, transport="in-process", weigh=True, balance=[1] * ranks,
     )  # fmt: skip
     optimizer = pipe.optimizer(torch.optim.SGD, lr=1e-3)
-    size = sum(one.nbytes for one in model[0].parameters())
+    size = sum(param.nbytes for param in model[0].parameters())
     most = [0] * ranks
     for _ in some(range(steps)):
         pipe.step(torch.randn(8, WIDTH), target=torch.randn(8, WIDTH))
         found = pipe.timeline().peak_stash
         assert found is not None
-        most = [max(one, other) for one, other in zip(most, found, strict=True)]
+        most = [max(number, other) for number, other in zip(most, found, strict=True)]
     simulated = holdings(program(kind, ranks, per_step, steps), Costs(weight_bytes=size))
-    versions = [one.peak for rank in pipe._engine.executors for one in rank.versions.values()]  # type: ignore[attr-defined]
-    assert versions == [one.peak_versions for one in simulated]
+    versions = [v.peak for rank in pipe._engine.executors for v in rank.versions.values()]  # type: ignore[attr-defined]
+    assert versions == [holding.peak_versions for holding in simulated]
     assert versions == ([2, 2, 2, 1] if kind == "2bw" else [4, 3, 2, 1])
     # The first layer's backward needs no weight, because the batch has no gradient: no version of it is kept. The last
     # rank also keeps what its loss needs.
     assert most[0] == 0
-    assert [size + one for one in most[1:-1]] == [one.peak_bytes for one in simulated[1:-1]]
+    assert [size + number for number in most[1:-1]] == [holding.peak_bytes for holding in simulated[1:-1]]
     pipe.drain()
     assert all(some(not rank.in_flight and not rank.pending for rank in pipe._engine.executors))  # type: ignore[attr-defined]
     assert optimizer.state_dict()["param_groups"][0]["lr"] == 1e-3
@@ -119,10 +119,10 @@ def test_what_an_update_leaves_alone_is_shared_by_all_versions() -> None:
                     num_ranks=2, transport="in-process", unused="ignore")  # fmt: skip
     pipe.optimizer(torch.optim.AdamW, lr=1e-2)
     alone = (first.unused.weight, first.frozen.weight, first.frozen.bias)
-    before = [one.data_ptr() for one in alone]
+    before = [tensor.data_ptr() for tensor in alone]
     for _ in range(2):
         pipe.step(torch.randn(8, 4), target=torch.randn(8, 4))
-    assert [one.data_ptr() for one in alone] == before
+    assert [tensor.data_ptr() for tensor in alone] == before
 
 
 def _small(**settings: Any) -> Pipeline:
@@ -191,8 +191,8 @@ def test_a_checkpoint_with_updates_due_goes_on_only_as_it_was(tmp_path: Path) ->
     with refused(ModelError, fix=r"pipe\.drain\(\) before pipe\.save"):
         flushed.load(tmp_path / "due")
     flushed.load(tmp_path / "drained")
-    for (name, one), other in zip(some(pipe.named_parameters()), flushed.parameters(), strict=True):
-        assert torch.equal(one, other), name
+    for (name, param), other in zip(some(pipe.named_parameters()), flushed.parameters(), strict=True):
+        assert torch.equal(param, other), name
     assert kept.param_groups
 
 
@@ -215,8 +215,8 @@ def test_a_drain_right_after_loading_makes_the_updates_on_a_device_with_a_clock(
     for executor in other._engine.executors:
         executor.clock = DeviceClock(device)
     other.drain()
-    for (name, one), expected in zip(some(other.named_parameters()), pipe.parameters(), strict=True):
-        assert torch.equal(one, expected), name
+    for (name, param), expected in zip(some(other.named_parameters()), pipe.parameters(), strict=True):
+        assert torch.equal(param, expected), name
 
 
 @pytest.mark.features("precision", "saving")
@@ -230,15 +230,15 @@ def test_an_update_with_a_nan_that_is_due_in_a_checkpoint_is_left_out_by_the_run
     results = [pipe.step(x, target=y) for x, y in batches[:3]]
     assert not results[2].skipped, "this is known later, or once nothing is in flight"
     pipe.save(tmp_path, wait=True)
-    assert [one.skipped for one in results] == ["", "", "rank 0, 1, 2"]
+    assert [result.skipped for result in results] == ["", "", "rank 0, 1, 2"]
     other, _optimizers = pipeline(case, transport="in-process")
     other.load(tmp_path)
     for each in some((pipe, other)):
         later = [each.step(x, target=y) for x, y in batches[3:]]
         each.drain()
-        assert not any(some(one.skipped for one in later)), "a step is told once"
-        for name, one in some(each.state_dict().items()):
-            assert torch.equal(one, expected.weights[name]), name
+        assert not any(some(result.skipped for result in later)), "a step is told once"
+        for name, entry in some(each.state_dict().items()):
+            assert torch.equal(entry, expected.weights[name]), name
 
 
 @pytest.mark.parametrize("frozen", [0, 1, 2])
@@ -251,10 +251,10 @@ def test_ranks_that_train_nothing_take_part_in_leaving_out_an_update(frozen: int
     pipe.optimizer(torch.optim.SGD, lr=0.1, max_norm=1.0)
     x = torch.ones(6, 4)
     results = [pipe.step(x * torch.nan if step == 1 else x, target=x) for step in range(6)]
-    assert all(some(len(one.pending) <= 2 for one in pipe._engine.executors))  # type: ignore[attr-defined]
+    assert all(some(len(executor.pending) <= 2 for executor in pipe._engine.executors))  # type: ignore[attr-defined]
     pipe.drain()
-    assert [bool(one.skipped) for one in results] == [False, True, False, False, False, False]
-    assert all(some(bool(one.isfinite().all()) for one in pipe.state_dict().values()))
+    assert [bool(result.skipped) for result in results] == [False, True, False, False, False, False]
+    assert all(some(bool(entry.isfinite().all()) for entry in pipe.state_dict().values()))
 
 
 @pytest.mark.features("saving")
@@ -291,7 +291,7 @@ def _resumed(case: Case, folder: str) -> dict[str, Tensor]:
         for x, y in case.batches()[3:]:
             pipe.step(x, target=y)
         pipe.drain()
-        return {name: one.clone() for name, one in pipe.state_dict().items()}
+        return {name: entry.clone() for name, entry in pipe.state_dict().items()}
 
 
 @pytest.mark.features("precision", "saving")
@@ -301,8 +301,8 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on_exactly(tmp_path: Path) -> N
         launch(_killed, case, str(tmp_path), num_ranks=2)
     expected = case.emulated().weights
     for rank in some(launch(_resumed, case, str(tmp_path), num_ranks=2)):
-        for name, one in some(rank.items()):
-            assert torch.equal(one, expected[name]), name
+        for name, tensor in some(rank.items()):
+            assert torch.equal(tensor, expected[name]), name
 
 
 def settings_of(folder: Path, schedule: str, steps: int = 10, **tables: Any) -> TrainSettings:
@@ -366,13 +366,13 @@ def test_every_place_says_the_same_of_what_a_step_holds(schedule: str, per_step:
             assert ours.get(name) == theirs.get(name), name
         assert ours["microbatches"] == per_step
         assert again.busy == pytest.approx(measured.busy)
-        assert sum(one.seconds for one in again.causes) == pytest.approx(sum(again.idle))
+        assert sum(cause.seconds for cause in again.causes) == pytest.approx(sum(again.idle))
         for row, holding, held in zip(measured.program.rows, measured.memory, measured.held, strict=True):
             after = [pairs for _, pairs in holding.pairs]
             assert after == list(held), row
     if frozen is None:
         assert measured.peak_activations == (4, 3, 2, 1), "as in FACTS.md"
-        versions = [one.peak_versions for one in measured.memory]
+        versions = [item.peak_versions for item in measured.memory]
         assert versions == ([4, 3, 2, 1] if schedule == "pipedream" else [2, 2, 2, 1])
     pipe.drain()
 
@@ -392,20 +392,20 @@ def test_messages_are_noted_under_the_numbers_of_the_steps_program(kind: str) ->
         pipe.step(torch.ones(3, 4), target=torch.ones(3, 4))
         timeline = pipe.timeline()
         for row, record in zip(timeline.program.rows, timeline.records, strict=True):
-            takers = {at: decoded(*named) for at, *named in (one[:4] for one in record.rows("messages"))}
-            assert {at: (one.stage, one.microbatch) for at, one in takers.items()} == {
-                at: (one.stage, one.microbatch) for at, one in enumerate(row) if _receives(one, ranks)
+            takers = {at: decoded(*named) for at, *named in (group[:4] for group in record.rows("messages"))}
+            assert {at: (taker.stage, taker.microbatch) for at, taker in takers.items()} == {
+                at: (action.stage, action.microbatch) for at, action in enumerate(row) if _receives(action, ranks)
             }
-            sent = [decoded(*one[:3]) for one in record.rows("sends")]
-            assert sent == [made.recv for one in row if (made := rules.message(one, ranks)) is not None]
-            newest = {one.microbatch for one in row if one.op is Op.FORWARD}
-            early += sum(one.microbatch not in newest for one in sent)
+            sent = [decoded(*group[:3]) for group in record.rows("sends")]
+            assert sent == [made.recv for action in row if (made := rules.message(action, ranks)) is not None]
+            newest = {action.microbatch for action in row if action.op is Op.FORWARD}
+            early += sum(action.microbatch not in newest for action in sent)
     assert early > 0, "no message belonged to an earlier step"
 
 
 def _receives(action: Action, num_stages: int) -> bool:
     needed = [each[0] for each in rules.needs(action, num_stages)]
-    return any(one.stage != action.stage and rules.message(one, num_stages) is not None for one in needed)
+    return any(other.stage != action.stage and rules.message(other, num_stages) is not None for other in needed)
 
 
 def test_slices_and_pauses_run_in_the_loop_that_runs_all_rows() -> None:
@@ -444,6 +444,6 @@ def test_slices_and_pauses_run_in_the_loop_that_runs_all_rows() -> None:
 
 def test_executors_of_flushed_programs_stay_as_they_are() -> None:
     pipe = _small(schedule="1f1b")
-    assert not any(some(isinstance(one, StreamExecutor) for one in pipe._engine.executors))
+    assert not any(some(isinstance(executor, StreamExecutor) for executor in pipe._engine.executors))
     pipe.drain()  # does nothing
     assert pipe.steps_in_flight == 0

@@ -85,14 +85,14 @@ def test_a_step_that_was_refused_stays_so_as_long_as_its_gradients_are_there(ran
 
 @each_rank
 def test_a_record_that_was_told_late_takes_no_other_ones_place(rank: int) -> None:
-    first, second = ([Record(one, step) for one in range(NUM_RANKS)] for step in range(2))
+    first, second = ([Record(number, step) for number in range(NUM_RANKS)] for step in range(2))
     told = [RankReport(record=record) for record in first]
     told[rank].record = None
     after = [RankReport(record=record, late=first[at]) for at, record in enumerate(second)]
-    one, other = Tally(0, lambda: told, PROGRAM), Tally(1, lambda: after, PROGRAM)
-    assert one.known_records is None
-    one.following = other
-    assert other.told
-    assert one.known_records == tuple(first)
+    step_tally, other = Tally(0, lambda: told, PROGRAM), Tally(1, lambda: after, PROGRAM)
+    assert step_tally.known_records is None
+    step_tally.following = other
+    assert other.reports
+    assert step_tally.known_records == tuple(first)
     after[rank - 1].late = second[rank - 1]  # what was told in time counts
-    assert one.known_records == tuple(first)
+    assert step_tally.known_records == tuple(first)

@@ -32,8 +32,8 @@ def pipeline(model: Any, program: Program | str = "1f1b", *, num_ranks: int = 2,
 def copies_of(pipe: Pipeline) -> dict[str, list[nn.Parameter]]:
     """Return the copies of every parameter that several ranks hold."""
     found: dict[str, list[nn.Parameter]] = {}
-    for one in everywhere(pipe):
-        for name, parameter in one.items():
+    for entry in everywhere(pipe):
+        for name, parameter in entry.items():
             found.setdefault(name, []).append(parameter)
     return {name: copies for name, copies in found.items() if len(copies) > 1}
 
@@ -45,11 +45,11 @@ def test_gradients_are_those_of_one_process_and_copies_stay_equal(name: str, kin
         model = make(dropout=0.2)
         reference = Reference(model, program, loss_fn)
         pipe = pipeline(model, program, num_ranks=num_ranks)
-        assert [one for one, _ in sorted(pipe.named_parameters())] == sorted(dict(model.named_parameters()))
+        assert [text for text, _ in sorted(pipe.named_parameters())] == sorted(dict(model.named_parameters()))
         copies = copies_of(pipe)
-        assert len(copies) == sum(one.is_copied and one.is_parameter for one in pipe._engine.assembly.ties.tensors)
+        assert len(copies) == sum(part.is_copied and part.is_parameter for part in pipe._engine.assembly.ties.tensors)
         # Every rank has an optimizer of its own, as ranks of their own would.
-        each = [torch.optim.AdamW(one.values(), lr=1e-2) for one in everywhere(pipe)]
+        each = [torch.optim.AdamW(entry.values(), lr=1e-2) for entry in everywhere(pipe)]
         theirs = torch.optim.AdamW(reference.model.parameters(), lr=1e-2)
         for step in range(3):
             batch, target = tokens(9, seed=step)
@@ -60,13 +60,13 @@ def test_gradients_are_those_of_one_process_and_copies_stay_equal(name: str, kin
             assert torch.equal(result.loss, reference.step(batch, target))  # type: ignore[arg-type]
             reference.compare(pipe, exact=False)
             for parameter_name, (first, *others) in copies.items():
-                assert all(some(one is not first for one in others)), "one object on two ranks proves nothing"
-                assert all(some(torch.equal(first.grad, one.grad) for one in others)), parameter_name  # type: ignore[arg-type]
+                assert all(some(other is not first for other in others)), "one object on two ranks proves nothing"
+                assert all(some(torch.equal(first.grad, other.grad) for other in others)), parameter_name  # type: ignore[arg-type]
             for optimizer in (*each, theirs):
                 optimizer.step()
                 optimizer.zero_grad()
             for parameter_name, (first, *others) in copies.items():
-                assert all(some(torch.equal(first, one) for one in others)), f"{parameter_name} drifted apart"
+                assert all(some(torch.equal(first, other) for other in others)), f"{parameter_name} drifted apart"
         tried += 1
     assert tried or (name in ("dualpipe", "chimera") and num_ranks == 1)
 
@@ -85,8 +85,8 @@ def test_gradients_are_those_of_one_process_and_copies_stay_equal(name: str, kin
 def test_ranks_that_hold_it_twice_hold_it_once(name: str, num_ranks: int, held: dict[str, int]) -> None:
     (program,) = programs(name, num_ranks, (8,))
     pipe = pipeline(language_model(), program, num_ranks=num_ranks)
-    for one, count in held.items():
-        assert len({id(rank[one]) for rank in everywhere(pipe) if one in rank}) == count
+    for key, count in held.items():
+        assert len({id(rank[key]) for rank in everywhere(pipe) if key in rank}) == count
 
 
 class Untied(Reference):
@@ -116,9 +116,9 @@ def test_sums_in_the_same_order_have_the_same_bits(name: str, num_ranks: int) ->
     batch, target = tokens(11)
     pipe.step(batch, target=target)
     reference.step(batch, target)
-    gradients = {one: parameter.grad for one, parameter in pipe.named_parameters()}
+    gradients = {text: parameter.grad for text, parameter in pipe.named_parameters()}
     assert torch.equal(gradients.pop("0.weight"), reference.gradient("0.weight", "7.weight"))  # type: ignore[arg-type]
-    assert all(torch.equal(value, reference.gradient(one)) for one, value in gradients.items())  # type: ignore[arg-type]
+    assert all(torch.equal(value, reference.gradient(k)) for k, value in gradients.items())  # type: ignore[arg-type]
 
 
 @pytest.mark.matrix
@@ -151,7 +151,7 @@ def test_gradients_of_several_steps_add_up(name: str) -> None:
             reference.step(batch, target)
         reference.compare(pipe, exact=False)
         pipe.zero_grad()
-        assert all(one.grad is None for one in model.parameters())
+        assert all(param.grad is None for param in model.parameters())
 
 
 @pytest.mark.features("precision")
@@ -169,16 +169,16 @@ def test_low_precision_leaves_sums_and_copies_right(name: str, settings: dict[st
         for step in range(2):  # gradients of the first are put aside in the second
             batch, target = tokens(8, seed=step)
             pipe.step(batch, target=target)
-        found.append({one: parameter.grad for one, parameter in pipe.named_parameters()})
+        found.append({text: parameter.grad for text, parameter in pipe.named_parameters()})
         copied = copies_of(pipe)
         assert bool(copied) is (num_ranks > 1)
         for copies in copied.values():
             assert copies[0].grad is not None
-            assert all(some(one.grad is not None and one.grad.dtype is copies[0].grad.dtype for one in copies))
-    for one, expected in some(found[0].items()):
+            assert all(some(param.grad is not None and param.grad.dtype is copies[0].grad.dtype for param in copies))
+    for text, expected in some(found[0].items()):
         assert expected is not None
         assert expected.dtype is torch.float32
-        assert (found[1][one] - expected).norm() <= 1e-6 * expected.norm(), one  # type: ignore[operator]
+        assert (found[1][text] - expected).norm() <= 1e-6 * expected.norm(), text  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe", "zb-v"])
@@ -208,8 +208,8 @@ class Whole(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
-        for one in self.layers:
-            x = x + torch.tanh(one(x))
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
         made: Tensor = self.head(x)
         return made
 
@@ -220,15 +220,15 @@ def test_a_model_that_is_no_chain_may_be_tied_too(name: str) -> None:
     model = Whole()
     whole, (batch, target) = copy.deepcopy(model), tokens(8)
     pipe = pipeline(model, name, example=batch, balance="even")
-    assert [one for one, _ in sorted(pipe.named_parameters())] == sorted(dict(model.named_parameters()))
+    assert [text for text, _ in sorted(pipe.named_parameters())] == sorted(dict(model.named_parameters()))
     for _ in range(2):
         pipe.step(batch, target=target)
         loss_fn(whole(batch), target).backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(pipe.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(whole.parameters(), 0.1))
-    for one, parameter in pipe.named_parameters():
-        torch.testing.assert_close(parameter.grad, whole.get_parameter(one).grad)
+    for text, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, whole.get_parameter(text).grad)
     other = Whole().state_dict()
-    pipe.load_state_dict({one: value for one, value in other.items() if one not in ("head.weight", "layers.1.weight")})
+    pipe.load_state_dict({key: value for key, value in other.items() if key not in ("head.weight", "layers.1.weight")})
     assert torch.equal(model.get_parameter("layers.1.weight"), other["layers.5.weight"])
     assert torch.equal(model.head.weight, other["embedding.weight"])
 
@@ -311,8 +311,8 @@ def test_a_weight_that_one_owner_reaches_is_reached(name: str) -> None:
                 break
             reference.step(batch, target)
             reference.compare(pipe, exact=False)
-            for gradients in some([one.grad for one in copies] for copies in copies_of(pipe).values()):
-                assert len({id(one) for one in gradients}) == len(gradients), "two copies have one gradient"
+            for gradients in some([param.grad for param in copies] for copies in copies_of(pipe).values()):
+                assert len({id(gradient) for gradient in gradients}) == len(gradients), "two copies have one gradient"
 
 
 class Lookup(nn.Module):
@@ -364,14 +364,14 @@ def test_the_state_has_every_name_of_the_models_and_is_taken_back_by_any(name: s
     stored = pipe.state_dict()
     assert sorted(stored) == sorted(model.state_dict())
     assert stored["0.weight"] is stored["7.weight"]
-    assert all(torch.equal(value, model.state_dict()[one]) for one, value in stored.items())
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in stored.items())
     for renamed in (False, True):
         state = dict(other.state_dict())
         del state["0.weight" if renamed else "7.weight"]
         state["elsewhere"] = torch.zeros(3)
         pipe.load_state_dict(state)
         for rank in some(everywhere(pipe)):
-            assert all(some(torch.equal(one, other.get_parameter(one_name)) for one_name, one in rank.items()))
+            assert all(some(torch.equal(param, other.get_parameter(one_name)) for one_name, param in rank.items()))
         pipe.load_state_dict(stored)
 
 
@@ -402,8 +402,8 @@ def test_the_exchange_is_in_the_timeline_and_its_waiting_is_no_overhead() -> Non
     timeline = pipe.timeline()
     assert [(span.rank, str(span.action)) for span in timeline.exchanges] == [(0, "0REDUCE_GRAD"), (3, "0REDUCE_GRAD")]
     assert all(span.end > span.start for span in timeline.exchanges)
-    waited = [one for one in timeline.waits if one.rank == 3 and one.action is None]
-    assert [(str(one.receive), one.source) for one in waited] == [("0REDUCE_GRAD", 0)]
+    waited = [wait for wait in timeline.waits if wait.rank == 3 and wait.action is None]
+    assert [(str(interval.receive), interval.source) for interval in waited] == [("0REDUCE_GRAD", 0)]
     assert timeline.parts[3].wait >= waited[0].end - waited[0].start > 0
     assert not pipeline(nn.Sequential(*list(language_model())[:7]), num_ranks=2)._engine.assembly.ties.edges
 
@@ -543,6 +543,6 @@ def test_a_parameter_between_blocks_of_two_ranks_is_frozen_and_freed_in_its_copy
             either.scale.requires_grad_(trains)
         pipe.step(batch, target=target)
         torch.autograd.backward(nn.functional.mse_loss(plain(batch), target))
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad)
+        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, other.grad)
         assert (model.scale.grad is not None) is trains

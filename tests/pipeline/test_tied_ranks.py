@@ -44,8 +44,8 @@ def trained(transport: str, num_ranks: int, names: tuple[str, ...]) -> dict[str,
                         optimizer.step()
                         optimizer.zero_grad()
                 own = dict(pipe.named_parameters())
-                assert len(own) == len({id(one) for one in own.values()})
-                found[f"{name} {kind}"] = {one: own[one].detach() for one in TIED.get(kind, ()) if one in own}
+                assert len(own) == len({id(param) for param in own.values()})
+                found[f"{name} {kind}"] = {text: own[text].detach() for text in TIED.get(kind, ()) if text in own}
     return found
 
 
@@ -68,7 +68,7 @@ def test_all_owners_have_the_same_bits_after_three_steps(
         assert bool(owners) is not case.endswith("neighbours"), case  # of which none is held twice
         for name, (first, *others) in owners.items():
             assert others or case.startswith("zb-v language"), (case, name)
-            assert all(torch.equal(first, one) for one in (first, *others)), (case, name)
+            assert all(torch.equal(first, other) for other in (first, *others)), (case, name)
 
 
 def far_apart(transport: str) -> tuple[Tensor, Tensor]:
@@ -148,16 +148,16 @@ def test_states_and_troubles_reach_every_owner(transport: str) -> None:
     assert "0.weight" in first["stored"]
     union = {**first["stored"], **second["stored"]}
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in union.items())
-    for one in (first, second):
-        assert "0.weight" in one["loaded"]
-        assert all(torch.equal(value, other.get_parameter(name)) for name, value in one["loaded"].items())
-        kind, text = one["missing"]
+    for entry in (first, second):
+        assert "0.weight" in entry["loaded"]
+        assert all(torch.equal(value, other.get_parameter(name)) for name, value in entry["loaded"].items())
+        kind, text = entry["missing"]
         assert (kind, "the state has no '6.0.bias'" in text) == (ModelError.__name__, True)
-        assert one["unchanged"]
-        assert one["frozen on one"][0] in ("MismatchError", "RankFailed")
-        assert "0.weight is " in one["frozen on one"][1]
-        assert one["tied on one"][0] == "MismatchError"
-        assert "disagree on the set of tied tensors" in one["tied on one"][1]
+        assert entry["unchanged"]
+        assert entry["frozen on one"][0] in ("MismatchError", "RankFailed")
+        assert "0.weight is " in entry["frozen on one"][1]
+        assert entry["tied on one"][0] == "MismatchError"
+        assert "disagree on the set of tied tensors" in entry["tied on one"][1]
 
 
 class Sparse(nn.Module):

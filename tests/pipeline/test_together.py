@@ -40,7 +40,7 @@ BEGIN, END = re.compile(r"<!-- clashes: (.*) -->"), "<!-- end of clashes -->"
 
 def clashes() -> dict[str, Clash]:
     """Return everything that does not go together, by a name."""
-    return {f"{one.first.shown} x {one.other.shown}": one for one in (*table(), *training.CLASHES)}
+    return {f"{clash.first.shown} x {clash.other.shown}": clash for clash in (*table(), *training.CLASHES)}
 
 
 # ---- every entry is met --------------------------------------------------------------------------------------------
@@ -191,9 +191,9 @@ def test_a_pipeline_and_a_config_refuse_in_the_same_words(name: str, tmp_path: P
     if not keys:
         return
     if clash.other.option == "plan":
-        found = [one for one in told({"pipeline.plan": "plan.json", **keys}) if one["expected"] == refusal.expected]
+        found = [item for item in told({"pipeline.plan": "plan.json", **keys}) if item["expected"] == refusal.expected]
     else:
-        found = [one for one in told(keys) if one["expected"] == refusal.expected]
+        found = [entry for entry in told(keys) if entry["expected"] == refusal.expected]
     (problem,) = found
     assert problem["key"] in training.KEYS[clash.first.option]
     assert problem["key"] in keys or "(the default)" in problem["error"]
@@ -253,11 +253,13 @@ def _of_lines() -> list[str]:
 def shown(half: str) -> str:
     """Return the table of a page: everything, or what does not go with one thing."""
     if half == ALL:
-        rows = [f"| {one.first.shown} | {one.other.shown} | {one.why} |" for one in clashes().values()]
+        rows = [f"| {clash.first.shown} | {clash.other.shown} | {clash.why} |" for clash in clashes().values()]
         return "\n".join(["| this | does not go with | because |", "|---|---|---|", *rows])
-    pairs = [(one.first, one.other, one.why) for one in clashes().values()]
-    found = [(two if one.shown == half else one, why) for one, two, why in pairs if half in (one.shown, two.shown)]
-    return "\n".join(["| this | because |", "|---|---|", *(f"| {one.shown} | {why} |" for one, why in found)])
+    pairs = [(clash.first, clash.other, clash.why) for clash in clashes().values()]
+    found = [
+        (two if value.shown == half else value, why) for value, two, why in pairs if half in (value.shown, two.shown)
+    ]
+    return "\n".join(["| this | because |", "|---|---|", *(f"| {value.shown} | {why} |" for value, why in found)])
 
 
 def pages() -> Iterator[tuple[Path, str, str]]:
@@ -289,7 +291,7 @@ def test_a_changed_declaration_is_told_everywhere(
     name = "`capture` x a `mesh` with several lines"
     own = clashes()[name]
     changed = replace(own, expected="dry weather", why="graphs do not swim", use=("capture", False))
-    monkeypatch.setattr(capture, "CLASHES", tuple(changed if one == own else one for one in capture.CLASHES))
+    monkeypatch.setattr(capture, "CLASHES", tuple(changed if clash == own else clash for clash in capture.CLASHES))
     says = "dry weather: graphs do not swim"
     assert met(name).expected == says
     (problem,) = told(MET[name][2])
@@ -304,7 +306,7 @@ def test_a_feature_that_is_not_there_declares_nothing(monkeypatch: pytest.Monkey
     from drumline.features.capture import together as capture
     from drumline.pipeline import together
 
-    without = [one for one in together._declaring() if one is not capture]
+    without = [module_type for module_type in together._declaring() if module_type is not capture]
     monkeypatch.setattr(together, "_declaring", lambda: without)
     assert "`arrange` x `capture`" not in clashes()
     assert read_settings(None, {"lengths.search": True, "pipeline.capture": True}).pipeline.capture

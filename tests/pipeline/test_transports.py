@@ -76,9 +76,9 @@ def parity(transport: str, num_ranks: int) -> list[str]:
 )
 def test_every_schedule_gives_one_processs_gradients_on_real_ranks(transport: str, num_ranks: int) -> None:
     tried = launch(parity, transport, num_ranks, num_ranks=num_ranks)
-    assert all(one == tried[0] for one in tried)
+    assert all(row == tried[0] for row in tried)
     expected = set(schedules_on(transport, num_ranks))
-    assert {one.split()[0] for one in tried[0]} == expected - set(TWO_WAYS if num_ranks % 2 else ())
+    assert {name.split()[0] for name in tried[0]} == expected - set(TWO_WAYS if num_ranks % 2 else ())
 
 
 class Explodes(nn.Module):
@@ -123,14 +123,14 @@ def outcome(pipe_of: Any, *, batch: Any = None, target: Any = None) -> tuple[str
     found = ("fine", "")
     try:
         pipe = pipe_of()
-        before = [one.detach().clone() for one in pipe.parameters()]
+        before = [param.detach().clone() for param in pipe.parameters()]
         optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
         pipe.step(batch, target=target)
         optimizer.step()
     except (dl.DrumlineError, KeyError) as error:
         found = (type(error).__name__, str(error))
     if pipe is not None:
-        if any(not torch.equal(one, other) for one, other in zip(before, pipe.parameters(), strict=True)):
+        if any(not torch.equal(tensor, other) for tensor, other in zip(before, pipe.parameters(), strict=True)):
             found = ("updated", found[1])
         pipe.close()
     return found
@@ -153,7 +153,7 @@ def goes_on(pipe: Pipeline, batch: Tensor, target: Tensor) -> tuple[str, str]:
                 pipe.clip_grad_norm_(1.0)
                 pipe.zero_grad()
             gc.collect()
-            alive.append(sum(issubclass(type(one), Tensor) for one in gc.get_objects()))
+            alive.append(sum(issubclass(type(value), Tensor) for value in gc.get_objects()))
         return ("fine", "") if alive[0] == alive[1] else ("piles up", str(alive))
 
 
@@ -220,12 +220,12 @@ def test_every_rank_learns_of_every_trouble(transport: str) -> None:
     assert both[0].keys() == both[1].keys() == expected.keys()
     for what, (kind, says) in expected.items():
         found = [told[what] for told in both]
-        assert kind in [one for one, _ in found], (what, found)
-        for one, text in found:
-            assert one in (kind, RankFailed.__name__), (what, found)
+        assert kind in [name for name, _ in found], (what, found)
+        for name, text in found:
+            assert name in (kind, RankFailed.__name__), (what, found)
             assert says in text, (what, found)
         if what.startswith(alike):
-            assert all(one == kind for one, _ in found), (what, found)
+            assert all(name == kind for name, _ in found), (what, found)
         if what.startswith("a block fails"):
             (failed,) = {f"rank {rank} failed at {rank}F0" for rank in (0, 1) if what.endswith(str(rank))}
             assert any(failed in text for _, text in found), found
@@ -244,7 +244,7 @@ def test_a_killed_rank_ends_the_others_and_leaves_nothing_behind(rank: int, tmp_
     before = set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set()
     with pytest.raises(RankFailed, match=f"rank {rank} "):
         launch(dies, rank, tmp_path, num_ranks=2)
-    ranks = sorted(one.name for one in tmp_path.iterdir())
+    ranks = sorted(path.name for path in tmp_path.iterdir())
     assert len(ranks) == 2
     assert not any(Path("/proc", pid).exists() for pid in ranks)
     # Other programs come and go there; what is ours has our name, or that of a rank's process.

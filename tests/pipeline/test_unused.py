@@ -61,11 +61,11 @@ def test_an_expert_without_tokens_has_no_gradient_and_training_goes_on(schedule:
         wanted = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
         assert torch.allclose(norm, wanted, rtol=1e-5)
         expected = dict(reference.named_parameters())
-        for name, one in pipe.named_parameters():
+        for name, param in pipe.named_parameters():
             other = expected[name].grad
-            assert (one.grad is None) == (other is None), name
-            assert one.grad is None or torch.allclose(one.grad, other, atol=1e-6), name  # type: ignore[arg-type]
-        assert any(one.grad is None for _, one in pipe.named_parameters())
+            assert (param.grad is None) == (other is None), name
+            assert param.grad is None or torch.allclose(param.grad, other, atol=1e-6), name  # type: ignore[arg-type]
+        assert any(param.grad is None for _, param in pipe.named_parameters())
         optimizer.step()
         own.step()
         optimizer.zero_grad()
@@ -178,6 +178,6 @@ def test_a_loss_with_parameters_is_trained_with_the_last_stage(schedule: str, ch
         own.step()
         optimizer.zero_grad()
         own.zero_grad()
-        for name, one in pipe.named_parameters():
-            assert torch.allclose(one, expected[name], atol=1e-6), name
+        for name, param in pipe.named_parameters():
+            assert torch.allclose(param, expected[name], atol=1e-6), name
     assert "loss_fn.scale" in pipe.state_dict()

@@ -78,11 +78,11 @@ def test_shares_make_several_steps_one_mean_over_all_labels(settings: dict[str, 
         parts = [loss * count / sum(counts) for loss, count in zip(losses, counts, strict=True)]
         assert sum(parts) == pytest.approx(whole.item(), rel=near)
         wanted = dict(plain.named_parameters())
-        for name, one in some(pipe.named_parameters()):
-            assert one.grad is not None
+        for name, param in some(pipe.named_parameters()):
+            assert param.grad is not None
             expected = wanted[name].grad
             assert expected is not None
-            assert torch.allclose(one.grad, expected, rtol=near, atol=near * float(expected.norm())), name
+            assert torch.allclose(param.grad, expected, rtol=near, atol=near * float(expected.norm())), name
         pipe.zero_grad()
 
 
@@ -100,16 +100,16 @@ def test_float32_copies_follow_each_their_own_optimizer() -> None:
     pipe = Pipeline(model, loss_fn=functional.cross_entropy, num_microbatches=4, num_ranks=2, master_weights=True)
     muon = pipe.optimizer(torch.optim.Muon, names="*.weight", lr=0.02)
     adam = pipe.optimizer(torch.optim.AdamW, names=["*.bias"], lr=1e-4)
-    copies = {name: nn.Parameter(one.detach().float()) for name, one in pipe.named_parameters()}
+    copies = {name: nn.Parameter(param.detach().float()) for name, param in pipe.named_parameters()}
     plain: list[torch.optim.Optimizer] = [
-        torch.optim.Muon([one for name, one in copies.items() if name.endswith("weight")], lr=0.02),
-        torch.optim.AdamW([one for name, one in copies.items() if name.endswith("bias")], lr=1e-4),
+        torch.optim.Muon([param for name, param in copies.items() if name.endswith("weight")], lr=0.02),
+        torch.optim.AdamW([param for name, param in copies.items() if name.endswith("bias")], lr=1e-4),
     ]
     for x, y in some(labels()):
         pipe.step(x.bfloat16(), target=y)
-        for name, one in pipe.named_parameters():
-            assert one.grad is not None
-            copies[name].grad = one.grad.clone()
+        for name, param in pipe.named_parameters():
+            assert param.grad is not None
+            copies[name].grad = param.grad.clone()
         for optimizer in (muon, adam, *plain):
             optimizer.step()
             optimizer.zero_grad()

@@ -52,7 +52,7 @@ def muon_and_adam(pipe: Pipeline, **how: Any) -> list[Optimizer]:
 
 
 def matching(model: nn.Module, *, matrices: bool) -> list[nn.Parameter]:
-    return [one for name, one in model.named_parameters() if name.endswith("0.weight") is matrices]
+    return [param for name, param in model.named_parameters() if name.endswith("0.weight") is matrices]
 
 
 OPTIMIZERS: dict[str, tuple[Callable[..., list[Optimizer]], Callable[[nn.Module], list[Optimizer]]]] = {
@@ -67,9 +67,9 @@ OPTIMIZERS: dict[str, tuple[Callable[..., list[Optimizer]], Callable[[nn.Module]
     "muon": (
         muon_and_adam,
         lambda model: [
-            torch.optim.Muon([one for name, one in model.named_parameters() if name.endswith("0.weight")], lr=0.02),
+            torch.optim.Muon([param for name, param in model.named_parameters() if name.endswith("0.weight")], lr=0.02),
             torch.optim.AdamW(
-                [one for name, one in model.named_parameters() if not name.endswith("0.weight")], lr=0.01
+                [param for name, param in model.named_parameters() if not name.endswith("0.weight")], lr=0.01
             ),
         ],
     ),
@@ -79,7 +79,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., list[Optimizer]], Callable[[nn.Module]
     ),
 }
 # Two copies of a stage add their gradients in another order than one process: see the other cases.
-SCHEDULES = [one for one in SYNCHRONOUS if one not in TWO_WAYS] if ALL else ["1f1b", "zb-h2", "zb-v"]
+SCHEDULES = [name for name in SYNCHRONOUS if name not in TWO_WAYS] if ALL else ["1f1b", "zb-h2", "zb-v"]
 
 
 def batches(wrong: dict[int, float]) -> list[tuple[Tensor, Tensor]]:
@@ -107,10 +107,10 @@ def validated(
     with ahead():
         for batch, target in given:
             pipe.step(batch, target=target)
-            for one in optimizers:
-                one.step()
-            for one in optimizers:
-                one.zero_grad()
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
         pipe.settle()
     return pipe
 
@@ -125,8 +125,8 @@ def synchronised(
         pipe.step(batch, target=target)
         try:
             pipe.clip_grad_norm_(MOST)
-            for one in optimizers:
-                one.step()
+            for optimizer in optimizers:
+                optimizer.step()
         except NonFiniteError:
             pass
         pipe.zero_grad()
@@ -145,16 +145,16 @@ def one_process(
         reference_step(stages, program, batch, target, functional.mse_loss, randomness)
         norm = nn.utils.clip_grad_norm_(model.parameters(), MOST)
         norms.append(norm.item())
-        for one in optimizers:
+        for optimizer in optimizers:
             if norm.isfinite():
-                one.step()
-            one.zero_grad()
+                optimizer.step()
+            optimizer.zero_grad()
     return norms
 
 
 def assert_same(pipe: Pipeline, wanted: dict[str, Tensor]) -> None:
-    for name, one in some(pipe.named_parameters()):
-        assert torch.equal(one, wanted[name]), name
+    for name, param in some(pipe.named_parameters()):
+        assert torch.equal(param, wanted[name]), name
 
 
 @matrix("name, kind", SCHEDULES, OPTIMIZERS, times=1)
@@ -199,11 +199,11 @@ def test_masters_tied_weights_and_buffers_come_back_too() -> None:
         assert_same(pipe, dict(plain.named_parameters()))
         assert validation_of(pipe).num_taken_back > 0, what
         masters = dict(plain.named_master_weights())
-        for name, one in some(pipe.named_master_weights()):
-            assert torch.equal(one, masters[name]), (what, name)
+        for name, tensor in some(pipe.named_master_weights()):
+            assert torch.equal(tensor, masters[name]), (what, name)
         wanted = plain.state_dict()
-        for name, one in some(pipe.state_dict().items()):
-            assert torch.equal(one, wanted[name]), (what, name)
+        for name, tensor in some(pipe.state_dict().items()):
+            assert torch.equal(tensor, wanted[name]), (what, name)
 
 
 class Counting(nn.Module):
@@ -232,10 +232,10 @@ def test_learning_rates_of_schedulers_count_as_they_were_at_the_step() -> None:
 
     def scheduled(train: Callable[..., Pipeline]) -> Pipeline:
         def make(pipe: Pipeline, **how: Any) -> list[Optimizer]:
-            one = pipe.optimizer(torch.optim.AdamW, lr=0.05, **how)
-            schedule = torch.optim.lr_scheduler.ExponentialLR(one, 0.5)
-            rates.append((one, schedule))
-            return [one, Following(schedule)]  # type: ignore[list-item]
+            optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.05, **how)
+            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            rates.append((optimizer, schedule))
+            return [optimizer, Following(schedule)]  # type: ignore[list-item]
 
         return train(mlp(4), given, make, num_ranks=2, num_microbatches=4)
 
@@ -249,7 +249,7 @@ def test_learning_rates_of_schedulers_count_as_they_were_at_the_step() -> None:
     plain, pipe = scheduled(synchronised), scheduled(validated)
     assert_same(pipe, dict(plain.named_parameters()))
     assert validation_of(pipe).num_taken_back == 1
-    assert len({one.param_groups[0]["lr"] for one, _ in some(rates)}) == 1
+    assert len({value.param_groups[0]["lr"] for value, _ in some(rates)}) == 1
 
 
 def test_the_verdict_says_what_was_decided_and_several_updates_without_a_step_wait_for_each_other() -> None:
@@ -272,11 +272,11 @@ def test_the_verdict_says_what_was_decided_and_several_updates_without_a_step_wa
         optimizer.step()  # once more with the same gradients
         pipe.settle()
     assert found == [(0, False, False, ""), (1, True, False, ""), (2, False, False, ""), (3, False, True, "rank 0")]
-    gradients = {name: one.grad for name, one in pipe.named_parameters()}
-    for name, one in some(pipe.state_dict().items()):
+    gradients = {name: param.grad for name, param in pipe.named_parameters()}
+    for name, entry in some(pipe.state_dict().items()):
         gradient = gradients[name]
         assert gradient is not None
-        assert torch.equal(one, before[name].add(gradient, alpha=-0.1).add(gradient, alpha=-0.1)), name
+        assert torch.equal(entry, before[name].add(gradient, alpha=-0.1).add(gradient, alpha=-0.1)), name
 
 
 def test_an_evaluation_and_a_state_see_the_update_as_it_stands_in_the_end() -> None:
@@ -301,10 +301,10 @@ def test_an_evaluation_and_a_state_see_the_update_as_it_stands_in_the_end() -> N
         wanted = plain.eval_step(given[2][0]).output
         assert torch.equal(pipe.eval_step(given[2][0]).output, wanted)
     assert_same(pipe, dict(plain.named_parameters()))
-    states = [one.state_dict()["state"] for one in (optimizer, *kept)]
+    states = [updater.state_dict()["state"] for updater in (optimizer, *kept)]
     for name, entries in some(states[0].items()):
-        for key, one in some(entries.items()):
-            assert torch.equal(one, states[1][name][key]), (name, key)
+        for key, entry in some(entries.items()):
+            assert torch.equal(entry, states[1][name][key]), (name, key)
 
 
 class Spoiling(torch.optim.SGD):
@@ -313,8 +313,8 @@ class Spoiling(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
-            for one in group["params"]:
-                one.grad.add_(one, alpha=0.1)
+            for param in group["params"]:
+                param.grad.add_(param, alpha=0.1)
         return super().step(closure)
 
 
@@ -378,9 +378,9 @@ def test_gradients_changed_in_place_are_noticed() -> None:
     with ahead():
         pipe.step(batch, target=target * LARGE)
         optimizer.step()
-    for one in some(pipe.parameters()):
-        assert one.grad is not None
-        one.grad.zero_()
+    for param in some(pipe.parameters()):
+        assert param.grad is not None
+        param.grad.zero_()
     with refused(RunError, "changed in place before it was validated", fix="use optimizer.zero_grad"):
         pipe.settle()
 
@@ -424,7 +424,7 @@ def trained_on_rank(folder: str, how: dict[str, Any], wrong: dict[int, float], *
         norms, evaluated = [], []
         number, count = pipe.axes.rows
         for step, (batch, target) in enumerate(batches(wrong)):
-            batch, target = (one.chunk(count)[number] for one in (batch, target))
+            batch, target = (tensor.chunk(count)[number] for tensor in (batch, target))
             pipe.step(batch, target=target)
             if not how:
                 try:
@@ -443,13 +443,13 @@ def trained_on_rank(folder: str, how: dict[str, Any], wrong: dict[int, float], *
         pipe.settle()
         told = pipe.verdict
         record = pipe.timeline()
-        found = {name: one.detach().clone() for name, one in pipe.named_parameters()}
+        found = {name: param.detach().clone() for name, param in pipe.named_parameters()}
         pipe.load(folder)
         validation = validation_of(pipe)
         return {
             "found": found,
-            "loaded": {name: one.detach().clone() for name, one in pipe.named_parameters()},
-            "state": {name: dict(one) for name, one in optimizer.state_dict()["state"].items()},
+            "loaded": {name: param.detach().clone() for name, param in pipe.named_parameters()},
+            "state": {name: dict(entry) for name, entry in optimizer.state_dict()["state"].items()},
             "evaluated": evaluated,
             "counts": (validation.num_amended, validation.num_taken_back),
             "norm": norms[-1] if told is None or told.norm is None else told.norm.item(),
@@ -466,13 +466,13 @@ def assert_as_if_waited(ranks: list[list[dict[str, Any]]]) -> None:
     for results in some(ranks):
         for plain, ours in some(zip(results[::2], results[1::2], strict=True)):
             for what in ("found", "loaded"):
-                for name, one in some(ours[what].items()):
-                    assert torch.equal(one, plain[what][name]), (what, name)
+                for name, value in some(ours[what].items()):
+                    assert torch.equal(value, plain[what][name]), (what, name)
             for name, entries in some(ours["state"].items()):
-                for key, one in some(entries.items()):
-                    assert torch.equal(one, plain["state"][name][key]), (name, key)
-            for one, other in some(zip(ours["evaluated"], plain["evaluated"], strict=True)):
-                assert (one is None and other is None) or torch.equal(one, other)
+                for key, entry in some(entries.items()):
+                    assert torch.equal(entry, plain["state"][name][key]), (name, key)
+            for value, other in some(zip(ours["evaluated"], plain["evaluated"], strict=True)):
+                assert (value is None and other is None) or torch.equal(value, other)
             assert ours["counts"][0] == 2
             assert ours["norm"] == plain["norm"]
             assert ours["actions"] == plain["actions"]

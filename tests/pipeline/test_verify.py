@@ -124,8 +124,8 @@ def test_a_program_and_a_file_bring_their_own_counts(tmp_path: Path) -> None:
     program = generate("gpipe", num_ranks=3, num_microbatches=2)
     path = tmp_path / "own.csv"
     program.save(path)
-    for one in (program, path, str(path)):
-        found = in_process(one)
+    for candidate in (program, path, str(path)):
+        found = in_process(candidate)
         assert (found.num_ranks, found.num_microbatches, found.passes) == (3, 2, True)
 
 
@@ -175,7 +175,7 @@ def test_every_step_has_another_batch(monkeypatch: pytest.MonkeyPatch) -> None:
         True,
         True,
     )
-    assert len({tuple(one.flatten().tolist()) for one in seen}) == 3
+    assert len({tuple(tensor.flatten().tolist()) for tensor in seen}) == 3
     assert not in_process(num_microbatches=4, num_steps=1).batches_differ
 
 
@@ -342,7 +342,7 @@ def test_a_difference_is_relative_and_zero_only_for_equal_bits() -> None:
 
 def test_coarser_numbers_are_allowed_coarser_rounding() -> None:
     def halved() -> Material:
-        batch, target = (one.bfloat16() for one in data(8))
+        batch, target = (tensor.bfloat16() for tensor in data(8))
         return Material(
             nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).bfloat16(), functional.mse_loss, batch, target
         )

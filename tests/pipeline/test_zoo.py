@@ -64,13 +64,13 @@ def plain(entry: Entry, settings: dict[str, Any]) -> list[tuple[Tensor, dict[str
         model.zero_grad()
         x, y = data(step)
         total = torch.zeros(())
-        for one, wanted in zip(x.chunk(4), y.chunk(4), strict=True):
+        for tensor, wanted in zip(x.chunk(4), y.chunk(4), strict=True):
             with torch.autocast("cpu", torch.bfloat16) if low else nullcontext():
-                loss = functional.mse_loss(model(one).float(), wanted) / 4
+                loss = functional.mse_loss(model(tensor).float(), wanted) / 4
             torch.autograd.backward(loss)
             total += loss.detach()
         named = model.named_parameters()
-        found.append((total, {name: one.grad.clone() for name, one in named if one.grad is not None}))
+        found.append((total, {name: param.grad.clone() for name, param in named if param.grad is not None}))
     return found
 
 
@@ -82,7 +82,7 @@ def piped(
     entry: Entry, schedule: str, settings: dict[str, Any], num_ranks: int | None = 2
 ) -> list[tuple[Any, dict[str, Tensor]]]:
     model, found = made(entry), list[tuple[Any, dict[str, Tensor]]]()
-    given = {**UNCHECKED, **{name: one for name, one in settings.items() if name != "tolerance"}}
+    given = {**UNCHECKED, **{name: setting for name, setting in settings.items() if name != "tolerance"}}
     example = data(0)[0] if entry.example else None
     pipe = Pipeline(
         model, loss_fn=loss_of, schedule=schedule, num_microbatches=4, num_ranks=num_ranks, example=example,
@@ -96,7 +96,7 @@ def piped(
         result = pipe.step(x, target=y)
         pipe.settle()
         named = pipe.named_parameters()
-        found.append((result.loss, {name: one.grad.clone() for name, one in named if one.grad is not None}))
+        found.append((result.loss, {name: param.grad.clone() for name, param in named if param.grad is not None}))
     return found
 
 
@@ -133,8 +133,8 @@ def compare(expected: list[Any], ours: list[Any], tolerance: float, *, whole: bo
     for step, ((loss, gradients), (own_loss, own)) in enumerate(zip(expected, ours, strict=True)):
         torch.testing.assert_close(own_loss, loss, rtol=tolerance, atol=1e-6, msg=f"the loss of step {step}")
         assert own.keys() == gradients.keys() if whole else own.keys() <= gradients.keys(), f"step {step}"
-        for key, one in own.items():
-            torch.testing.assert_close(one, gradients[key], rtol=tolerance, atol=1e-5, msg=f"{key} in step {step}")
+        for key, value in own.items():
+            torch.testing.assert_close(value, gradients[key], rtol=tolerance, atol=1e-5, msg=f"{key} in step {step}")
 
 
 RANKS = (
@@ -176,8 +176,8 @@ def test_on_two_processes_they_end_alike() -> None:
             for found in told:
                 compare(plain(entry, entry.settings or {}), found, 1e-4, whole=False)
         else:
-            assert all(isinstance(one, DrumlineError) for one in told), (name, told)
-            assert any(isinstance(one, ModelError) and not misses(one, entry.refused) for one in told), (name, told)
+            assert all(isinstance(report, DrumlineError) for report in told), (name, told)
+            assert any(isinstance(item, ModelError) and not misses(item, entry.refused) for item in told), (name, told)
 
 
 COPIED = {

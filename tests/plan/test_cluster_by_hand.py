@@ -291,7 +291,7 @@ def test_what_latent_attention_keeps() -> None:
     kept = 6 * 256 + 2 * 128 + 3 * (384 + 128) + (3 * 4 * 64 + 4 * 4 + 3 * 512) / 2
     assert activation_bytes(LATENT, fp8) == 128 * kept
     # While they are used, one layer's queries, keys and values are there in place of its shared key: half of the heads.
-    plain, more = (device_bytes(LATENT, one, rank_of(LATENT, one)).buffers for one in (split, again))
+    plain, more = (device_bytes(LATENT, plan, rank_of(LATENT, plan)).buffers for plan in (split, again))
     assert more - plain == 128 * 2 * (2304 / 2 - 128)
     gathered = replace(split, data=2, zero=3)
     layer = DOWN + 384 + 128 + (UP + OUT + 2 * 256 * 512 + 2 * 256) / 2
@@ -371,13 +371,13 @@ def test_parameters_of_a_device() -> None:
     layout = Layout(batch=4, tensor=2, pipeline=2, data=2, practice=BARE)
     assert device_parameters(GPT, layout, rank_of(GPT, layout)) == ((dense + 1024 * 256) / 2, 0)
     assert device_parameters(GPT, layout, rank_of(GPT, layout, 1)) == ((dense + 1024 * 256 + 256) / 2, 0)
-    one = Layout(batch=4, data=4, expert=4, practice=BARE)
+    other_layout = Layout(batch=4, data=4, expert=4, practice=BARE)
     attention, expert = 256 * (2 * 256 + 256) + 256, 3 * 256 * 128
     beside = attention + 256 + 256 * 8 + expert
-    held = device_parameters(MOE, one, rank_of(MOE, one))
+    held = device_parameters(MOE, other_layout, rank_of(MOE, other_layout))
     assert held == (2 * beside + 2 * 1024 * 256 + 256, 2 * 2 * expert)
-    assert sharded(one, held) == held[0] / 4 + held[1]
-    assert sharded(replace(one, expert=2), held) == held[0] / 4 + held[1] / 2
+    assert sharded(other_layout, held) == held[0] / 4 + held[1]
+    assert sharded(replace(other_layout, expert=2), held) == held[0] / 4 + held[1] / 2
 
 
 @pytest.mark.parametrize(
@@ -443,7 +443,7 @@ def test_hidden_exchanges_contend() -> None:
     for zero, expected in ((0, (0, 0, 6000)), (1, (0, 0, 4500)), (2, (0, 3000, 1500)), (3, (1500, 4500, 0))):
         layout = Layout(batch=20, data=4, zero=zero, practice=practice)
         found = data_exchange(machines(4), layout, (1000.0, 0.0), 1e6, 1e6)
-        hidden = tuple(CONTENTION * one for one in expected)
+        hidden = tuple(CONTENTION * number for number in expected)
         assert (found.forward, found.backward, found.once) == pytest.approx(hidden)
 
 
@@ -553,8 +553,8 @@ def test_a_tied_embedding_is_summed_between_the_ends_of_a_pipeline() -> None:
 
 
 def test_only_the_first_layers_are_dense() -> None:
-    one = replace(MOE, num_layers=6, num_dense_layers=3)
-    assert [(slice_.dense, slice_.experts) for slice_ in slices_of(one, (2, 2, 2))] == [(2, 0), (1, 1), (0, 2)]
+    transformer = replace(MOE, num_layers=6, num_dense_layers=3)
+    assert [(slice_.dense, slice_.experts) for slice_ in slices_of(transformer, (2, 2, 2))] == [(2, 0), (1, 1), (0, 2)]
 
 
 # FP8 with the same weights: the ideal device computes two 8-bit operations a second.
@@ -579,7 +579,7 @@ def test_a_product_in_fp8() -> None:
 
 def test_a_dense_layer_in_fp8() -> None:
     layout = Layout(batch=1, practice=FP8)
-    ops, plain = (layer_ops(GPT, eights(1), replace(layout, practice=one)) for one in (FP8, BARE))
+    ops, plain = (layer_ops(GPT, eights(1), replace(layout, practice=practice)) for practice in (FP8, BARE))
     weights = 256 * (256 + 256) + 256 * 256 + 2 * 256 * 512
     inputs = 128 * (256 + 256 + 256 + 512)  # of qkv, out, up and down
     outputs = 128 * (512 + 256 + 512 + 256)
@@ -605,7 +605,7 @@ def test_a_dense_layer_in_fp8() -> None:
 
 def test_experts_in_fp8() -> None:
     layout = Layout(batch=1, expert=4, data=4, practice=FP8)
-    ops, plain = (layer_ops(MOE, eights(4), replace(layout, practice=one), experts=True) for one in (FP8, BARE))
+    ops, plain = (layer_ops(MOE, eights(4), replace(layout, practice=item), experts=True) for item in (FP8, BARE))
     # 2 experts here, 128 tokens each, of width 128; a shared one; the router stays in 16 bits.
     weights = 256 * 512 + 256 * 256 + (2 + 1) * 3 * 256 * 128
     inputs = 128 * (256 + 256 + (2 + 1) * (256 + 128))
@@ -646,18 +646,18 @@ def test_what_fp8_holds() -> None:
     assert activation_bytes(GPT, wide) == activation_bytes(GPT, replace(layout, practice=BARE))
     # 8-bit weights and their transposed copies beside the 16-bit ones; with ZeRO 3 those of one layer.
     rank, weights = rank_of(GPT, layout), 256 * 512 + 256 * 256 + 2 * 256 * 512
-    held, plain = (device_bytes(GPT, replace(layout, practice=one), rank) for one in (FP8, BARE))
+    held, plain = (device_bytes(GPT, replace(layout, practice=practice), rank) for practice in (FP8, BARE))
     assert held.weights - plain.weights == 2 * 2 * weights
     assert (held.gradients, held.optimizer, held.buffers) == (plain.gradients, plain.optimizer, plain.buffers)
     gathered = replace(layout, data=4, zero=3)
-    sharding, bare = (device_bytes(GPT, replace(gathered, practice=one), rank) for one in (FP8, BARE))
+    sharding, bare = (device_bytes(GPT, replace(gathered, practice=practice), rank) for practice in (FP8, BARE))
     assert (sharding.weights, sharding.buffers) == (bare.weights, bare.buffers + weights)
 
 
 def test_fp8_weights_are_cast_once_a_step() -> None:
     layout = Layout(batch=4, practice=FP8)
     weights = 2 * (256 * 512 + 256 * 256 + 2 * 256 * 512)
-    took, plain = (estimate(GPT, eights(1), replace(layout, practice=one)).seconds for one in (FP8, BARE))
+    took, plain = (estimate(GPT, eights(1), replace(layout, practice=practice)).seconds for practice in (FP8, BARE))
     assert took.optimizer - plain.optimizer == pytest.approx(6 * weights)
     with refused(PlanError, "ideal has no FP8 products"):
         estimate(GPT, machines(1), layout)

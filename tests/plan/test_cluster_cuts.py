@@ -63,8 +63,8 @@ def test_many_cuts_at_once_take_what_each_takes_alone() -> None:
     cuts = [layout.counts, *moves(layout.counts)]
     alone = [survey.exact(replace(layout, counts=counts)).estimate.seconds for counts in cuts]
     tied = alone[0].data_exposed  # the exchange after the pipeline, the same for all
-    for took, one in some(zip(timed.seconds(cuts), alone, strict=True)):
-        assert took + tied == pytest.approx(one.total - one.optimizer)
+    for took, seconds in some(zip(timed.seconds(cuts), alone, strict=True)):
+        assert took + tied == pytest.approx(seconds.total - seconds.optimizer)
     assert timed.actions(layout.counts) == len(moves(layout.counts)) * 2 * 6 * 4
 
 
@@ -74,13 +74,13 @@ def test_moved_layers_fit_in_the_memory() -> None:
     roomy = survey.cut(layout, 1e15)
     limit = (roomy.bytes + peak_bytes(transformer, layout)) / 2
     tight = survey.cut(layout, limit)
-    unmoved = [survey.exact(replace(layout, counts=one)) for one in (layout.counts, *other_cuts(13, 8))]
+    unmoved = [survey.exact(replace(layout, counts=cut)) for cut in (layout.counts, *other_cuts(13, 8))]
     assert tight.bytes <= limit < roomy.bytes
-    assert roomy.seconds < tight.seconds < min(one.seconds for one in unmoved if one.bytes <= limit)
+    assert roomy.seconds < tight.seconds < min(choice.seconds for choice in unmoved if choice.bytes <= limit)
 
 
 def test_later_stages_of_a_rank_get_more() -> None:
     gpt = replace(model("gpt-7.5b"), num_layers=11)
     assert layer_counts(gpt, 4, INTERLEAVED, 2) == (1, 1, 1, 1, 2, 2, 2, 1)
-    assert all(some(one == 1 for one in layer_counts(gpt, 4, INTERLEAVED, 2)[:4]))
+    assert all(some(count == 1 for count in layer_counts(gpt, 4, INTERLEAVED, 2)[:4]))
     assert moves((1, 1)) == []

@@ -35,7 +35,7 @@ POWERS = st.sampled_from([1, 2, 4, 8])
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Transformer, Cluster, Layout]:
     """Return a model, a cluster and a layout that fits it."""
-    one = draw(st.sampled_from([DENSE, SPARSE]))
+    transformer = draw(st.sampled_from([DENSE, SPARSE]))
     schedule, virtual = draw(
         st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved-1f1b", 2), ("zb-h1", 1), ("zb-v", 2), ("v-half", 2)])
     )
@@ -62,10 +62,10 @@ def cases(draw: st.DrawFn) -> tuple[Transformer, Cluster, Layout]:
             )
         ),
     )
-    if one is SPARSE:
+    if transformer is SPARSE:
         layout = replace(layout, expert=draw(st.sampled_from([1, layout.data * layout.context])))
     name = draw(st.sampled_from(["a100-80", "h100", "b200"]))
-    return one, cluster(name, layout.num_devices), layout
+    return transformer, cluster(name, layout.num_devices), layout
 
 
 def numbers(found: Estimate) -> list[float]:
@@ -91,10 +91,10 @@ def test_everything_is_finite_and_nothing_is_negative(case: tuple[Transformer, C
 @settings(deadline=None, max_examples=examples(30))
 @given(cases(), st.sampled_from(["intra_node", "inter_node"]), st.floats(1.0, 8.0))
 def test_more_bandwidth_is_never_slower(case: tuple[Transformer, Cluster, Layout], which: str, factor: float) -> None:
-    one, machines, layout = case
+    transformer, machines, layout = case
     link = getattr(machines, which)
     faster = replace(link, bytes_per_second=link.bytes_per_second * factor)
-    slow, fast = estimate(*case), estimate(one, replace(machines, **{which: faster}), layout)
+    slow, fast = estimate(*case), estimate(transformer, replace(machines, **{which: faster}), layout)
     # Less waiting for tensors hides less of ZeRO 2 and 3: where that moves from I to W, a bubble can grow a little.
     assert fast.seconds.total <= slow.seconds.total * (1.02 if layout.zero >= 2 else 1 + 1e-9)
     assert fast.bytes == slow.bytes
@@ -103,20 +103,20 @@ def test_more_bandwidth_is_never_slower(case: tuple[Transformer, Cluster, Layout
 @settings(deadline=None, max_examples=examples(30))
 @given(cases(), st.sampled_from(["flops_per_second", "memory_bytes_per_second"]), st.floats(1.0, 8.0))
 def test_a_faster_device_is_never_slower(case: tuple[Transformer, Cluster, Layout], which: str, factor: float) -> None:
-    one, machines, layout = case
+    transformer, machines, layout = case
     assume(not layout.practice.overlap_data and not layout.practice.overlap_tensor)  # it hides less
     faster = replace(machines.device, **{which: getattr(machines.device, which) * factor})
-    found = estimate(one, replace(machines, device=faster), layout).seconds.total
+    found = estimate(transformer, replace(machines, device=faster), layout).seconds.total
     assert found <= estimate(*case).seconds.total * (1 + 1e-9)
 
 
 @settings(deadline=None, max_examples=examples(30))
 @given(cases())
 def test_what_saves_memory_never_takes_more_of_it(case: tuple[Transformer, Cluster, Layout]) -> None:
-    one, machines, layout = case
+    transformer, machines, layout = case
 
     def held(**change: Any) -> Any:
-        return estimate(one, machines, replace(layout, **change)).bytes
+        return estimate(transformer, machines, replace(layout, **change)).bytes
 
     by_zero = [held(zero=zero).total for zero in range(3)]
     assert by_zero == sorted(by_zero, reverse=True)
@@ -129,10 +129,10 @@ def test_what_saves_memory_never_takes_more_of_it(case: tuple[Transformer, Clust
 @settings(deadline=None, max_examples=examples(30))
 @given(cases())
 def test_overlapping_and_fusing_never_cost_time(case: tuple[Transformer, Cluster, Layout]) -> None:
-    one, machines, layout = case
+    item, machines, layout = case
 
     def seconds(**change: Any) -> float:
-        return estimate(one, machines, replace(layout, practice=replace(layout.practice, **change))).seconds.total
+        return estimate(item, machines, replace(layout, practice=replace(layout.practice, **change))).seconds.total
 
     for name in ("overlap_tensor", "overlap_data", "duplex"):
         assert seconds(**{name: True}) <= seconds(**{name: False}) * (1.02 if layout.zero >= 2 else 1 + 1e-9)
@@ -197,7 +197,7 @@ def test_a_thin_product_is_limited_by_memory() -> None:
 def test_scattering_a_message_pays_between_nodes() -> None:
     layout = Layout(batch=64, tensor=8, pipeline=8, practice=MEGATRON_2022)
     whole = replace(layout, practice=replace(MEGATRON_2022, scatter_gather=False))
-    parts, all_of_it = (estimate(model("gpt-175b"), cluster("a100-80", 64), one) for one in (layout, whole))
+    parts, all_of_it = (estimate(model("gpt-175b"), cluster("a100-80", 64), plan) for plan in (layout, whole))
     assert parts.seconds.pipeline < 0.5 * all_of_it.seconds.pipeline
     assert parts.volumes.pipeline == all_of_it.volumes.pipeline / 8
 
@@ -305,9 +305,9 @@ def test_no_step_is_shorter_than_its_bound() -> None:
                 layout = Layout(batch=count, pipeline=ranks, schedule=name, stages_per_rank=stages[0])
                 suits = find(name).suits
                 if suits is None or suits(ranks, count, stages[0]):
-                    one, machines = replace(DENSE, num_layers=9), cluster("a100-80", ranks)
-                    found = estimate(one, machines, layout, exact=True).seconds
-                    bound = least_seconds(one, machines, layout)
+                    transformer, machines = replace(DENSE, num_layers=9), cluster("a100-80", ranks)
+                    found = estimate(transformer, machines, layout, exact=True).seconds
+                    bound = least_seconds(transformer, machines, layout)
                     assert bound.even <= found.total - found.bubble
                     ratios.append(bound.total / found.total)
     assert max(ratios) <= 1 + 1e-9

@@ -118,7 +118,7 @@ def test_latent_attention_has_the_parameters_that_pytorch_counts(queries: int | 
             14.316,
         ),
     ],
-    ids=lambda one: one["model_type"] if isinstance(one, dict) else "",
+    ids=lambda entry: entry["model_type"] if isinstance(entry, dict) else "",
 )  # fmt: skip
 def test_a_config_has_the_parameters_that_its_authors_count(config: dict[str, object], billions: float) -> None:
     assert num_parameters(transformer_of(config, name="it")) / 1e9 == pytest.approx(billions, rel=0.002)
@@ -148,16 +148,16 @@ def test_a_config_without_a_length_is_planned_with_one_that_is_said() -> None:
 
 
 def test_operations_are_six_per_active_parameter_and_token_but_for_attention_and_the_embedding() -> None:
-    one = model("mixtral-8x7b")
-    weights = active_parameters(one) - one.hidden * one.vocabulary
-    attention = 12 * one.sequence**2 * one.hidden * one.num_layers
-    assert model_flops(one, 1) - attention == pytest.approx(6 * weights * one.sequence, rel=1e-3)
+    transformer = model("mixtral-8x7b")
+    weights = active_parameters(transformer) - transformer.hidden * transformer.vocabulary
+    attention = 12 * transformer.sequence**2 * transformer.hidden * transformer.num_layers
+    assert model_flops(transformer, 1) - attention == pytest.approx(6 * weights * transformer.sequence, rel=1e-3)
 
 
 def test_causal_attention_counts_half() -> None:
-    one = model("llama-3-8b")
-    attention = 12 * one.sequence**2 * one.hidden * one.num_layers
-    assert model_flops(one, 1) - model_flops(one, 1, causal=True) == pytest.approx(attention / 2)
+    transformer = model("llama-3-8b")
+    attention = 12 * transformer.sequence**2 * transformer.hidden * transformer.num_layers
+    assert model_flops(transformer, 1) - model_flops(transformer, 1, causal=True) == pytest.approx(attention / 2)
 
 
 def test_what_is_run_grows_with_what_is_computed_again() -> None:
@@ -173,7 +173,7 @@ def test_an_unknown_model_is_refused_with_the_nearest() -> None:
 
 
 def test_names_are_found_whatever_their_case() -> None:
-    assert all(model(name.upper()) is one for name, one in MODELS.items())
+    assert all(model(name.upper()) is transformer for name, transformer in MODELS.items())
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_runs_that_the_model_was_made_without_are_within_three_percent_on_averag
 
 def test_sharded_weights_stop_scaling_where_messages_take_longer_than_computing() -> None:
     steps = [run.estimate().seconds for run in sc21_sharded()]
-    assert all(some(one.data_exposed < 0.1 * one.total for one in (steps[0], steps[3])))  # it only contends
+    assert all(some(seconds.data_exposed < 0.1 * seconds.total for seconds in (steps[0], steps[3])))  # it only contends
     slow = [replace(run.cluster, inter_node=DeviceLink(8e-6, 2e9)) for run in sc21_sharded()[:3]]
     taken = [
         estimate(run.transformer, machines, run.layout).seconds.total
@@ -60,7 +60,7 @@ def test_runs_in_fp8_that_gave_no_constant_are_within_eight_percent_on_average()
     # Processors that only send, and the layer that predicts a further token, are missing: see docs/published.md.
     assert -0.27 < experts.error < -0.21
     plain = [row.run.under(replace(row.run.layout.practice, fp8=False)).estimate() for row in dense]
-    assert all(some(row.estimate.seconds.total < one.seconds.total for row, one in zip(dense, plain, strict=True)))
+    assert all(some(row.estimate.seconds.total < item.seconds.total for row, item in zip(dense, plain, strict=True)))
 
 
 def test_no_constant_rate_comes_near_even_if_it_knows_the_answers() -> None:
@@ -110,19 +110,19 @@ def test_one_hopper_constant_holds_for_the_rows_that_it_is_not_from() -> None:
     assert errors_of(rows[1:])[1] < 0.06
 
 
-@pytest.mark.parametrize("one", holdings(), ids=lambda one: one.name)
-def test_activations_are_those_of_the_paper(one: Holding) -> None:
-    found = estimate(one.transformer, cluster("a100-80", one.layout.num_devices), one.layout).bytes
-    assert found.activations / 2**30 == pytest.approx(one.activations, abs=0.01)
+@pytest.mark.parametrize("holding", holdings(), ids=lambda value: value.name)
+def test_activations_are_those_of_the_paper(holding: Holding) -> None:
+    found = estimate(holding.transformer, cluster("a100-80", holding.layout.num_devices), holding.layout).bytes
+    assert found.activations / 2**30 == pytest.approx(holding.activations, abs=0.01)
 
 
-@pytest.mark.parametrize("one", holdings(), ids=lambda one: one.name)
-def test_weights_and_optimizer_are_those_of_the_paper_and_the_embedding(one: Holding) -> None:
-    layers = 18 * 12 * one.transformer.hidden**2 * one.transformer.num_layers
-    assert layers / 8 / one.layout.pipeline / 2**30 == pytest.approx(one.weights, rel=0.002)
-    found = estimate(one.transformer, cluster("a100-80", one.layout.num_devices), one.layout).bytes
+@pytest.mark.parametrize("holding", holdings(), ids=lambda value: value.name)
+def test_weights_and_optimizer_are_those_of_the_paper_and_the_embedding(holding: Holding) -> None:
+    layers = 18 * 12 * holding.transformer.hidden**2 * holding.transformer.num_layers
+    assert layers / 8 / holding.layout.pipeline / 2**30 == pytest.approx(holding.weights, rel=0.002)
+    found = estimate(holding.transformer, cluster("a100-80", holding.layout.num_devices), holding.layout).bytes
     held = (found.weights + found.gradients + found.optimizer) / 2**30
-    assert one.weights < held < 1.1 * one.weights
+    assert holding.weights < held < 1.1 * holding.weights
 
 
 @pytest.mark.parametrize("run", [*sc21()[:7], *held_out()[:4], *held_out()[-1:]], ids=lambda run: run.name)

@@ -94,7 +94,7 @@ def test_a_program_that_is_faster_is_chosen_and_proven() -> None:
     text = " ".join(plan_text(told, width=200).split())
     assert "a searched program on the stages of 1f1b" in text
     assert "--launch torchtitan" not in text
-    assert [one.framework for one in told.launch.configs] == ["drumline"]
+    assert [config.framework for config in told.launch.configs] == ["drumline"]
 
 
 @pytest.mark.parametrize(("faster", "is_searched"), [(0.5 * BAND, False), (2 * BAND, True)])
@@ -121,7 +121,7 @@ def test_what_is_too_large_or_has_no_order_to_search_is_left_out() -> None:
     long = staged("1f1b", 1, batch=MOST_PAIRS // 4 + 1)
     mirrored = staged("dualpipe", 1)
     alone = Layout(batch=8, data=4, counts=(12,))
-    every = [Choice(one, estimate(GPT, machines, one)) for one in (long, mirrored, alone)]
+    every = [Choice(layout, estimate(GPT, machines, layout)) for layout in (long, mirrored, alone)]
     assert searched(GPT, machines, every, 64 * GIB, 1.0) == []
 
 

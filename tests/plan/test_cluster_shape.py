@@ -16,7 +16,7 @@ from drumline.plan.cluster.stages import (
 from drumline.schedules import find, schedules
 from drumline.schedules.formulas import Pace, Paces
 
-FORMULAS = [name for name, one in schedules().items() if one.makespan is not None]
+FORMULAS = [name for name, schedule in schedules().items() if schedule.makespan is not None]
 COUNTED = [*FORMULAS, "zb-h2", "v-half", "v-min", "interleaved-zb", "chimera", "hanayo"]
 
 
@@ -41,7 +41,7 @@ def test_stages_and_pairs_are_those_of_the_program(name: str, num_ranks: int, nu
     program = schedules()[name].build(num_ranks, num_microbatches)
     per_rank = stages_per_rank(name)
     found = [stages_of(name, rank, num_ranks, per_rank) for rank in range(num_ranks)]
-    assert [sorted(stage for stage, _ in one) for one in found] == [
+    assert [sorted(stage for stage, _ in pair) for pair in found] == [
         sorted(program.placement.stages_of(rank)) for rank in range(num_ranks)
     ]
     peaks = simulate(program).peak_activations
@@ -63,8 +63,8 @@ def test_formulas_are_the_simulator_where_stages_are_equal(name: str, num_ranks:
 def test_formulas_are_near_the_simulator_where_the_last_stage_is_heavier(name: str, head: float) -> None:
     num_ranks, num_microbatches, per_rank = 8, 64, stages_per_rank(name)
     num_stages = num_ranks * per_rank
-    one = Ops(Spent(1.0), Spent(), Spent(1.2), Spent(0.9))
-    stages = [one] * (num_stages - 1) + [one.times(head)]
+    ops = Ops(Spent(1.0), Spent(), Spent(1.2), Spent(0.9))
+    stages = [ops] * (num_stages - 1) + [ops.times(head)]
     places = [[stage for stage, _ in stages_of(name, rank, num_ranks, per_rank)] for rank in range(num_ranks)]
     heavy = next(rank for rank, held in enumerate(places) if num_stages - 1 in held)
     paces = []

@@ -48,7 +48,7 @@ def test_experts_that_every_token_visits_are_counted() -> None:
 def test_a_tied_embedding_is_exchanged_between_the_ends_of_a_pipeline() -> None:
     layout = Layout(batch=8, pipeline=4, practice=PLAIN)
     apart, tied = (
-        estimate(small_transformer(tied=one), small_cluster(4), layout).seconds.data_exposed for one in (False, True)
+        estimate(small_transformer(tied=flag), small_cluster(4), layout).seconds.data_exposed for flag in (False, True)
     )
     assert tied > apart
 
@@ -56,4 +56,4 @@ def test_a_tied_embedding_is_exchanged_between_the_ends_of_a_pipeline() -> None:
 def test_only_the_first_layers_are_dense() -> None:
     model = small_transformer(experts=ExpertShape(8, 2, 2048), num_dense_layers=4)
     found = slices_of(model, (3, 3, 3, 3))
-    assert [(one.dense, one.experts) for one in some(found)] == [(3, 0), (1, 2), (0, 3), (0, 3)]
+    assert [(layers.dense, layers.experts) for layers in some(found)] == [(3, 0), (1, 2), (0, 3), (0, 3)]

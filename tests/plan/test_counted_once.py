@@ -29,11 +29,11 @@ def test_a_tied_weight_counts_once_in_a_stage_and_on_a_rank() -> None:
     assert rank_bytes(blocks, [2, 1], [one_rank]) == (210 - 90,)
     alone = [HeldPairs(stages=(stage,), moments=np.zeros((1, 1, 3))) for stage in (0, 1)]
     assert rank_bytes(blocks, [2, 1], alone) == (110, 100)
-    assert partition(blocks, 1, held=[HeldPairs((0,), np.zeros((1, 1, 3)))], max_bytes=120).counts == (3,)
+    assert partition(blocks, 1, held_pairs=[HeldPairs((0,), np.zeros((1, 1, 3)))], max_bytes=120).counts == (3,)
     with refused(PlanError, "within 119 bytes", expected="max_bytes=120 or more"):
-        partition(blocks, 1, held=[HeldPairs((0,), np.zeros((1, 1, 3)))], max_bytes=119)
+        partition(blocks, 1, held_pairs=[HeldPairs((0,), np.zeros((1, 1, 3)))], max_bytes=119)
     # Within 110 bytes only a cut that leaves the table once on either side fits.
-    found = partition(blocks, 2, held=alone, max_bytes=110)
+    found = partition(blocks, 2, held_pairs=alone, max_bytes=110)
     assert found.rank_bytes in ((110, 100), (100, 110))
 
 
@@ -56,7 +56,7 @@ def test_of_two_copies_the_one_with_more_microbatches_decides() -> None:
         HeldPairs(stages=(0, 1), moments=np.zeros((1, 2, 3)), shares=(0.25, 0.75)),
     ]
     blocks = [BlockCosts(seconds) for seconds in (4, 1, 1, 1, 1)]
-    found = partition(blocks, 2, held=held)
+    found = partition(blocks, 2, held_pairs=held)
     assert found.is_exact
     best = min(max(0.75 * left + 0.25 * (8 - left), 0.25 * left + 0.75 * (8 - left)) for left in (4.0, 5.0, 6.0, 7.0))
     left, right = found.seconds

@@ -52,8 +52,8 @@ def test_both_objectives_equal_brute_force_on_500_random_chains() -> None:
     refused = 0
     for seed in range(500):
         tables, num_blocks, num_stages, num_microbatches = drawn(seed)
-        every = [stages_of(tables, one) for one in cuts(num_blocks, num_stages)]
-        largest, shortest = min(map(max, every)), min(step(one, num_microbatches) for one in every)
+        every = [stages_of(tables, cut) for cut in cuts(num_blocks, num_stages)]
+        largest, shortest = min(map(max, every)), min(step(row, num_microbatches) for row in every)
         even, quick = shortest_largest(tables), shortest_step(tables, num_microbatches)
         if largest == math.inf:
             assert even is None
@@ -63,7 +63,7 @@ def test_both_objectives_equal_brute_force_on_500_random_chains() -> None:
         assert even is not None
         assert quick is not None
         assert max(stages_of(tables, even)) == largest, seed
-        assert sum(stages_of(tables, even)) == min(sum(one) for one in every if max(one) == largest), seed
+        assert sum(stages_of(tables, even)) == min(sum(row) for row in every if max(row) == largest), seed
         assert step(stages_of(tables, quick), num_microbatches) == shortest, seed
     assert 0 < refused < 250  # both kinds were among them
 
@@ -91,11 +91,11 @@ def test_equal_blocks_that_are_dealt_leave_no_rank_longer_than_the_exact_cut(nam
         extra[0], extra[-1] = rng.choice([0.0, 0.001, 1.5]), rng.choice([0.0, 0.6, 3.0])
         blocks = [1.0] * num_blocks
         blocks[0], blocks[-1] = blocks[0] + extra[0], blocks[-1] + extra[-1]
-        exact = partition([BlockCosts(one) for one in blocks], program.num_stages, held=held_by(program))
+        exact = partition([BlockCosts(block) for block in blocks], program.num_stages, held_pairs=held_by(program))
         assert exact.is_exact
         stages = [count + more for count, more in zip(dealt(num_blocks, homes, extra), extra, strict=True)]
         largest = [
-            max(sum(one for one, home in zip(each, homes, strict=True) if home == rank) for rank in set(homes))
+            max(sum(value for value, home in zip(each, homes, strict=True) if home == rank) for rank in set(homes))
             for each in (stages, exact.seconds)
         ]
         assert largest[0] == pytest.approx(largest[1])

@@ -59,14 +59,14 @@ def told(transformer: Transformer, layout: Layout, framework: str) -> tuple[str,
 def other_values(part: Any) -> list[tuple[str, Any]]:
     """Return for every field of a dataclass another value that it may have."""
     found: list[tuple[str, Any]] = []
-    for one in fields(part):
-        value = getattr(part, one.name)
+    for field in fields(part):
+        value = getattr(part, field.name)
         if isinstance(value, bool):
-            found.append((one.name, not value))
+            found.append((field.name, not value))
         elif isinstance(value, int | float):
-            found.append((one.name, 2 * value or 1))
+            found.append((field.name, 2 * value or 1))
         elif isinstance(value, tuple):
-            found.append((one.name, ("a norm behind the embedding",)))
+            found.append((field.name, ("a norm behind the embedding",)))
     assert found, f"{part} has no field that can be changed"
     return found
 
@@ -92,7 +92,7 @@ def changed_models() -> list[tuple[str, Transformer, Transformer]]:
 
 @pytest.mark.parametrize("framework", ["drumline", "torchtitan", "megatron"])
 @pytest.mark.parametrize(
-    ("field", "before", "after"), changed_models(), ids=lambda one: one if type(one) is str else ""
+    ("field", "before", "after"), changed_models(), ids=lambda name: name if type(name) is str else ""
 )
 def test_every_number_of_a_model_is_written_or_said(
     field: str, before: Transformer, after: Transformer, framework: str
@@ -127,7 +127,7 @@ def test_every_setting_of_a_layout_is_written_or_said(changed: Layout, field: st
 def test_no_setting_of_a_layout_was_forgotten_above() -> None:
     # Beside these there is only what the software is assumed to do at the same time.
     settings = {"batch", "microbatch", "tensor", "pipeline", "data", "context", "expert", "schedule", "stages_per_rank"}
-    assert {one.name for one in fields(Layout)} == settings | {
+    assert {field.name for field in fields(Layout)} == settings | {
         "counts",
         "zero",
         "recompute",
@@ -159,8 +159,8 @@ def test_latent_attention_is_written_for_megatron_and_said_for_torchtitan() -> N
     assert {name: int(read[f"--{name}"]) for name in expected} == expected
     assert not {"--group-query-attention", "--num-query-groups", "--kv-channels"} & read.keys()
     assert read["--moe-shared-expert-intermediate-size"] == "2048"
-    assert any("sigmoid" in one for one in configs.of("megatron").missing)
-    assert any("latent attention" in one for one in configs.of("torchtitan").missing)
+    assert any("sigmoid" in name for name in configs.of("megatron").missing)
+    assert any("latent attention" in name for name in configs.of("torchtitan").missing)
     assert "latent_keys_values = 512" in configs.of("drumline").text
     again = launch(deepseek, cluster("h800", 256), replace(layout, recompute="norms+projections")).of("megatron")
     assert "--recompute-granularity selective\n--recompute-modules layernorm mla_up_proj" in again.text
@@ -171,9 +171,9 @@ def test_alibi_is_not_written_as_rotary_positions() -> None:
     layout = Layout(batch=64, tensor=4, pipeline=2, counts=(35, 35))
     configs = launch(bloom, cluster("a100-80", 8), layout)
     assert arguments(configs.of("megatron"))["--position-embedding-type"] == "none"
-    assert any("ALiBi" in one for one in configs.of("megatron").missing)
-    assert any("ALiBi" in one for one in configs.of("torchtitan").missing)
-    assert any("tied" in one for one in configs.of("torchtitan").missing)
+    assert any("ALiBi" in name for name in configs.of("megatron").missing)
+    assert any("ALiBi" in name for name in configs.of("torchtitan").missing)
+    assert any("tied" in name for name in configs.of("torchtitan").missing)
 
 
 DEEPSEEK = {
@@ -257,7 +257,7 @@ def test_what_a_config_has_beyond_the_plan_is_said(family: str, more: dict[str, 
     layout = Layout(batch=4, pipeline=2, counts=(2, 2))
     for framework in ("torchtitan", "megatron"):
         _, text, missing = told(found, layout, framework)
-        assert any(phrase in one for one in missing)
+        assert any(phrase in name for name in missing)
         assert phrase in text
     assert phrase in told(found, layout, "drumline")[1]
 
@@ -302,13 +302,13 @@ def test_every_command_of_drumline_that_a_plan_prints_runs(
             for zero in some(stages):
                 assert main([*words, *chosen, "--zero", zero]) == (2 if cannot.get(framework) else 0)
                 commands |= set(COMMAND.findall(" ".join(capsys.readouterr().out.split())))
-        assert any(one.startswith(f"drumline show {schedule} ") for one in commands)
-        assert "drumline train plan.toml" in {one.strip() for one in commands}
+        assert any(command.startswith(f"drumline show {schedule} ") for command in commands)
+        assert "drumline train plan.toml" in {command.strip() for command in commands}
         assert main([*words, "--zero", "1", "--out", "plan.toml"]) == 0
-        for one in commands:
-            verb, *rest = shlex.split(one)[1:]
+        for command in commands:
+            verb, *rest = shlex.split(command)[1:]
             assert verb in VERBS
-            assert main([verb, *rest, *(["--print-config"] if verb == "train" else [])]) == 0, one
+            assert main([verb, *rest, *(["--print-config"] if verb == "train" else [])]) == 0, command
 
 
 @pytest.mark.parametrize(
@@ -337,22 +337,22 @@ def test_pins_that_a_framework_does_not_run_are_refused(
 
 def test_zero_2_and_3_of_megatron_are_planned_without_a_pipeline() -> None:
     found = meshes(SPARSE, CLUSTER, 16, Pins(framework="megatron", zero=3))
-    assert {one.pipeline for one in found} == {1}
-    assert {one.pipeline for one in meshes(SPARSE, CLUSTER, 16, Pins(framework="megatron", zero=1))} > {1, 2}
+    assert {degrees.pipeline for degrees in found} == {1}
+    assert {mesh.pipeline for mesh in meshes(SPARSE, CLUSTER, 16, Pins(framework="megatron", zero=1))} > {1, 2}
 
 
 def test_plans_for_drumline_are_what_it_runs() -> None:
-    one = replace(SPARSE, sequence=16384)
+    transformer = replace(SPARSE, sequence=16384)
     tried = [
         layout
-        for mesh in meshes(one, CLUSTER, 16, Pins(framework="drumline"))
+        for mesh in meshes(transformer, CLUSTER, 16, Pins(framework="drumline"))
         for zero in Pins(framework="drumline").zero_stages(mesh)
-        for layout in (Layout(16, 1, *mesh, zero=zero, counts=layer_counts(one, mesh.pipeline)),)
+        for layout in (Layout(16, 1, *mesh, zero=zero, counts=layer_counts(transformer, mesh.pipeline)),)
     ]
     assert {layout.context for layout in tried} == {1, 2, 4}
     assert {layout.expert for layout in tried} > {1, 2}
     for layout in some(tried):
-        assert not [*not_run(one, cluster("a100-80", 8), layout, source="sparse.json")]
+        assert not [*not_run(transformer, cluster("a100-80", 8), layout, source="sparse.json")]
 
 
 def test_a_plan_without_a_pipeline_has_no_schedule_to_show(capsys: pytest.CaptureFixture[str]) -> None:
@@ -384,7 +384,7 @@ def own_config(layout: Layout) -> Config:
 def test_what_training_does_not_run_is_said_with_a_plan_that_it_runs(layout: Layout, reason: str) -> None:
     config = own_config(layout)
     assert not config.starts
-    assert any(one.startswith(reason) for one in config.missing), config.missing
+    assert any(name.startswith(reason) for name in config.missing), config.missing
     assert f"# Not run by `drumline train`: {reason}" in config.text
     assert own_config(replace(layout, zero=0, expert=1)).starts
 
@@ -412,7 +412,7 @@ def test_more_memory_than_planned_is_said_and_too_much_is_not_run() -> None:
     roomy = replace(cluster("h100", 8), device=replace(cluster("h100", 8).device, memory_bytes=200 * 2**30))
     config = launch(llama, roomy, layout).of("drumline")
     assert config.starts
-    more = [one for one in config.missing if one.startswith("ZeRO 3 as planned: training gathers whole stages")]
+    more = [name for name in config.missing if name.startswith("ZeRO 3 as planned: training gathers whole stages")]
     # Weights of 2 bytes and gradients of 4 are whole, and only two layers' buffers are saved.
     parameters = llama.num_layers * llama.dense_layer_parameters + llama.embedding_parameters + llama.head_parameters
     least = 6 * parameters * 7 / 8
@@ -421,7 +421,7 @@ def test_more_memory_than_planned_is_said_and_too_much_is_not_run() -> None:
     assert 0.97 * least - 4 * llama.dense_layer_parameters <= gib * 2**30 <= 1.01 * least
     tight = launch(llama, cluster("a100-40", 8), layout).of("drumline")
     assert not tight.starts
-    assert any(one.startswith("ZeRO 3: training gathers whole stages and would need") for one in tight.missing)
+    assert any(name.startswith("ZeRO 3: training gathers whole stages and would need") for name in tight.missing)
 
 
 def test_dropout_inside_attention_is_left_out_and_said_beside_tensor_parallelism() -> None:
@@ -432,7 +432,7 @@ def test_dropout_inside_attention_is_left_out_and_said_beside_tensor_parallelism
         config = launch(gpt, CLUSTER, layout).of("drumline")
         assert config.starts
         assert ("attention_dropout = 0.0" in config.text) == (tensor > 1)
-        assert any(one.startswith("dropout inside attention") for one in config.missing) == (tensor > 1)
+        assert any(name.startswith("dropout inside attention") for name in config.missing) == (tensor > 1)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -462,7 +462,7 @@ def test_fp8_is_written_for_those_that_have_it() -> None:
     assert written["quantize"]["grouped_mm"]["float8"] == {"fqns": ["experts"]}
     assert written["compile"] == {"enable": True}
     assert not configs.of("drumline").starts
-    assert any(some("FP8" in one for one in configs.of("drumline").missing))
+    assert any(some("FP8" in name for name in configs.of("drumline").missing))
     for framework in ("megatron", "torchtitan"):
         assert "fp8" not in told(SPARSE, LAYOUT, framework)[1]
         assert "float8" not in told(SPARSE, LAYOUT, framework)[1]
@@ -485,7 +485,7 @@ def test_megatron_shards_with_as_many_connections_as_it_accepts() -> None:
     command, text, missing = told(SPARSE, sharded, "megatron")
     assert "--use-megatron-fsdp" in text
     assert "CUDA_DEVICE_MAX_CONNECTIONS=8 " in command
-    assert any(some("hidden tensor-parallel messages" in one for one in missing))
+    assert any(some("hidden tensor-parallel messages" in name for name in missing))
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1 " in told(SPARSE, LAYOUT, "megatron")[0]
 
 
@@ -496,13 +496,13 @@ def test_messages_that_a_plan_takes_for_hidden_are_switched_on() -> None:
     assert "--cp-comm-type all_gather" in told(SPARSE, layout, "megatron")[1].splitlines()
     _, text, missing = told(SPARSE, hidden, "megatron")
     assert {"--cp-comm-type p2p", "--tp-comm-overlap"} <= set(text.splitlines())
-    assert any(some("messages of experts" in one for one in missing))
+    assert any(some("messages of experts" in name for name in missing))
     _, text, missing = told(SPARSE, hidden, "torchtitan")
     written = tomllib.loads(text)
     assert written["parallelism"]["context_parallel_rotate_method"] == "alltoall"
     assert written["parallelism"]["enable_async_tensor_parallel"]
     assert written["compile"] == {"enable": True}
-    assert any(some("messages of experts" in one for one in missing))
+    assert any(some("messages of experts" in name for name in missing))
 
 
 def test_experts_of_torchtitan_are_divided_as_planned() -> None:
@@ -511,8 +511,8 @@ def test_experts_of_torchtitan_are_divided_as_planned() -> None:
     assert written["parallelism"]["expert_tensor_parallel_degree"] == layout.tensor
     long = replace(SPARSE, sequence=32768)
     found = meshes(long, cluster("h100", 8), 8, Pins(framework="torchtitan"))
-    assert any(some(one.context > 1 and one.expert > 1 for one in found))
-    assert all(some(one.expert == 1 or one.expert % one.context == 0 for one in found))
+    assert any(some(degrees.context > 1 and degrees.expert > 1 for degrees in found))
+    assert all(some(degrees.expert == 1 or degrees.expert % degrees.context == 0 for degrees in found))
 
 
 def test_latent_attention_of_megatron_has_plain_positions_and_kernels_for_it() -> None:
@@ -523,5 +523,5 @@ def test_latent_attention_of_megatron_has_plain_positions_and_kernels_for_it() -
 
 def test_what_megatron_needs_or_refuses_besides_is_said() -> None:
     missing = told(SPARSE, replace(LAYOUT, sequence_parallel=False), "megatron")[2]
-    assert any(some("--train-iters and --lr" in one for one in missing))
-    assert any(some("refuses experts with tensor parallelism" in one for one in missing))
+    assert any(some("--train-iters and --lr" in name for name in missing))
+    assert any(some("refuses experts with tensor parallelism" in name for name in missing))

@@ -55,8 +55,8 @@ def test_sizes_between_those_measured_lie_on_a_line() -> None:
     assert paced.at(4).layers[1].times.forward == pytest.approx(1.6 * 8.0)
     assert paced.at(2).layers[1].times.forward == pytest.approx(1.2 * 4.0)
     two = profile.at(2)
-    assert [one.times.forward for one in two.layers] == pytest.approx([2.0, 4.0])
-    assert [one.activation_bytes for one in two.layers] == [200, 200]
+    assert [layer.times.forward for layer in two.layers] == pytest.approx([2.0, 4.0])
+    assert [layer.activation_bytes for layer in two.layers] == [200, 200]
     for rows in (0.5, 5):
         with refused(PlanError, f"microbatches of {rows:g} rows", expected="1 to 4 rows"):
             profile.at(rows)

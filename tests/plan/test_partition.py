@@ -47,12 +47,12 @@ def quality(
     chain: list[BlockCosts], counts: tuple[int, ...], program: Program | None = None
 ) -> tuple[float, float | int]:
     seconds = stage_seconds(chain, counts)
-    evenness = sum(one**2 for one in seconds)
+    evenness = sum(duration**2 for duration in seconds)
     if program is None:
         return max(seconds), evenness
-    forwards = [(rank, part.stage) for rank, row in enumerate(program.rows) for one in row for part in one.work
+    forwards = [(rank, part.stage) for rank, row in enumerate(program.rows) for action in row for part in action.work
                 if part.op is Op.FORWARD]  # fmt: skip
-    ranks = [sum(seconds[stage] for rank, stage in forwards if rank == one) for one in range(program.num_ranks)]
+    ranks = [sum(seconds[stage] for rank, stage in forwards if rank == number) for number in range(program.num_ranks)]
     return max(ranks) / program.num_microbatches, evenness
 
 
@@ -72,7 +72,7 @@ def test_no_cut_has_a_shorter_largest_stage_or_is_more_even(chain: list[BlockCos
     found = partition(chain, num_stages)
     assert_covers(found, chain, num_stages)
     assert found.is_exact
-    assert quality(chain, found.counts) == min(quality(chain, one) for one in cuts(len(chain), num_stages))
+    assert quality(chain, found.counts) == min(quality(chain, cut) for cut in cuts(len(chain), num_stages))
 
 
 @long
@@ -82,14 +82,14 @@ def test_no_cut_has_a_shorter_largest_stage_or_is_more_even(chain: list[BlockCos
 def test_within_a_limit_no_cut_that_fits_is_better(program: Program, data: st.DataObject) -> None:
     num_stages, held = program.num_stages, held_by(program)
     chain = data.draw(st.lists(blocks | tied_blocks, min_size=num_stages, max_size=num_stages + 3))
-    sizes = {one: max(rank_bytes(chain, one, held)) for one in cuts(len(chain), num_stages)}
+    sizes = {cut: max(rank_bytes(chain, cut, held)) for cut in cuts(len(chain), num_stages)}
     limit = data.draw(st.sampled_from(sorted(sizes.values())))
-    found = partition(chain, num_stages, held=held, max_bytes=limit)
+    found = partition(chain, num_stages, held_pairs=held, max_bytes=limit)
     assert_covers(found, chain, num_stages)
     assert found.is_exact
     assert found.rank_bytes == rank_bytes(chain, found.counts, held)
     assert max(found.rank_bytes) <= limit
-    best = min(quality(chain, one, program) for one, size in sizes.items() if size <= limit)
+    best = min(quality(chain, entry, program) for entry, size in sizes.items() if size <= limit)
     assert quality(chain, found.counts, program) == pytest.approx(best)
 
 
@@ -98,21 +98,26 @@ def test_within_a_limit_no_cut_that_fits_is_better(program: Program, data: st.Da
 def test_no_cut_has_a_shorter_largest_rank(program: Program, data: st.DataObject) -> None:
     num_stages = program.num_stages
     chain = data.draw(st.lists(blocks, min_size=num_stages, max_size=num_stages + 3))
-    found = partition(chain, num_stages, held=held_by(program))
+    found = partition(chain, num_stages, held_pairs=held_by(program))
     assert_covers(found, chain, num_stages)
     assert found.is_exact
-    best = min(quality(chain, one, program) for one in cuts(len(chain), num_stages))
+    best = min(quality(chain, cut, program) for cut in cuts(len(chain), num_stages))
     assert quality(chain, found.counts, program) == pytest.approx(best)
 
 
 def test_ranks_of_a_v_are_even_where_its_stages_cannot_be() -> None:
     chain = [BlockCosts(1.0)] * 8 + [BlockCosts(4.0)]
-    assert partition(chain, 4, held=held_by(build("zb-v", 2, 4))).counts == (2, 3, 3, 1)
+    assert partition(chain, 4, held_pairs=held_by(build("zb-v", 2, 4))).counts == (2, 3, 3, 1)
 
 
 def test_a_stage_in_two_directions_counts_by_its_share_on_each_rank() -> None:
     chain = [BlockCosts(1.0)] * 8 + [BlockCosts(6.0)]
-    assert partition(chain, 4, held=held_by(build("chimera", 4, 4))).counts == (1, 3, 4, 1)  # (1 + 6) / 2, (3 + 4) / 2
+    assert partition(chain, 4, held_pairs=held_by(build("chimera", 4, 4))).counts == (
+        1,
+        3,
+        4,
+        1,
+    )  # (1 + 6) / 2, (3 + 4) / 2
     assert partition(chain, 4).counts == (2, 3, 3, 1)
 
 
@@ -122,11 +127,11 @@ def test_a_stage_in_two_directions_counts_by_its_share_on_each_rank() -> None:
 def test_a_limit_that_nothing_fits_names_the_smallest_that_would_do(program: Program, data: st.DataObject) -> None:
     num_stages, held = program.num_stages, held_by(program)
     chain = data.draw(st.lists(blocks | tied_blocks, min_size=num_stages, max_size=num_stages + 3))
-    smallest = min(max(rank_bytes(chain, one, held)) for one in cuts(len(chain), num_stages))
+    smallest = min(max(rank_bytes(chain, cut, held)) for cut in cuts(len(chain), num_stages))
     with refused(PlanError, expected=f"max_bytes={math.ceil(smallest)} or more", fix="use more ranks") as caught:
-        partition(chain, num_stages, held=held, max_bytes=smallest - 1)
+        partition(chain, num_stages, held_pairs=held, max_bytes=smallest - 1)
     assert caught.value.smallest_bytes == smallest
-    assert partition(chain, num_stages, held=held, max_bytes=smallest).is_exact
+    assert partition(chain, num_stages, held_pairs=held, max_bytes=smallest).is_exact
 
 
 @settings(deadline=None)
@@ -152,7 +157,7 @@ def test_a_heavy_head_stands_alone() -> None:
 def test_what_a_stage_receives_counts_where_it_begins() -> None:
     held = held_by(build("gpipe", 2, 3))
     chain = [BlockCosts(1.0), BlockCosts(1.0, start_bytes=100), BlockCosts(1.0, start_bytes=1), BlockCosts(1.0)]
-    assert partition(chain, 2, held=held).counts == (2, 2)
+    assert partition(chain, 2, held_pairs=held).counts == (2, 2)
     assert rank_bytes(chain, (1, 3), held) == (0, 300)
     assert rank_bytes(chain, (2, 2), held) == (0, 3)
 
@@ -160,7 +165,7 @@ def test_what_a_stage_receives_counts_where_it_begins() -> None:
 def test_stages_that_share_a_rank_share_its_memory() -> None:
     held = held_by(build("interleaved-1f1b", 2, 2, 2))
     chain = [BlockCosts(1.0, static_bytes=size) for size in (6, 1, 6, 1, 6, 1)]
-    free, tight = (partition(chain, 4, held=held, max_bytes=limit) for limit in (100, 12))
+    free, tight = (partition(chain, 4, held_pairs=held, max_bytes=limit) for limit in (100, 12))
     assert (free.counts, free.rank_bytes) == ((1, 1, 2, 2), (13, 8))
     assert (tight.counts, tight.rank_bytes) == ((1, 1, 1, 3), (12, 9))
 
@@ -176,12 +181,12 @@ def test_a_search_that_is_cut_short_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     held = held_by(build("interleaved-1f1b", 2, 2, 2))
     chain = [BlockCosts(1.0, static_bytes=size) for size in (6, 1, 6, 1, 6, 1)]
     monkeypatch.setattr("drumline.plan.cut.partition._MAX_NODES", 5)
-    found = partition(chain, 4, held=held, max_bytes=12)
+    found = partition(chain, 4, held_pairs=held, max_bytes=12)
     assert not found.is_exact
     assert_covers(found, chain, 4)
     assert max(found.rank_bytes or ()) <= 12
     with refused(PlanError, "no cut was found of 6 blocks into 4 stages"):
-        partition(chain, 4, held=held, max_bytes=5)
+        partition(chain, 4, held_pairs=held, max_bytes=5)
 
 
 def test_two_hundred_blocks_take_no_more_steps_than_they_did() -> None:
@@ -196,7 +201,7 @@ def test_two_hundred_blocks_take_no_more_steps_than_they_did() -> None:
     before = sys.gettrace()
     sys.settrace(count)
     try:
-        found = partition(chain, 16, held=held, max_bytes=10_000)
+        found = partition(chain, 16, held_pairs=held, max_bytes=10_000)
     finally:
         sys.settrace(before)
     assert 200 < lines < 30_000  # of Python; with a step for every pair of blocks and stage there would be 300,000
@@ -214,4 +219,4 @@ def test_a_limit_needs_to_know_what_is_held() -> None:
     with refused(PlanError, "max_bytes needs held"):
         partition([BlockCosts(1.0)] * 2, 2, max_bytes=10)
     with refused(PlanError, r"held covers the stages \[0, 1\]"):
-        partition([BlockCosts(1.0)] * 3, 3, held=held_by(build("1f1b", 2, 2)), max_bytes=10)
+        partition([BlockCosts(1.0)] * 3, 3, held_pairs=held_by(build("1f1b", 2, 2)), max_bytes=10)

@@ -74,17 +74,17 @@ def test_cuts_timed_at_once_take_what_the_simulator_says(name: str, frozen: int,
     stages = stages_for(profile, name, 4, 2, rank_speeds=speeds)
     stages = replace(stages, recompute=tuple(stage % 2 == 0 for stage in range(stages.program.num_stages)))
     found = stages.cuts.timed(every_cut(5, stages.program.num_stages))
-    for one in found:
-        program, costs = stages.cuts.pruned(one.counts), stages.costs(one.counts)
-        for op, seconds in some(with_handling(stages, one.counts).items()):
+    for cut in found:
+        program, costs = stages.cuts.pruned(cut.counts), stages.costs(cut.counts)
+        for op, seconds in some(with_handling(stages, cut.counts).items()):
             assert costs.per_stage(op, program.num_stages) == pytest.approx(seconds)
         simulated = simulate(program, costs)
-        assert one.seconds == pytest.approx(simulated.makespan + stages.around(costs, program))
-        assert one.rank_bytes == pytest.approx(simulated.peak_bytes)
-        candidate = Candidate(stages, one, 2, 8)
-        assert candidate.seconds.total == pytest.approx(one.seconds)
-        assert [each.total for each in candidate.rank_bytes] == pytest.approx(list(one.rank_bytes))
-    assert len({one.seconds for one in found}) > 1
+        assert cut.seconds == pytest.approx(simulated.makespan + stages.around(costs, program))
+        assert cut.rank_bytes == pytest.approx(simulated.peak_bytes)
+        candidate = Candidate(stages, cut, 2, 8)
+        assert candidate.seconds.total == pytest.approx(cut.seconds)
+        assert [each.total for each in candidate.rank_bytes] == pytest.approx(list(cut.rank_bytes))
+    assert len({cut.seconds for cut in found}) > 1
 
 
 @pytest.mark.parametrize("again", [(False, False, False), (True, True, True)])
@@ -99,11 +99,11 @@ def test_a_message_is_priced_at_the_boundary_that_it_crosses(again: tuple[bool, 
     assert costs.per_stage("forward", 3) == tuple(map(sum, zip(seconds, sent, taken, strict=True)))
     # Backwards, a stage takes over the boundary behind it and sends over the one before; one that is computed again
     # sends nothing for that: the forward that the simulator adds has its messages in it.
-    backwards = tuple(2 * one for one in seconds)
+    backwards = tuple(2 * duration for duration in seconds)
     extra = [(10_000.0, 0.0), (3_000.0, 1000.0), (0.0, 300.0)]
     handled = [own + take + send for own, (take, send) in zip(backwards, extra, strict=True)]
     less = [(a + b) * twice for a, b, twice in zip(sent, taken, again, strict=True)]
-    wanted = [max(one - gone, 0.0) for one, gone in zip(handled, less, strict=True)]
+    wanted = [max(value - gone, 0.0) for value, gone in zip(handled, less, strict=True)]
     assert costs.per_stage("backward", 3) == pytest.approx(wanted)
     assert costs.per_stage("checkpoint_bytes", 3) == ((0.0, 1000.0, 300.0) if any(again) else (0.0, 0.0, 0.0))
     (cut,) = stages.cuts.timed([(1, 2, 2)])
@@ -152,7 +152,7 @@ def test_a_plan_fits_and_nothing_that_fits_is_much_faster(
     names = ("1f1b", "gpipe", "zb-h1", "zb-v")
     every = brute_force(profile, names, 4, memory, headroom)
     asked: dict[str, Any] = {"num_ranks": 2, "batch": 4, "memory_bytes": memory, "headroom": headroom}
-    whole = [one for one in every if one[0] < math.inf]
+    whole = [pair for pair in every if pair[0] < math.inf]
     if not whole:
         with refused(PlanError, "nothing fits"):
             plan(profile, schedules=names, **asked, **FAST)
@@ -163,9 +163,9 @@ def test_a_plan_fits_and_nothing_that_fits_is_much_faster(
     peaks = simulate(best.program, costs).peak_bytes
     assert peaks is not None
     assert max(peaks) <= memory * (1 - headroom)
-    assert [one.total for one in best.rank_bytes] == pytest.approx(list(peaks))
-    assert all(some(one.fits for one in found.candidates))
-    assert not any(one.fits for one in found.rejected)
+    assert [rank_bytes.total for rank_bytes in best.rank_bytes] == pytest.approx(list(peaks))
+    assert all(some(candidate.fits for candidate in found.candidates))
+    assert not any(candidate.fits for candidate in found.rejected)
     assert not validate(best.program)
     assert sum(best.counts) == len(seconds)
     assert best.step_seconds <= min(step for step, _ in whole) * 1.011
@@ -180,7 +180,7 @@ def test_a_slow_rank_gets_fewer_blocks_and_small_memory_less() -> None:
     assert by_rank == {0: 8, 1: 4}
     asked: dict[str, Any] = {"headroom": 0.0, "optimizer": "sgd", "checkpoint": ["none"]}
     small = plan(profile, num_ranks=2, batch=4, schedules=["1f1b"], rank_memory=[1000, 120], **asked, **FAST)
-    sizes = [one.total for one in small.best.rank_bytes]
+    sizes = [rank_bytes.total for rank_bytes in small.best.rank_bytes]
     assert sizes[1] <= 120 < sizes[0] <= 1000
 
 
@@ -210,7 +210,7 @@ def test_headroom_is_kept_free() -> None:
     free = plan(profile, headroom=0.0, memory_bytes=1000, **asked).best
     tight = plan(profile, headroom=0.6, memory_bytes=1000, **asked).best
     assert tight.limits == (400.0, 400.0)
-    assert max(one.total for one in tight.rank_bytes) <= 400
+    assert max(rank_bytes.total for rank_bytes in tight.rank_bytes) <= 400
     assert tight.step_seconds >= free.step_seconds
 
 
@@ -219,7 +219,7 @@ def test_what_is_as_fast_within_a_percent_is_chosen_by_memory() -> None:
     found = plan(profile, num_ranks=2, batch=8, schedules=["gpipe", "1f1b"], **FAST)
     assert found.best.schedule == "1f1b"  # gpipe takes as long
     rival = next(
-        one for one in found.candidates if one.program.name == "gpipe" and one.rows == found.best.microbatch_size
+        item for item in found.candidates if item.program.name == "gpipe" and item.rows == found.best.microbatch_size
     )
     assert "<1% faster, but holds" in rival.why_not(found.chosen).sentence
 
@@ -228,7 +228,7 @@ def test_a_program_is_searched_where_that_is_better() -> None:
     profile = model_profile([1.0, 1.0, 1.0, 2.6])
     found = plan(profile, num_ranks=4, batch=8, schedules=["1f1b"], seconds=3.0)
     assert found.best.searched
-    plain = next(one for one in found.candidates if not one.searched)
+    plain = next(candidate for candidate in found.candidates if not candidate.searched)
     assert found.best.step_seconds < plain.step_seconds
     assert "bubble" in plain.why_not(found.chosen).sentence
     assert not validate(found.best.program)
@@ -237,7 +237,7 @@ def test_a_program_is_searched_where_that_is_better() -> None:
 def test_a_forward_that_keeps_a_tape_takes_longer() -> None:
     plain, taped = (model_profile([1.0] * 4, tape=tape) for tape in (0.0, 0.5))
     for name, longer in (("1f1b", False), ("zb-h1", True)):
-        steps = [plan(one, num_ranks=2, batch=8, schedules=[name], **FAST).best.step_seconds for one in (plain, taped)]
+        steps = [plan(p, num_ranks=2, batch=8, schedules=[name], **FAST).best.step_seconds for p in (plain, taped)]
         assert (steps[1] > steps[0]) is longer
     costs = stages_for(taped, "1f1b", 4, 2).costs_for_search((2, 2))
     assert costs.per_stage("forward", 2) == (4.0, 4.0)

@@ -71,10 +71,10 @@ def brute_force(
     """Return the best layout of each mesh, with a look at every single one."""
     best: dict[Degrees, Choice] = {}
     for layout in every_layout(transformer, machines, batch, pins):
-        one = Choice(layout, evaluate(transformer, machines, layout))
-        if one.bytes <= limit and (one.mesh not in best or one.rank < best[one.mesh].rank):
-            best[one.mesh] = one
-    return sorted(best.values(), key=lambda one: one.rank)
+        choice = Choice(layout, evaluate(transformer, machines, layout))
+        if choice.bytes <= limit and (choice.mesh not in best or choice.rank < best[choice.mesh].rank):
+            best[choice.mesh] = choice
+    return sorted(best.values(), key=lambda option: option.rank)
 
 
 @long
@@ -97,7 +97,7 @@ def test_survey_finds_what_brute_force_finds() -> None:
         limit = smallest.bytes * drawn.uniform(0.9, 6)
         expected = brute_force(transformer, machines, batch, pins, evaluate, limit)
         top = drawn.choice([1, 3, 10])
-        assert [one.layout for one in survey.best(limit, top=top)] == [one.layout for one in expected[:top]]
+        assert [choice.layout for choice in survey.best(limit, top=top)] == [choice.layout for choice in expected[:top]]
         found += bool(expected)
     assert found > examples(40) // 2
 
@@ -114,36 +114,36 @@ def test_smallest_layout_is_the_smallest_of_all() -> None:
     smallest = survey.smallest()
     assert smallest is not None
     every = (Rough()(PLAIN, small_cluster(), layout) for layout in layouts(PLAIN, small_cluster(), 16, Pins()))
-    assert smallest.bytes == min(one.bytes.total for one in every)
+    assert smallest.bytes == min(item.bytes.total for item in every)
 
 
 @pytest.mark.parametrize("memory", [0.5, 0.6, 0.8, 1.5, 3.0])
 def test_no_plan_is_over_the_limit(memory: float) -> None:
     found = planned(memory * GIB, headroom=0.2)
     assert found.limit_bytes == pytest.approx(0.8 * memory * GIB)
-    assert all(some(one.bytes <= found.limit_bytes for one in found.best))
+    assert all(some(choice.bytes <= found.limit_bytes for choice in found.best))
 
 
 def test_what_only_the_exact_estimate_refuses_is_not_returned() -> None:
     def fuller(transformer: Transformer, machines: Cluster, layout: Layout) -> Estimate:
-        one = Rough()(transformer, machines, layout)
+        item = Rough()(transformer, machines, layout)
         if layout.pipeline == 1:
-            return one
-        return replace(one, bytes=replace(one.bytes, buffers=100 * GIB))
+            return item
+        return replace(item, bytes=replace(item.bytes, buffers=100 * GIB))
 
     found = planned(surveyed=partial(Rough().surveyed, refine=fuller))
-    assert {one.layout.pipeline for one in found.best} == {1}
+    assert {choice.layout.pipeline for choice in found.best} == {1}
 
 
 def test_the_exact_estimate_decides() -> None:
     def slower(transformer: Transformer, machines: Cluster, layout: Layout) -> Estimate:
-        one = Rough()(transformer, machines, layout)
-        return replace(one, seconds=replace(one.seconds, bubble=one.seconds.bubble + 1.0 * (layout.tensor > 1)))
+        item = Rough()(transformer, machines, layout)
+        return replace(item, seconds=replace(item.seconds, bubble=item.seconds.bubble + 1.0 * (layout.tensor > 1)))
 
     rough, exact = planned(), planned(surveyed=partial(Rough().surveyed, refine=slower))
     assert rough.chosen.layout.tensor > 1
     assert exact.chosen.layout.tensor == 1
-    assert all(some(one.is_exact for one in exact.best))
+    assert all(some(choice.is_exact for choice in exact.best))
 
 
 def exactly(transformer: Transformer, machines: Cluster, batch: int, limit: float, pins: Pins) -> list[Choice]:
@@ -156,7 +156,7 @@ def exactly(transformer: Transformer, machines: Cluster, batch: int, limit: floa
         for counts in dict.fromkeys(cuts):
             cut = replace(layout, counts=counts)
             found.append(Choice(cut, estimate(transformer, machines, cut, exact=True)))
-    return [one for one in found if one.bytes <= limit]
+    return [choice for choice in found if choice.bytes <= limit]
 
 
 @pytest.mark.slow
@@ -164,12 +164,15 @@ def test_the_projections_of_latents_are_recomputed_where_that_is_enough() -> Non
     transformer = latent_transformer(num_layers=8, vocabulary=2000)
     machines, pins = small_cluster(2), Pins(microbatch=4)
     survey = Survey(transformer, machines, 16, pins)
-    every = [Choice(one, estimate(transformer, machines, one)) for one in every_layout(transformer, machines, 16, pins)]
-    least, most = (pick(one.bytes for one in every) for pick in (min, max))
+    every = [
+        Choice(layout, estimate(transformer, machines, layout))
+        for layout in every_layout(transformer, machines, 16, pins)
+    ]
+    least, most = (pick(choice.bytes for choice in every) for pick in (min, max))
     chosen = set()
     for share in some(range(40)):
         limit = least + (most - least) * (share / 60) ** 2
-        best = min((one for one in every if one.bytes <= limit), key=lambda one: one.rank)
+        best = min((choice for choice in every if choice.bytes <= limit), key=lambda choice: choice.rank)
         assert survey.best(limit)[0].layout == best.layout
         chosen.add(best.layout.recompute)
     assert {"none", "selective", "norms+activation+projections", "full"} <= chosen
@@ -186,9 +189,9 @@ def test_the_answer_is_that_of_brute_force_however_many_are_shown(
     machines = replace(machines, device=replace(machines.device, memory_bytes=memory * GIB))
     pins = Pins(sequence_parallel=False)
     plans = [plan(transformer, machines, batch=batch, pins=pins, top=top) for top in (1, 2, 5, 30)]
-    assert len({one.chosen.layout for one in plans}) == 1
+    assert len({cluster_plan.chosen.layout for cluster_plan in plans}) == 1
     every = exactly(transformer, machines, batch, plans[0].limit_bytes, pins)
-    least = min(one.seconds for one in every)
+    least = min(choice.seconds for choice in every)
     assert plans[0].chosen.seconds <= least * (1 + BAND)
     assert plans[0].chosen.layout == band(every)[0].layout
 
@@ -205,15 +208,15 @@ _heavy = partial(Transformer, gated=False, tied=False, biased=False, dropout=Fal
         (_heavy("wide", 16, 1280, 20, sequence=4096, feedforward=11008), 12, 6, Pins(pipeline=2, microbatch=1)),
         (_heavy("few", 16, 2560, 20, sequence=8192, feedforward=6784), 4, 48, Pins(schedules=("1f1b", "dualpipe"))),
     ],
-    ids=lambda one: one.name if isinstance(one, Transformer) else "",
+    ids=lambda transformer: transformer.name if isinstance(transformer, Transformer) else "",
 )
 def test_a_heavy_head_hides_no_layout(transformer: Transformer, gpus: int, batch: int, pins: Pins) -> None:
     machines = replace(cluster("b200", gpus), devices_per_node=4)
     machines = replace(machines, device=replace(machines.device, memory_bytes=240 * GIB))
     plans = [plan(transformer, machines, batch=batch, pins=pins, top=top) for top in (1, 30)]
-    assert len({one.chosen.layout for one in plans}) == 1
+    assert len({cluster_plan.chosen.layout for cluster_plan in plans}) == 1
     every = exactly(transformer, machines, batch, plans[0].limit_bytes, pins)
-    assert plans[0].chosen.seconds <= min(one.seconds for one in every) * (1 + BAND)
+    assert plans[0].chosen.seconds <= min(choice.seconds for choice in every) * (1 + BAND)
 
 
 def test_the_band_prefers_fewer_bytes_sent_then_the_plainer_layout() -> None:
@@ -233,8 +236,8 @@ def test_the_band_prefers_fewer_bytes_sent_then_the_plainer_layout() -> None:
 
 def test_best_are_of_different_meshes_and_in_order() -> None:
     found = planned()
-    assert len({one.mesh for one in found.best}) == len(found.best) > 5
-    assert [one.seconds for one in found.best[1:]] == sorted(one.seconds for one in found.best[1:])
+    assert len({choice.mesh for choice in found.best}) == len(found.best) > 5
+    assert [choice.seconds for choice in found.best[1:]] == sorted(choice.seconds for choice in found.best[1:])
     assert found.chosen.seconds <= found.best[1].seconds * (1 + BAND)
     assert len(planned(top=3).best) == 3
 
@@ -255,7 +258,7 @@ def test_best_are_of_different_meshes_and_in_order() -> None:
 )
 def test_pins_hold(pins: Pins, name: str, value: object) -> None:
     found = planned(4 * GIB, pins=pins)
-    assert {getattr(one.layout, name) for one in found.best} == {value}
+    assert {getattr(choice.layout, name) for choice in found.best} == {value}
 
 
 @pytest.mark.parametrize(
@@ -340,8 +343,8 @@ def test_no_cut_has_a_smaller_largest_rank(pipeline: int, per_rank: int, schedul
     counts = layer_counts(transformer, pipeline, schedule, per_rank)
     assert sum(counts) == 10
     assert min(counts) >= 1
-    others = (one for one in product(range(1, 8), repeat=pipeline * per_rank) if sum(one) == 10)
-    least = min(max(rank_weights(transformer, one, pipeline, schedule)) for one in others)
+    others = (entry for entry in product(range(1, 8), repeat=pipeline * per_rank) if sum(entry) == 10)
+    least = min(max(rank_weights(transformer, other, pipeline, schedule)) for other in others)
     assert max(rank_weights(transformer, counts, pipeline, schedule)) == pytest.approx(least)
 
 
@@ -353,18 +356,18 @@ def test_folded_schedules_lie_where_their_programs_put_them() -> None:
 
 
 def test_meshes_use_all_devices_and_stay_inside_a_node() -> None:
-    for one in meshes(PLAIN, small_cluster(24), 48, Pins()):
-        assert one.tensor * one.pipeline * one.data * one.context == 24
-        assert one.tensor <= 4
-        assert 48 % one.data == 0
-        assert one.pipeline <= PLAIN.num_layers
+    for mesh in meshes(PLAIN, small_cluster(24), 48, Pins()):
+        assert mesh.tensor * mesh.pipeline * mesh.data * mesh.context == 24
+        assert mesh.tensor <= 4
+        assert 48 % mesh.data == 0
+        assert mesh.pipeline <= PLAIN.num_layers
 
 
 def test_long_sequences_may_be_shared_and_experts_spread() -> None:
-    long = {one.context for one in meshes(small_transformer(sequence=32768), small_cluster(), 8, Pins())}
+    long = {mesh.context for mesh in meshes(small_transformer(sequence=32768), small_cluster(), 8, Pins())}
     assert long == {1, 2, 4, 8}
-    assert {one.context for one in meshes(PLAIN, small_cluster(), 8, Pins())} == {1}
-    spread = {one.expert for one in meshes(sparse_transformer(), small_cluster(), 8, Pins())}
+    assert {mesh.context for mesh in meshes(PLAIN, small_cluster(), 8, Pins())} == {1}
+    spread = {mesh.expert for mesh in meshes(sparse_transformer(), small_cluster(), 8, Pins())}
     assert spread == {1, 2, 4, 8}
 
 
@@ -389,8 +392,8 @@ def test_ranks_fill_nodes_with_tensor_parallelism_first() -> None:
             assert rank in together
             assert len(together) == getattr(layout, axis)
             for other in AXES:
-                assert len({getattr(places[one], other) for one in together}) == (len(together) if other == axis else 1)
-        assert len({places[one].node for one in group(layout, rank, "tensor")}) == 1
+                assert len({getattr(places[at], other) for at in together}) == (len(together) if other == axis else 1)
+        assert len({places[number].node for number in group(layout, rank, "tensor")}) == 1
     assert links(layout, machines) == {
         "tensor": "inside a node",
         "context": "inside a node",
@@ -398,7 +401,7 @@ def test_ranks_fill_nodes_with_tensor_parallelism_first() -> None:
         "pipeline": "between nodes",
     }
     for axis, where in links(layout, machines).items():
-        alone = all(len({places[one].node for one in group(layout, rank, axis)}) == 1 for rank in range(48))
+        alone = all(len({places[number].node for number in group(layout, rank, axis)}) == 1 for rank in range(48))
         assert alone == (where == "inside a node")
 
 
@@ -419,7 +422,7 @@ def test_a_reason_leaves_out_what_is_nothing_beside_the_step() -> None:
         plain = replace(found.estimate.seconds, **dict.fromkeys(asdict(found.estimate.seconds), 0.0))
         plain = replace(plain, compute=seconds)
         more = replace(plain, recompute=2.0, bubble=0.3)
-        mine, theirs = (replace(found, estimate=replace(found.estimate, seconds=one)) for one in (plain, more))
+        mine, theirs = (replace(found, estimate=replace(found.estimate, seconds=item)) for item in (plain, more))
         told = why(mine, theirs, found.bytes)
         assert words in told
         assert ("waits" in told) == ("waits" in words)
@@ -428,18 +431,18 @@ def test_a_reason_leaves_out_what_is_nothing_beside_the_step() -> None:
 def test_changes_differ_in_one_setting_and_say_so() -> None:
     found = planned()
     rows = changes(found)
-    assert {"full recomputation", "ZeRO 3", "1f1b", "microbatches of 1"} <= {one.kind for one in rows}
-    for one in rows:
-        layout, chosen = one.choice.layout, found.chosen.layout
+    assert {"full recomputation", "ZeRO 3", "1f1b", "microbatches of 1"} <= {row.kind for row in rows}
+    for row in rows:
+        layout, chosen = row.choice.layout, found.chosen.layout
         names = ("microbatch", "schedule", "zero", "recompute", "sequence_parallel", "stages_per_rank")
         differing = {name for name in names if getattr(layout, name) != getattr(chosen, name)}
         assert 1 <= len(differing - {"stages_per_rank"}) <= 1 or differing == {"stages_per_rank"}
-        assert ("does not fit" in one.sentence) == (one.choice.bytes > found.limit_bytes)
+        assert ("does not fit" in row.sentence) == (row.choice.bytes > found.limit_bytes)
 
 
 def test_margins_are_what_planning_again_gives() -> None:
     found = planned()
-    by_name = {one.kind: one for one in margins(found)}
+    by_name = {margin.kind: margin for margin in margins(found)}
     assert not isinstance(by_name["one more GPU"], Alternative)
     larger = plan(PLAIN, small_cluster(12, memory=1.2 * GIB), batch=32, surveyed=Rough().surveyed)
     node = by_name["one more node"]
@@ -451,16 +454,16 @@ def test_margins_are_what_planning_again_gives() -> None:
 def test_no_point_of_the_front_beats_another_in_both() -> None:
     found = planned()
     front = pareto(found)
-    assert [one.bytes for one in front] == sorted(one.bytes for one in front)
-    assert [one.seconds for one in front] == sorted((one.seconds for one in front), reverse=True)
-    within = [one for one in front if one.bytes <= found.limit_bytes]
+    assert [choice.bytes for choice in front] == sorted(choice.bytes for choice in front)
+    assert [choice.seconds for choice in front] == sorted((choice.seconds for choice in front), reverse=True)
+    within = [choice for choice in front if choice.bytes <= found.limit_bytes]
     assert within[-1].seconds == found.chosen.seconds
 
 
 def test_scaling_plans_anew_at_every_size() -> None:
     strong, weak = scaling(planned()).values()
-    assert [one.devices for one in strong] == [2, 4, 8, 16, 32]
-    assert [one.batch for one in weak] == [8, 16, 32, 64, 128]
+    assert [point.devices for point in strong] == [2, 4, 8, 16, 32]
+    assert [point.batch for point in weak] == [8, 16, 32, 64, 128]
     small = plan(PLAIN, small_cluster(4, memory=1.2 * GIB), batch=32, surveyed=Rough().surveyed)
     half = strong[1].best
     assert half is not None
@@ -517,15 +520,15 @@ def test_what_a_framework_cannot_say_is_said(schedule: str) -> None:
     configs = launch(PLAIN, small_cluster(), layout)
     own = configs.of("drumline")
     assert own.starts
-    assert [one.partition(":")[0] for one in own.missing] == ["dropout inside attention"]
-    assert any(f"the schedule {schedule}" in one for one in configs.of("megatron").missing)
+    assert [name.partition(":")[0] for name in own.missing] == ["dropout inside attention"]
+    assert any(f"the schedule {schedule}" in name for name in configs.of("megatron").missing)
     titan = configs.of("torchtitan")
     by_file = "pipeline_parallel_schedule_csv" in tomllib.loads(titan.text)["parallelism"]
     assert (
-        by_file == (schedule in ("zb-h1", "v-half")) == any(f"the schedule {schedule}" in one for one in titan.missing)
+        by_file == (schedule in ("zb-h1", "v-half")) == any(f"the schedule {schedule}" in key for key in titan.missing)
     )
-    assert any("ZeRO 1" in one for one in titan.missing)
-    assert all(some(one in config.text for config in configs.configs for one in config.missing))
+    assert any("ZeRO 1" in name for name in titan.missing)
+    assert all(some(name in config.text for config in configs.configs for name in config.missing))
 
 
 def test_torchrun_starts_every_node() -> None:
@@ -540,7 +543,7 @@ def test_json_has_the_layout_and_its_items() -> None:
     assert sum(chosen["seconds"].values()) == pytest.approx(chosen["step_seconds"])
     assert sum(chosen["bytes"].values()) == pytest.approx(chosen["peak_bytes"])
     assert figures["best"][0]["why"] == ""
-    assert all(some(one["why"] for one in figures["best"][1:]))
+    assert all(some(value["why"] for value in figures["best"][1:]))
 
 
 @long
@@ -550,7 +553,7 @@ def test_the_real_estimate_keeps_to_what_the_survey_takes_for_true() -> None:
     limit = 0.9 * machines.device.memory_bytes
     survey = Survey(transformer, machines, 32, Pins(microbatch=2))
     expected = brute_force(transformer, machines, 32, Pins(microbatch=2), estimate, limit)
-    assert [one.layout for one in survey.best(limit, top=4)] == [one.layout for one in expected[:4]]
+    assert [choice.layout for choice in survey.best(limit, top=4)] == [choice.layout for choice in expected[:4]]
 
 
 def test_what_is_weighed_is_what_is_estimated() -> None:

@@ -56,38 +56,38 @@ def planned(**given: Any) -> Any:
 
 
 CASES: list[tuple[Callable[[Any], Any], list[Any], list[Any]]] = [
-    (lambda one: DeviceLink(one, 1.0), [0.0, 1.0], [-1e-9, math.inf, math.nan]),
-    (lambda one: DeviceLink(0.0, 1.0, one), [0.0, 1.0], [-1e-9, math.inf]),
-    (lambda one: DeviceLink(0.0, one), [1e-9, math.inf], [0.0, -1.0]),
-    (lambda one: replace(REACH, product=one), [1e-9, 1.0], [0.0, 1.1]),
-    (lambda one: replace(REACH, depth=one), [0.0, 1.0], [-1e-9, math.inf]),
-    (lambda one: replace(REACH, launch_seconds=one), [0.0, 1.0], [-1e-9, math.inf]),
-    (lambda one: device(fp8_flops_per_second=one), [0.0, 1.0], [-1.0, math.inf]),
-    (lambda one: device(num_processors=one), [1], [0, math.inf]),
-    (lambda one: device(memory_bytes=one), [1.0], [0.0, math.inf]),
-    (lambda one: latent(queries=one), [0, 1], [-1]),
-    (lambda one: latent(value_head=one), [1], [0]),
-    (lambda one: latent(keys_values=one), [1], [0]),
-    (lambda one: ExpertShape(4, one, 8), [1, 4], [0, 5]),
-    (lambda one: ExpertShape(4, 1, one), [1], [0]),
-    (lambda one: ExpertShape(4, 1, 8, one), [0, 1], [-1]),
-    (lambda one: layer_counts(GPT, one), [1, 12, 14], [0, 13, 15]),
-    (lambda one: transformer_of(one, name="it"), [CONFIG], [[], None, {**CONFIG, "rope_theta": "x"}]),
-    (lambda one: Pins(tensor=one), [1, None], [0, -1]),
-    (lambda one: Pins(stages_per_rank=one), [1, None], [0]),
-    (lambda one: Pins(overlaps=one), [(), ("forward",)], [("nothing",)]),
-    (lambda one: Pins(framework=one), ["", "torchtitan"], ["nothing"]),
-    (lambda one: Pins(precision=one), ["bf16"], ["nothing"]),
-    (lambda one: planned(batch=one), [8], [0]),
-    (lambda one: planned(top=one), [1], [0]),
-    (lambda one: planned(headroom=one), [0.0], [-0.1, 1.0]),
-    (lambda one: planned(pins=Pins(pipeline=one)), [8], [16]),
-    (lambda one: placement_named(one, 2, 2), ["linear", "loop", "v", "bidirectional"], ["nothing"]),
-    (lambda one: placement_named("linear", 2, 2, one), [None, 1], [0, 2]),
-    (lambda one: placement_named("bidirectional", one, 2), [2, 4], [1, 3]),
-    (lambda one: placement_named("bidirectional", 2, one), [2, 3], [1]),
-    (lambda one: place(Layout(batch=8, data=8, counts=(12,)), MACHINES, one), [0, 7], [-1, 8]),
-    (lambda one: plan_profile(PROFILE, num_ranks=2, batch=4, seconds=0.0, schedules=one), [["1f1b"]], [[]]),
+    (lambda value: DeviceLink(value, 1.0), [0.0, 1.0], [-1e-9, math.inf, math.nan]),
+    (lambda value: DeviceLink(0.0, 1.0, value), [0.0, 1.0], [-1e-9, math.inf]),
+    (lambda value: DeviceLink(0.0, value), [1e-9, math.inf], [0.0, -1.0]),
+    (lambda value: replace(REACH, product=value), [1e-9, 1.0], [0.0, 1.1]),
+    (lambda value: replace(REACH, depth=value), [0.0, 1.0], [-1e-9, math.inf]),
+    (lambda value: replace(REACH, launch_seconds=value), [0.0, 1.0], [-1e-9, math.inf]),
+    (lambda value: device(fp8_flops_per_second=value), [0.0, 1.0], [-1.0, math.inf]),
+    (lambda value: device(num_processors=value), [1], [0, math.inf]),
+    (lambda value: device(memory_bytes=value), [1.0], [0.0, math.inf]),
+    (lambda value: latent(queries=value), [0, 1], [-1]),
+    (lambda value: latent(value_head=value), [1], [0]),
+    (lambda value: latent(keys_values=value), [1], [0]),
+    (lambda value: ExpertShape(4, value, 8), [1, 4], [0, 5]),
+    (lambda value: ExpertShape(4, 1, value), [1], [0]),
+    (lambda value: ExpertShape(4, 1, 8, value), [0, 1], [-1]),
+    (lambda value: layer_counts(GPT, value), [1, 12, 14], [0, 13, 15]),
+    (lambda value: transformer_of(value, name="it"), [CONFIG], [[], None, {**CONFIG, "rope_theta": "x"}]),
+    (lambda value: Pins(tensor=value), [1, None], [0, -1]),
+    (lambda value: Pins(stages_per_rank=value), [1, None], [0]),
+    (lambda value: Pins(overlaps=value), [(), ("forward",)], [("nothing",)]),
+    (lambda value: Pins(framework=value), ["", "torchtitan"], ["nothing"]),
+    (lambda value: Pins(precision=value), ["bf16"], ["nothing"]),
+    (lambda value: planned(batch=value), [8], [0]),
+    (lambda value: planned(top=value), [1], [0]),
+    (lambda value: planned(headroom=value), [0.0], [-0.1, 1.0]),
+    (lambda value: planned(pins=Pins(pipeline=value)), [8], [16]),
+    (lambda value: placement_named(value, 2, 2), ["linear", "loop", "v", "bidirectional"], ["nothing"]),
+    (lambda value: placement_named("linear", 2, 2, value), [None, 1], [0, 2]),
+    (lambda value: placement_named("bidirectional", value, 2), [2, 4], [1, 3]),
+    (lambda value: placement_named("bidirectional", 2, value), [2, 3], [1]),
+    (lambda value: place(Layout(batch=8, data=8, counts=(12,)), MACHINES, value), [0, 7], [-1, 8]),
+    (lambda value: plan_profile(PROFILE, num_ranks=2, batch=4, seconds=0.0, schedules=value), [["1f1b"]], [[]]),
 ]
 
 
@@ -152,7 +152,7 @@ def test_configs_are_for_frameworks_that_are_known() -> None:
 def test_a_plan_whose_parts_do_not_fit_each_other_is_damaged(key: str, value: Any, reason: dict[str, str]) -> None:
     found = plan_profile(PROFILE, num_ranks=2, batch=4, seconds=0.0, schedules=["1f1b"], memory_bytes=1e9).best
     table = json.loads(found.to_json())
-    key = next(one for one in (key, "program") if one in table)
+    key = next(name for name in (key, "program") if name in table)
     with refused(PlanError, **reason):
         Plan.from_json(json.dumps({**table, key: value}))
 

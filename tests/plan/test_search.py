@@ -334,8 +334,8 @@ def test_all_placements_cut_the_same_model() -> None:
     assert sum(finer.per_stage("forward", 8)) == pytest.approx(4.6)
     assert finer.per_stage("activation_bytes", 8) == (4.0,) * 8
     found = search_all(costs, 4, num_microbatches=6, limit=Limit(max_bytes=40), seconds=2)
-    assert [one.value for one in found] == sorted(one.value for one in found)
-    assert all(max(one.timeline.peak_bytes or ()) <= 40 for one in found)
+    assert [result.value for result in found] == sorted(result.value for result in found)
+    assert all(max(result.timeline.peak_bytes or ()) <= 40 for result in found)
 
 
 @long
@@ -373,7 +373,7 @@ def test_twenty_optima_of_the_oracle_are_found() -> None:
         assert found.value >= optima[seed] * (1 - 1e-9), "the search or the oracle is wrong"
         assert found.bound.value <= optima[seed] * (1 + 1e-9), "the bound or the oracle is wrong"
         over[seed] = found.value / optima[seed] - 1
-    assert sum(one > 1e-9 for one in over.values()) <= 1, over
+    assert sum(value > 1e-9 for value in over.values()) <= 1, over
     assert max(over.values()) <= 0.02, over
 
 

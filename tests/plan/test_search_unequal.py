@@ -60,7 +60,7 @@ def peaks(program: Program, costs: Costs) -> tuple[int, float]:
     most_pairs, most_bytes = 0, 0.0
     for row in program.rows:
         held: dict[tuple[int, int], float] = {}
-        for action in (part for one in row if one.is_compute for part in one.work):
+        for action in (part for other in row if other.is_compute for part in other.work):
             pair, factor = (action.stage, action.microbatch or 0), factors[action.microbatch or 0]
             if action.op is Op.FORWARD:
                 held[pair] = full * factor
@@ -76,13 +76,13 @@ def peaks(program: Program, costs: Costs) -> tuple[int, float]:
 @pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(examples(30)))
 def test_a_search_with_unequal_microbatches_is_valid_within_its_limit_and_as_long_as_it_says(seed: int) -> None:
-    one = unequal(seed)
-    found = search(one.costs, one.placement, num_microbatches=one.num_microbatches, limit=one.limit, seconds=0.1)
-    assert validate(found.program, placement=one.placement) == []
-    pairs, size = peaks(found.program, one.costs)
-    assert one.limit.max_activations is None or pairs <= one.limit.max_activations
-    assert one.limit.max_bytes is None or size <= one.limit.max_bytes * (1 + 1e-12)
-    ended = max(end for _, end in reference_times(found.program, one.costs).values())
+    item = unequal(seed)
+    found = search(item.costs, item.placement, num_microbatches=item.num_microbatches, limit=item.limit, seconds=0.1)
+    assert validate(found.program, placement=item.placement) == []
+    pairs, size = peaks(found.program, item.costs)
+    assert item.limit.max_activations is None or pairs <= item.limit.max_activations
+    assert item.limit.max_bytes is None or size <= item.limit.max_bytes * (1 + 1e-12)
+    ended = max(end for _, end in reference_times(found.program, item.costs).values())
     assert found.value == pytest.approx(ended)
     assert found.bound.value <= ended * (1 + 1e-12)
 
@@ -96,25 +96,25 @@ def overtaking(rows: Rows, instance: Instance) -> bool:
 def test_weight_gradients_woven_into_an_order_follow_their_own_input_gradient() -> None:
     num_overtaking = 0
     for seed in range(24):
-        one = unequal(seed)
-        objective = Objective(one)
-        start = one.rows_of(one.plain)
+        instance = unequal(seed)
+        objective = Objective(instance)
+        start = instance.rows_of(instance.plain)
         assert start is not None
         _, rows = Annealer(objective, random.Random(seed)).run(start, num_steps=300, heat=0.05)
-        num_overtaking += overtaking(rows, one)
+        num_overtaking += overtaking(rows, instance)
         for style in WOVEN:
-            woven = Styles(one, may_join=False).build(style, order=split(rows))
+            woven = Styles(instance, may_join=False).build(style, order=split(rows))
             if woven is not None:
-                assert validate(one.program(woven.rows), limit=one.limit, costs=one.costs) == []
+                assert validate(instance.program(woven.rows), limit=instance.limit, costs=instance.costs) == []
     assert num_overtaking > 3
 
 
 def test_an_order_that_overtakes_gets_its_weight_gradients_in_the_order_of_their_input_gradients() -> None:
-    one = Instance(Costs(microbatch_factor=[2, 1]), placement_named("linear", 1, 2), 2)
-    order = one.rows_of(Program.parse("0F0,0F1,0I1,0I0,0W0,0W1"))
-    built = Builder(one).build(Styles(one, may_join=False).policies(WOVEN[0]), order)
+    instance = Instance(Costs(microbatch_factor=[2, 1]), placement_named("linear", 1, 2), 2)
+    order = instance.rows_of(Program.parse("0F0,0F1,0I1,0I0,0W0,0W1"))
+    built = Builder(instance).build(Styles(instance, may_join=False).policies(WOVEN[0]), order)
     assert built is not None
-    assert one.program(built.rows).format() == "0F0,0F1,0I1,0I0,0W1,0W0"
+    assert instance.program(built.rows).format() == "0F0,0F1,0I1,0I0,0W1,0W0"
 
 
 def partly_split(rows: Rows, rng: random.Random) -> Rows:
@@ -144,7 +144,7 @@ def test_what_is_stretched_has_every_action_once_also_where_whole_backwards_stan
     found = [longer for rows in split for longer in stretched(few, rows, more)]
     assert len(found) > 20
     for longer in found:
-        reasons = [one.reason for one in validate(more.program(longer))]
+        reasons = [violation.reason for violation in validate(more.program(longer))]
         # Ranks that repeat different moments may wait for each other: timing finds that, and drops them.
         assert [reason for reason in reasons if "wait for each other" not in reason] == []
 
@@ -153,9 +153,9 @@ def test_what_is_stretched_has_every_action_once_also_where_whole_backwards_stan
 def test_rows_whose_sends_hold_their_ranks_are_worth_what_the_simulator_says(objective: str) -> None:
     costs = Costs(message_bytes=2, bytes_per_second=1, overlap=False, reduce=[0, 3, 1, 0])
     program = generate("chimera", num_ranks=4, num_microbatches=4)
-    one = Instance(costs, program.placement, 4)
-    rows = one.rows_of(program)
+    instance = Instance(costs, program.placement, 4)
+    rows = instance.rows_of(program)
     assert rows is not None
-    measured, timeline = Objective(one, objective).measure(rows), simulate(program, costs)
+    measured, timeline = Objective(instance, objective).measure(rows), simulate(program, costs)
     assert measured is not None
     assert measured.value == (timeline.makespan if objective == "makespan" else timeline.span)

@@ -29,16 +29,16 @@ def timed(chain: list[BlockCosts], program: Program) -> TimedCuts:
 
 
 def costs_of(chain: list[BlockCosts], counts: tuple[int, ...]) -> Costs:
-    third = [one / 3 for one in stage_seconds(chain, counts)]
+    third = [duration / 3 for duration in stage_seconds(chain, counts)]
     return Costs(forward=third, backward_input=third, backward_weight=third)
 
 
 def makespans(found: TimedCuts, many: list[tuple[int, ...]]) -> list[float]:
-    return [one.seconds for one in found.timed(many)]
+    return [cut.seconds for cut in found.timed(many)]
 
 
 def chain_of(*seconds: float, size: float = 0.0) -> list[BlockCosts]:
-    return [BlockCosts(one, static_bytes=size) for one in seconds]
+    return [BlockCosts(duration, static_bytes=size) for duration in seconds]
 
 
 @settings(deadline=None, max_examples=examples(40))
@@ -48,7 +48,7 @@ def test_a_step_is_no_longer_than_with_the_evenest_ranks(program: Program, data:
     chain = chain_of(*data.draw(st.lists(seconds, min_size=program.num_stages, max_size=program.num_stages + 4)))
     found = timed(chain, program)
     best = found.best()
-    even = partition(chain, program.num_stages, held=held_by(program)).counts
+    even = partition(chain, program.num_stages, held_pairs=held_by(program)).counts
     assert sum(best.counts) == len(chain)
     assert best.seconds == stage_seconds(chain, best.counts)
     taken, before = makespans(found, [best.counts, even])

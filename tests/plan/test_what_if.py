@@ -29,7 +29,7 @@ def test_other_sizes_of_microbatches_are_those_that_suit_the_schedule(pipeline: 
     pins = Pins(tensor=1, pipeline=pipeline, data=data, schedules=(name,), stages_per_rank=3, microbatch=1)
     found = planned(batch, pins)
     assert (found.chosen.layout.schedule, found.chosen.layout.microbatch) == (name, 1)
-    sizes = [one.choice.layout.microbatch for one in changes(found) if one.kind.startswith("microbatches of")]
+    sizes = [change.choice.layout.microbatch for change in changes(found) if change.kind.startswith("microbatches of")]
     own = batch // data
     expected = [size for size in (2, 4, 8) if own % size == 0 and own // size % pipeline == 0]
     assert expected == [2], "others divide the batch, and not its microbatches into rounds"
@@ -42,14 +42,14 @@ def test_the_sharded_layout_to_compare_with_fits_where_one_does() -> None:
         (Rough()(GPT, small_cluster(4), layout), layout)
         for layout in layouts(GPT, small_cluster(4), 32, Pins(pipeline=1, zero=3))
     ]
-    fastest = min(every, key=lambda one: one[0].seconds.total)[0]
-    smaller = [one for one, _ in every if one.bytes.total < fastest.bytes.total]
+    fastest = min(every, key=lambda pair: pair[0].seconds.total)[0]
+    smaller = [estimate for estimate, _ in every if estimate.bytes.total < fastest.bytes.total]
     assert smaller, "something holds less than the fastest"
-    limit = min(smaller, key=lambda one: one.seconds.total).bytes.total  # it fits to the byte
-    for room in (limit, min(one.bytes.total for one in smaller) / 2):
-        fitting = [one for one, _ in every if one.bytes.total <= room] or [one for one, _ in every]
+    limit = min(smaller, key=lambda estimate: estimate.seconds.total).bytes.total  # it fits to the byte
+    for room in (limit, min(estimate.bytes.total for estimate in smaller) / 2):
+        fitting = [estimate for estimate, _ in every if estimate.bytes.total <= room] or [item for item, _ in every]
         found = against_fsdp(replaced(planned(32, pins), room))[-1][1]
-        assert found.seconds == pytest.approx(min(one.seconds.total for one in fitting))
+        assert found.seconds == pytest.approx(min(estimate.seconds.total for estimate in fitting))
         assert (found.bytes <= room) == (room == limit)
 
 

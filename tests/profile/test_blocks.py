@@ -38,9 +38,9 @@ def profiled(model: nn.Sequential, **settings: Any) -> Profile:
 def made_up(*seconds: float) -> Profile:
     layers = [
         ProfiledBlock(
-            str(at), OpTimes(one, 2 * one, one, one), 10, 8, 3, weight_bytes=40, gradient_bytes=20, output_bytes=5
+            str(at), OpTimes(item, 2 * item, item, item), 10, 8, 3, weight_bytes=40, gradient_bytes=20, output_bytes=5
         )
-        for at, one in enumerate(seconds)
+        for at, item in enumerate(seconds)
     ]
     return Profile(tuple(layers), OpTimes(0.5, 0.25, 0.125, 0.125), "cpu", 1)
 
@@ -48,12 +48,12 @@ def made_up(*seconds: float) -> Profile:
 def test_every_block_has_times_and_bytes() -> None:
     with counted_time():
         found = profiled(mlp(3))
-    assert [one.name for one in found.layers] == ["0", "1", "2"]
-    for one in found.layers:
-        assert min(one.times.forward, one.times.backward, one.times.backward_input, one.times.backward_weight) >= 0
-        assert one.times.total(split=False) > 0
-        assert one.weight_bytes == one.gradient_bytes == (WIDTH * WIDTH + 3 * WIDTH) * FLOAT
-    assert [one.output_bytes for one in found.layers] == [ROWS * WIDTH * FLOAT] * 2 + [FLOAT]
+    assert [layer.name for layer in found.layers] == ["0", "1", "2"]
+    for item in found.layers:
+        assert min(item.times.forward, item.times.backward, item.times.backward_input, item.times.backward_weight) >= 0
+        assert item.times.total(split=False) > 0
+        assert item.weight_bytes == item.gradient_bytes == (WIDTH * WIDTH + 3 * WIDTH) * FLOAT
+    assert [layer.output_bytes for layer in found.layers] == [ROWS * WIDTH * FLOAT] * 2 + [FLOAT]
     assert min(found.overhead.forward, found.overhead.backward_input) >= 0
 
 
@@ -80,18 +80,18 @@ def test_a_model_is_left_as_it_was() -> None:
             return value * 2
 
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), Counting(), nn.Linear(6, 6))
-    for at, one in enumerate(model.parameters()):
-        one.grad = torch.full_like(one, 3.0) if at % 2 else None
-    before, gradients = copy.deepcopy(model.state_dict()), [one.grad for one in model.parameters()]
+    for at, param in enumerate(model.parameters()):
+        param.grad = torch.full_like(param, 3.0) if at % 2 else None
+    before, gradients = copy.deepcopy(model.state_dict()), [param.grad for param in model.parameters()]
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
     batch, target = torch.ones(ROWS, WIDTH), torch.ones(ROWS, WIDTH)
     profile(model, batch, target=target, loss_fn=functional.mse_loss, num_runs=2)
     assert torch.equal(torch.rand(3), expected)
-    assert all(some(torch.equal(one, before[name]) for name, one in model.state_dict().items()))
-    for one, gradient in zip(model.parameters(), gradients, strict=True):
-        assert one.grad is gradient
+    assert all(some(torch.equal(entry, before[name]) for name, entry in model.state_dict().items()))
+    for param, gradient in zip(model.parameters(), gradients, strict=True):
+        assert param.grad is gradient
         assert gradient is None or bool((gradient == 3).all())
     assert all(some("forward" not in vars(module) for module in model.modules()))
 
@@ -165,7 +165,7 @@ def test_a_tied_weight_counts_once_on_every_rank(name: str) -> None:
     model[5].weight = model[3].weight = model[0].weight
     found = profiled(model)
     assert Profile.from_json(found.to_json()) == found
-    assert [len(one.tied) for one in found.layers] == [1, 0, 0, 1, 0, 1]
+    assert [len(layer.tied) for layer in found.layers] == [1, 0, 0, 1, 0, 1]
     size = WIDTH * WIDTH * FLOAT
     counts = [2, 4] if program.num_stages == 2 else [1, 2, 1, 2]
     costs = found.costs(counts, optimizer_states=2, placement=program.placement)
@@ -173,7 +173,7 @@ def test_a_tied_weight_counts_once_on_every_rank(name: str) -> None:
     assert planned == simulate(program, costs).peak_bytes
     pipe = Pipeline(model, loss_fn=functional.mse_loss, schedule=program, num_ranks=2, balance=counts)
     for rank, executor in enumerate(pipe._engine.executors):
-        held = {one for stage in executor.stages.values() for one in stage.parameters}
+        held = {param for stage in executor.stages.values() for param in stage.parameters}
         static = sum(costs.per_stage("weight_bytes", len(counts))[stage] for stage in executor.stages)
         assert static == len(held) * size
         trained = sum(costs.per_stage("gradient_bytes", len(counts))[stage] for stage in executor.stages)
@@ -183,7 +183,7 @@ def test_a_tied_weight_counts_once_on_every_rank(name: str) -> None:
 def test_what_one_stage_of_all_blocks_saves_is_what_calls_cost() -> None:
     apart = [[[3.0, 5.0, 4.0], [6.0, 6.0, 6.0]], [[3.0, 5.0, 4.0], [6.0, 6.0, 6.0]]]
     at_once = [[[10.0], [20.0]], [[10.0], [20.0]]]  # forwards 2 less than apart; backwards, by noise, more
-    halves = [[*one, *one] for one in apart], [[*one, *one] for one in at_once]
+    halves = [[*row, *row] for row in apart], [[*row, *row] for row in at_once]
     layers, overhead = _told_apart(*halves)
     assert overhead == OpTimes(1.0, 0.0, 1.0, 0.0)
     assert layers == [OpTimes(2.0, 6.0, 2.0, 6.0), OpTimes(4.0, 6.0, 4.0, 6.0), OpTimes(3.0, 6.0, 3.0, 6.0)]

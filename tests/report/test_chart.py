@@ -26,7 +26,7 @@ def drawn(*series: Series, **more: object) -> ElementTree.Element:
 
 def test_points_lie_where_their_numbers_are() -> None:
     root = drawn(Series("a", [(0, 0), (5, 5), (10, 10)], marks=True))
-    places = [(float(one.attrib["cx"]), float(one.attrib["cy"])) for one in root.iter(f"{SVG}circle")][:3]
+    places = [(float(element.attrib["cx"]), float(element.attrib["cy"])) for element in root.iter(f"{SVG}circle")][:3]
     (left, bottom), (middle, half), (right, top) = places
     assert left < middle < right
     assert bottom > half > top
@@ -36,21 +36,21 @@ def test_points_lie_where_their_numbers_are() -> None:
 
 def test_an_axis_that_doubles_gives_every_doubling_the_same_room() -> None:
     root = drawn(Series("a", [(1, 0), (2, 1), (4, 2), (8, 3)], marks=True), log_x=True)
-    places = [float(one.attrib["cx"]) for one in root.iter(f"{SVG}circle")][:4]
+    places = [float(element.attrib["cx"]) for element in root.iter(f"{SVG}circle")][:4]
     steps = [b - a for a, b in pairwise(places)]
     assert steps == pytest.approx([steps[0]] * 3, abs=0.02)
-    texts = [one.text for one in root.iter(f"{SVG}text")]
-    assert [one for one in ("1", "2", "4", "8") if one in texts] == ["1", "2", "4", "8"]
+    texts = [element.text for element in root.iter(f"{SVG}text")]
+    assert [name for name in ("1", "2", "4", "8") if name in texts] == ["1", "2", "4", "8"]
 
 
 def test_every_series_is_named_and_has_its_own_colour() -> None:
     root = drawn(
         Series("curve", [(1, 1), (2, 4)]), Series("points", [(1, 2)], marks=True), Series("way", [(1, 3), (2, 2)])
     )
-    texts = [one.text for one in root.iter(f"{SVG}text")]
+    texts = [element.text for element in root.iter(f"{SVG}text")]
     assert {"curve", "points", "way"} <= set(texts)
-    assert len({one.attrib["stroke"] for one in root.iter(f"{SVG}polyline")}) == 2
-    notes = [one.text or "" for one in root.iter(f"{SVG}title")]
+    assert len({element.attrib["stroke"] for element in root.iter(f"{SVG}polyline")}) == 2
+    notes = [element.text or "" for element in root.iter(f"{SVG}title")]
     assert "curve: x 2, y 4" in notes
 
 

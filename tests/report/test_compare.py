@@ -31,7 +31,7 @@ def test_every_row_does_the_same_work_per_microbatch() -> None:
 
 def test_schedules_that_do_not_admit_the_counts_are_left_out_with_the_reason() -> None:
     rows = compare(3, num_microbatches=2)
-    assert [one.name for one in rows.left_out] == ["dualpipe", "chimera", "pipedream-2bw"]
+    assert [schedule.name for schedule in rows.left_out] == ["dualpipe", "chimera", "pipedream-2bw"]
     assert {row.name for row in rows} == set(NAMES) - {"dualpipe", "chimera", "pipedream-2bw", "forward-only"}
     assert rows.left_out[0].summary() == {
         "schedule": "dualpipe",
@@ -49,9 +49,9 @@ def test_what_is_too_large_with_two_stages_per_rank_is_named_and_not_passed_over
 ) -> None:
     monkeypatch.setattr("drumline.schedules.registry.MAX_PAIRS", 20)
     rows = compare(4, num_microbatches=4)
-    names = [one.name for one in rows.left_out]
+    names = [schedule.name for schedule in rows.left_out]
     assert {"zb-v", "interleaved-1f1b", "hanayo"} <= set(names)
-    assert {one.stages_per_rank for one in rows.left_out} == {2}
+    assert {schedule.stages_per_rank for schedule in rows.left_out} == {2}
     assert left_out_text(rows.left_out) == (
         f"left out: {', '.join(names)}: 4 ranks x 2 stages x 4 microbatches is too large; "
         "expected at most 20 (stage, microbatch) pairs"

@@ -17,11 +17,11 @@ CSV = b"0F0,0B0\n1F0,1B0\n"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ExploreServer]:
-    with ExploreServer(0) as one:
-        thread = threading.Thread(target=one.serve_forever, kwargs={"poll_interval": 0.01})
+    with ExploreServer(0) as explore_server:
+        thread = threading.Thread(target=explore_server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield one
-        one.shutdown()
+        yield explore_server
+        explore_server.shutdown()
         thread.join()
 
 

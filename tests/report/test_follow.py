@@ -83,7 +83,7 @@ def test_a_writer_gets_every_step_once_until_the_run_says_that_it_has_ended(fold
 def test_a_killed_run_is_left_once_it_has_been_quiet_for_ten_of_its_steps(folder: Path) -> None:
     add(folder, 3, **{"time_metrics/end_to_end(s)": 100.0})
     clock = Clock()
-    assert len([one for one in lines(read_run(folder), sleep=clock.sleep, now=clock.now) if one]) == 4
+    assert len([line for line in lines(read_run(folder), sleep=clock.sleep, now=clock.now) if line]) == 4
     assert 1000 <= clock.time <= 1010
 
 
@@ -179,7 +179,7 @@ def test_tensorboard_reads_what_its_writer_wrote(folder: Path, tmp_path: Path) -
     follow(read_run(folder), following.TensorBoard(tmp_path / "events"), quiet=0)
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
-    losses = [(one.step, one.value) for one in events.Scalars("loss_metrics/global_avg_loss")]
+    losses = [(Scalar.step, Scalar.value) for Scalar in events.Scalars("loss_metrics/global_avg_loss")]
     assert losses == [(0, 1.0), (1, 0.5), (2, pytest.approx(1 / 3))]
     assert "pp/bubble" in events.Tags()["scalars"]
 

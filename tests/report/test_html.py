@@ -152,7 +152,7 @@ def test_a_picture_can_go_without_its_explanations() -> None:
 def test_a_page_holds_every_timeline_and_the_comparison() -> None:
     rows = [{"name": "1f1b", "bubble": 0.27, "peak_share": 4, "fits": False, "more": object()}]
     shown = data_of(page([timeline(), timeline("zb-v")], rows=rows, advice="Take zb-v."))
-    assert [one["name"] for one in shown["timelines"]] == ["1f1b", "zb-v"]
+    assert [item["name"] for item in shown["timelines"]] == ["1f1b", "zb-v"]
     assert shown["points"] == [{"name": "1f1b", "bubble": 0.27, "peak_share": 4.0, "fits": False}]
     assert shown["advice"] == "Take zb-v."
 

@@ -38,7 +38,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "interleaved-
 
 def times(timeline: Timeline, unit: float = 1.0) -> list[float]:
     return [
-        unit * one for track in timeline.tracks for pair in zip(track.starts, track.ends, strict=True) for one in pair
+        unit * item for track in timeline.tracks for pair in zip(track.starts, track.ends, strict=True) for item in pair
     ]
 
 
@@ -60,18 +60,18 @@ def test_times_and_causes_are_those_of_the_timeline_behind_the_traces(name: str,
     assert found.program.name == name
     assert times(found) == pytest.approx(times(expected, MILLI), abs=CLOSE)
     for cause in Cause:
-        wanted = [MILLI * one for one in seconds_of(expected, cause)]
+        wanted = [MILLI * duration for duration in seconds_of(expected, cause)]
         assert seconds_of(found, cause) == pytest.approx(wanted, abs=100 * CLOSE), cause
-    assert [(one.action, one.num_bytes) for one in sorted(found.transfers, key=lambda one: one.action)] == [
-        (one.action, MESSAGE_BYTES) for one in sorted(expected.transfers, key=lambda one: one.action)
+    assert [(t.action, t.num_bytes) for t in sorted(found.transfers, key=lambda transfer: transfer.action)] == [
+        (item.action, MESSAGE_BYTES) for item in sorted(expected.transfers, key=lambda transfer: transfer.action)
     ]
 
 
 def test_a_device_counts_its_kernels_and_not_the_profilers_annotations(tmp_path: Path) -> None:
     expected = simulate(build("1f1b", 2, 4))
     found = load([written(expected, tmp_path, style="device")]).step()
-    assert found.busy == pytest.approx([MILLI * one for one in expected.busy], abs=1e-7)
-    assert found.kernel_seconds == pytest.approx([0.8 * MILLI * one for one in expected.busy], abs=1e-7)
+    assert found.busy == pytest.approx([MILLI * value for value in expected.busy], abs=1e-7)
+    assert found.kernel_seconds == pytest.approx([0.8 * MILLI * value for value in expected.busy], abs=1e-7)
     assert load([written(expected, tmp_path / "host")]).step().kernel_seconds is None
 
 
@@ -80,7 +80,7 @@ def test_a_device_counts_its_kernels_and_not_the_profilers_annotations(tmp_path:
 def test_clocks_of_several_hosts_are_put_right_within_the_error_that_is_reported(name: str, skews: list[int]) -> None:
     expected = simulate(build(name, 3, 6), Costs(comm=0.05))
     with TemporaryDirectory() as folder:
-        offsets = [10.0 * one for one in skews]
+        offsets = [10.0 * skew for skew in skews]
         path = written(expected, Path(folder), skews=offsets, hosts=["a", "b", "c"])
         traces = load([path])
     found = traces.step()
@@ -88,10 +88,10 @@ def test_clocks_of_several_hosts_are_put_right_within_the_error_that_is_reported
         off = traces.alignment.shifts[rank] / 1e3 + offsets[rank] - offsets[0]
         assert abs(off) * 1e3 <= traces.alignment.errors[rank] + 1
     assert traces.alignment.contradiction == 0
-    for one in some(found.transfers):
-        assert one.made <= one.end + CLOSE
+    for transfer in some(found.transfers):
+        assert transfer.made <= transfer.end + CLOSE
     for rank in range(3):
-        assert sum(one.seconds for one in found.causes if one.rank == rank) == pytest.approx(found.idle[rank])
+        assert sum(cause.seconds for cause in found.causes if cause.rank == rank) == pytest.approx(found.idle[rank])
 
 
 def test_clocks_that_contradict_no_message_stay_as_they_are(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_no_message_arrives_before_it_is_sent_once_clocks_are_aligned(data: st.D
     messages = [(a, b, time + skews[a], time + took + skews[b]) for a, b, time, took in sent if a != b]
     found = align(number, messages)
     assert found.contradiction == 0
-    late = [one for one in messages if one[2] + found.shifts[one[0]] > one[3] + found.shifts[one[1]] + 1]
+    late = [entry for entry in messages if entry[2] + found.shifts[entry[0]] > entry[3] + found.shifts[entry[1]] + 1]
     assert late == []  # but for rounding: whole numbers are half a unit off each
 
 
@@ -173,9 +173,9 @@ def by_hand(folder: Path, *ranks: Sequence[Event], hosts: Sequence[str] = ()) ->
     """Write traces of these events, times in milliseconds since the begin."""
     found = []
     for rank, events in enumerate(ranks):
-        for one in events:
-            one["ts"] = BEGIN + one["ts"] * UNIT
-            one["dur"] *= UNIT
+        for entry in events:
+            entry["ts"] = BEGIN + entry["ts"] * UNIT
+            entry["dur"] *= UNIT
         name = {"host_name": hosts[rank] if hosts else "one"}
         found.append(save(folder / f"rank{rank}.json", events, distributedInfo=info(rank, len(ranks)), **name))
     return found
@@ -198,8 +198,8 @@ def send(name: str, posted: float, done: float) -> list[Event]:
 
 
 def causes(timeline: Timeline, rank: int) -> list[tuple[str, float, float]]:
-    found = [one for one in timeline.causes if one.rank == rank]
-    return [(one.cause.value, round(1e3 * one.start, 6), round(1e3 * one.end, 6)) for one in found]
+    found = [cause for cause in timeline.causes if cause.rank == rank]
+    return [(idle.cause.value, round(1e3 * idle.start, 6), round(1e3 * idle.end, 6)) for idle in found]
 
 
 def test_every_stretch_of_a_gap_has_the_cause_that_its_trace_proves(tmp_path: Path) -> None:
@@ -236,11 +236,11 @@ def test_every_stretch_of_a_gap_has_the_cause_that_its_trace_proves(tmp_path: Pa
         ("unexplained", 7, 7.75),  # 1F1's input is there; it was not even asked for until 7.75
         ("transfer", 7.75, 8),
     ]
-    words = [one.why for one in timeline.causes]
+    words = [cause.why for cause in timeline.causes]
     assert "the rank is busy with logging; 0F1 comes after it" in words
     assert "0F0 of rank 0 is done, but its output is not yet sent to 1F0" in words
     assert "the rank itself is busy with 0SEND_F0" in words
-    assert not [one for one in words if "my step" in one]
+    assert not [word for word in words if "my step" in word]
 
 
 def test_labels_of_torch_2_15_say_what_was_waited_for(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_labels_of_torch_2_15_say_what_was_waited_for(tmp_path: Path) -> None:
     assert timeline.program.format() == "0F0,0F1\n1F0,1F1"
     assert validate(timeline.ran, channel="rank") == []
     assert causes(timeline, 0) == [("transfer", 2, 3.5), ("transfer", 5, 6), ("drain", 6, 7)]
-    assert [one.why for one in timeline.causes if one.rank == 0][:2] == [
+    assert [cause.why for cause in timeline.causes if cause.rank == 0][:2] == [
         "the rank itself is busy with 0SEND_F0",
         "the rank itself is busy with 0SEND_F1",
     ]
@@ -292,7 +292,7 @@ def test_microbatches_number_on_where_a_step_runs_its_schedule_twice(tmp_path: P
 def test_without_the_profilers_steps_every_turn_of_the_schedule_is_one(tmp_path: Path) -> None:
     rows = [mark(f"Forward {at % 2}", at, at + 0.5 + at / 10) for at in range(6)]
     traces = load(by_hand(tmp_path, rows))
-    assert [one.program.format() for one in traces.steps.values()] == ["0F0,0F1"] * 3
+    assert [step.program.format() for step in traces.steps.values()] == ["0F0,0F1"] * 3
     assert traces.typical() == 1  # the second of three is neither the shortest nor the longest
 
 
@@ -316,7 +316,7 @@ def test_other_text_behind_pp_is_no_action(tmp_path: Path) -> None:
     rows = [mark("PP:0F0", 0, 1), mark("PP:warmup", 1, 2), mark("PP::fwd_send (stage 0)", 2, 3), mark("PP:0B0", 3, 4)]
     timeline = load(by_hand(tmp_path, rows)).step()
     assert timeline.ran.format() == "0F0,0B0"
-    assert [one.why for one in timeline.causes] == [
+    assert [cause.why for cause in timeline.causes] == [
         "no measurement says what the rank did",
         "the rank is busy with PP::fwd_send (stage 0); 0B0 comes after it",
     ]
@@ -337,10 +337,10 @@ def test_of_several_pipelines_beside_each_other_the_first_is_read(tmp_path: Path
             save(tmp_path / f"trace{global_rank}.json", events, **header)
     files = [tmp_path / f"trace{rank}.json" for rank in range(4)]
     traces = load(files)
-    assert [one.rank for one in traces.members] == [0, 2]
+    assert [member.rank for member in traces.members] == [0, 2]
     assert traces.num_others == 1
     assert traces.step().program == timeline.program
-    assert [one.rank for one in load([files[1], files[3]]).members] == [1, 3]
+    assert [member.rank for member in load([files[1], files[3]]).members] == [1, 3]
     with refused(TraceError, "there is no trace of rank 2, but the pipeline has ranks 0, 2"):
         load([files[0], files[1], files[3]])
 
@@ -348,7 +348,7 @@ def test_of_several_pipelines_beside_each_other_the_first_is_read(tmp_path: Path
 def test_rows_that_no_pipeline_could_have_run_are_said_to_be(tmp_path: Path) -> None:
     rows = [mark("PP:0B0", 0, 1), mark("PP:0F0", 1, 2)]
     analysis = analyze(by_hand(tmp_path, rows))
-    assert [str(one) for one in analysis.violations] == ["rank 0, position 0: 0B0 runs before 0F0"]
+    assert [str(violation) for violation in analysis.violations] == ["rank 0, position 0: 0B0 runs before 0F0"]
     assert analysis.ideal is None
     assert analysis.summary()["ideal"] is None
     assert "cannot run" in analysis.advice.sentence
@@ -370,13 +370,13 @@ def linked(number: int, forward: float, backward: float) -> list[Event]:
 
 def unlabelled(*pairs: tuple[float, float]) -> list[Event]:
     """Two forwards and two backwards, with a message behind the first and before the last."""
-    ops = [one for number, pair in enumerate(pairs) for one in linked(number, *pair)]
+    ops = [entry for number, pair in enumerate(pairs) for entry in linked(number, *pair)]
     calls = [event("cpu_op", "c10d::send", 0.75, 0.8), event("cpu_op", "c10d::recv_", 2.8, 2.9)]
     return [*ops, *calls, mark("gloo:send", 0.76, 0.8), mark("gloo:recv", 2.85, 2.9)]
 
 
 def test_a_run_on_a_device_that_was_not_recorded_is_refused(tmp_path: Path) -> None:
-    hidden = [one for one in unlabelled((0, 2), (1, 3)) if not one["name"].startswith("gloo")]
+    hidden = [entry for entry in unlabelled((0, 2), (1, 3)) if not entry["name"].startswith("gloo")]
     with refused(TraceError, "has sends and receives of a device, but no device was recorded"):
         load(by_hand(tmp_path, hidden))
 

@@ -145,7 +145,7 @@ def test_odd_events_are_passed_over(tmp_path: Path) -> None:
         mark("PP:0F0", 0, 1),
     ]
     recording = read(save(tmp_path / "rank0.json", odd))
-    assert [one.name for one in recording.actions] == ["PP:0F0"]
+    assert [action.name for action in recording.actions] == ["PP:0F0"]
     assert not recording.has_device
 
 
@@ -159,8 +159,8 @@ def again(path: Path, **header: object) -> Path:
     content = json.loads(gzip.decompress(path.read_bytes()))
     moved = header.pop("moved", 0.0)
     assert isinstance(moved, float)
-    for one in content["traceEvents"]:
-        one["ts"] += moved
+    for post in content["traceEvents"]:
+        post["ts"] += moved
     return put(path, gzip.compress(json.dumps({**content, **header}).encode()))
 
 
@@ -186,8 +186,8 @@ def test_traces_of_different_runs_are_refused(header: dict[str, object], says: s
 def test_ranks_without_a_step_in_common_are_refused(tmp_path: Path) -> None:
     first, second = two_ranks(tmp_path)
     content = json.loads(gzip.decompress(second.read_bytes()))
-    for one in content["traceEvents"]:
-        one["name"] = one["name"].replace("ProfilerStep#0", "ProfilerStep#4")
+    for post in content["traceEvents"]:
+        post["name"] = post["name"].replace("ProfilerStep#0", "ProfilerStep#4")
     put(second, gzip.compress(json.dumps(content).encode()))
     with refused(TraceError, r"no step is complete on every rank \(rank 0: 0; rank 1: 4\)"):
         load([first, second])
@@ -221,20 +221,20 @@ def test_labels_with_numbers_that_no_run_has_are_refused(tmp_path: Path, label: 
 def test_events_without_a_time_are_passed_over(tmp_path: Path, field: str, number: object) -> None:
     odd = {**mark("PP:0F1", 3, 4), field: number}
     save(tmp_path / "rank0.json", [mark("PP:0F0", 0, 1), odd, mark("PP:0B0", 1, 2)])
-    assert [one.name for one in read(tmp_path / "rank0.json").actions] == ["PP:0F0", "PP:0B0"]
+    assert [action.name for action in read(tmp_path / "rank0.json").actions] == ["PP:0F0", "PP:0B0"]
 
 
 def test_odd_arguments_of_events_are_passed_over(tmp_path: Path) -> None:
     kernel = event("kernel", "gemm", 0, 1)
     odd: list[object] = [10**30, 2.5, "x", None, [1]]
-    events = [{**kernel, "args": {"correlation": one}} for one in odd] + [{**kernel, "args": [1]}]
+    events = [{**kernel, "args": {"correlation": value}} for value in odd] + [{**kernel, "args": [1]}]
     sent = event("cpu_op", "c10d::send", 0, 1)
     odd = [[], "x", {"Input Dims": [3], "Input type": ["float"]}]
-    events += [{**sent, "args": one} for one in odd]
+    events += [{**sent, "args": value} for value in odd]
     events += [{**sent, "args": {"Input Dims": [[10**30]], "Input type": ["float"]}}]
     save(tmp_path / "rank0.json", events, baseTimeNanoseconds=10**40)
     found = read(tmp_path / "rank0.json")
-    assert (len(found.kernels.launch), [one.num_bytes for one in found.calls]) == (0, [None] * 4)
+    assert (len(found.kernels.launch), [call.num_bytes for call in found.calls]) == (0, [None] * 4)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_odd_arguments_of_events_are_passed_over(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_known_of_the_clocks_is_told_by_the_worst(hosts: list[Any], alignment: Alignment, said: str) -> None:
-    traces: Any = SimpleNamespace(alignment=alignment, members=[SimpleNamespace(host=one) for one in hosts])
+    traces: Any = SimpleNamespace(alignment=alignment, members=[SimpleNamespace(host=host) for host in hosts])
     assert said in described(traces)
 
 
@@ -263,7 +263,7 @@ def test_an_action_runs_from_its_input_to_its_output() -> None:
 
     def spans(done: int | None, *sends: int) -> tuple[int, int]:
         halves = {receive: MessageEnd(False, 5, 6, 6, done, None)}
-        calls = [MessageEnd(True, one, one + 1, one, None, None) for one in sends]
+        calls = [MessageEnd(True, send, send + 1, send, None, None) for send in sends]
         (found,) = _on_host([ran], halves, calls, 2)
         return found.start, found.end
 
@@ -278,5 +278,5 @@ def test_an_action_runs_from_its_input_to_its_output() -> None:
 def test_names_of_a_step_are_those_that_begin_in_it_and_hold_no_action() -> None:
     computed = [LabelledAction(Action.parse("0F0"), 20, 30)]
     named = [("before", 5, 9), ("around", 15, 35), ("in it", 22, 25), ("at its end", 60, 70), ("later", 80, 90)]
-    recording: Any = SimpleNamespace(others=[Mark(*one) for one in named], has_device=False)
-    assert [one.name for one in _others(recording, (computed, 10, 60), [])] == ["in it"]  # type: ignore[arg-type]
+    recording: Any = SimpleNamespace(others=[Mark(*entry) for entry in named], has_device=False)
+    assert [other.name for other in _others(recording, (computed, 10, 60), [])] == ["in it"]  # type: ignore[arg-type]

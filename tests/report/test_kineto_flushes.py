@@ -28,8 +28,8 @@ def steps_of(ranks: int, counts: Sequence[int]) -> list[Simulation]:
 
 def begins_of(steps: Sequence[Simulation]) -> list[float]:
     begins = [BEGIN]
-    for one in steps:
-        begins.append(begins[-1] + (one.makespan + 4) * UNIT)
+    for step in steps:
+        begins.append(begins[-1] + (step.makespan + 4) * UNIT)
     return begins
 
 
@@ -37,16 +37,16 @@ def write(folder: Path, steps: Sequence[Simulation], *, until: float | None = No
     """Write a trace per rank of all steps, unmarked and unlabelled; an optimizer runs behind each of them."""
     for rank in range(steps[0].num_ranks):
         events: list[Event] = []
-        for number, (one, begin) in enumerate(zip(steps, begins_of(steps), strict=False)):
-            here = list(host_events(Rank(one, rank, begin), style="links"))
+        for number, (step, begin) in enumerate(zip(steps, begins_of(steps), strict=False)):
+            here = list(host_events(Rank(step, rank, begin), style="links"))
             for link in here:
                 if link.get("cat") == "fwdbwd":
                     link["id"] += 1000 * number
             events += here
-            at = begin + one.makespan * UNIT
+            at = begin + step.makespan * UNIT
             events.append(mark("Optimizer.step#SGD.step", at + 0.5 * UNIT, at + 2 * UNIT))
         events += [mark(name, *stretch) for name, stretch in (marks or {}).items()]
-        kept = [one for one in events if until is None or one["ts"] + one.get("dur", 0) <= until]
+        kept = [entry for entry in events if until is None or entry["ts"] + entry.get("dur", 0) <= until]
         save(folder / f"rank{rank}.json", kept, distributedInfo=info(rank, steps[0].num_ranks), host_name="one")
     return folder
 
@@ -59,14 +59,14 @@ def test_every_step_is_found_where_the_pipeline_is_empty(tmp_path: Path, ranks: 
     assert list(traces.steps) == list(range(len(counts)))
     assert traces.incomplete == ()
     assert traces.by_flushes
-    for found, one in zip(traces.steps.values(), expected, strict=True):
-        assert found.program == one.program
-        assert found.program.name == ("1f1b" if one.program.num_microbatches > 1 else "naive")  # of one, all are alike
+    for found, item in zip(traces.steps.values(), expected, strict=True):
+        assert found.program == item.program
+        assert found.program.name == ("1f1b" if item.program.num_microbatches > 1 else "naive")  # of one, all are alike
         assert found.num_flushes == 1
-        assert found.makespan == pytest.approx(MILLI * one.makespan, abs=1e-7)
-        assert found.bubble == pytest.approx(one.bubble, abs=1e-5)
+        assert found.makespan == pytest.approx(MILLI * item.makespan, abs=1e-7)
+        assert found.bubble == pytest.approx(item.bubble, abs=1e-5)
         assert sorted(str(move.action) for move in found.transfers) == sorted(
-            str(move.action) for move in one.transfers
+            str(move.action) for move in item.transfers
         )
         # The optimizer belongs to the step before it.
         assert all(any("Optimizer" in other.name for other in rank.others) for rank in found.ranks)
@@ -81,7 +81,7 @@ def test_a_step_that_is_cut_off_is_left_out_and_named(tmp_path: Path, ranks: int
         traces = load([write(tmp_path, steps, until=until)])
         assert list(traces.steps) == [0, 1]
         assert traces.incomplete == (2,)
-        assert [one.program.num_microbatches for one in traces.steps.values()] == [4, 6]
+        assert [step.program.num_microbatches for step in traces.steps.values()] == [4, 6]
 
 
 def test_a_trace_that_begins_within_a_step_is_refused_plainly(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_trace_that_begins_within_a_step_is_refused_plainly(tmp_path: Path) ->
     middle = BEGIN + 0.7 * first.makespan * UNIT
     for path in tmp_path.glob("*.json"):
         trace = json.loads(path.read_text())
-        trace["traceEvents"] = [one for one in trace["traceEvents"] if one["ts"] >= middle]
+        trace["traceEvents"] = [post for post in trace["traceEvents"] if post["ts"] >= middle]
         path.write_text(json.dumps(trace))
     with refused(TraceError, "begins in the middle of a step: its first backward comes before any forward"):
         load([tmp_path])
@@ -114,7 +114,7 @@ def test_the_report_says_how_steps_were_told_apart(tmp_path: Path, capsys: pytes
     folder = write(tmp_path, steps_of(2, (4, 8, 6)))
     assert main(["analyze", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [one["step"] for one in found["steps"]] == [0, 1, 2]
+    assert [step["step"] for step in found["steps"]] == [0, 1, 2]
     assert (found["steps_by_flushes"], found["flushes"], found["microbatches"]) == (True, 1, 6)
     assert main(["analyze", str(folder), "--step", "1"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -127,7 +127,7 @@ def test_marked_steps_of_different_lengths_are_all_complete(tmp_path: Path) -> N
     begins = begins_of(steps)
     marks = {f"ProfilerStep#{at}": (begins[at] - UNIT, begins[at + 1] - UNIT) for at in range(2)}
     traces = load([write(tmp_path, steps, marks=marks)])
-    assert [one.program.num_microbatches for one in traces.steps.values()] == [4, 8]
+    assert [step.program.num_microbatches for step in traces.steps.values()] == [4, 8]
     assert traces.incomplete == ()
 
 
@@ -138,13 +138,13 @@ def test_frames_of_python_are_cut_at_the_same_places(tmp_path: Path) -> None:
     for path in tmp_path.glob("*.json"):
         trace = json.loads(path.read_text())
         frames = [
-            event("python_function", frame.format(kind), one["ts"], one["ts"] + one["dur"])
-            for one in trace["traceEvents"]
+            event("python_function", frame.format(kind), post["ts"], post["ts"] + post["dur"])
+            for post in trace["traceEvents"]
             for name, kind in (("aten::mm", "forward"), ("autograd::engine", "backward"))
-            if one["name"].startswith(name)
+            if post["name"].startswith(name)
         ]
         trace["traceEvents"] += frames
         path.write_text(json.dumps(trace))
     traces = load([tmp_path])
     assert traces.found_by == "Python frames"
-    assert [one.program for one in traces.steps.values()] == [one.program for one in expected]
+    assert [step.program for step in traces.steps.values()] == [simulation.program for simulation in expected]

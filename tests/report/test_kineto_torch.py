@@ -68,7 +68,7 @@ def test_the_program_is_what_torch_says_it_ran(name: str, folder: Path) -> None:
     timeline = load([folder / name]).step()
     said = Program.load(folder / name / "order.csv")
     assert timeline.ran == said
-    assert timeline.program == Program.of([[one for one in row if one.is_compute] for row in said.rows])
+    assert timeline.program == Program.of([[action for action in row if action.is_compute] for row in said.rows])
 
 
 @pytest.mark.parametrize("name", ONE_STAGE)
@@ -96,9 +96,9 @@ def test_busy_and_idle_by_cause_are_the_makespan_on_every_rank(name: str, folder
     for timeline in some(load([folder / name]).steps.values()):
         assert timeline.makespan <= timeline.step_seconds
         for rank in range(2):
-            mine = [one for one in timeline.causes if one.rank == rank]
-            assert sum(one.seconds for one in mine) + timeline.busy[rank] == pytest.approx(timeline.makespan, abs=1e-9)
-            edges = sorted((one.start, one.end) for one in mine)
+            mine = [cause for cause in timeline.causes if cause.rank == rank]
+            assert sum(gap.seconds for gap in mine) + timeline.busy[rank] == pytest.approx(timeline.makespan, abs=1e-9)
+            edges = sorted((idle.start, idle.end) for idle in mine)
             assert all(some(before[1] <= after[0] for before, after in pairwise(edges)))
 
 
@@ -108,7 +108,7 @@ class Raw:
     def __init__(self, folder: Path, name: str, rank: int, timeline: TracedStep) -> None:
         with gzip.open(folder / name / f"rank{rank}.json.gz", "rt") as file:
             self.events = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
-        [step] = [one for one in self.events if one["name"] == f"ProfilerStep#{timeline.step}"]
+        [step] = [post for post in self.events if post["name"] == f"ProfilerStep#{timeline.step}"]
         begins = timeline.seconds(rank, timeline.ranks[rank].start)
         for event in self.events:
             event["start"] = begins + (event["ts"] - step["ts"]) * 1e-6
@@ -116,27 +116,29 @@ class Raw:
         self.step = step
 
     def named(self, text: str) -> list[dict[str, Any]]:
-        return [one for one in self.events if one["name"].startswith(text) and within(one, self.step)]
+        return [event for event in self.events if event["name"].startswith(text) and within(event, self.step)]
 
 
 def within(inner: dict[str, Any], outer: dict[str, Any]) -> bool:
     return bool(outer["start"] <= inner["start"] and inner["end"] <= outer["end"])
 
 
-@pytest.mark.parametrize("name", [one for one in SPELLED if one != "DualPipeV"])  # a pair waits in the middle, too
+@pytest.mark.parametrize(
+    "name", [value for value in SPELLED if value != "DualPipeV"]
+)  # a pair waits in the middle, too
 def test_an_action_is_its_label_without_the_wait_for_its_input(name: str, folder: Path) -> None:
     timeline = load([folder / name]).step(2)
     for rank in range(2):
         raw = Raw(folder, name, rank, timeline)
-        labels = {one["name"]: one for one in raw.named("PP:")}
-        waits = [one["end"] for one in raw.named("gloo:recv")]
+        labels = {entry["name"]: entry for entry in raw.named("PP:")}
+        waits = [entry["end"] for entry in raw.named("gloo:recv")]
         track, computed = timeline.tracks[rank], 0
         for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
             label = labels[f"PP:{action}"]
-            waited = max([label["start"], *(one for one in waits if label["start"] <= one <= label["end"])])
+            waited = max([label["start"], *(wait for wait in waits if label["start"] <= wait <= label["end"])])
             assert (start, end) == pytest.approx((waited, label["end"]), abs=ROUNDING)
-            computing = [one for one in raw.named("aten::") if within(one, label)]
-            outside = [one for one in computing if one["start"] < start - ROUNDING or one["end"] > end + ROUNDING]
+            computing = [entry for entry in raw.named("aten::") if within(entry, label)]
+            outside = [item for item in computing if item["start"] < start - ROUNDING or item["end"] > end + ROUNDING]
             assert outside == []
             computed += len(computing)  # a W of torch's may be empty: its I has done all
         assert computed > len(track.actions)
@@ -151,11 +153,11 @@ def test_a_forward_of_gpipe_neither_holds_its_receive_nor_its_send(folder: Path)
         track = timeline.tracks[rank]
         for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
             [label] = raw.named(f"{'Forward' if action.op is Op.FORWARD else 'Backward'} {action.microbatch}")
-            computing = [one for one in raw.named("aten::") if within(one, label)]
-            linear = [one for one in computing if one["name"] in ("aten::addmm", "aten::mm")]
+            computing = [entry for entry in raw.named("aten::") if within(entry, label)]
+            linear = [entry for entry in computing if entry["name"] in ("aten::addmm", "aten::mm")]
             assert linear
-            assert all(start - ROUNDING <= one["start"] and one["end"] <= end + ROUNDING for one in linear)
-            assert not [one for one in calls if start + ROUNDING < one["start"] < end - ROUNDING]
+            assert all(start - ROUNDING <= entry["start"] and entry["end"] <= end + ROUNDING for entry in linear)
+            assert not [call for call in calls if start + ROUNDING < call["start"] < end - ROUNDING]
 
 
 @pytest.mark.parametrize("name", ["1F1B", "1F1B-stack"])
@@ -169,29 +171,29 @@ def test_1f1b_is_read_without_any_label(name: str, folder: Path) -> None:
         assert not raw.named("Forward")
         track = timeline.tracks[rank]
         for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
-            inside = [one["name"] for one in raw.events if start <= one["start"] and one["end"] <= end]
-            backward = any(one.startswith("autograd::engine::evaluate_function") for one in inside)
+            inside = [event["name"] for event in raw.events if start <= event["start"] and event["end"] <= end]
+            backward = any(value.startswith("autograd::engine::evaluate_function") for value in inside)
             assert backward == (action.op is Op.BACKWARD)
             assert "c10d::send" not in inside
             assert "c10d::recv_" not in inside
         # All work that autograd did in this step was done in the backwards.
         steps = raw.named("autograd::engine::evaluate_function")
         found = list(zip(track.starts, track.ends, strict=True))
-        assert all(some(any(low - ROUNDING <= one["start"] <= high for low, high in found) for one in steps))
+        assert all(some(any(low - ROUNDING <= step["start"] <= high for low, high in found) for step in steps))
 
 
 @pytest.mark.parametrize("name", ["1F1B", "1F1B-stack", "1F1B-slow1"])
 def test_steps_of_1f1b_are_found_without_the_profilers_marks(name: str, folder: Path, tmp_path: Path) -> None:
     for path in some((folder / name).glob("*.json.gz")):
         trace = json.loads(gzip.decompress(path.read_bytes()))
-        kept = [one for one in trace["traceEvents"] if not str(one.get("name", "")).startswith("ProfilerStep")]
+        kept = [event for event in trace["traceEvents"] if not str(event.get("name", "")).startswith("ProfilerStep")]
         assert len(kept) < len(trace["traceEvents"])
         (tmp_path / path.name).write_bytes(gzip.compress(json.dumps({**trace, "traceEvents": kept}).encode()))
     marked, found = load([folder / name]), load([tmp_path])
     assert (marked.by_flushes, found.by_flushes) == (False, True)
     assert len(marked.steps) > 1
-    assert [one.program for one in found.steps.values()] == [one.program for one in marked.steps.values()]
-    assert [times(one) for one in found.steps.values()] == [times(one) for one in marked.steps.values()]
+    assert [step.program for step in found.steps.values()] == [step.program for step in marked.steps.values()]
+    assert [times(step) for step in found.steps.values()] == [times(step) for step in marked.steps.values()]
 
 
 def times(timeline: TracedStep) -> list[tuple[list[float], list[float]]]:
@@ -204,34 +206,34 @@ def test_every_message_has_two_ends_and_its_bytes(name: str, folder: Path) -> No
     placement, stages = timeline.program.placement, timeline.program.num_stages
     edges = [stage for stage in range(stages - 1) if placement.homes[stage] != placement.homes[stage + 1]]
     assert len(timeline.transfers) == 2 * len(edges) * NUM_MICROBATCHES
-    for one in timeline.transfers:
-        assert one.num_bytes == 32 * 128 * 4
-        assert one.made <= one.start <= one.end <= one.consumed
+    for transfer in timeline.transfers:
+        assert transfer.num_bytes == 32 * 128 * 4
+        assert transfer.made <= transfer.start <= transfer.end <= transfer.consumed
 
 
 def test_waiting_ends_and_transfer_begins_when_the_input_is_made(folder: Path) -> None:
     waited = []
     recorded = Path(__file__).resolve().parents[2] / "docs" / "traces" / "1f1b"  # rank 0 waited for rank 1 in these
     for timeline in some((*load([folder / "1F1B-slow1"]).steps.values(), *load([recorded]).steps.values())):
-        made = {one.action: one.end for one in timeline.spans()}
-        for one in some(timeline.causes):
-            if one.cause is Cause.WAIT:
-                assert one.waits_for is not None
-                assert one.on_rank == one.waits_for.stage  # one stage on every rank
-                assert one.end <= made[one.waits_for]
-                waited.append(one)
-            elif one.cause is Cause.TRANSFER and one.waits_for in made:
-                assert one.start >= made[one.waits_for]
-    assert any(one.rank == 0 and one.waits_for and one.waits_for.op is Op.BACKWARD for one in waited)
+        made = {span.action: span.end for span in timeline.spans()}
+        for cause in some(timeline.causes):
+            if cause.cause is Cause.WAIT:
+                assert cause.waits_for is not None
+                assert cause.on_rank == cause.waits_for.stage  # one stage on every rank
+                assert cause.end <= made[cause.waits_for]
+                waited.append(cause)
+            elif cause.cause is Cause.TRANSFER and cause.waits_for in made:
+                assert cause.start >= made[cause.waits_for]
+    assert any(idle.rank == 0 and idle.waits_for and idle.waits_for.op is Op.BACKWARD for idle in waited)
 
 
 def test_the_stage_that_took_longest_is_named_as_the_slowest(folder: Path) -> None:
     slow = analyze([folder / "1F1B-slow1"])
     seconds: dict[tuple[int, Op], list[float]] = {}
-    for one in slow.timeline.spans():
-        seconds.setdefault((one.action.stage, one.action.op), []).append(one.end - one.start)
+    for span in slow.timeline.spans():
+        seconds.setdefault((span.action.stage, span.action.op), []).append(span.end - span.start)
     totals = [sum(median(seconds[stage, op]) for op in (Op.FORWARD, Op.BACKWARD)) for stage in range(2)]
-    assert [one.total for one in slow.stages] == pytest.approx(totals)
+    assert [stage.total for stage in slow.stages] == pytest.approx(totals)
     assert slow.slowest.stage == max(range(2), key=totals.__getitem__)
     assert slow.ideal is not None
     assert slow.ideal.makespan <= slow.timeline.makespan
@@ -240,14 +242,14 @@ def test_the_stage_that_took_longest_is_named_as_the_slowest(folder: Path) -> No
 
 def test_a_step_that_is_asked_for_is_the_one_reported(folder: Path) -> None:
     found: dict[int, Analysis] = {step: analyze([folder / "GPipe"], step=step) for step in (1, 2, 3)}
-    assert {step: one.timeline.step for step, one in found.items()} == {1: 1, 2: 2, 3: 3}
-    middle = sorted(one.timeline.makespan for one in found.values())[1]
+    assert {step: analysis.timeline.step for step, analysis in found.items()} == {1: 1, 2: 2, 3: 3}
+    middle = sorted(analysis.timeline.makespan for analysis in found.values())[1]
     assert analyze([folder / "GPipe"]).timeline.makespan == middle
 
 
 def test_ranks_of_different_runs_are_refused(folder: Path) -> None:
-    def mixed(one: str, other: str) -> list[Path]:
-        return [folder / one / "rank0.json.gz", folder / other / "rank1.json.gz"]
+    def mixed(text: str, other: str) -> list[Path]:
+        return [folder / text / "rank0.json.gz", folder / other / "rank1.json.gz"]
 
     with refused(TraceError, "identified in different ways"):
         load(mixed("GPipe", "1F1B"))

@@ -98,11 +98,11 @@ def test_every_number_of_the_page_is_in_the_json() -> None:
 
     def walk(value: Any) -> None:
         if isinstance(value, dict):
-            for one in value.values():
-                walk(one)
+            for item in value.values():
+                walk(item)
         elif isinstance(value, list):
-            for one in value:
-                walk(one)
+            for item in value:
+                walk(item)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             forms = (duration(value), size_text(value), f"{value:.1%}", f"{value:+.1%}", f"{value:,.0f}", str(value))
             written.update(forms)
@@ -110,9 +110,9 @@ def test_every_number_of_the_page_is_in_the_json() -> None:
 
     walk(figures())
     chosen = figures()["chosen"]
-    shares = [one / chosen["step_seconds"] for one in chosen["seconds"].values()]
-    shares += [one / chosen["peak_bytes"] for one in chosen["bytes"].values()]
-    written.update(f"{one:.1%}" for one in shares)
+    shares = [item / chosen["step_seconds"] for item in chosen["seconds"].values()]
+    shares += [value / chosen["peak_bytes"] for value in chosen["bytes"].values()]
+    written.update(f"{share:.1%}" for share in shares)
     above_and_below = "".join(re.findall(r'<section class="report plan">.*?</section>', page(), re.DOTALL))
     cells = re.findall(r"<(?:td|dd)[^>]*>([^<]*)</(?:td|dd)>", above_and_below)
     number = re.compile(r"^[+-]?[\d,.]+( (s|ms|us|B|KiB|MiB|GiB|TFLOP/s)|%)?$")
@@ -126,8 +126,8 @@ def test_page_says_the_choice_the_reasons_and_how_to_start() -> None:
     text = " ".join(Told(page()).words)
     told = figures()
     assert told["chosen"]["mesh"] in text
-    assert all(one["why"] in text for one in told["best"][1:])
-    assert all(one["sentence"] in text for one in told["more"])
+    assert all(report["why"] in text for report in told["best"][1:])
+    assert all(report["sentence"] in text for report in told["more"])
     assert all(config["command"] in text for config in told["launch"].values())
     assert all(some(missing in text for config in told["launch"].values() for missing in config["missing"]))
 
@@ -138,10 +138,10 @@ MARKUP = "</pre></script><b id='planted'>&amp;\"'"
 def with_markup(value: Any) -> Any:
     """Return a value with markup at the end of every text in it."""
     if is_dataclass(value) and not isinstance(value, type):
-        kept = {one.name: with_markup(getattr(value, one.name)) for one in fields(value) if one.init}
+        kept = {field.name: with_markup(getattr(value, field.name)) for field in fields(value) if field.init}
         return replace(value, **kept)
     if isinstance(value, list | tuple):
-        return type(value)(with_markup(one) for one in value)
+        return type(value)(with_markup(item) for item in value)
     return value + MARKUP if isinstance(value, str) else value
 
 
@@ -189,7 +189,7 @@ def test_a_step_is_drawn_whole_up_to_a_number_of_pairs(whole: int, shown: int) -
 def test_text_says_what_the_page_says() -> None:
     text = plan_text(explained(), width=400)
     told = figures()
-    assert all(one["why"] in text for one in told["best"][1:])
+    assert all(report["why"] in text for report in told["best"][1:])
     assert duration(told["chosen"]["step_seconds"]) in text
     assert told["launch"]["drumline"]["command"] in text
     assert "torchtitan" in plan_text(explained(), width=400, framework="torchtitan")
@@ -208,7 +208,7 @@ def test_pictures_are_svg_with_every_layout() -> None:
     assert reasons is not None
     root = ET.fromstring(drawn)
     assert root.tag.endswith("svg")
-    assert all(some(one["mesh"] in drawn for one in figures()["best"]))
+    assert all(some(value["mesh"] in drawn for value in figures()["best"]))
     assert list(HUES) == list(SECONDS)
     for picture in (pareto_chart(explained().plan, reasons), scaling_chart(reasons)):
         assert ET.fromstring(picture).tag.endswith("svg")
@@ -218,7 +218,7 @@ def test_bars_are_as_long_as_their_numbers() -> None:
     drawn = bars(
         [Bar("a", {"x": 3.0, "y": 1.0}), Bar("b", {"x": 1.0})], {"x": "#111111", "y": "#222222"}, title="t", x_label="s"
     )
-    widths = [float(one) for one in re.findall(r'width="([\d.]+)" height="20" fill="#(?:111111|222222)"', drawn)]
+    widths = [float(value) for value in re.findall(r'width="([\d.]+)" height="20" fill="#(?:111111|222222)"', drawn)]
     assert widths[0] == pytest.approx(3 * widths[1], abs=0.02)
     assert widths[2] == pytest.approx(widths[1], abs=0.02)
     with pytest.raises(UsageError):

@@ -53,7 +53,7 @@ def test_every_cause_has_a_colour() -> None:
 
 
 def test_a_trace_of_a_report_has_measured_and_simulated_ranks(report: RunReport) -> None:
-    seen = report.seen
+    seen = report.step
     data = json.loads(gzip.decompress(traces({"measured": seen.measured, "simulated": seen.simulated})))
     events = data["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]

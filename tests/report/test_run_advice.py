@@ -28,8 +28,8 @@ def advice(
 
 
 def of_kind(found: Advice, kind: str) -> Remedy:
-    (one,) = [remedy for remedy in found.remedies if remedy.kind == kind]
-    return one
+    (remedy,) = [remedy for remedy in found.remedies if remedy.kind == kind]
+    return remedy
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2, 3])
@@ -40,7 +40,7 @@ def test_a_slow_stage_is_named_and_following_the_advice_gains_what_was_predicted
     assert found.best.kind == "cut"
     assert found.sentence.startswith(f"Rank {slow} is 100% slower: move block")
     counts = found.best.settings["balance"]
-    of_block = [one / 6 for one in seconds for _ in range(6)]
+    of_block = [duration / 6 for duration in seconds for _ in range(6)]
     ends = [sum(counts[:stage]) for stage in range(5)]
     followed = [sum(of_block[i:j]) for i, j in pairwise(ends)]
     program = generate("1f1b", num_ranks=4, num_microbatches=16)
@@ -75,7 +75,7 @@ def test_with_a_profile_a_rank_that_is_slow_as_a_whole_is_told_from_heavy_blocks
 
 def test_even_stages_are_left_alone(tmp_path: Path) -> None:
     found = advice(tmp_path, per_stage(MILLI, MILLI), blocks=even_blocks(2, 4))
-    assert not [one for one in found.remedies if one.kind == "cut"]
+    assert not [remedy for remedy in found.remedies if remedy.kind == "cut"]
 
 
 def test_too_few_microbatches_are_told_with_the_number_that_would_do(tmp_path: Path) -> None:

@@ -41,14 +41,14 @@ def report(folder: Path) -> RunReport:
 
 def test_the_figures_are_those_of_the_timelines(report: RunReport) -> None:
     found = report.to_json()
-    measured = report.seen.measured
+    measured = report.step.measured
     assert found["makespan"] == measured.makespan
     assert found["bubble"] == measured.bubble
     assert found["utilisation"] == 1 - measured.bubble
     assert found["slowest_stage"] == 1
     assert found["measured"]["tracks"][1]["actions"] == ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "1F3", "1B3"]
-    assert found["simulated"]["tracks"][0]["ends"][-1] == pytest.approx(report.seen.simulated.makespan)
-    assert [one["rank"] for one in found["per_rank"]] == [0, 1]
+    assert found["simulated"]["tracks"][0]["ends"][-1] == pytest.approx(report.step.simulated.makespan)
+    assert [value["rank"] for value in found["per_rank"]] == [0, 1]
     for rank in range(2):
         causes = sum(seconds[rank] for seconds in found["measured"]["idle_by_cause"].values())
         assert causes == pytest.approx(measured.idle[rank])
@@ -77,29 +77,29 @@ def test_the_page_tells_changes_only_where_there_were_any(folder: Path) -> None:
 
 
 def test_parts_of_a_rank_sum_to_its_step(report: RunReport) -> None:
-    for one in report.ranks:
-        parts = sum(one[part] for part in ("busy", "wait", "transfer", "overhead", "unexplained"))
-        assert parts == pytest.approx(one["step_seconds"])
+    for rank in report.ranks:
+        parts = sum(rank[part] for part in ("busy", "wait", "transfer", "overhead", "unexplained"))
+        assert parts == pytest.approx(rank["step_seconds"])
 
 
 def test_the_step_is_the_one_in_the_middle_unless_it_is_named(folder: Path) -> None:
     run = read_run(folder)
-    spans = {one["step"]: one["pp/makespan_seconds"] for one in run.metrics() if one["step"] > 0}
-    assert spans[report_of(run).seen.step] == sorted(spans.values())[2]
-    assert report_of(run, step=3).seen.step == 3
-    assert report_of(run, step=3).seen.pooled == (3,)
+    spans = {metric["step"]: metric["pp/makespan_seconds"] for metric in run.metrics() if metric["step"] > 0}
+    assert spans[report_of(run).step.step] == sorted(spans.values())[2]
+    assert report_of(run, step=3).step.step == 3
+    assert report_of(run, step=3).step.pooled == (3,)
 
 
 def test_every_step_has_its_line(report: RunReport) -> None:
-    assert [one["step"] for one in report.steps] == [0, 1, 2, 3, 4]
-    assert [one["loss"] for one in report.steps][:2] == [1.0, 0.5]
-    assert all(one["utilisation"] == 1 - one["bubble"] for one in report.steps)
+    assert [step["step"] for step in report.steps] == [0, 1, 2, 3, 4]
+    assert [step["loss"] for step in report.steps][:2] == [1.0, 0.5]
+    assert all(step["utilisation"] == 1 - step["bubble"] for step in report.steps)
 
 
 def test_without_metrics_the_last_step_is_reported(folder: Path) -> None:
     (folder / "metrics.jsonl").write_text("")
     report = report_of(read_run(folder))
-    assert report.seen.step == 4
+    assert report.step.step == 4
     assert report.steps == []
     assert "step 4 of 5 steps" in reports_text([report])
 
@@ -138,9 +138,9 @@ def test_a_link_slower_than_every_stage_is_named(tmp_path: Path, report: RunRepo
 def test_bytes_are_shown_where_they_were_weighed(tmp_path: Path) -> None:
     path = write_simulated_run(tmp_path / "run", PROGRAM, COSTS, weigh=2**20)
     report = report_of(read_run(path))
-    assert [one["peak_stash_bytes"] for one in report.ranks] == [2 * 2**20, 2**20]
+    assert [rank["peak_stash_bytes"] for rank in report.ranks] == [2 * 2**20, 2**20]
     assert "2 MiB" in reports_text([report])
-    assert report.seen.measured.peak_bytes == (2 * 2**20, 2**20)
+    assert report.step.measured.peak_bytes == (2 * 2**20, 2**20)
 
 
 def test_several_runs_stand_side_by_side_under_names_that_differ(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_several_runs_stand_side_by_side_under_names_that_differ(tmp_path: Path)
         tmp_path / "other", generate("gpipe", num_ranks=2, num_microbatches=4), Costs(forward=1e-3)
     )
     found = reports_of([read_run(path) for path in (tmp_path / "a/run", tmp_path / "b/run", other)])
-    assert [one.name for one in found] == ["a/run", "b/run", f"{tmp_path.name}/other"]
+    assert [run_report.name for run_report in found] == ["a/run", "b/run", f"{tmp_path.name}/other"]
     head = reports_text(found, width=120).split("\n\n")[0].splitlines()
     assert len(head) == 4
     assert head[3].split()[:2] == [f"{tmp_path.name}/other", "gpipe"]
@@ -161,7 +161,7 @@ def test_a_step_of_many_spans_is_reported(tmp_path: Path) -> None:
     program = generate("zb-h1", num_ranks=4, num_microbatches=64)
     costs = Costs(forward=1e-3, backward_input=1e-3, backward_weight=1e-3)
     report = report_of(read_run(write_simulated_run(tmp_path / "run", program, costs, num_steps=1)))
-    assert report.seen.simulated.makespan == pytest.approx(simulate(program, costs).makespan)
+    assert report.step.simulated.makespan == pytest.approx(simulate(program, costs).makespan)
 
 
 def test_a_run_without_a_complete_step_is_refused(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_captured_steps_have_no_report_and_are_passed_over(folder: Path) -> None
     for rank in range(2):
         with (folder / f"rank{rank}.jsonl").open("a") as file:
             file.write(line(Record(rank, 5, begin_ns=10, end_ns=20)))
-    assert report_of(read_run(folder)).seen.step < 5
+    assert report_of(read_run(folder)).step.step < 5
     with refused(RecordError, "step 5 was captured, so its actions have no times"):
         report_of(read_run(folder), step=5)
 
@@ -194,7 +194,7 @@ def test_captured_steps_have_no_report_and_are_passed_over(folder: Path) -> None
 def disturbed(folder: Path, makespans: Sequence[float], **machine: Any) -> RunReport:
     """Return the report of a run whose steps took these times on such a machine."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    lines = [{**lines[0], "step": step, "pp/makespan_seconds": one} for step, one in enumerate(makespans)]
+    lines = [{**lines[0], "step": step, "pp/makespan_seconds": makespan} for step, makespan in enumerate(makespans)]
     texts = [json.dumps(line, separators=(",", ":")) + "\n" for line in lines]
     (folder / "metrics.jsonl").write_text("".join(texts))
     (folder / "environment.json").write_text(json.dumps({"run": lines[0]["run"], "ranks": [machine]}))
@@ -240,5 +240,5 @@ def test_steps_that_differ_by_less_than_chance_are_about_the_same(tmp_path: Path
 
 def test_bars_of_ranks_share_the_scale_of_the_longest(report: RunReport) -> None:
     steps = [{"rank": rank, "step_seconds": seconds, "idle_share": 0.5} for rank, seconds in enumerate((2.0, 4.0))]
-    ranks = [{**one, **dict.fromkeys(PARTS, 0.0), PARTS[0]: one["step_seconds"]} for one in steps]
+    ranks = [{**step, **dict.fromkeys(PARTS, 0.0), PARTS[0]: step["step_seconds"]} for step in steps]
     assert re.findall(r'width="([0-9.]+)%"', _ranks({"per_rank": ranks})) == ["50.000", "100.000"]

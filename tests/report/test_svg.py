@@ -139,10 +139,10 @@ def lab(rgb: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 @pytest.mark.parametrize("vision", VISION)
 def test_ops_differ_visibly_for_every_kind_of_sight(vision: str) -> None:
     ops = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.UPDATE)
-    for one, other in some(itertools.combinations(ops, 2)):
-        for a, b in some(itertools.product(SHADES[one][:2], SHADES[other][:2])):
+    for op, other in some(itertools.combinations(ops, 2)):
+        for a, b in some(itertools.product(SHADES[op][:2], SHADES[other][:2])):
             distance = np.linalg.norm(lab(VISION[vision] @ linear(a)) - lab(VISION[vision] @ linear(b)))
-            assert distance > 10, (one, other, distance)
+            assert distance > 10, (op, other, distance)
 
 
 @pytest.mark.parametrize("op", SHADES)
@@ -153,8 +153,8 @@ def test_numbers_are_readable_on_their_boxes(op: Op) -> None:
         assert (max(fill, ink) + 0.05) / (min(fill, ink) + 0.05) >= 4.5
 
 
-def contrast(one: str, other: str) -> float:
-    dark, light = sorted(float(linear(colour) @ [0.2126, 0.7152, 0.0722]) for colour in (one, other))
+def contrast(name: str, other: str) -> float:
+    dark, light = sorted(float(linear(colour) @ [0.2126, 0.7152, 0.0722]) for colour in (name, other))
     return (light + 0.05) / (dark + 0.05)
 
 
@@ -169,23 +169,23 @@ def test_idle_time_stands_out_from_its_background(cause: Cause) -> None:
 
 @pytest.mark.parametrize("vision", VISION)
 def test_causes_differ_in_their_lines_or_visibly_in_their_colour(vision: str) -> None:
-    for one, other in some(itertools.combinations(IDLE.values(), 2)):
-        if one.lines != other.lines:
+    for hatch, other in some(itertools.combinations(IDLE.values(), 2)):
+        if hatch.lines != other.lines:
             continue
-        for a, b in some(((one.light, other.light), (one.dark, other.dark))):
+        for a, b in some(((hatch.light, other.light), (hatch.dark, other.dark))):
             distance = np.linalg.norm(lab(VISION[vision] @ linear(a)) - lab(VISION[vision] @ linear(b)))
-            assert distance > 10, (one, other, distance)
+            assert distance > 10, (hatch, other, distance)
 
 
 def test_idle_time_is_hatched_by_its_cause() -> None:
     tree = ElementTree.fromstring(svg(timeline("1f1b")))
-    drawn = {one.get("class"): one.get("stroke") for one in tree.iter(f"{NAMESPACE}path") if one.get("class")}
+    drawn = {item.get("class"): item.get("stroke") for item in tree.iter(f"{NAMESPACE}path") if item.get("class")}
     assert drawn == {f"idle {cause}": IDLE[cause].light for cause in (Cause.FILL, Cause.DRAIN, Cause.WAIT)}
 
 
 def test_lines_stay_inside_of_what_they_hatch() -> None:
     for lines in some(("/", "\\", "|", "-", "/\\", "|-")):
-        numbers = [float(one) for one in re.findall(r"[MLHV ]([\d.]+)", hatched(10, 20, 31, 17, lines))]
+        numbers = [float(value) for value in re.findall(r"[MLHV ]([\d.]+)", hatched(10, 20, 31, 17, lines))]
         assert numbers
         assert min(numbers) >= 10
         assert max(numbers) <= 41

@@ -109,13 +109,13 @@ def test_idle_slices_say_why() -> None:
 
 
 def test_arrows_of_two_timelines_are_told_apart() -> None:
-    one, other = simulate(build("1f1b", 2, 3), Costs(comm=0.3)), simulate(build("zb-v", 3, 2))
-    document = json.loads(gzip.decompress(traces({"one": one, "other": other})))
+    simulation, other = simulate(build("1f1b", 2, 3), Costs(comm=0.3)), simulate(build("zb-v", 3, 2))
+    document = json.loads(gzip.decompress(traces({"one": simulation, "other": other})))
     names = [event for event in document["traceEvents"] if event["ph"] == "M"]
     rest = [event for event in document["traceEvents"] if event["ph"] != "M"]
     check({"traceEvents": names + rest})
     arrows = [event for event in rest if event["ph"] == "s"]
-    assert len({event["id"] for event in arrows}) == len(arrows) == len(one.transfers) + len(other.transfers)
+    assert len({event["id"] for event in arrows}) == len(arrows) == len(simulation.transfers) + len(other.transfers)
     # An arrow begins and ends on ranks of the same timeline.
     ends = {event["id"]: event["pid"] for event in rest if event["ph"] == "f"}
     assert all((event["pid"] < 2) is (ends[event["id"]] < 2) for event in arrows)
@@ -127,7 +127,7 @@ def test_equal_timelines_give_equal_files() -> None:
 
 def test_a_measured_step_shows_what_came_before_it() -> None:
     waited = [BETWEEN.index("data"), 400, 900, BETWEEN.index("update"), 900, 990]
-    records = tuple(replace(one, between=waited) for one in two_ranks(begin_ns=1000))
+    records = tuple(replace(rank, between=waited) for rank in two_ranks(begin_ns=1000))
     document = json.loads(gzip.decompress(trace(Measured(PROGRAM, records))))
     between = [event for event in document["traceEvents"] if event.get("cat") == "between steps"]
     assert [event["name"] for event in between] == ["data", "update"] * 2

@@ -68,8 +68,8 @@ def step_on(batch: Tensor, target: Tensor, *, train: bool = True) -> Step:
 
 
 def run(hub: Hub, made: list[Executor], step: Step) -> list[Draft]:
-    drafts = [Draft(one.rank) for one in made]
-    take_turns(hub, [one.run(step, draft, one.jobs) for one, draft in zip(made, drafts, strict=True)])
+    drafts = [Draft(executor.rank) for executor in made]
+    take_turns(hub, [executor.run(step, draft, executor.jobs) for executor, draft in zip(made, drafts, strict=True)])
     return drafts
 
 
@@ -81,21 +81,21 @@ def test_a_row_computes_what_one_process_does_and_leaves_nothing_behind(schedule
     batch, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     loss = functional.mse_loss(nn.Sequential(*model)(batch), target)
     torch.autograd.backward(loss)
-    expected = [one.grad for layer in model for one in layer.parameters()]
+    expected = [param.grad for layer in model for param in layer.parameters()]
     for layer in model:
         layer.zero_grad()
     hub, made = executors(program, model, merge=merge)
     step = step_on(batch, target)
     run(hub, made, step)
-    torch.testing.assert_close(torch.stack([step.losses[one] for one in range(MICROBATCHES)]).mean(), loss.detach())
-    for one, gradient in zip((one for layer in model for one in layer.parameters()), expected, strict=True):
-        torch.testing.assert_close(one.grad, gradient)
+    torch.testing.assert_close(torch.stack([step.losses[index] for index in range(MICROBATCHES)]).mean(), loss.detach())
+    for param, gradient in zip((param for layer in model for param in layer.parameters()), expected, strict=True):
+        torch.testing.assert_close(param.grad, gradient)
     for executor in some(made):
         assert not executor.arrived
-        assert not executor._made
+        assert not executor._outputs
         assert not executor._gradients
         assert executor.current is None
-        assert not any(stage.held for stage in executor.stages.values())
+        assert not any(stage.passes for stage in executor.stages.values())
 
 
 def test_forwards_alone_return_outputs_and_losses() -> None:
@@ -115,7 +115,7 @@ def test_what_a_row_does_is_noted_action_by_action() -> None:
     program = generate("1f1b", num_ranks=2, num_microbatches=MICROBATCHES)
     hub, made = executors(program, layers(2))
     drafts = run(hub, made, step_on(torch.randn(8, WIDTH), torch.randn(8, WIDTH)))
-    assert [len(one.starts) for one in drafts] == [2 * MICROBATCHES] * 2
+    assert [len(draft.starts) for draft in drafts] == [2 * MICROBATCHES] * 2
     assert drafts[0].held == [1, 2, 1, 2, 1, 2, 1, 0]
     assert drafts[1].held == [1, 0] * MICROBATCHES
 
@@ -131,7 +131,7 @@ def test_witnesses_see_one_microbatchs_gradients_and_output_each(schedule: str, 
     batch, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     hub, unseen = executors(program, model, merge=merge)
     run(hub, unseen, step_on(batch, target))
-    whole = [one.grad for layer in model for one in layer.parameters()]
+    whole = [param.grad for layer in model for param in layer.parameters()]
     for layer in model:
         layer.zero_grad()
     hub, made = executors(program, model, merge=merge)
@@ -139,16 +139,16 @@ def test_witnesses_see_one_microbatchs_gradients_and_output_each(schedule: str, 
     for rank in ranks:
         rank.watch([Witness(1), Witness(2)])
     run(hub, made, step_on(batch, target))
-    for one, before in zip([one for layer in model for one in layer.parameters()], whole, strict=True):
-        torch.testing.assert_close(one.grad, before, rtol=1e-6 if merge else 0, atol=1e-6 if merge else 0)
+    for param, before in zip([param for layer in model for param in layer.parameters()], whole, strict=True):
+        torch.testing.assert_close(param.grad, before, rtol=1e-6 if merge else 0, atol=1e-6 if merge else 0)
     for at, microbatch in enumerate([1, 2]):
         for layer in model:
             layer.zero_grad()
         output = nn.Sequential(*model)(batch.chunk(MICROBATCHES)[microbatch])
         torch.autograd.backward(functional.mse_loss(output, target.chunk(MICROBATCHES)[microbatch]) / MICROBATCHES)
         for rank, layer in some(zip(ranks, model, strict=True)):
-            for one in layer.parameters():
-                torch.testing.assert_close(rank.witnesses[at].gradients[one], one.grad)
+            for param in layer.parameters():
+                torch.testing.assert_close(rank.witnesses[at].gradients[param], param.grad)
         torch.testing.assert_close(ranks[1].witnesses[at].output, output.detach())
 
 
@@ -159,7 +159,7 @@ def test_pairs_that_take_turns_run_forwards_in_a_thread_and_compute_the_same(wei
     batch, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     hub, plain = executors(program, model)
     run(hub, plain, step_on(batch, target))
-    expected = [one.grad for layer in model for one in layer.parameters()]
+    expected = [param.grad for layer in model for param in layer.parameters()]
     threads: list[threading.Thread] = []
     for layer in model:
         layer.zero_grad()
@@ -170,10 +170,10 @@ def test_pairs_that_take_turns_run_forwards_in_a_thread_and_compute_the_same(wei
         executor.scale = Scale(executor.stages.values()) if weigh else None
         executor.replace_jobs()
     drafts = run(hub, made, step_on(batch, target))
-    for one, gradient in zip((one for layer in model for one in layer.parameters()), expected, strict=True):
-        torch.testing.assert_close(one.grad, gradient, rtol=0, atol=0)
+    for param, gradient in zip((param for layer in model for param in layer.parameters()), expected, strict=True):
+        torch.testing.assert_close(param.grad, gradient, rtol=0, atol=0)
     pairs = sum(action.op is Op.OVERLAP for row in program.rows for action in row)
-    assert sum(one is not threading.main_thread() for one in threads) == pairs > 0
+    assert sum(thread is not threading.main_thread() for thread in threads) == pairs > 0
     for draft in some(drafts):
         assert len(draft.stash) == len(draft.peaks) == (len(draft.starts) if weigh else 0)
 

@@ -19,14 +19,14 @@ pytestmark = pytest.mark.torch
 def test_gradients_are_clipped_as_torch_clips_them_to_the_last_bit(factor: float, kind: torch.dtype) -> None:
     torch.manual_seed(0)
     ours, theirs = ([nn.Parameter(torch.zeros(5, dtype=kind)) for _ in range(3)] for _ in range(2))
-    for one, other in zip(ours, theirs, strict=True):
-        one.grad = torch.randn(5, dtype=kind) * factor
-        other.grad = one.grad.clone()
+    for param, other in zip(ours, theirs, strict=True):
+        param.grad = torch.randn(5, dtype=kind) * factor
+        other.grad = param.grad.clone()
     norms = clip.norms_of(ours, 2.0)
     total = clip.total_norm([norm for norm in norms if norm is not None], 2.0, is_double=kind is torch.float64)
     clip.scale(ours, total, 1e-7)
     assert torch.equal(total, nn.utils.clip_grad_norm_(theirs, 1e-7))
-    assert all(torch.equal(one.grad, other.grad) for one, other in zip(ours, theirs, strict=True))  # type: ignore[arg-type]
+    assert all(torch.equal(p.grad, other.grad) for p, other in zip(ours, theirs, strict=True))  # type: ignore[arg-type]
 
 
 def test_a_sparse_gradient_that_names_a_place_twice_has_the_norm_of_its_sum() -> None:
@@ -49,15 +49,15 @@ def test_a_gradient_of_another_layout_is_laid_out_like_its_parameter() -> None:
 
 
 def test_what_was_found_early_is_nobody_elses_tensor() -> None:
-    one, other, shared = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2)), torch.ones(2)
+    parameter, other, shared = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2)), torch.ones(2)
     tape = Tape()
-    tape.early = [(one, shared), (other, shared)]
+    tape.early = [(parameter, shared), (other, shared)]
     accumulate(tape.weight_gradients())
     for _ in range(2):
-        accumulate([(one, torch.ones(2))])
+        accumulate([(parameter, torch.ones(2))])
     assert torch.equal(shared, torch.ones(2))
     assert torch.equal(other.grad, torch.ones(2))  # type: ignore[arg-type]
-    assert torch.equal(one.grad, torch.full((2,), 3.0))  # type: ignore[arg-type]
+    assert torch.equal(parameter.grad, torch.full((2,), 3.0))  # type: ignore[arg-type]
 
 
 def test_merged_weight_halves_add_what_every_microbatch_found_early() -> None:
@@ -86,7 +86,7 @@ def test_weight_halves_are_merged_stage_by_stage(schedule: str) -> None:
             merge_weight_gradients=merge,
         )
         pipe.step(batch, target=target)
-        found.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
+        found.append([param.grad.clone() for param in model.parameters() if param.grad is not None])
     assert len(found[0]) == 16
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+    for value, other in zip(*found, strict=True):
+        torch.testing.assert_close(value, other)

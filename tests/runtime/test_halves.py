@@ -27,11 +27,11 @@ def together(cut: Halves, arguments: Sequence[Tensor]) -> list[Any]:
     """Run both halves as a backward does."""
     found: list[Any] = [None] * cut.num_outputs
     made = cut.input(*arguments)
-    for place, one in zip(cut.inputs, made, strict=False):
-        found[place] = one
-    left = [*(arguments[place] for place in cut.kept), *made[len(cut.inputs) :]]
-    for place, one in zip(cut.weights, cut.weight(*left), strict=True):
-        found[place] = one
+    for place, value in zip(cut.inputs, made, strict=False):
+        found[place] = value
+    left = [*(arguments[place] for place in cut.kept_at), *made[len(cut.inputs) :]]
+    for place, value in zip(cut.weights, cut.weight(*left), strict=True):
+        found[place] = value
     return found
 
 
@@ -50,9 +50,9 @@ def test_a_chain_of_products_keeps_what_lies_between() -> None:
     cut = halves(whole, weights=[1, 2])
     assert operators(cut.input) == ["aten.mm.default", "aten.cos.default", "aten.mul.Tensor", "aten.mm.default"]
     assert operators(cut.weight) == ["aten.t.default", "aten.mm.default"] * 2
-    assert cut.kept == (0, 1, 4)
-    for one, other in some(zip(together(cut, arguments), backward(*arguments), strict=True)):
-        assert torch.equal(one, other)
+    assert cut.kept_at == (0, 1, 4)
+    for value, other in some(zip(together(cut, arguments), backward(*arguments), strict=True)):
+        assert torch.equal(value, other)
 
 
 def test_an_operator_for_both_halves_runs_in_each_for_its_own() -> None:
@@ -63,10 +63,10 @@ def test_an_operator_for_both_halves_runs_in_each_for_its_own() -> None:
     arguments = [torch.randn(2, 3, 8), torch.randn(4, 3, 3), torch.randn(2, 4, 8)]
     cut = halves(traced(backward, *arguments), weights=[1, 2])
     for half, mask in ((cut.input, [True, False, False]), (cut.weight, [False, True, True])):
-        (node,) = (one for one in half.graph.nodes if one.target is aten.convolution_backward.default)
+        (node,) = (source for source in half.graph.nodes if source.target is aten.convolution_backward.default)
         assert list(node.args[-1]) == mask
-    for one, other in zip(together(cut, arguments), backward(*arguments), strict=True):
-        torch.testing.assert_close(one, other)
+    for value, other in zip(together(cut, arguments), backward(*arguments), strict=True):
+        torch.testing.assert_close(value, other)
 
 
 def test_what_an_operator_of_the_first_half_makes_besides_is_kept() -> None:
@@ -80,8 +80,8 @@ def test_what_an_operator_of_the_first_half_makes_besides_is_kept() -> None:
     arguments = [x, torch.randn(3), x.mean(0), x.var(0, correction=0).rsqrt(), torch.randn(5, 3)]
     cut = halves(traced(backward, *arguments), weights=[1, 2])
     assert operators(cut.weight) == []
-    for one, other in some(zip(together(cut, arguments), backward(*arguments), strict=True)):
-        assert torch.equal(one, other)
+    for value, other in some(zip(together(cut, arguments), backward(*arguments), strict=True)):
+        assert torch.equal(value, other)
 
 
 def test_views_are_made_again_rather_than_kept() -> None:
@@ -94,8 +94,8 @@ def test_views_are_made_again_rather_than_kept() -> None:
     cut = halves(traced(backward, *arguments), weights=[1])
     names = [node.name for node in cut.weight.graph.nodes if node.op == "placeholder"]
     assert names == ["x_1", "g_1"]
-    for one, other in some(zip(together(cut, arguments), backward(*arguments), strict=True)):
-        assert torch.equal(one, other)
+    for value, other in some(zip(together(cut, arguments), backward(*arguments), strict=True)):
+        assert torch.equal(value, other)
 
 
 def test_random_numbers_are_drawn_in_the_first_half() -> None:
@@ -104,13 +104,13 @@ def test_random_numbers_are_drawn_in_the_first_half() -> None:
 
     arguments = [torch.randn(5, 2), torch.randn(5, 3)]
     cut = halves(traced(backward, *arguments), weights=[1])
-    assert any("rand" in one for one in operators(cut.input))
-    assert not any("rand" in one for one in operators(cut.weight))
+    assert any("rand" in operator for operator in operators(cut.input))
+    assert not any("rand" in operator for operator in operators(cut.weight))
     torch.manual_seed(3)
     made = together(cut, arguments)
     torch.manual_seed(3)
-    for one, other in some(zip(made, backward(*arguments), strict=True)):
-        assert torch.equal(one, other)
+    for value, other in some(zip(made, backward(*arguments), strict=True)):
+        assert torch.equal(value, other)
 
 
 def test_outputs_that_are_none_stay_none() -> None:
@@ -120,4 +120,4 @@ def test_outputs_that_are_none_stay_none() -> None:
     arguments = [torch.randn(5, 2), torch.randn(5, 3)]
     cut = halves(traced(backward, *arguments), weights=[0, 1])
     assert (cut.inputs, cut.weights, cut.num_outputs) == ((3,), (1,), 4)
-    assert [one is None for one in together(cut, arguments)] == [True, False, True, False]
+    assert [value is None for value in together(cut, arguments)] == [True, False, True, False]

@@ -52,8 +52,8 @@ def sequenced(inside: nn.Module, *styles: Any) -> SequenceLayers:
     layer = nn.Module()
     layer.part = inside
     found = [
-        DividedModule(f"part.{at}", one, style, inside)
-        for at, (one, style) in enumerate(zip(inside.children(), styles, strict=False))
+        DividedModule(f"part.{at}", child, style, inside)
+        for at, (child, style) in enumerate(zip(inside.children(), styles, strict=False))
     ]
     return SequenceLayers(SimpleNamespace(), found, [Block("layer", layer)])  # type: ignore[arg-type]
 
@@ -168,10 +168,10 @@ def test_what_cannot_be_run_is_refused(make: Callable[[], Any], said: dict[str, 
 
 def test_layers_that_may_be_in_parts_are_taken() -> None:
     taken = sequenced(Part(), Colwise(), Rowwise())
-    assert [type(one) for one in taken.regions] == [Part]
-    args, kwargs = _changed((1, torch.ones(2, 2, 2)), {"a": 2}, lambda one: one.shape)
+    assert [type(region) for region in taken.regions] == [Part]
+    args, kwargs = _changed((1, torch.ones(2, 2, 2)), {"a": 2}, lambda value: value.shape)
     assert (args, kwargs) == ((1, (2, 2, 2)), {"a": 2})
-    args, kwargs = _changed((), {"mask": ONES, "hidden_states": torch.ones(2, 2, 2)}, lambda one: one.shape)
+    args, kwargs = _changed((), {"mask": ONES, "hidden_states": torch.ones(2, 2, 2)}, lambda value: value.shape)
     assert kwargs["hidden_states"] == (2, 2, 2)
     assert _fitting("e", nn.Embedding(4, 4), PlainStyle.WHOLE) == PlainStyle.WHOLE
     _check(divided(nn.Linear(4, 8), Colwise(), Part(heads=4)), 4)
@@ -186,12 +186,12 @@ def test_layers_that_may_be_in_parts_are_taken() -> None:
     ],
 )
 def test_divided_layers_tell_the_sizes_that_they_have(module: nn.Module, style: Any, attribute: str, here: int) -> None:
-    one: Any = TensorParallel.__new__(TensorParallel)
-    one.axes, one._entries = SimpleNamespace(size=lambda _: 2, place=lambda _: 0), []
-    one.exchanges = LayerExchanges(one.axes, ())
-    one._attach(DividedModule("one", module, style, nn.Module()))
+    value: Any = TensorParallel.__new__(TensorParallel)
+    value.axes, value._entries = SimpleNamespace(size=lambda _: 2, place=lambda _: 0), []
+    value.exchanges = LayerExchanges(value.axes, ())
+    value._attach(DividedModule("one", module, style, nn.Module()))
     assert getattr(module, attribute) == here
-    assert one._entries[0][1:] == (attribute, 8)
+    assert value._entries[0][1:] == (attribute, 8)
 
 
 def test_a_row_of_several_stages_is_no_stream() -> None:
@@ -224,7 +224,7 @@ def test_a_message_that_has_arrived_is_forgotten_when_the_next_is_sent() -> None
     channel: Any = DistributedChannel.__new__(DistributedChannel)
     channel._edges, channel._layouts = {1: _DistributedEdge()}, {1: SimpleNamespace(find=lambda tensors, form: layout)}
     channel._at, channel._small_bytes, channel._by_host = CPU, 64, False  # as with NCCL
-    ended, open_ = (SimpleNamespace(is_completed=lambda one=one: one) for one in (True, False))
+    ended, open_ = (SimpleNamespace(is_completed=lambda item=flag: item) for flag in (True, False))
     flat = torch.zeros(1)
     channel._edges[1].under_way |= {7: _SentMessage(b"a", flat, ended), 8: _SentMessage(b"b", flat, open_)}  # type: ignore[arg-type]
     names = {"now": lambda: 0, "_key": lambda receive: b"k" * 8, "send_packet": lambda *_: None}

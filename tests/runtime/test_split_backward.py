@@ -194,7 +194,7 @@ def results(
     if split:
         for microbatch in range(len(inputs)):
             stage.backward_weight(microbatch)
-    assert not stage.held
+    assert not stage.passes
     for name, parameter in block.named_parameters():
         if parameter.grad is not None:
             assert not parameter.grad.requires_grad
@@ -229,7 +229,7 @@ def test_split_equals_whole_to_the_last_bit(name: str, index: int, checkpoint: b
 def test_embeddings_split_to_the_last_bit() -> None:
     torch.manual_seed(0)
     every: tuple[dict[str, Any], ...] = ({}, {"padding_idx": 1}, {"scale_grad_by_freq": True}, {"max_norm": 1.0})
-    for settings, precision in [(one, kind) for one in every for kind in ("fp32", "bf16")]:
+    for settings, precision in [(entry, kind) for entry in every for kind in ("fp32", "bf16")]:
         block = nn.Embedding(7, 6, **settings)
         twin = copy.deepcopy(block)
         inputs = [torch.randint(0, 7, (3, 5)) for _ in range(2)]
@@ -265,7 +265,7 @@ def test_i_computes_no_weight_gradients_of_layers_that_defer_them() -> None:
     stage = Stage(1, [Block("0", block)], Randomness(0, CPU), split={0})
     stage.forward(0, torch.randn(3, 5, 6))
     stage.backward_input(0, (torch.randn(3, 5, 6),))
-    (this,) = stage.held[0]
+    (this,) = stage.passes[0]
     assert this.tape is not None
     assert this.tape.early == []
     assert len(this.tape.records) == 3
@@ -287,11 +287,11 @@ def test_merged_w_gives_the_same_gradients_up_to_rounding() -> None:
             else:
                 for microbatch in range(3):
                     stage.backward_weight(microbatch)
-            assert not stage.held
-        for one, other in zip(block.parameters(), twin.parameters(), strict=True):
-            assert one.grad is not None
+            assert not stage.passes
+        for param, other in zip(block.parameters(), twin.parameters(), strict=True):
+            assert param.grad is not None
             assert other.grad is not None
-            assert (one.grad - other.grad).norm() <= 1e-6 * one.grad.norm()
+            assert (param.grad - other.grad).norm() <= 1e-6 * param.grad.norm()
 
 
 class ChangesItsInput(nn.Module):
@@ -393,7 +393,7 @@ def test_the_first_run_of_a_checkpointed_block_computes_what_its_second_does(
         output.backward(gradient)
         assert leaf.grad is not None
         plain[f"input {microbatch}"] = leaf.grad
-    plain |= {name: one.grad for name, one in twin.named_parameters() if one.grad is not None}
+    plain |= {name: param.grad for name, param in twin.named_parameters() if param.grad is not None}
     same(plain, results(block, inputs, gradient, split=split, checkpoint=True))
 
 

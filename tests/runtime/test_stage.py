@@ -30,7 +30,7 @@ def layers() -> list[nn.Module]:
 
 def expected(modules: list[nn.Module], value: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
     leaf = value.clone().requires_grad_()
-    parameters = [one for module in modules for one in module.parameters()]
+    parameters = [param for module in modules for param in module.parameters()]
     made = nn.Sequential(*modules)(leaf)
     first, *rest = torch.autograd.grad(made, [leaf, *parameters], gradient)
     return first, rest
@@ -55,14 +55,14 @@ def test_every_way_through_a_stage_gives_the_same_gradients(way: str) -> None:
     assert not made.requires_grad
     if "split" in WAYS[way]:
         (found,) = stage.backward_input(0, (gradient,))
-        assert all(some(one.grad is None for one in stage.parameters))
+        assert all(some(param.grad is None for param in stage.parameters))
         stage.backward_weight(0)
     else:
         (found,) = stage.backward(0, (gradient,))
     torch.testing.assert_close(found, back)
-    for one, other in zip(stage.parameters, weights, strict=True):
-        torch.testing.assert_close(one.grad, other)
-    assert not stage.held
+    for param, other in zip(stage.parameters, weights, strict=True):
+        torch.testing.assert_close(param.grad, other)
+    assert not stage.passes
 
 
 @pytest.mark.parametrize("way", ["whole", "split", "recomputed"])
@@ -90,7 +90,7 @@ def test_without_a_backward_to_come_nothing_is_kept() -> None:
     stage = stage_of(*layers(), loss=nn.functional.mse_loss)
     value, target = torch.randn(5, 3), torch.randn(5, 2)
     made, loss = stage.forward(0, value, target, keep=False)
-    assert not stage.held
+    assert not stage.passes
     torch.testing.assert_close(loss, nn.functional.mse_loss(made, target))
     assert stage.forward(0, value, None, keep=False)[1] is None
 
@@ -105,7 +105,7 @@ def test_a_tensor_without_a_gradient_is_said_to_have_none() -> None:
     assert isinstance(made, Partly)
     assert made.plain == (1,)
     second.forward(0, made)
-    assert [one.requires_grad for one in second.held[0][0].leaves] == [True, False, False]
+    assert [leaf.requires_grad for leaf in second.passes[0][0].leaves] == [True, False, False]
 
 
 def test_a_stage_that_nobody_trains_keeps_nothing_and_refuses_hidden_parameters() -> None:
@@ -118,7 +118,7 @@ def test_a_stage_that_nobody_trains_keeps_nothing_and_refuses_hidden_parameters(
     blocks = [Block("0", nn.Linear(3, 3).requires_grad_(False))]
     frozen = Stage(0, blocks, Randomness(0, torch.device("cpu")), kind=Backward.NONE)
     frozen.forward(0, torch.randn(2, 3))
-    assert not frozen.held
+    assert not frozen.passes
     hiding = Stage(0, [Block("0", Hides())], Randomness(0, torch.device("cpu")), kind=Backward.NONE)
     with refused(ModelError, "nothing up to stage 0 has trainable parameters"):
         hiding.forward(0, torch.randn(2, 3))
@@ -137,5 +137,5 @@ def test_parameters_that_change_between_steps_are_followed_in_every_segment(at: 
     assert not stage.renew()
     changed.weight = nn.Parameter(changed.weight.detach().clone())
     assert stage.renew()
-    assert any(one is changed.weight for one in stage.parameters)
+    assert any(param is changed.weight for param in stage.parameters)
     assert not stage.renew()

@@ -36,7 +36,7 @@ def test_a_graph_that_is_left_without_a_backward_is_freed() -> None:
 
     with weigher.watching():
         made, found = twice()
-    assert weigher.kept()
+    assert weigher.kept_bytes()
     del made
-    assert not weigher.kept()
+    assert not weigher.kept_bytes()
     torch.testing.assert_close(found, twice()[1])

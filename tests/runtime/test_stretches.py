@@ -29,7 +29,7 @@ def rows(program: Program) -> list[list[Job]]:
 def cut_rows(name: str, num_ranks: int, num_microbatches: int) -> list[str]:
     program = generate(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
     cut = [stretches(row, print) for row in rows(program)]
-    return [" ".join(str(one) if isinstance(one, Stretch) else str(one.action) for one in row) for row in cut]
+    return [" ".join(str(job) if isinstance(job, Stretch) else str(job.action) for job in row) for row in cut]
 
 
 def test_1f1b_computes_f_and_b_of_the_last_stage_in_one_stretch() -> None:
@@ -49,16 +49,16 @@ def test_zb_h1_sends_the_input_gradient_before_the_weight_gradient_is_computed()
 def test_an_overlapped_pair_waits_for_both_of_its_messages_and_exchanges_stay_apart() -> None:
     (row, _) = rows(generate("dualpipe", num_ranks=2, num_microbatches=4))
     cut = stretches(row, print)
-    assert [str(one) for one in cut if isinstance(one, Stretch)] == [
+    assert [str(job) for job in cut if isinstance(job, Stretch)] == [
         "[0F0]",
         "[1F2 0F1]",
         "[1B2]",
         "[(1F3;0B0)OVERLAP_F_B 1B3]",
         "[0I1 0W1]",
     ]
-    (pair,) = (one for one in cut if "OVERLAP" in str(one.action))
+    (pair,) = (job for job in cut if "OVERLAP" in str(job.action))
     assert [str(receive) for receive, _ in pair.needs] == ["1RECV_F3", "0RECV_B0"]
-    assert [str(one.action) for one in cut[-2:]] == ["0REDUCE_GRAD", "1REDUCE_GRAD"]
+    assert [str(job.action) for job in cut[-2:]] == ["0REDUCE_GRAD", "1REDUCE_GRAD"]
 
 
 @pytest.mark.parametrize("name", [name for name in SYNCHRONOUS if not find(name).even_ranks])
@@ -69,7 +69,7 @@ def test_one_rank_is_one_stretch(name: str) -> None:
 
 
 def flat(row: list[Job]) -> list[Job]:
-    return [job for one in row for job in (one.jobs if isinstance(one, Stretch) else [one])]
+    return [job for inner_job in row for job in (inner_job.jobs if isinstance(inner_job, Stretch) else [inner_job])]
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
@@ -81,14 +81,14 @@ def test_nothing_is_lost_and_only_posts_move_and_only_behind_computations_that_w
                 cut = stretches(row, print)
                 after = flat(cut)
                 assert sorted(map(id, after)) == sorted(map(id, row))
-                posts = [one for one in after if one.action.op in RECV_OPS]
-                others = [one for one in after if one.action.op not in RECV_OPS]
-                assert posts == [one for one in row if one.action.op in RECV_OPS]
-                assert others == [one for one in row if one.action.op not in RECV_OPS]
-                for one in some(cut):
-                    if isinstance(one, Stretch):
-                        assert one.needs == one.jobs[0].needs
-                        assert not any(job.needs for job in one.jobs[1:])
+                posts = [job for job in after if job.action.op in RECV_OPS]
+                others = [job for job in after if job.action.op not in RECV_OPS]
+                assert posts == [job for job in row if job.action.op in RECV_OPS]
+                assert others == [job for job in row if job.action.op not in RECV_OPS]
+                for job in some(cut):
+                    if isinstance(job, Stretch):
+                        assert job.needs == job.jobs[0].needs
+                        assert not any(job.needs for job in job.jobs[1:])
                 for post in posts:
                     passed = set(map(id, after[: after.index(post)])) - set(map(id, row[: row.index(post)]))
                     behind = [job for job in row if id(job) in passed]

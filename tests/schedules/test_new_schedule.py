@@ -62,10 +62,10 @@ def made(name: str) -> Program:
 
 
 def test_its_facts_are_read_off_its_rows(name: str) -> None:
-    one = find(name)
-    assert one.placement == {"waltz": "v", "upstream": "custom"}[name]
-    assert (one.flushed, one.trains, one.splits_backward, one.two_directions) == (True, True, True, False)
-    assert one.layout(2, one.stages_per_rank) == made(name).placement
+    recipe = find(name)
+    assert recipe.placement == {"waltz": "v", "upstream": "custom"}[name]
+    assert (recipe.flushed, recipe.trains, recipe.splits_backward, recipe.two_directions) == (True, True, True, False)
+    assert recipe.layout(2, recipe.stages_per_rank) == made(name).placement
 
 
 def test_it_is_shown_and_compared(name: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +84,7 @@ def test_a_search_starts_from_it(name: str) -> None:
 def test_a_profile_is_planned_with_it(name: str) -> None:
     profile = model_profile([1.0, 2.0, 1.0, 2.0])
     found = plan(profile, num_ranks=2, batch=4, seconds=0.0)
-    assert name in {one.program.name for one in (*found.candidates, *found.rejected)}
+    assert name in {candidate.program.name for candidate in (*found.candidates, *found.rejected)}
     assert (
         plan(profile, num_ranks=2, batch=4, seconds=0.0, schedules=[name]).best.program.placement
         == made(name).placement
@@ -109,7 +109,7 @@ def test_a_cluster_is_planned_with_it(name: str) -> None:
     assert estimate(transformer, small_cluster(2), layout).seconds.total > 0
     text, missing = titan(transformer, layout)
     assert f'pipeline_parallel_schedule_csv = "{name}.csv"' in text
-    assert any("the placement" in one for one in missing) == (name == "upstream")
+    assert any("the placement" in word for word in missing) == (name == "upstream")
 
 
 @pytest.mark.features("check", "record")
@@ -132,8 +132,8 @@ def test_a_recipe_that_refuses_small_counts_has_no_facts_and_hurts_nobody() -> N
         raise ValueError(num_microbatches)
 
     try:
-        one = find("picky")
-        assert (one.placement, one.flushed, one.trains, one.splits_backward) == ("custom", True, True, False)
+        item = find("picky")
+        assert (item.placement, item.flushed, item.trains, item.splits_backward) == ("custom", True, True, False)
         assert plan(model_profile([1.0, 2.0]), num_ranks=2, batch=4, seconds=0.0).best.program.name != "picky"
     finally:
         unregister("picky")

@@ -23,7 +23,7 @@ def test_every_schedule_of_the_field_is_there() -> None:
 
 
 def test_every_schedule_says_what_it_is() -> None:
-    assert all(one.summary for one in schedules().values())
+    assert all(recipe.summary for recipe in schedules().values())
 
 
 def test_ones_own_schedule_gets_proof_and_timing() -> None:

@@ -23,5 +23,5 @@ def served_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def running(served_folder: Path) -> Iterator[Running]:
     """A service of two stages that most tests share."""
-    with serving(served_folder) as one:
-        yield one
+    with serving(served_folder) as item:
+        yield item

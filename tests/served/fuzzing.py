@@ -69,23 +69,23 @@ def _send_message(channel: Any, chance: random.Random) -> None:
 def _send_oversized(channel: Any, chance: random.Random, limit: int) -> None:
     """Call with more than anybody should: rows, bytes, inputs, dimensions, names, metadata."""
     request = request_of({"x": rows_of(1)})
-    one = request.inputs[0]
+    value = request.inputs[0]
     more: tuple[tuple[str, str], ...] = ()
     kind = chance.randrange(7)
     if kind == 0:
-        one.shape[chance.randrange(2)] = chance.choice((2**62, 2**40, 2**31, -(2**62)))
+        value.shape[chance.randrange(2)] = chance.choice((2**62, 2**40, 2**31, -(2**62)))
     elif kind == 1:
         request.raw_input_contents[0] = b"\0" * (limit + chance.choice((-200, 0, 1, limit)))
     elif kind == 2:
         for at in range(3000):
             request.inputs.add(name=f"x{at}", datatype="FP32", shape=[1])
     elif kind == 3:
-        one.shape.extend([1] * 10_000)
+        value.shape.extend([1] * 10_000)
     elif kind == 4:
         del request.raw_input_contents[:]
-        one.contents.fp32_contents.extend([0.0] * (limit // 8))
+        value.contents.fp32_contents.extend([0.0] * (limit // 8))
     elif kind == 5:
-        one.name = request.id = request.model_version = "x" * (limit // 4)
+        value.name = request.id = request.model_version = "x" * (limit // 4)
     else:
         more = (("x-large", "y" * 20_000),)
     with suppress(grpc.RpcError):

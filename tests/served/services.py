@@ -49,14 +49,14 @@ def write_served(folder: Path, *, num_stages: int = 2, width: int = WIDTH, repea
                 helper.make_node("Tanh", [f"m{at}"], [made]),
             ]
             value = made
-        ends = [helper.make_tensor_value_info(one, TensorProto.FLOAT, ["batch", width]) for one in (first, last)]
+        ends = [helper.make_tensor_value_info(text, TensorProto.FLOAT, ["batch", width]) for text in (first, last)]
         graph = helper.make_graph(nodes, "stage", [ends[0]], [ends[1]], [numpy_helper.from_array(weight, "w")])
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
         model.ir_version = 10
         path = folder / f"stage{number}" / "model.onnx"
         path.parent.mkdir(parents=True)
         onnx.save(model, str(path))
-        taken, given = ((Tensor(one, "FP32", ("batch", width)),) for one in (first, last))
+        taken, given = ((Tensor(text, "FP32", ("batch", width)),) for text in (first, last))
         name = f"stage{number}/model.onnx"
         stages.append(ManifestStage(name, {name: digest_of(path)}, taken, given, (f"block{number}",), 0.001))
     dimensions = {"batch": (1, None)}
@@ -74,12 +74,12 @@ class Running:
     @property
     def processes(self) -> list[int]:
         """The processes of the stages."""
-        return [one.pid for one in getattr(self.started.stages, "processes", ())]
+        return [process.pid for process in getattr(self.started.stages, "processes", ())]
 
     @property
     def cores(self) -> list[set[int]]:
         """The cores on which each stage may run."""
-        return [os.sched_getaffinity(one) for one in self.processes]
+        return [os.sched_getaffinity(process) for process in self.processes]
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def serving(folder: Path, **settings: Any) -> Iterator[Running]:
 
     async def run() -> None:
         stop.append(asyncio.Event())
-        await serve(ServiceSettings(folder, **given), told=heard, stop=stop[0])
+        await serve(ServiceSettings(folder, **given), notify=heard, stop=stop[0])
 
     def thread() -> None:
         try:
@@ -170,8 +170,8 @@ def together(number: int, work: Callable[[int], None]) -> list[BaseException]:
             raised.append(error)
 
     threads: Sequence[threading.Thread] = [threading.Thread(target=guarded, args=(at,)) for at in range(number)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join(120)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
     return raised

@@ -122,7 +122,7 @@ def no_model():
 
 def computed(folder: Path, manifest: Manifest, inputs: dict[str, torch.Tensor]) -> Array:
     """Return what the stages compute, one after the other."""
-    arrays = {name: one.numpy() for name, one in inputs.items()}
+    arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
     for number in range(len(manifest.stages)):
         arrays = Session(folder, manifest, number).run(arrays)
     return arrays["output"]
@@ -139,7 +139,7 @@ def test_a_trained_model_is_exported_served_and_answers_tritons_client(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["train", *(word for one in TINY for word in ("--set", one)), "--out", "run", "--json"]) == 0
+    assert main(["train", *(word for name in TINY for word in ("--set", name)), "--out", "run", "--json"]) == 0
     capsys.readouterr()
     assert main(["export", "run", "--stages", "2", "--out", "served", "--name", "tale", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -148,7 +148,9 @@ def test_a_trained_model_is_exported_served_and_answers_tritons_client(
     assert told["dimensions"] == {"batch": {"least": 1, "most": None}, "length": {"least": 1, "most": 32}}
     model = finished_model("run").model
     fresh = finished_model("run/settings.toml").model.state_dict()
-    assert any(not torch.equal(one, fresh[name]) for name, one in some(model.state_dict().items()))  # it was trained
+    assert any(
+        not torch.equal(entry, fresh[name]) for name, entry in some(model.state_dict().items())
+    )  # it was trained
     with serving(Path("served")) as running, triton.InferenceServerClient(running.address) as client:
         for rows, length in ((1, 32), (3, 7), (5, 1)):
             tokens = torch.randint(257, (rows, length))
@@ -160,7 +162,10 @@ def test_a_trained_model_is_exported_served_and_answers_tritons_client(
         command += ["--integers-below", "257", "--length", "8", "--out", "load.svg", "--out", "load.html", "--json"]
         assert main(command) == 0
         loads = json.loads(capsys.readouterr().out)["loads"]
-        assert [(one["concurrency"], one["rate"], one["errors"]) for one in loads] == [(2, None, {}), (None, 20.0, {})]
+        assert [(load["concurrency"], load["rate"], load["errors"]) for load in loads] == [
+            (2, None, {}),
+            (None, 20.0, {}),
+        ]
         assert Path("load.svg").read_text().startswith("<svg")
         long = torch.zeros(1, 33, dtype=torch.int64)
         given = triton.InferInput("tokens", long.shape, "INT64").set_data_from_numpy(long.numpy())
@@ -233,14 +238,14 @@ def test_outputs_have_the_names_that_the_model_gives_them(
     assert main(["export", "models.py:named", "--out", "out"]) == 0
     assert "(at rows 1, 5, 4)" in capsys.readouterr().out
     made, found = read_manifest("out"), finished_model("models.py:named")
-    assert [one.name for one in made.inputs] == ["x", "mul"]
-    assert [one.name for one in made.outputs] == ["add", "linear"]
+    assert [tensor.name for tensor in made.inputs] == ["x", "mul"]
+    assert [output.name for output in made.outputs] == ["add", "linear"]
     inputs = found.example(7, 1)
-    arrays = {name: one.numpy() for name, one in inputs.items()}
+    arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
     for number in range(2):
         arrays = Session(Path("out"), made, number).run(arrays)
-    for one, right in some(list(zip(arrays.values(), plain_outputs(found.model, inputs), strict=True))):
-        assert np.abs(one - right).max() <= TOLERANCE * np.abs(right).max()
+    for array, right in some(list(zip(arrays.values(), plain_outputs(found.model, inputs), strict=True))):
+        assert np.abs(array - right).max() <= TOLERANCE * np.abs(right).max()
     assert main(["export", "models.py:fails", "--out", "more"]) == 3
     assert capsys.readouterr().err.endswith("\ndrumline: models.py:fails failed with ValueError: no weights here\n")
 

@@ -79,15 +79,15 @@ def test_a_killed_stage_comes_back_and_all_requests_but_those_it_computed_are_re
                         return
 
         assert together(CLIENTS, client) == []
-        failed = [one for one in codes if one[0] is not grpc.StatusCode.OK]
+        failed = [code for code in codes if code[0] is not grpc.StatusCode.OK]
         assert killed.is_set()
         assert codes[-1][0] is grpc.StatusCode.OK
         said = "stage 1: it ended with code -9, at work on this"
-        assert [one for one in failed if one != (grpc.StatusCode.UNAVAILABLE, said)] == []
+        assert [pair for pair in failed if pair != (grpc.StatusCode.UNAVAILABLE, said)] == []
         assert len(failed) <= CLIENTS  # those of one microbatch
         assert 'drumline_stage_restarts_total{stage="1"} 1.0' in metrics_at(running.started.metrics_port)
         assert running.cores == before  # of its own again
-        assert not pin or all(len(one) == 1 for one in before)
+        assert not pin or all(len(group) == 1 for group in before)
         assert not pin or before[0] != before[1]
 
 
@@ -151,7 +151,7 @@ def _check_gone(channel: Any) -> None:
 
 def test_garbage_at_every_port_harms_nothing(running: Running) -> None:
     ports = [running.started.port, running.started.metrics_port]
-    ports += [int(one.rpartition(":")[2]) for one in running.started.stages.addresses]
+    ports += [int(name.rpartition(":")[2]) for name in running.started.stages.addresses]
     processes = running.processes
     for port in some(ports):
         garbage_at(port, cases=25, seed=port)
@@ -215,7 +215,7 @@ def test_sigterm_answers_what_is_under_way_and_leaves_a_timeline(slow_folder: Pa
         assert process.wait(60) == 0
         assert process.stderr is not None
         told = [json.loads(line) for line in process.stderr.read().splitlines()]
-    assert [one["event"] for one in told][-2:] == ["draining", "stopped"]
+    assert [report["event"] for report in told][-2:] == ["draining", "stopped"]
     assert told[-1]["drained"]
     run = read_run(tmp_path / "run")
     assert run.has_ended
@@ -253,7 +253,7 @@ def test_stages_started_one_by_one_serve_over_mutual_tls(served_folder: Path, tm
         [*command, "--stage", "0", "--listen", addresses[0], "--next", addresses[1], *tls],
         [*command, "--stage", "1", "--listen", addresses[1], *tls],
     ]
-    started = [subprocess.Popen(one, stdout=subprocess.DEVNULL) for one in stages]
+    started = [subprocess.Popen(stage, stdout=subprocess.DEVNULL) for stage in stages]
     try:
         with serving(served_folder, hosts=tuple(addresses), tls=Tls(certificate, key, ours.path)) as running:
             x = rows_of(5)
@@ -267,7 +267,7 @@ def test_stages_started_one_by_one_serve_over_mutual_tls(served_folder: Path, tm
         with refused(LaunchError, r"is stage \d of 2 of tanh,", expected=r"stage \d of 2 of tanh"), swapped:
             pass
     finally:
-        for one in started:
-            one.terminate()
-        codes = [one.wait(30) for one in started]
+        for popen in started:
+            popen.terminate()
+        codes = [popen.wait(30) for popen in started]
     assert codes == [0, 0]

@@ -114,8 +114,8 @@ def test_every_call_gets_its_own_answer_in_whatever_order_they_come() -> None:
                 for number in range(9)
             ]
             found = await asyncio.gather(*calls)
-        for number, one in some(list(enumerate(found))):
-            assert (one.body, one.times) == (b"answer %d" % number, f"times {number}")
+        for number, item in some(list(enumerate(found))):
+            assert (item.body, item.times) == (b"answer %d" % number, f"times {number}")
         assert told == [1, 3, 5, 7]
 
     run_to_end(run())
@@ -128,7 +128,7 @@ def test_a_caller_that_asks_for_nothing_more_gets_its_answers_and_the_end() -> N
             home(Answer(body))  # and then it is returned: the caller gets it once
         return Answer(body)
 
-    async def one(channel: Any, *frames: bytes) -> tuple[list[bytes], grpc.StatusCode]:
+    async def function(channel: Any, *frames: bytes) -> tuple[list[bytes], grpc.StatusCode]:
         stream = channel.stream_stream(f"/{SERVICE}/Flow")(iter(frames), timeout=20)
         found: list[bytes] = []
         with suppress(grpc.aio.AioRpcError):  # its code says how it ended
@@ -140,11 +140,11 @@ def test_a_caller_that_asks_for_nothing_more_gets_its_answers_and_the_end() -> N
             late, soon = (
                 bytes(Frame(FrameKind.CALL, at, 9.0, body=body)) for at, body in enumerate((b"late", b"at once"))
             )
-            assert await one(channel, late, soon) == ([b"at once", b"late"], Code.OK)
+            assert await function(channel, late, soon) == ([b"at once", b"late"], Code.OK)
             # Answers are being written when the streams end, or when they turn out to be damaged.
-            every = await asyncio.gather(*(one(channel, soon) for _ in range(100)))
+            every = await asyncio.gather(*(function(channel, soon) for _ in range(100)))
             assert every == [([b"at once"], Code.OK)] * 100
-            damaged = await asyncio.gather(*(one(channel, soon, b"garbage") for _ in range(100)))
+            damaged = await asyncio.gather(*(function(channel, soon, b"garbage") for _ in range(100)))
             assert {code for _, code in damaged} == {Code.INVALID_ARGUMENT}
 
     run_to_end(run())
@@ -260,7 +260,7 @@ def test_a_stage_hands_on_deadlines_and_times_and_refuses_what_it_should(served_
         body, x = request_of({"x": rows_of(2)}).SerializeToString(), rows_of(2)
         found = await first.answer(body, 7.0, lambda: told.append("left"))
         assert found.body == b"from behind"
-        assert [one.stage for one in times_of(found.times)] == [0, 1]
+        assert [time.stage for time in times_of(found.times)] == [0, 1]
         assert 0 < behind.timeouts[0] < 7.0
         assert told == ["left"]
         middle = await first.answer(body, 7.0, alone=True)
@@ -275,7 +275,7 @@ def test_a_stage_hands_on_deadlines_and_times_and_refuses_what_it_should(served_
             "stage 0: the message is no request",
         )
         codes = await asyncio.gather(*(first.answer(body, 7.0) for _ in range(3)), return_exceptions=True)
-        assert [one.code for one in codes if isinstance(one, Failed)] == [Code.RESOURCE_EXHAUSTED]
+        assert [code.code for code in codes if isinstance(code, Failed)] == [Code.RESOURCE_EXHAUSTED]
         await first.drained(1.0)
         assert (await failure(first.answer(body, 7.0)))[0] is Code.UNAVAILABLE
 
@@ -346,9 +346,9 @@ class Carried:
 
 def test_a_request_enters_an_idle_pipe_at_once_and_a_full_one_not_at_all() -> None:
     async def run() -> None:
-        one = Carried(max_wait=600.0, rows=8)
-        ticket = one.send(rows_of(1))
-        one.pipe.poke()
+        carried = Carried(max_wait=600.0, rows=8)
+        ticket = carried.send(rows_of(1))
+        carried.pipe.poke()
         async with asyncio.timeout(60):
             np.testing.assert_array_equal((await ticket.answer)["y"], 2 * rows_of(1))
         full = Carried(holds=True, rows=1, window=3)

@@ -51,17 +51,17 @@ def test_rows_of_many_requests_travel_together_and_come_back_to_their_own() -> N
     loop = asyncio.new_event_loop()
     tickets = [ticket(rows, loop, seed) for seed, rows in enumerate((3, 1, 4, 2))]
     queue = Queue(max_requests=9, max_bytes=10**6)
-    for one in tickets:
-        queue.admit(one)
+    for item in tickets:
+        queue.admit(item)
     taken = []
     while (microbatch := queue.take(tickets[0].signature, 3)) is not None:
         taken.append(microbatch)
-    assert [one.rows for one in taken] == [3, 3, 3, 1]
+    assert [sent.rows for sent in taken] == [3, 3, 3, 1]
     assert len(queue) == queue.bytes == 0
     for microbatch in reversed(taken):  # in whatever order answers come
         microbatch.put({"y": microbatch.inputs()["x"] * 2})
-    for one in tickets:
-        np.testing.assert_array_equal(one.answer.result()["y"], one.inputs["x"] * 2)
+    for item in tickets:
+        np.testing.assert_array_equal(item.answer.result()["y"], item.inputs["x"] * 2)
     loop.close()
 
 
@@ -87,12 +87,12 @@ def test_requests_that_are_over_are_not_sent() -> None:
     loop = asyncio.new_event_loop()
     queue = Queue(max_requests=9, max_bytes=10**6)
     late, fine = ticket(3, loop, timeout=-1.0), ticket(2, loop)
-    for one in (late, fine):
-        queue.admit(one)
+    for item in (late, fine):
+        queue.admit(item)
     assert queue.oldest() is fine
     microbatch = queue.take(fine.signature, 8)
     assert microbatch is not None
-    assert [one.ticket for one in microbatch.slices] == [fine]
+    assert [part.ticket for part in microbatch.slices] == [fine]
     loop.close()
 
 
@@ -163,7 +163,7 @@ def test_a_graph_cut_anywhere_computes_the_same(tmp_path: Path) -> None:
         helper.make_node("Add", ["b", "a"], ["c"]),
         helper.make_node("Mul", ["c", "x"], ["y"]),
     ]
-    ends = [helper.make_tensor_value_info(one, TensorProto.FLOAT, ["batch", 8]) for one in ("x", "y")]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 8]) for name in ("x", "y")]
     weight = numpy_helper.from_array(rows_of(8, seed=3), "w")
     model = helper.make_model(helper.make_graph(nodes, "g", [ends[0]], [ends[1]], [weight]),
                               opset_imports=[helper.make_opsetid("", 18)])  # fmt: skip
@@ -174,12 +174,12 @@ def test_a_graph_cut_anywhere_computes_the_same(tmp_path: Path) -> None:
     graph = Graph(tmp_path / "whole.onnx")
     assert graph.crossing(2) == ["x", "a", "b"]
     for at in range(1, 4):
-        middle = [BoundaryValue(one, f"s1.{one}") for one in graph.crossing(at)]
-        tensors = {one: Tensor(one, "FP32", ("batch", 8)) for one in ("x", "y", *(one.name for one in middle))}
+        middle = [BoundaryValue(name, f"s1.{name}") for name in graph.crossing(at)]
+        tensors = {name: Tensor(name, "FP32", ("batch", 8)) for name in ("x", "y", *(value.name for value in middle))}
         first, second = tmp_path / f"{at}" / "first" / "model.onnx", tmp_path / f"{at}" / "second" / "model.onnx"
         graph.write(0, at, [BoundaryValue("x", "x")], middle, tensors, first)
         graph.write(at, 4, middle, [BoundaryValue("y", "y")], tensors, second)
-        names = [one.name for one in middle]
+        names = [boundary_value.name for boundary_value in middle]
         made = open_session(first).run(names, {"x": x})
         (found,) = open_session(second).run(None, dict(zip(names, made, strict=True)))
         np.testing.assert_array_equal(found, right)
@@ -189,7 +189,7 @@ def recorded(record: LoadRecord, *, count: int, every: int, later: int) -> Path:
     """Record microbatches of 10 ms a stage, one `every` so many ms; the second stage starts so much `later`."""
     for number in range(count):
         starts = [(every * number + later * stage) * MS for stage in (0, 1)]
-        record.add([StageTimes(at, one, one, one + 10 * MS, one + 10 * MS, 64, 64) for at, one in enumerate(starts)], 2)
+        record.add([StageTimes(at, s, s, s + 10 * MS, s + 10 * MS, 64, 64) for at, s in enumerate(starts)], 2)
     record.close()
     return record.folder
 
@@ -213,11 +213,11 @@ def test_a_service_that_waits_for_requests_is_idle_for_that_reason(tmp_path: Pat
     record = LoadRecord(tmp_path / "run", read_manifest(write_served(tmp_path / "tanh")), window=4)
     run = read_run(recorded(record, count=14, every=15, later=10))
     timeline = run.timeline(0)
-    asked = [one for one in timeline.causes if one.cause is Cause.OUTSIDE]
-    assert [(one.rank, round(one.seconds, 6)) for one in asked] == [(0, 0.005)] * 3
+    asked = [cause for cause in timeline.causes if cause.cause is Cause.OUTSIDE]
+    assert [(idle.rank, round(idle.seconds, 6)) for idle in asked] == [(0, 0.005)] * 3
     assert "waits for requests" in asked[0].why
-    assert not [one for one in timeline.causes if one.cause is Cause.UNEXPLAINED]
-    (step,) = [one for one in run.metrics() if one["step"] == 0]
+    assert not [cause for cause in timeline.causes if cause.cause is Cause.UNEXPLAINED]
+    (step,) = [metric for metric in run.metrics() if metric["step"] == 0]
     assert step["pp/rank0/wait_seconds"] == pytest.approx(0.015)
     assert step["pp/rank0/overhead_seconds"] == step["pp/rank0/unexplained_seconds"] == 0
 
@@ -238,7 +238,7 @@ def test_a_record_mixes_with_no_other_files(tmp_path: Path, place: str, said: di
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "todo.txt").write_text("mine")
     with refused(UsageError, **said):
-        run_to_end(serve(ServiceSettings(served, record=tmp_path / place), told=lambda started: None))
+        run_to_end(serve(ServiceSettings(served, record=tmp_path / place), notify=lambda started: None))
     for fine in ("new", "empty"):
         check_record(tmp_path / fine, served)
         (tmp_path / "empty").mkdir(exist_ok=True)
@@ -254,7 +254,7 @@ def test_a_record_on_a_full_disk_ends_and_harms_no_service(tmp_path: Path) -> No
     record._files["rank1.jsonl"].close()
     record._files["rank1.jsonl"] = full.open("w", encoding="utf-8")
     recorded(record, count=60, every=10, later=11)
-    assert [one.strerror for one in told] == ["No space left on device"]
+    assert [error.strerror for error in told] == ["No space left on device"]
 
 
 def test_bools_are_0_or_1_and_outputs_are_all_typed_or_all_raw() -> None:
@@ -298,7 +298,7 @@ def test_only_a_stage_that_neither_lives_nor_works_nor_is_waited_for_hangs(
     seconds = count()
     watch = HangWatch(30.0, lambda: float(next(seconds)))
     assert watch.every == 1.0
-    found = [watch.look(one) for one in states]
+    found = [watch.look(state) for state in states]
     assert next(filter(None, found), "") == said
     assert not any(found[:31])
 

@@ -148,10 +148,10 @@ def test_a_manifest_whose_rows_are_not_first_is_refused(tmp_path: Path) -> None:
     text = (folder / "manifest.json").read_text()
     table = json.loads(text)
 
-    def turned(one: Any) -> Any:
-        if isinstance(one, dict):
-            return {name: [*value[1:], *value[:1]] if name == "shape" else turned(value) for name, value in one.items()}
-        return [turned(value) for value in one] if isinstance(one, list) else one
+    def turned(row: Any) -> Any:
+        if isinstance(row, dict):
+            return {name: [*value[1:], *value[:1]] if name == "shape" else turned(value) for name, value in row.items()}
+        return [turned(value) for value in row] if isinstance(row, list) else row
 
     (folder / "manifest.json").write_text(json.dumps(turned(table)))
     with refused(RecordError, expected="'batch' as the first dimension of each"):
@@ -164,8 +164,8 @@ def test_inputs_of_requests_fit_each_other() -> None:
     def asked(x: list[int], y: list[int], raw: int = 0) -> Any:
         request = InferRequest()
         for name, values in (("x", x), ("y", y)):
-            one = request.inputs.add(name=name, datatype="INT32", shape=[len(values)])
-            one.contents.int_contents.extend(values)
+            value = request.inputs.add(name=name, datatype="INT32", shape=[len(values)])
+            value.contents.int_contents.extend(values)
         request.raw_input_contents.extend([b"abcd"] * raw)
         return request
 

@@ -73,25 +73,25 @@ def test_values_without_raw_bytes_are_answered_in_kind(running: Running) -> None
 
 def _odd(change: str) -> Any:
     request = request_of({"x": rows_of(2)})
-    one = request.inputs[0]
+    value = request.inputs[0]
     if change == "name":
-        one.name = "z"
+        value.name = "z"
     elif change == "missing":
         del request.inputs[:], request.raw_input_contents[:]
     elif change == "type":
-        one.datatype = "INT64"
+        value.datatype = "INT64"
     elif change == "width":
-        one.shape[1] = WIDTH + 1
+        value.shape[1] = WIDTH + 1
     elif change == "dimensions":
-        one.shape.append(1)
+        value.shape.append(1)
     elif change == "bytes":
         request.raw_input_contents[0] = b"\0" * 7
     elif change == "negative":
-        one.shape[0] = -1
+        value.shape[0] = -1
     elif change == "huge":
-        one.shape[0] = 2**60
+        value.shape[0] = 2**60
     elif change == "twice":
-        request.inputs.add().CopyFrom(one)
+        request.inputs.add().CopyFrom(value)
     elif change == "contents":
         del request.raw_input_contents[:]
     elif change == "output":
@@ -99,7 +99,7 @@ def _odd(change: str) -> Any:
     elif change == "classes":
         request.outputs.add(name="y").parameters["classification"].int64_param = 3
     elif change == "shared":
-        one.parameters["shared_memory_region"].string_param = "region"
+        value.parameters["shared_memory_region"].string_param = "region"
         del request.raw_input_contents[:]
     return request
 
@@ -143,7 +143,7 @@ def test_other_models_and_versions_are_not_found(running: Running) -> None:
             assert status_of(call)[0] is grpc.StatusCode.NOT_FOUND
     with triton.InferenceServerClient(running.address) as client:
         asked_of = [("tanh", ""), ("tanh", "1"), ("tanh", "7"), ("other", "")]
-        assert [client.is_model_ready(*one) for one in asked_of] == [True, True, False, False]
+        assert [client.is_model_ready(*pair) for pair in asked_of] == [True, True, False, False]
 
 
 def test_health_reflection_and_metrics_are_served(running: Running) -> None:

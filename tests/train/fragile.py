@@ -26,14 +26,14 @@ class Fragile(nn.Linear):
         return super().forward(given)
 
     def _obey(self) -> None:
-        for one in self.orders.iterdir():
-            if one.name == "slow":
+        for path in self.orders.iterdir():
+            if path.name == "slow":
                 time.sleep(0.02)
                 continue
-            rank, step, _ = one.name.split("-")
+            rank, step, _ = path.name.split("-")
             there = (self.folder / "checkpoints" / f"step-{int(step):08d}").exists()
             if os.environ.get("RANK", "0") == rank and (step == "0" or there):
-                one.unlink()
+                path.unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
 
 

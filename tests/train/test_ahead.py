@@ -48,7 +48,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     """Return what the run folder has of every step, without times and bytes."""
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     kept = ("step", "loss_metrics/global_avg_loss", "grad_norm", "train/step", "train/loss", "lr", "n_tokens_seen")
-    return [{key: one.get(key) for key in kept} for one in found]
+    return [{key: value.get(key) for key in kept} for value in found]
 
 
 @pytest.mark.features("capture", "lengths", "saving", "stream")
@@ -68,16 +68,16 @@ def test_a_clipped_run_is_the_same_in_all_that_it_tells_and_saves(tmp_path: Path
         given = settings_for(folder, optimizer=replace(AFTER, validated=validated), **tables)
         with ahead():
             found = trained(given, {}, told.append)
-        updates = [(one.step, one.loss, one.lr, one.grad_norm) for one in told if isinstance(one, Update)]
-        order = [(type(one), one.step) for one in told if isinstance(one, Update | Evaluation)]
+        updates = [(item.step, item.loss, item.lr, item.grad_norm) for item in told if isinstance(item, Update)]
+        order = [(type(update), update.step) for update in told if isinstance(update, Update | Evaluation)]
         counts = found.num_tokens, found.num_skipped
         results.append([found.losses, found.grad_norms, counts, updates, order, lines(folder), saved(folder)])
     *plain, wanted = results[0]
     *ours, state = results[1]
     assert ours == plain
     assert max(ours[1]) > AFTER.clip_norm > 0
-    for name, one in some(state.items()):
-        assert torch.equal(one, wanted[name]), name
+    for name, entry in some(state.items()):
+        assert torch.equal(entry, wanted[name]), name
 
 
 @pytest.mark.features("capture", "lengths", "saving", "stream")
@@ -88,21 +88,21 @@ def test_an_update_with_a_nan_is_left_out_and_told_of(tmp_path: Path, precision:
     with ahead():
         found = trained(given, {BAD: "target"}, told.append)
     assert found.num_skipped == 1
-    assert [one.step for one in told if isinstance(one, SkippedUpdate)] == [BAD + 1]
+    assert [update.step for update in told if isinstance(update, SkippedUpdate)] == [BAD + 1]
     waits = replace(given, optimizer=replace(given.optimizer, validated="before"))
     wanted = left_out(replace(waits, run=RunSettings(steps=5, out=str(tmp_path / "plain"))), BAD)
     state = saved(tmp_path / "nan")
-    for name, one in some(wanted.items()):
+    for name, value in some(wanted.items()):
         if not name.startswith("random"):
-            assert torch.equal(one, state[name]), name
+            assert torch.equal(value, state[name]), name
 
 
 def test_a_dry_run_counts_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
     small: dict[str, Any] = {"model.num_layers": 2, "model.hidden": 16, "model.num_heads": 2, "batch.sequence": 8}
     small |= {"batch.microbatch": 2, "batch.sequences": 8, "pipeline.device": "cpu", "pipeline.check_model": False}
-    waits, runs = (read_settings(None, {**small, "optimizer.validated": one}) for one in ("before", "after"))
-    before, after = (sum(one.optimizer for one in dry_run(given).forecast.ranks) for given in (waits, runs))
+    waits, runs = (read_settings(None, {**small, "optimizer.validated": name}) for name in ("before", "after"))
+    before, after = (sum(rank.optimizer for rank in dry_run(given).forecast.ranks) for given in (waits, runs))
     built = gpt(runs)
     given = batch(runs, built)
     how = arguments(runs, built, given, Path()) | {"record": True, "transport": "in-process"}

@@ -39,7 +39,7 @@ def stream_of(path: Path, kind: str, how: str = "sampled") -> PlannedStream:
 
 
 def instructions(answer: str) -> bytes:
-    return b"".join(json.dumps({"prompt": "what?", "response": one}).encode() + b"\n" for one in ("abcd", answer) * 9)
+    return b"".join(json.dumps({"prompt": "what?", "response": name}).encode() + b"\n" for name in ("abcd", answer) * 9)
 
 
 def points(value: float) -> bytes:

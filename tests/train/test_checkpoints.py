@@ -138,13 +138,13 @@ def test_a_run_goes_on_without_checkpoints_that_cannot_be_written(
 ) -> None:
     told: list[Told] = []
 
-    def tell(one: Told) -> None:
-        told.append(one)
+    def tell(update: Told) -> None:
+        told.append(update)
         (tmp_path / "run" / "checkpoints").touch()  # a file in the folder's place
 
     with refused(RunError, "checkpoints cannot be written"):
         run_training(settings_for(tmp_path / "run"), tell=tell)
-    assert [one.step for one in told if isinstance(one, Update)] == [1, 2, 3, 4]
+    assert [update.step for update in told if isinstance(update, Update)] == [1, 2, 3, 4]
     assert caplog.text.count("training continues without a checkpoint: ") == 1  # after 2; after 4 it is an error
 
 
@@ -181,12 +181,12 @@ def test_a_full_disk_delays_what_stands_beside_a_checkpoint(
     assert seen == [1, 2, 3, 4, 5, 6]
     lines = (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == seen, "all of them, in order"
-    steps = [one["train/step"] for one in read_run(tmp_path / "run").metrics()]
+    steps = [metric["train/step"] for metric in read_run(tmp_path / "run").metrics()]
     assert steps == seen
     told = capsys.readouterr().err
     for what in some(["the log", "the record of the steps"]):
         assert told.count(f"cannot write {what} to ") == told.count(f"{what} goes on in ") == 1
-    assert [one.name for one in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000006"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000006"]
 
 
 def test_progress_on_a_full_disk_ends_nothing() -> None:
@@ -272,8 +272,8 @@ def test_the_tokenizer_of_a_checkpoint_is_the_one_that_was_trained_with(tmp_path
         },
     }.items():
         (tmp_path / name).mkdir()
-        for one, text in files.items():
-            (tmp_path / name / one).write_text(text)
+        for key, text in files.items():
+            (tmp_path / name / key).write_text(text)
     hf = ModelSettings(kind="hf", path=str(tmp_path / "model"))
     mine = TrainSettings(model=hf, data=DataSettings(tokenizer=str(tmp_path / "other")))
     found = files_beside(mine)

@@ -53,7 +53,7 @@ def told(text: str, tmp_path: Path, overrides: Any = None, **more: Any) -> list[
     """Return where, key, error and mend of every problem, without the folder."""
     found = refusal(text, tmp_path, overrides, **more).problems
     parts = ("where", "key", "error", "expected", "fix")
-    return ["|".join(one[part] for part in parts).replace(f"{tmp_path}/", "") for one in found]
+    return ["|".join(entry[part] for part in parts).replace(f"{tmp_path}/", "") for entry in found]
 
 
 def test_nothing_at_all_is_the_built_in_gpt_on_the_shipped_text() -> None:
@@ -68,7 +68,7 @@ def test_every_key_has_a_meaning_and_a_default_that_its_rule_admits() -> None:
             assert key.rule.unit in key.short, key.path
             if key.path != GROUPS:
                 assert key.taken(key.default) == key.default
-    assert list(TABLES) == [one.name for one in fields(TrainSettings)]
+    assert list(TABLES) == [field.name for field in fields(TrainSettings)]
 
 
 def test_all_problems_are_told_at_once_with_line_key_and_the_nearest_right_one(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_what_a_plan_writes_is_read_as_it_was_planned(tmp_path: Path) -> None:
     path.write_text(train_config(MODELS["deepseek-v3"], replace(layout, counts=(15, 16, 15, 15))))
     with pytest.raises(ConfigError) as caught:
         read_settings(path)
-    wrong = {one["key"] for one in caught.value.problems}
+    wrong = {problem["key"] for problem in caught.value.problems}
     assert {"model.experts_num_experts", "model.latent_keys_values", "model.num_dense_layers"} <= wrong
 
 
@@ -288,21 +288,21 @@ def values_of(key: Setting) -> Any:
         return st.booleans() | st.just("first") | st.integers(1, 2**62)
     kind = get_origin(key.inner) or key.inner
     inner = get_args(key.inner)[0] if kind is tuple else kind
-    one: Any = {
+    value: Any = {
         str: TEXTS,
         bool: st.booleans(),
         int: st.integers(0, 3) | st.integers(1, 2**62),
         float: st.floats(0, 0.99) | st.floats(1, 1e300),
         dict: st.dictionaries(TEXTS, PLAIN, max_size=3),
     }[inner]
-    made = st.lists(one, max_size=3).map(tuple) if kind is tuple else one
+    made = st.lists(value, max_size=3).map(tuple) if kind is tuple else value
     made = made.filter(key.rule.holds)
     return st.none() | made if key.is_optional else made
 
 
 def table_of(name: str) -> Any:
     return st.fixed_dictionaries(
-        {}, optional={key: values_of(one) for key, one in keys()[name].items() if one.path != GROUPS}
+        {}, optional={key: values_of(setting) for key, setting in keys()[name].items() if setting.path != GROUPS}
     )
 
 
@@ -311,7 +311,7 @@ def table_of(name: str) -> Any:
 def test_settings_that_are_written_read_back_as_the_same(tables: Any, groups: Any) -> None:
     whole = TrainSettings()
     made = replace(whole, **{name: replace(getattr(whole, name), **table) for name, table in tables.items()})
-    made = replace(made, optimizer=replace(made.optimizer, groups=tuple(OptimizerGroup(**one) for one in groups)))
+    made = replace(made, optimizer=replace(made.optimizer, groups=tuple(OptimizerGroup(**group) for group in groups)))
     reading = Reading(from_toml(config_text(made), "written.toml"))
     assert (reading.settings(), reading.problems) == (made, [])
 
@@ -328,7 +328,7 @@ def test_what_is_printed_reads_back_through_all_checks(tmp_path: Path) -> None:
 def test_what_may_change_while_a_run_goes_on_is_what_may_change_in_a_pipeline() -> None:
     def stated(kind: type) -> dict[str, Any]:
         hints = get_type_hints(kind)
-        return {one.name: (hints[one.name], one.default, one.metadata) for one in fields(kind)}
+        return {field.name: (hints[field.name], field.default, field.metadata) for field in fields(kind)}
 
     ours = stated(AdaptSettings)
     assert ours.pop("on")[:2] == (bool, False)
@@ -341,8 +341,8 @@ def test_the_steps_to_check_are_a_switch_a_word_or_a_number(tmp_path: Path) -> N
         path.write_text(f"[pipeline]\ncheck_model = {text}\n")
         found = read_settings(path).pipeline.check_model
         assert (found, type(found)) == (value, type(value))
-    one = read_settings(lambda: {"pipeline": PipelineSettings(check_model=1)}).pipeline.check_model
-    assert type(one) is int
+    check_model = read_settings(lambda: {"pipeline": PipelineSettings(check_model=1)}).pipeline.check_model
+    assert type(check_model) is int
     expected = 'true, false, "first", or a whole number of 1 or more'
     assert expected in told('[pipeline]\ncheck_model = "always"\n', tmp_path)[0]
     assert expected in told("[pipeline]\ncheck_model = 0\n", tmp_path)[0]

@@ -84,8 +84,8 @@ def paths(value: Any, path: Path = ()) -> dict[Path, None]:
     """Return the path of everything in a value."""
     items = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
     found = {path: None} if path else {}
-    for name, one in items:
-        found |= paths(one, (*path, name))
+    for name, item in items:
+        found |= paths(item, (*path, name))
     return found
 
 

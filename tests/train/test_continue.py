@@ -93,7 +93,7 @@ def test_the_same_command_starts_goes_on_and_has_nothing_left_to_do(tmp_path: Pa
     found = ended(settings)
     assert (found.first_step, found.losses) == (4, losses[4:])
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [(one["train/step"], one["train/loss"]) for one in lines] == list(enumerate(losses, start=1))
+    assert [(line["train/step"], line["train/loss"]) for line in lines] == list(enumerate(losses, start=1))
     restarts = (tmp_path / "run" / "restarts.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in restarts] == [0, 2, 4]
     before = sorted(tmp_path.rglob("*"))
@@ -134,7 +134,7 @@ def test_a_folder_in_use_is_refused_and_a_launcher_tells_its_ranks(tmp_path: Pat
     folder = str(tmp_path / "run")
     for expected in some([(folder, False, False), (folder, True, False)]):
         assert starting._outcome(settings, is_replanned=False) == expected
-        starting._held.pop().close()
+        starting._claims.pop().close()
         (tmp_path / "run" / "config.json").write_text("{}")
 
 

@@ -70,26 +70,26 @@ def _reference_order(size: int, key: tuple[int, ...]) -> list[int]:
     """Return the shuffle of a key by whole numbers of Python: splitmix64 in a Feistel network of eight rounds."""
     odd, whole = 0x9E3779B97F4A7C15, 2**64 - 1
 
-    def mixed(one: int) -> int:
-        one = ((one ^ one >> 30) * 0xBF58476D1CE4E5B9) & whole
-        one = ((one ^ one >> 27) * 0x94D049BB133111EB) & whole
-        return one ^ one >> 31
+    def mixed(number: int) -> int:
+        number = ((number ^ number >> 30) * 0xBF58476D1CE4E5B9) & whole
+        number = ((number ^ number >> 27) * 0x94D049BB133111EB) & whole
+        return number ^ number >> 31
 
     state = 0
-    for one in key:
-        state = mixed(((state ^ one) + odd) & whole)
+    for index in key:
+        state = mixed(((state ^ index) + odd) & whole)
     keys = [mixed((number * odd & whole) ^ state) for number in range(1, 9)]
     half = max((max(size - 1, 1).bit_length() + 1) // 2, 1)
     found = []
-    for one in range(size):
+    for count in range(size):
         while True:
-            left, right = one >> half, one & 2**half - 1
+            left, right = count >> half, count & 2**half - 1
             for its in keys:
                 left, right = right, left ^ (mixed((right + its) & whole) & 2**half - 1)
-            one = left << half | right
-            if one < size:
+            count = left << half | right
+            if count < size:
                 break
-        found.append(one)
+        found.append(count)
     return found
 
 
@@ -103,7 +103,7 @@ def test_data_that_were_tried_are_closed_before_the_run_begins_with_them() -> No
     tried = SimpleNamespace(
         given=object(),
         has_state=False,
-        draws=SimpleNamespace(state=lambda: 0, restore=lambda one: None),
+        draws=SimpleNamespace(state=lambda: 0, restore=lambda value: None),
         begin=lambda epoch: None,
         next=lambda: torch.zeros(1),
         close=lambda: closed.append(True),
@@ -161,7 +161,7 @@ def test_the_last_token_of_a_vocabulary_is_one() -> None:
 @pytest.mark.parametrize("exact", [True, False])
 def test_other_batches_than_before_are_refused_or_told(exact: bool, caplog: pytest.LogCaptureFixture) -> None:
     def pairs(*values: float) -> list[Any]:
-        return [(torch.full((1, 2), one), torch.zeros(1, 2)) for one in values]
+        return [(torch.full((1, 2), value), torch.zeros(1, 2)) for value in values]
 
     before = RepeatedStream(DataSource(pairs(1, 2, 3)), built(), "mine")
     batches = iter(before)
@@ -249,9 +249,9 @@ def test_what_changed_in_the_files_is_said() -> None:
     def part(name: str, size: int) -> Part:
         return Part(name, np.zeros(size, dtype=np.uint8))
 
-    one, longer, two = [part("a", 9)], [part("a", 12)], [part("a", 9), part("b", 9)]
-    assert changed(fingerprint(one), fingerprint(two), two) == "there are 2 files, and there were 1"
-    assert changed(fingerprint(one), fingerprint(longer), longer) == "a has another size: 12, not 9"
+    row, longer, two = [part("a", 9)], [part("a", 12)], [part("a", 9), part("b", 9)]
+    assert changed(fingerprint(row), fingerprint(two), two) == "there are 2 files, and there were 1"
+    assert changed(fingerprint(row), fingerprint(longer), longer) == "a has another size: 12, not 9"
     many = [part(f"{at}", 1) for at in range(150)]
     other = [*many[:-1], Part("149", np.ones(1, dtype=np.uint8))]
     assert changed(fingerprint(many), fingerprint(other), other) == "a file has other contents"

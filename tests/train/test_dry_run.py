@@ -17,7 +17,7 @@ from drumline.train.config.settings import TrainSettings
 from drumline.train.dry.dry_run import dry_run
 from drumline.train.loop.making import build
 from drumline.train.memory.forecast import RankMemory
-from drumline.train.memory.measured_peak import held
+from drumline.train.memory.measured_peak import peak_memory
 from drumline.train.memory.optimizer_bytes import state_bytes
 from matrices import long
 from some import some
@@ -53,16 +53,16 @@ def run(cases: list[TrainSettings]) -> list[RankMemory]:
         how = arguments(settings, built, given, Path()) | {"record": True, "weigh": True}
         with Pipeline(built.model, **how) as pipe:
             named = dict(pipe.named_parameters())
-            chosen = optimizers({name: one.shape for name, one in named.items()}, settings.optimizer)
+            chosen = optimizers({name: param.shape for name, param in named.items()}, settings.optimizer)
             if len(chosen) > 1:  # by hand: a pipeline's optimizer has all parameters of its rank
-                made = [one.kind([named[name] for name in one.names], lr=one.lr) for one in chosen]
+                made = [item.kind([named[name] for name in item.names], lr=item.lr) for item in chosen]
             else:
-                made = [pipe.optimizer(one.kind, lr=one.lr, **one.group.settings) for one in chosen]
+                made = [pipe.optimizer(item.kind, lr=item.lr, **item.group.settings) for item in chosen]
             for _ in range(settings.batch.accumulate):
                 pipe.step(given.inputs["input"], target=given.target)
-            for one in made:
-                one.step()
-            found += held(pipe, made, pipe.timeline(), accumulates=settings.batch.accumulate > 1)
+            for value in made:
+                value.step()
+            found += peak_memory(pipe, made, pipe.timeline(), accumulates=settings.batch.accumulate > 1)
     return found
 
 
@@ -86,11 +86,11 @@ def test_the_forecast_is_what_ranks_hold(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_dry_run_tells_stages_proof_bubble_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
     told = dry_run(settings_of("a V")).summary()
-    assert [one["ranks"] for one in told["stages"]] == [[0], [1], [1], [0]]
-    assert told["parameters"] == sum(one["parameters"] for one in told["stages"])
+    assert [stage["ranks"] for stage in told["stages"]] == [[0], [1], [1], [0]]
+    assert told["parameters"] == sum(stage["parameters"] for stage in told["stages"])
     assert (told["schedule"], told["microbatches"], told["proven"], told["violations"]) == ("zb-v", 8, True, [])
     assert 0 < told["bubble"] < 1
-    assert all(one["total"] > one["weights"] > 0 for one in some(told["rank_bytes"]))
+    assert all(report["total"] > report["weights"] > 0 for report in some(told["rank_bytes"]))
 
 
 def test_optimizers_state_follows_kind_shape_and_masters() -> None:

@@ -44,7 +44,7 @@ def made(sizes: GPTSizes) -> GPT:
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
-    return {name: one.grad.clone() for name, one in model.named_parameters()}
+    return {name: param.grad.clone() for name, param in model.named_parameters()}
 
 
 def small(plan: Transformer) -> Transformer:
@@ -62,7 +62,7 @@ def test_it_has_exactly_the_parameters_that_a_plan_counts(name: str) -> None:
     plan = small(named_model(name))
     names = "num_layers hidden num_heads vocabulary num_key_value_heads feedforward head_width gated tied biased"
     shared = [*names.split(), "learned_positions"]
-    model = ModelSettings(**{one: getattr(plan, one) for one in shared})
+    model = ModelSettings(**{text: getattr(plan, text) for text in shared})
     built = build_model(TrainSettings(model=model, batch=BatchSettings(sequence=plan.sequence)), device="meta")
     head = plan.head_parameters - (plan.hidden * plan.vocabulary if plan.tied else 0)
     counted = plan.embedding_parameters + plan.num_layers * plan.dense_layer_parameters + head
@@ -83,8 +83,8 @@ def test_packed_documents_have_the_gradients_of_documents_one_by_one(sizes: GPTS
             torch.autograd.backward(loss * (target[row, piece] != -100).sum() / counted)
             start += length
     want = gradients(alone)
-    for name, one in some(gradients(model).items()):
-        assert torch.allclose(one, want[name], atol=1e-6, rtol=1e-4), name
+    for name, gradient in some(gradients(model).items()):
+        assert torch.allclose(gradient, want[name], atol=1e-6, rtol=1e-4), name
 
 
 def in_pipeline(schedule: str, ranks: int, batch: dict[str, Tensor], target: Tensor) -> dict[str, Tensor]:
@@ -105,8 +105,8 @@ def test_every_kind_of_schedule_gives_its_gradients(schedule: str, ranks: int) -
     torch.autograd.backward(next_token_loss(model(**batch), target))
     found, want = in_pipeline(schedule, ranks, batch, target), gradients(model)
     assert found.keys() == want.keys()
-    for name, one in found.items():
-        assert torch.allclose(one, want[name], atol=1e-6, rtol=1e-4), name
+    for name, tensor in found.items():
+        assert torch.allclose(tensor, want[name], atol=1e-6, rtol=1e-4), name
 
 
 @pytest.mark.parametrize("sizes", [OLD, NEW], ids=["gpt", "llama"])
@@ -117,7 +117,7 @@ def test_only_the_hidden_state_and_the_documents_numbers_travel_over_a_cut(sizes
     for block in blocks[: len(blocks) // 2]:
         piece: Any = block.module
         value = piece.seal(piece(value))
-    assert sorted(tuple(one.shape) for one in value.tensors) == [(4, 12), (4, 12, 16)]
+    assert sorted(tuple(tensor.shape) for tensor in value.tensors) == [(4, 12), (4, 12, 16)]
 
 
 def test_dropout_trains_and_is_off_in_evaluation() -> None:
@@ -139,8 +139,8 @@ def test_a_model_has_the_same_values_whole_and_in_stages() -> None:
         built.model, loss_fn=built.loss_fn, num_microbatches=2, num_ranks=2, seed=5, example=batch, balance="even",
         transport="in-process",
     )  # fmt: skip
-    for name, one in pipe.named_parameters():
-        assert torch.equal(one, whole[name]), name
+    for name, param in pipe.named_parameters():
+        assert torch.equal(param, whole[name]), name
     assert 0 < whole["blocks.0.attention.out.weight"].std() < 0.02 / 2 < whole["head.weight"].std()
 
 

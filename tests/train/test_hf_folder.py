@@ -94,10 +94,10 @@ def test_packed_rows_train_as_documents_one_by_one(folder: Path, tmp_path: Path)
     torch.autograd.backward(sums / count)
     assert loss is not None
     assert torch.isclose(loss, (sums / count).detach())
-    want: dict[str, Any] = {name: one.grad for name, one in whole.model.named_parameters()}
-    for name, one in pipe.named_parameters():
-        assert one.grad is not None
-        assert torch.allclose(one.grad, want[name], atol=1e-6, rtol=1e-4), name
+    want: dict[str, Any] = {name: param.grad for name, param in whole.model.named_parameters()}
+    for name, param in pipe.named_parameters():
+        assert param.grad is not None
+        assert torch.allclose(param.grad, want[name], atol=1e-6, rtol=1e-4), name
 
 
 def test_a_chat_template_writes_conversations_and_only_answers_count(folder: Path, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_chat_template_writes_conversations_and_only_answers_count(folder: Pat
     batch = next(iter(build_data(wanted, built).training))
     assert built.tokenizer is not None
     written = {
-        built.tokenizer.inner.decode([one for one in row.tolist() if one != IGNORED])  # type: ignore[attr-defined]
+        built.tokenizer.inner.decode([value for value in row.tolist() if value != IGNORED])  # type: ignore[attr-defined]
         for part in batch.target
         for row in part
     }

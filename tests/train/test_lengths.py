@@ -50,7 +50,7 @@ NOTHING_HELD = EvaluationSettings(every=0)
 
 def log_normal(seed: int, count: int = 3000) -> list[int]:
     drawn = np.random.default_rng(seed).lognormal(math.log(128), 0.8, count)
-    return [int(one) for one in np.clip(drawn, 1, 1024)]
+    return [int(value) for value in np.clip(drawn, 1, 1024)]
 
 
 def documents(folder: Path, lengths: list[int]) -> str:
@@ -80,7 +80,7 @@ def parts(value: Any) -> list[torch.Tensor]:
 def plain(batch: Batch) -> list[Any]:
     """Return all of a batch as numbers."""
     values = [*batch.inputs.values(), batch.target]
-    numbers = [one.tolist() for value in values for one in parts(value)]
+    numbers = [part.tolist() for value in values for part in parts(value)]
     return [*numbers, batch.num_tokens, batch.num_padded, batch.bucket]
 
 
@@ -88,7 +88,7 @@ def counted(batches: list[Batch]) -> Counter[tuple[int, ...]]:
     """Return how often every run of inputs comes, up to its end: a piece of a document, or a block."""
     found: Counter[tuple[int, ...]] = Counter()
     for batch in batches:
-        ids = parts(batch.inputs.get("document_ids", [torch.zeros_like(one) for one in parts(batch.target)]))
+        ids = parts(batch.inputs.get("document_ids", [torch.zeros_like(part) for part in parts(batch.target)]))
         for tokens, target, document in zip(parts(batch.inputs["tokens"]), parts(batch.target), ids, strict=True):
             for row, wanted, numbers in zip(tokens.tolist(), target.tolist(), document.tolist(), strict=True):
                 for number in set(numbers):
@@ -102,7 +102,7 @@ def counted(batches: list[Batch]) -> Counter[tuple[int, ...]]:
 
 def readers() -> list[threading.Thread]:
     """Return the threads that read data ahead."""
-    return [one for one in threading.enumerate() if one.name.startswith("drumline-data")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("drumline-data")]
 
 
 def first(data: Data, count: int) -> list[Batch]:
@@ -116,32 +116,32 @@ def test_ranks_share_an_epoch_without_loss_or_double(how: str, built: Built, tmp
     lengths = [1 + (7 * at) % 40 for at in range(96)]
     file = documents(tmp_path, lengths)
     wanted = settings(how, (file,))
-    one = build_data(wanted, built)
-    assert one.num_tokens == sum(lengths) + (95 if how == "blocks" else 0)  # between documents only blocks predict
-    stream, batches = iter(one.training), list[Batch]()
-    while sum(batch.num_tokens for batch in batches) < 3 * one.num_tokens:
+    data = build_data(wanted, built)
+    assert data.num_tokens == sum(lengths) + (95 if how == "blocks" else 0)  # between documents only blocks predict
+    stream, batches = iter(data.training), list[Batch]()
+    while sum(batch.num_tokens for batch in batches) < 3 * data.num_tokens:
         batches += islice(stream, 8)
-    one.close()
+    data.close()
     alone = counted(batches)
     ranks = [first(build_data(wanted, built, rank=rank, size=2), len(batches) // 2) for rank in (0, 1)]
     shared = counted([*ranks[0], *ranks[1]])
     # Buckets of twice as many rows fill at other times; all else is dealt from one and the same order.
     if how != "buckets":
         assert alone == shared
-    text = [(*map(ord, one), END) for one in Path(file).read_text().split("\n")]
-    once = Counter(one[at : at + 17] for one in text for at in range(0, len(one) - 1, 16))
+    text = [(*map(ord, name), END) for name in Path(file).read_text().split("\n")]
+    once = Counter(entry[at : at + 17] for entry in text for at in range(0, len(entry) - 1, 16))
     if how == "blocks":
-        whole = [token for one in text for token in one]
+        whole = [token for entry in text for token in entry]
         once = Counter(tuple(whole[at : at + 17]) for at in range(0, len(whole) - 1, 16))
-    epochs = sum(batch.num_tokens for batch in batches) / one.num_tokens
+    epochs = sum(batch.num_tokens for batch in batches) / data.num_tokens
     for found in (alone, shared):
         assert found.keys() == once.keys()
         for run, times in found.items():
             # Buckets carry some of an epoch into the next.
             assert math.floor(epochs) - 1 <= times / once[run] <= math.ceil(epochs) + 1
     for batch in [*batches, *ranks[0]]:
-        assert batch.num_tokens == sum(int((one != IGNORED).sum()) for one in parts(batch.target))
-        assert batch.num_padded == sum(one.numel() for one in parts(batch.target))
+        assert batch.num_tokens == sum(int((part != IGNORED).sum()) for part in parts(batch.target))
+        assert batch.num_padded == sum(part.numel() for part in parts(batch.target))
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -169,7 +169,7 @@ def test_it_goes_on_bit_for_bit_from_every_position(how: str, built: Built, tmp_
 def test_the_order_depends_on_seed_and_epoch_and_not_on_who_reads_ahead(built: Built, tmp_path: Path) -> None:
     file = documents(tmp_path, [1 + (7 * at) % 40 for at in range(40)])
     orders = {
-        name: [plain(one) for one in first(build_data(settings("padded", (file,), data=data), built), 12)]
+        name: [plain(batch) for batch in first(build_data(settings("padded", (file,), data=data), built), 12)]
         for name, data in {"": {}, "workers": {"workers": 1}, "seed": {"seed": 1}, "none": {"shuffle": False}}.items()
     }
     assert orders[""] == orders["workers"]
@@ -203,10 +203,10 @@ def test_log_normal_lengths_are_padded_by_less_than_a_twentieth(seed: int, built
         assert isinstance(stream, PlannedStream)
         real, places = 0, []
         for plan, _ in islice(stream.plans(), 100):  # with what an epoch of buckets leaves over
-            rows = [[(row, unit.width) for unit in one for row in unit.rows] for one in plan]
-            read = [at for one in rows for row, _ in one for at in row]
+            rows = [[(row, unit.width) for unit in row for row in unit.rows] for row in plan]
+            read = [at for group in rows for row, _ in group for at in row]
             real += int(stream.steps.layout.samples.lengths(np.array(read)).sum())
-            places += [sum(width for _, width in one) for one in rows]
+            places += [sum(width for _, width in row) for row in rows]
         assert 0 < 1 - real / sum(places) < 0.05, how
         assert max(places) <= 1024 * (4 if how == "packed" else 1), "a microbatch costs no more than the longest row"
 
@@ -215,23 +215,23 @@ def test_rows_of_a_bucket_have_one_length_and_steps_cost_alike(built: Built, tmp
     file = documents(tmp_path, log_normal(0))
     wanted = settings("buckets", (file,), batch=BatchSettings(sequences=32, microbatch=4, sequence=1024))
     data = build_data(wanted, built)
-    known = {(one.length, one.num_microbatches): one.rows for one in data.buckets}
+    known = {(bucket.length, bucket.num_microbatches): bucket.rows for bucket in data.buckets}
     mean = data.num_tokens / len(log_normal(0))
     whole = 0
-    for one in some(first(data, 100)):
-        rows, left = divmod(len(one.target), one.num_microbatches)
-        assert (left, one.target.shape) == (0, (rows * one.num_microbatches, one.bucket))
-        assert one.num_microbatches in (8, *data.counts)
-        assert all(int((part != IGNORED).sum()) for part in one.target.chunk(one.num_microbatches))
-        if known.get((one.bucket, one.num_microbatches)) == rows:
+    for batch in some(first(data, 100)):
+        rows, left = divmod(len(batch.target), batch.num_microbatches)
+        assert (left, batch.target.shape) == (0, (rows * batch.num_microbatches, batch.bucket))
+        assert batch.num_microbatches in (8, *data.counts)
+        assert all(int((part != IGNORED).sum()) for part in batch.target.chunk(batch.num_microbatches))
+        if known.get((batch.bucket, batch.num_microbatches)) == rows:
             whole += 1
-            assert one.num_padded == pytest.approx(32 * mean, rel=0.15)
+            assert batch.num_padded == pytest.approx(32 * mean, rel=0.15)
     assert whole > 80
-    assert len({one.num_microbatches for one in data.buckets}) > 5
+    assert len({bucket.num_microbatches for bucket in data.buckets}) > 5
     fixed = replace(wanted, pipeline=PipelineSettings(capture=True))  # one program, so rows alone differ
     data = build_data(fixed, built)
-    assert (data.counts, {one.num_microbatches for one in data.buckets}) == ((), {8})
-    assert {one.rows for one in data.buckets} > {1, 2, 4, 8}
+    assert (data.counts, {bucket.num_microbatches for bucket in data.buckets}) == ((), {8})
+    assert {bucket.rows for bucket in data.buckets} > {1, 2, 4, 8}
     data.close()
 
 
@@ -256,9 +256,9 @@ def test_every_bucket_runs_by_its_own_program_with_gradients_of_one_process(tmp_
     losses, norms, counts = [], [], []
     for _ in range(wanted.run.steps):
         batches = [next(stream), next(stream)]
-        counts += [one.num_microbatches for one in batches]
-        real = sum(one.num_tokens for one in batches)
-        loss = sum((_sum(model, one) for one in batches), torch.zeros(())) / real
+        counts += [batch.num_microbatches for batch in batches]
+        real = sum(batch.num_tokens for batch in batches)
+        loss = sum((_sum(model, batch) for batch in batches), torch.zeros(())) / real
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         losses.append(loss.item())
@@ -268,17 +268,19 @@ def test_every_bucket_runs_by_its_own_program_with_gradients_of_one_process(tmp_
     assert len(set(counts)) > 2
     assert found.losses == pytest.approx(losses, rel=1e-5)
     assert found.grad_norms == pytest.approx(norms, rel=1e-4)
-    held = sum(_sum(model, one).item() for one in data.validation) / sum(one.num_tokens for one in data.validation)
+    held = sum(_sum(model, batch).item() for batch in data.validation) / sum(b.num_tokens for b in data.validation)
     assert found.evaluations[-1].loss == pytest.approx(held, rel=1e-5)
     run = read_run(tmp_path / "run")
     assert [run.program_of(step).num_microbatches for step in run.steps] == counts
     told = json.loads((tmp_path / "run" / "buckets.json").read_text())
-    assert [one["length"] for one in told] == [8, 16, 24, 32, 48, 64]
-    assert {one["bucket"] for one in run.metrics() if "bucket" in one} <= {8, 16, 24, 32, 48, 64}
+    assert [report["length"] for report in told] == [8, 16, 24, 32, 48, 64]
+    assert {metric["bucket"] for metric in run.metrics() if "bucket" in metric} <= {8, 16, 24, 32, 48, 64}
     dry = dry_run(wanted)
-    assert [one["num_microbatches"] for one in dry.summary()["buckets"]] == [one["num_microbatches"] for one in told]
+    assert [item["num_microbatches"] for item in dry.summary()["buckets"]] == [
+        report["num_microbatches"] for report in told
+    ]
     assert not dry.violations
-    assert set(counts) <= {one.num_microbatches for one in dry.programs}
+    assert set(counts) <= {program.num_microbatches for program in dry.programs}
     for rank, size in some(enumerate(found.peak_bytes)):
         forecast = dry.forecast.ranks[rank]
         assert size == pytest.approx(forecast.total - forecast.received, rel=0.1), rank
@@ -303,7 +305,7 @@ def test_held_out_batches_are_apart_and_the_same_every_time(how: str, built: Bui
         evaluation=EvaluationSettings(batches=2),
     )
     data = build_data(wanted, built)
-    assert [plain(one) for one in data.validation] == [plain(one) for one in build_data(wanted, built).validation]
+    assert [plain(batch) for batch in data.validation] == [plain(item) for item in build_data(wanted, built).validation]
     held = {"".join(map(chr, run)).strip(chr(END)) for run in counted(list(data.validation))}
     trained = {"".join(map(chr, run)).strip(chr(END)) for run in counted(first(data, 40))}
     assert held

@@ -77,8 +77,8 @@ def adam(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 def muon_and_adam(model: nn.Module) -> list[torch.optim.Optimizer]:
     named = dict(model.named_parameters())
-    matrices = [one for name, one in named.items() if "layers." in name and one.dim() == 2]
-    rest = [one for one in named.values() if not any(one is other for other in matrices)]
+    matrices = [param for name, param in named.items() if "layers." in name and param.dim() == 2]
+    rest = [param for param in named.values() if not any(param is other for other in matrices)]
     return [torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01), torch.optim.AdamW(rest, lr=3e-3)]
 
 
@@ -108,7 +108,7 @@ def test_the_curve_equals_a_plain_loop_over_all_tokens(
     near = 1e-4 if groups else 1e-6  # Muon orthogonalises in bfloat16, which makes more of the order of sums
     assert found.losses == pytest.approx(losses, rel=near)
     assert found.grad_norms == pytest.approx(norms, rel=10 * near)
-    assert [one.step for one in found.evaluations] == [3, 6]
+    assert [evaluation.step for evaluation in found.evaluations] == [3, 6]
     assert found.evaluations[-1].loss == pytest.approx(held_out, rel=near)
     assert found.losses[-1] < found.losses[0]
 
@@ -133,7 +133,7 @@ def test_an_update_of_several_steps_runs_in_groups_where_their_number_may_change
     programs = [told.timeline(step).program for step in told.steps]
     groups = in_groups(generate("gpipe", num_ranks=2, num_microbatches=4), 2)
     assert programs[0].compute_only().rows == groups.rows
-    assert {one.num_microbatches for one in some(programs)} == {8}
+    assert {program.num_microbatches for program in some(programs)} == {8}
     at_once = settings(tmp_path, run=run, batch=BatchSettings(sequences=16, microbatch=2, sequence=6))
     plain = plain_run(seeded(Writer), at_once, adam, lambda step: cosine(step, 12, 2, 0.1))
     assert found.losses == pytest.approx(plain[0], rel=1e-6)
@@ -166,7 +166,7 @@ def test_evaluating_and_sampling_change_no_bit_of_training(tmp_path: Path) -> No
     assert busy.losses == plain.losses
     assert len(busy.evaluations) == len(busy.samples) == 3
     assert run("again", asked).samples == busy.samples
-    assert len({one.text for one in busy.samples}) > 1
+    assert len({sample.text for sample in busy.samples}) > 1
 
 
 def test_a_greedy_sample_is_what_the_model_itself_writes(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_greedy_sample_is_what_the_model_itself_writes(tmp_path: Path) -> None
         if chosen == 0:
             break
         tokens.append(chosen)
-    assert found.samples[-1].text == "".join(letters[one] for one in tokens[2:])
+    assert found.samples[-1].text == "".join(letters[token] for token in tokens[2:])
 
 
 def test_the_folder_holds_what_watch_and_report_read(tmp_path: Path) -> None:
@@ -193,23 +193,23 @@ def test_the_folder_holds_what_watch_and_report_read(tmp_path: Path) -> None:
     asked = EvaluationSettings(every=3, sample_every=6, sample_tokens=2)
     found = trained(settings(tmp_path / "run", evaluation=asked), tell=told.append)
     run = dl.read_run(found.folder)
-    lines = [one for one in run.metrics() if one.get("train/step")]
-    assert [one["train/step"] for one in lines] == [1, 2, 3, 4, 5, 6]
-    assert [one["train/loss"] for one in lines] == found.losses
+    lines = [metric for metric in run.metrics() if metric.get("train/step")]
+    assert [line["train/step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["train/loss"] for line in lines] == found.losses
     assert lines[0]["grad_norm"] == pytest.approx(found.grad_norms[0])
     assert lines[1]["lr"] == pytest.approx(3e-3)
     assert 0 < lines[0]["padding"] < 1
     assert lines[-1]["n_tokens_seen"] == found.num_tokens
-    held_out = [one.get("validation_metrics/global_avg_loss") for one in lines]
-    assert [held_out[2], held_out[5]] == [one.loss for one in found.evaluations]
+    held_out = [line.get("validation_metrics/global_avg_loss") for line in lines]
+    assert [held_out[2], held_out[5]] == [evaluation.loss for evaluation in found.evaluations]
     assert held_out[0] is None
     assert run.has_ended
-    read = [json.loads(one) for one in (found.folder / "evaluations.jsonl").read_text().splitlines()]
-    assert [one["loss"] for one in read] == [one.loss for one in found.evaluations]
+    read = [json.loads(line) for line in (found.folder / "evaluations.jsonl").read_text().splitlines()]
+    assert [value["loss"] for value in read] == [evaluation.loss for evaluation in found.evaluations]
     assert 0 <= read[0]["bubble"] < 1
     assert json.loads((found.folder / "samples.jsonl").read_text())["text"] == found.samples[0].text
     assert json.loads((found.folder / "settings.json").read_text())["optimizer"]["kind"] == "AdamW"
-    assert [type(one).__name__ for one in told] == [
+    assert [type(report).__name__ for report in told] == [
         *["Update"] * 3,
         "Evaluation",
         *["Update"] * 3,
@@ -232,7 +232,7 @@ def test_losses_are_read_only_when_they_are_shown(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("drumline.train.loop.progress._SECONDS_APART", 1e9)
     found = run_training(settings(tmp_path / "run"), make_model=made(Writer), make_data=uneven)
     assert reads == [1, 5, 0]  # the first is shown and the last; nothing is left at the end
-    lines = [one["train/loss"] for one in dl.read_run(found.folder).metrics() if one.get("train/step")]
+    lines = [metric["train/loss"] for metric in dl.read_run(found.folder).metrics() if metric.get("train/step")]
     assert lines == found.losses == trained(settings(tmp_path / "told")).losses
     assert len(lines) == 6
 
@@ -338,13 +338,13 @@ def test_processes_train_alike_and_one_that_fails_ends_all(tmp_path: Path) -> No
         run_training(given, tell=lambda told: None, make_model=made(Writer), make_data=broken)
 
     here = trained(short(tmp_path / "here"))
-    one, other = dl.launch(on_rank, str(tmp_path), num_ranks=2, timeout=240)
-    assert one == other
-    assert one[0] == pytest.approx(here.losses, rel=1e-6)
-    assert one[1] == pytest.approx(here.evaluations[-1].loss, rel=1e-6)
-    assert one[2] == here.samples
-    assert one[3] == 2
-    assert "no trainable parameter is named 'haed.*'" in one[4]
+    row, other = dl.launch(on_rank, str(tmp_path), num_ranks=2, timeout=240)
+    assert row == other
+    assert row[0] == pytest.approx(here.losses, rel=1e-6)
+    assert row[1] == pytest.approx(here.evaluations[-1].loss, rel=1e-6)
+    assert row[2] == here.samples
+    assert row[3] == 2
+    assert "no trainable parameter is named 'haed.*'" in row[4]
     assert dl.read_run(tmp_path / "there").has_ended
     with pytest.raises(RankFailed, match="rank 1 failed with BatchError: the data ended in step 2"):
         dl.launch(fails_on_one, str(tmp_path), num_ranks=2, timeout=120)

@@ -79,7 +79,7 @@ def test_a_model_without_memory_is_made_where_it_will_compute() -> None:
     here = torch.accelerator.current_accelerator()
     assert here is not None
     pipe = dl.Pipeline(on_meta(mlp), loss_fn=nn.functional.mse_loss, num_microbatches=2, num_ranks=2)
-    assert {one.device.type for one in pipe.parameters()} == {here.type}
+    assert {param.device.type for param in pipe.parameters()} == {here.type}
 
 
 @pytest.mark.features("capture", "check", "lengths", "precision", "record", "saving", "stream")

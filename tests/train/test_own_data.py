@@ -180,8 +180,8 @@ def read(batches: Iterator[Batch], count: int, noise: int) -> list[Any]:
     """Return so many batches, while training draws random numbers in between."""
     found = []
     for _ in range(count):
-        one = next(batches)
-        found.append((one.inputs["x"].tolist(), one.target.tolist()))
+        batch = next(batches)
+        found.append((batch.inputs["x"].tolist(), batch.target.tolist()))
         for _ in range(noise):
             torch.rand(1), np.random.rand(), random.random()
     return found
@@ -191,7 +191,7 @@ def check_continues(make: Callable[[], Any], stops: tuple[int, ...]) -> None:
     data = made(make)
     whole = read(iter(data.training), 12, 1)
     data.close()
-    assert len({str(one) for one in whole}) > 1
+    assert len({str(value) for value in whole}) > 1
     for stop in stops:
         first = made(make)
         begun = read(iter(first.training), stop, 2)
@@ -371,8 +371,8 @@ def test_what_a_checkpoint_keeps_of_the_user_comes_back_as_it_was() -> None:
     }  # fmt: skip
     back = unpacked(json.loads(json.dumps(packed(given), allow_nan=False)))
     assert str(back) == str(given)
-    assert [one.dtype for one in back["tensors"]] == [torch.int64, torch.bfloat16, torch.float32]
-    assert [one.dtype for one in back["arrays"]] == [np.uint32, np.float32, np.dtype("<U2")]
+    assert [tensor.dtype for tensor in back["tensors"]] == [torch.int64, torch.bfloat16, torch.float32]
+    assert [array.dtype for array in back["arrays"]] == [np.uint32, np.float32, np.dtype("<U2")]
     for wrong in ({"$drumline": "tensor", "of": ["int64", [9], "AAAA"]}, {"$drumline": "nosuch", "of": 1}):
         with refused(RecordError, "a saved value is damaged"):
             unpacked(wrong)

@@ -239,7 +239,7 @@ def test_what_functions_are_offered_is_what_is_checked(table: str, function: Cal
 def test_looking_needs_no_transformers_and_no_compiler(tmp_path: Path) -> None:
     before = set(sys.modules)
     preflight(read_settings(None, {"optimizer.settings": {"betas": [0.9, 0.95]}}))
-    added = {one.partition(".")[0] for one in set(sys.modules) - before} | (set(sys.modules) - before)
+    added = {module.partition(".")[0] for module in set(sys.modules) - before} | (set(sys.modules) - before)
     assert not added & {"transformers", "torch._dynamo", "sympy"}
 
 

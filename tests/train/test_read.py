@@ -44,7 +44,7 @@ class Reversed(ByteTokenizer):
     """A tokenizer that is not known to be bytes."""
 
     def encode(self, text: str) -> list[int]:
-        return [255 - one for one in text.encode()]
+        return [255 - number for number in text.encode()]
 
 
 def test_text_is_divided_alike_whoever_encodes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

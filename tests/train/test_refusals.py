@@ -284,7 +284,7 @@ def test_a_demo_may_be_repeated_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     (tmp_path / "notes.txt").write_text("mine")
     _clear(tmp_path)
-    assert [one.name for one in tmp_path.iterdir()] == ["notes.txt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     _clear(tmp_path / "new" / "folder")
     assert (tmp_path / "new" / "folder").is_dir()
 
@@ -296,7 +296,7 @@ def test_model_folders_that_are_broken_say_where(tmp_path: Path) -> None:
         (folder / "config.json").write_text('{"model_type": "gpt2"}')
         for name, content in files.items():
             (folder / name.replace("__", ".")).write_bytes(content)
-        return "; ".join(one for one, _ in problems_of(str(folder), str(folder / "config.json"), weights=True))
+        return "; ".join(text for text, _ in problems_of(str(folder), str(folder / "config.json"), weights=True))
 
     head = struct.pack("<Q", 2)
     assert said(model__safetensors=head + b"{}") == ""

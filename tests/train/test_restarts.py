@@ -85,24 +85,24 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
-    return [(one["train/step"], one["train/loss"]) for one in lines(folder / "metrics.jsonl")]
+    return [(line["train/step"], line["train/loss"]) for line in lines(folder / "metrics.jsonl")]
 
 
 def tensors(folder: Path) -> dict[str, bytes]:
     """Return the bytes of all that the last checkpoint holds but generators, which every process has of its own."""
     last = Checkpoint(folder / "checkpoints" / f"step-{STEPS:08d}")
-    all_of_it = {**last.model, **{name: one for name, one in last.training.items() if not name.startswith("random.")}}
-    return {name: one.numpy().tobytes() for name, one in all_of_it.items()}
+    all_of_it = {**last.model, **{name: part for name, part in last.training.items() if not name.startswith("random.")}}
+    return {name: tensor.numpy().tobytes() for name, tensor in all_of_it.items()}
 
 
-def same_end(one: Path, other: Path) -> None:
+def same_end(path: Path, other: Path) -> None:
     """Hold two runs against each other: every step once, every bit the same."""
-    assert losses(one) == losses(other)
-    assert [step for step, _ in losses(one)] == list(range(1, STEPS + 1))
-    assert tensors(one) == tensors(other) != {}
-    held_out = [[(line["step"], line["loss"]) for line in lines(run / "evaluations.jsonl")] for run in (one, other)]
+    assert losses(path) == losses(other)
+    assert [step for step, _ in losses(path)] == list(range(1, STEPS + 1))
+    assert tensors(path) == tensors(other) != {}
+    held_out = [[(line["step"], line["loss"]) for line in lines(run / "evaluations.jsonl")] for run in (path, other)]
     assert held_out[0] == held_out[1]
-    assert read_run(one).num_steps >= 1
+    assert read_run(path).num_steps >= 1
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +120,8 @@ def test_local_ranks_start_again_and_end_like_an_uninterrupted_run(tmp_path: Pat
     start(settings_for(folder, failures=FailureSettings(restarts=2)))
     same_end(folder, whole)
     restarts = lines(folder / "restarts.jsonl")
-    assert [(one["step"], one["ranks"]) for one in restarts] == [(0, 2), (EVERY, 2)]
-    assert all(0 <= one["lost"] <= 2 * EVERY for one in restarts)
+    assert [(restart["step"], restart["ranks"]) for restart in restarts] == [(0, 2), (EVERY, 2)]
+    assert all(0 <= restart["lost"] <= 2 * EVERY for restart in restarts)
     assert read_run(folder / "earlier" / "02").num_steps >= 1
 
 
@@ -135,8 +135,8 @@ def test_fewer_ranks_go_on_where_one_does_not_come_back(
     start(settings_for(folder, ranks=2, pipeline=chimera, failures=FailureSettings(restarts=2, elastic=True)))
     found = losses(folder)
     assert [step for step, _ in found] == list(range(1, STEPS + 1))
-    assert [one for _, one in found] == pytest.approx([one for _, one in losses(whole)], rel=1e-6)
-    assert [one["ranks"] for one in lines(folder / "restarts.jsonl")] == [2, 1]
+    assert [value for _, value in found] == pytest.approx([value for _, value in losses(whole)], rel=1e-6)
+    assert [line["ranks"] for line in lines(folder / "restarts.jsonl")] == [2, 1]
     assert "planned for 1 rank instead of 2; schedule 1f1b, because chimera does not admit" in caplog.text
     assert "rank 1 was killed by SIGKILL; restart 2 of 2, on 1 rank" in caplog.text
 
@@ -176,17 +176,17 @@ def test_torchrun_starts_the_run_again_in_its_folder(tmp_path: Path, whole: Path
         told, _ = process.communicate(timeout=240)
     assert process.returncode == 0, told
     same_end(folder, whole)
-    assert [one["step"] for one in lines(folder / "restarts.jsonl")] == [EVERY]
+    assert [line["step"] for line in lines(folder / "restarts.jsonl")] == [EVERY]
 
 
 def children(process: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return [int(name) for name in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
 def listening(process: int) -> list[str]:
     """Return the addresses on which a process waits for connections, as the kernel writes them."""
-    files = [os.readlink(one) for one in Path(f"/proc/{process}/fd").iterdir() if one.is_symlink()]
-    sockets = {found[1] for one in files if (found := re.fullmatch(r"socket:\[(\d+)\]", one))}
+    files = [os.readlink(path) for path in Path(f"/proc/{process}/fd").iterdir() if path.is_symlink()]
+    sockets = {found[1] for file in files if (found := re.fullmatch(r"socket:\[(\d+)\]", file))}
     tables = [Path(f"/proc/{process}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     rows = [line.split() for table in tables for line in table]
     return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets]
@@ -215,8 +215,8 @@ def test_a_killed_launcher_leaves_no_rank_and_the_run_continues(tmp_path: Path, 
         wait_until(lambda: (folder / "checkpoints" / f"step-{EVERY:08d}").exists())
         ranks = children(launcher.pid)
         assert len(ranks) == 2
-        heard_at = [one for process in (launcher.pid, *ranks) for one in listening(process)]
-        assert all(one == "0100007F" for one in some(heard_at)), "on loopback alone"
+        heard_at = [name for process in (launcher.pid, *ranks) for name in listening(process)]
+        assert all(name == "0100007F" for name in some(heard_at)), "on loopback alone"
         with refused(UsageError, rf"run\.out: .* is under way: process {launcher.pid} on .* since 20"):
             start(settings)
         launcher.kill()

@@ -106,7 +106,7 @@ def saved(folder: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     newest = max((folder / "checkpoints").iterdir())
-    return {name: one for file in sorted(newest.glob("*.safetensors")) for name, one in load_file(file).items()}
+    return {name: tensor for file in sorted(newest.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def left_out(settings: TrainSettings, skipped: int) -> dict[str, Any]:
@@ -153,17 +153,17 @@ def test_a_run_with_a_nan_equals_one_that_leaves_that_update_out(
 ) -> None:
     told: list[Any] = []
     found = trained(settings_for(tmp_path / "nan", **tables), bad, told.append)
-    assert (found.num_skipped, [math.isnan(one) for one in found.losses].index(True)) == (1, BAD)
-    assert [one.step for one in told if isinstance(one, SkippedUpdate)] == [BAD + 1]
-    assert [one.num_skipped for one in told if isinstance(one, Update)] == [0, 0, 1, 1, 1]
+    assert (found.num_skipped, [math.isnan(loss) for loss in found.losses].index(True)) == (1, BAD)
+    assert [update.step for update in told if isinstance(update, SkippedUpdate)] == [BAD + 1]
+    assert [update.num_skipped for update in told if isinstance(update, Update)] == [0, 0, 1, 1, 1]
     expected, actual = left_out(settings_for(tmp_path / "ours", **tables), BAD), saved(tmp_path / "nan")
     assert actual.keys() == expected.keys()
-    for name, one in some(expected.items()):
-        assert torch.equal(actual[name], one), name
-    lines = [json.loads(one) for one in (tmp_path / "nan" / "failures.jsonl").read_text().splitlines()]
-    assert [(one["step"], one["in_a_row"]) for one in lines] == [(BAD + 1, 1)]
+    for name, value in some(expected.items()):
+        assert torch.equal(actual[name], value), name
+    lines = [json.loads(line) for line in (tmp_path / "nan" / "failures.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["in_a_row"]) for line in lines] == [(BAD + 1, 1)]
     assert "NaN or infinite" in lines[0]["skipped"]
-    metrics = [json.loads(one) for one in (tmp_path / "nan" / "metrics.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line) for line in (tmp_path / "nan" / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["train/skipped"] == 1
 
 
@@ -193,10 +193,10 @@ def test_ranks_of_several_processes_skip_the_same_update_and_stop_after_too_many
         assert "failures.max_skipped" in ended[1]
         assert "continue from" in ended[1]
         assert "checkpoints/step-00000002" in ended[1]
-    assert [one.name for one in (tmp_path / "ranks" / "b" / "checkpoints").iterdir()] == ["step-00000002"]
+    assert [path.name for path in (tmp_path / "ranks" / "b" / "checkpoints").iterdir()] == ["step-00000002"]
 
 
-@pytest.mark.parametrize("schedule", [name for name, one in schedules().items() if not one.flushed])
+@pytest.mark.parametrize("schedule", [name for name, schedule in schedules().items() if not schedule.flushed])
 def test_without_a_flush_a_run_goes_on_after_a_nan_and_counts_it_once(schedule: str, tmp_path: Path) -> None:
     def given(folder: str, **tables: Any) -> TrainSettings:
         unclipped = OptimizerSettings(lr=1e-2, clip_norm=0.0)
@@ -205,8 +205,8 @@ def test_without_a_flush_a_run_goes_on_after_a_nan_and_counts_it_once(schedule: 
 
     told: list[Any] = []
     whole = trained(given("whole"), {BAD: "input"}, told.append)
-    assert (whole.num_skipped, [math.isnan(one) for one in whole.losses].index(True)) == (1, BAD)
-    assert [(one.step, one.in_a_row) for one in told if isinstance(one, SkippedUpdate)] == [(BAD + 1, 1)]
+    assert (whole.num_skipped, [math.isnan(loss) for loss in whole.losses].index(True)) == (1, BAD)
+    assert [(update.step, update.in_a_row) for update in told if isinstance(update, SkippedUpdate)] == [(BAD + 1, 1)]
     parts = given("parts", run=RunSettings(steps=BAD + 1, out=str(tmp_path / "parts")))
     first = trained(parts, {BAD: "input"})
     assert first.num_skipped == 1, "the update is due and will be left out"
@@ -216,8 +216,8 @@ def test_without_a_flush_a_run_goes_on_after_a_nan_and_counts_it_once(schedule: 
     assert str(first.losses + second.losses) == str(whole.losses)
     ours, theirs = saved(tmp_path / "rest"), saved(tmp_path / "whole")
     assert ours.keys() == theirs.keys()
-    for name, one in some(theirs.items()):
-        assert torch.equal(ours[name], one), name
+    for name, value in some(theirs.items()):
+        assert torch.equal(ours[name], value), name
     with refused(NonFiniteError, r"step 3: a loss or gradient on rank 0, 1 .* in 2 steps in a row"):
         trained(given("many", failures=FailureSettings(max_skipped=1)), {1: "input", 2: "input"})
 

@@ -39,14 +39,14 @@ def test_local_ranks_are_started_and_rank_0_returns(settings: TrainSettings) -> 
 
 
 def test_one_rank_runs_in_this_process(settings: TrainSettings) -> None:
-    found = start(replace(settings, mesh=MeshSettings(pipeline=1)), train=lambda one: (os.getpid(), one))
+    found = start(replace(settings, mesh=MeshSettings(pipeline=1)), train=lambda value: (os.getpid(), value))
     assert found[0] == os.getpid()
 
 
 def test_under_torchrun_this_process_is_a_rank(settings: TrainSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert start(settings, train=lambda one: os.getpid()) == os.getpid()
+    assert start(settings, train=lambda value: os.getpid()) == os.getpid()
     monkeypatch.setenv("WORLD_SIZE", "3")
     with refused(UsageError, "torchrun started 3 ranks for a config of 2", fix="--nproc-per-node 2"):
         start(settings, train=standing_in)

@@ -74,9 +74,9 @@ def once(ready: Callable[[], bool], *acts: Callable[[], None]) -> Callable[[], N
         limit = time.monotonic() + PATIENCE
         while not ready() and time.monotonic() < limit:
             time.sleep(0.01)
-        for number, one in enumerate(acts):
+        for number, function in enumerate(acts):
             time.sleep(0.8 if number else 0.0)
-            one()
+            function()
 
     return act
 
@@ -100,7 +100,7 @@ def test_sigterm_to_one_rank_ends_all_after_the_same_step_and_the_run_goes_on_bi
     assert found.stopped.stopped == "SIGTERM on rank 1"
     done = found.stopped.step
     assert (found.stopped.checkpoint, len(found.losses)) == (f"{folder}/checkpoints/step-{done:08d}", done)
-    record = [json.loads(one) for one in (folder / "failures.jsonl").read_text().splitlines()]
+    record = [json.loads(line) for line in (folder / "failures.jsonl").read_text().splitlines()]
     assert record == [{"step": done, "stopped": "SIGTERM on rank 1", "checkpoint": found.stopped.checkpoint}]
     assert num_lines(folder / "metrics.jsonl") == done
     in_turn = PipelineSettings(transport="in-process", device="cpu")
@@ -139,7 +139,7 @@ def test_ctrl_c_at_the_launcher_ends_an_evaluation_and_a_second_one_ends_everyth
     twice = once(saved.exists, signals(signal.SIGINT), signals(signal.SIGINT))
     with meanwhile(twice), pytest.raises(KeyboardInterrupt):
         start(given, train=hangs)
-    ranks = [int(one.name.removeprefix("rank-")) for one in tmp_path.glob("rank-*")]
+    ranks = [int(path.name.removeprefix("rank-")) for path in tmp_path.glob("rank-*")]
     assert len(ranks) == 2
     for process in some(ranks):
         assert not Path(f"/proc/{process}").exists(), "a rank is left behind"
@@ -210,8 +210,8 @@ def test_a_rank_that_gives_up_shows_the_stacks_of_all_and_names_one_that_is_stop
     assert "(rank 1 does not answer: it is computing or hangs)" in first[0]
     process = (tmp_path / "stops-1").read_text()
     assert f"(rank 1 does not answer: its process {process} is stopped, by SIGSTOP or Ctrl-Z)" in first[1]
-    for one in some(second):
-        assert "rank 0 failed" in one, "rank 1 learns of it when it goes on"
+    for name in some(second):
+        assert "rank 0 failed" in name, "rank 1 learns of it when it goes on"
     shown = capfd.readouterr().err
     of_rank_1 = shown.partition(f"drumline: stacks of rank 1, process {(tmp_path / 'hangs-1').read_text()}:")[2]
     assert " in waits_for" in of_rank_1.partition("drumline: ")[0]

@@ -82,10 +82,10 @@ class Letters:
     signs = "|abcdefghijkl"
 
     def encode(self, text: str) -> list[int]:
-        return [self.signs.index(one) for one in text]
+        return [self.signs.index(name) for name in text]
 
     def decode(self, tokens: list[int]) -> str:
-        return "".join(self.signs[one] for one in tokens)
+        return "".join(self.signs[token] for token in tokens)
 
 
 def chain(dropout: float = 0.0) -> nn.Sequential:
@@ -166,12 +166,12 @@ def plain_run(
     """
     rows = settings.num_microbatches * settings.batch.microbatch
     stream, made_ones = iter(Uneven(rows)), optimizers(model)
-    full = [[group["lr"] for group in one.param_groups] for one in made_ones]
+    full = [[group["lr"] for group in made_one.param_groups] for made_one in made_ones]
     losses, norms = [], []
     for step in range(settings.run.steps):
         batches = [next(stream) for _ in range(settings.batch.accumulate)]
-        tokens = torch.cat([one.inputs["tokens"] for one in batches])
-        loss = _loss(model, tokens, torch.cat([one.target for one in batches]))
+        tokens = torch.cat([batch.inputs["tokens"] for batch in batches])
+        loss = _loss(model, tokens, torch.cat([batch.target for batch in batches]))
         torch.autograd.backward(loss)
         losses.append(loss.item())
         if settings.optimizer.clip_norm:
@@ -183,8 +183,8 @@ def plain_run(
             optimizer.zero_grad()
     held_out = [Uneven(rows).batch(50 + at) for at in range(3)]
     with torch.no_grad():
-        tokens = torch.cat([one.inputs["tokens"] for one in held_out])
-        ended = _loss(model.eval(), tokens, torch.cat([one.target for one in held_out])).item()
+        tokens = torch.cat([batch.inputs["tokens"] for batch in held_out])
+        ended = _loss(model.eval(), tokens, torch.cat([batch.target for batch in held_out])).item()
     return losses, norms, ended
 
 

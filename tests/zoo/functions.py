@@ -160,7 +160,7 @@ ZOO["vmap inside of blocks"] = Entry(lambda: Stack(MapsInside))
 class Functional(Stack):
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:
-            doubled = {name: 2 * one for name, one in block.named_parameters()}
+            doubled = {name: 2 * param for name, param in block.named_parameters()}
             x = torch.func.functional_call(block, doubled, (x,))
         return x
 

@@ -83,19 +83,19 @@ class Decider:
 
     # ---- what is seen ------------------------------------------------------------------------------------------------
 
-    def see(self, seen: Measured, rows: int | None = None) -> Proposal | None:
+    def see(self, value: Measured, rows: int | None = None) -> Proposal | None:
         """Look at a step, with so many rows in its batch; return what to change before the next one."""
-        if seen.program.num_microbatches != self.now.program.num_microbatches or self._skip > 0:
+        if value.program.num_microbatches != self.now.program.num_microbatches or self._skip > 0:
             self._skip -= 1
             return None
-        self._recent.append(seen)
+        self._recent.append(value)
         self._rest -= 1
-        step = seen.records[0].step
-        self._notice(step, seen)
+        step = value.records[0].step
+        self._notice(step, value)
         if self._trial is not None:
             return self._judge(step)
         if self._aside is not None:
-            return self._found(step)
+            return self._search_result(step)
         if self._rest > 0 or len(self._recent) < _RECENT:
             return None
         self._begin_counting(rows)
@@ -149,17 +149,17 @@ class Decider:
         self._uneven.begin()
         self._why, self._slow = [], None
 
-    def _notice(self, step: int, seen: Measured) -> None:
-        changes: Sequence[Change] = self._drift.see(step, series_of(seen))
+    def _notice(self, step: int, value: Measured) -> None:
+        changes: Sequence[Change] = self._drift.see(step, series_of(value))
         if changes:
             self._has_drifted = True
             self._why += [str(max(changes, key=lambda change: max(change.ratio, 1 / change.ratio)))]
             self._refused.clear()
             if self._sizing is not None:
                 self._sizing.forget(0)
-        if (slow := self._uneven.see(seen.busy)) is not None:
+        if (slow := self._uneven.see(value.busy)) is not None:
             self._slow = slow
-            longer = seen.busy[slow[0]] / max(seen.busy[slow[1]], 1e-12) - 1.0
+            longer = value.busy[slow[0]] / max(value.busy[slow[1]], 1e-12) - 1.0
             self._why.append(f"rank {slow[0]} computes {longer:.0%} longer than rank {slow[1]}")
 
     # ---- candidates --------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class Decider:
         """Return what a measured step takes for each second of a simulated one."""
         return self._seconds / max(simulate(self.now.program, costs).makespan, 1e-12)
 
-    def _found(self, step: int) -> Proposal | None:
+    def _search_result(self, step: int) -> Proposal | None:
         """Return what the search has found, if it pays more than the other change; None while it goes on."""
         result = self._aside.result()
         if result is None or len(self._recent) < _RECENT:
@@ -217,17 +217,17 @@ class Decider:
         why, self._why = (self._why or ["costs have changed"])[-1], []
         other = None if self._instead is None else self._cut(step) or self._number(step)
         self._instead = None
-        found = None
+        offer = None
         if isinstance(result, Program):
             costs = self._costs
             scale = self._scale(costs)
             predicted = simulate(result, costs).makespan * scale
             after = replace(self.now, program=result)
-            found = Proposal(step, PROGRAM, why, self.now, after, self._seconds, predicted, scale=scale)
-            found = self._paying(found)
-        if found is None or (other is not None and other.predicted < found.predicted * (1 - self.settings.least_gain)):
+            offer = Proposal(step, PROGRAM, why, self.now, after, self._seconds, predicted, scale=scale)
+            offer = self._paying(offer)
+        if offer is None or (other is not None and other.predicted < offer.predicted * (1 - self.settings.least_gain)):
             return None if other is None else replace(other, why=why)
-        return found
+        return offer
 
     def _cut(self, step: int) -> Proposal | None:
         """Return another cut that pays."""
@@ -277,8 +277,8 @@ class Decider:
         scale = self._seconds / (times[0] or 1.0)
         after = replace(self.now, program=program)
         predicted = scale * (times[1] or 0.0)
-        found = Proposal(step, NUMBER, "", self.now, after, self._seconds, predicted, is_trial=is_trial, scale=scale)
-        return found if is_trial else self._paying(found)
+        proposal = Proposal(step, NUMBER, "", self.now, after, self._seconds, predicted, is_trial=is_trial, scale=scale)
+        return proposal if is_trial else self._paying(proposal)
 
     def _grouped(self, step: int, groups: Groups) -> Proposal | None:
         """Return the step in other groups, if that pays."""
@@ -306,12 +306,12 @@ class Decider:
             return None
         self._trial = None
         if trial.is_trial:
-            found = self._number(step)
-            return None if found is None else replace(found, why=f"{self.now.words} was tried")
+            proposal = self._number(step)
+            return None if proposal is None else replace(proposal, why=f"{self.now.words} was tried")
         without = self._without(trial)
-        kept = 1.0 - self._seconds / without >= self.settings.least_gain / 2
-        self.judged.append(ChangeResult(step, trial, self._seconds, without, kept))
-        if kept:
+        is_kept = 1.0 - self._seconds / without >= self.settings.least_gain / 2
+        self.judged.append(ChangeResult(step, trial, self._seconds, without, is_kept))
+        if is_kept:
             return None
         self._refused.add(_target(trial))
         why = f"a step takes {self._seconds * 1e3:.1f} ms, predicted were {trial.predicted * 1e3:.1f} ms"

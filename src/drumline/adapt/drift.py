@@ -73,9 +73,9 @@ class _Series:
         self.down = max(0.0, self.down - off - slack)
         if max(self.up, self.down) < limit:
             return None
-        found = self.since, self.reference, median(self.recent[-3:])
+        change = self.since, self.reference, median(self.recent[-3:])
         self.begin(None)
-        return found
+        return change
 
     def _learn(self, value: float) -> bool:
         self.first.append(value)
@@ -119,13 +119,13 @@ class Drift:
 
     def see(self, step: int, values: Mapping[str, float]) -> list[Change]:
         """Add the values of a step, and return the series that have changed."""
-        found = []
+        drifts = []
         for name, value in values.items():
             series = self._series.setdefault(name, _Series())
-            told = series.see(step, value, self._threshold)
-            if told is not None:
-                found.append(Change(name, step, *told))
-        return found
+            change = series.see(step, value, self._threshold)
+            if change is not None:
+                drifts.append(Change(name, step, *change))
+        return drifts
 
 
 class Uneven:

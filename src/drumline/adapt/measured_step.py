@@ -14,10 +14,10 @@ NAMED_QUEUE = "the queue of link "
 
 def stage_seconds(measured: Measured) -> list[float]:
     """Return the seconds of a microbatch in every stage, forward and backward; overlapped pairs count half for each."""
-    found = [0.0] * measured.program.num_stages
+    values = [0.0] * measured.program.num_stages
     for (stage, op), seconds in measured.action_seconds(halves=True).items():
-        found[stage] += sum(seconds) if op in COMPUTE_OPS else 0.0
-    return [value / measured.program.num_microbatches for value in found]
+        values[stage] += sum(seconds) if op in COMPUTE_OPS else 0.0
+    return [value / measured.program.num_microbatches for value in values]
 
 
 def series_of(measured: Measured) -> dict[str, float]:
@@ -26,7 +26,7 @@ def series_of(measured: Measured) -> dict[str, float]:
     A message counts with a typical action, and a queue with one message: what is small beside those is noise.
     """
     each = measured.action_seconds()
-    found = {f"{op.value} of stage {stage}": median(values) for (stage, op), values in sorted(each.items())}
+    series = {f"{op.value} of stage {stage}": median(values) for (stage, op), values in sorted(each.items())}
     typical = fmean([value for values in each.values() for value in values]) if each else 0.0
     flights, waits = defaultdict[tuple[int, int], list[float]](list), defaultdict[tuple[int, int], float](float)
     for transfer in measured.transfers:
@@ -34,6 +34,6 @@ def series_of(measured: Measured) -> dict[str, float]:
         flights[edge].append(max(transfer.end - transfer.made, 0.0))
         waits[edge] += max(transfer.consumed - transfer.end, 0.0)
     for edge, seconds in sorted(flights.items()):
-        found[f"{NAMED_LINK}{edge[0]}-{edge[1]}"] = typical + min(seconds)
-        found[f"{NAMED_QUEUE}{edge[0]}-{edge[1]}"] = 1.0 + waits[edge] / max(measured.makespan, 1e-12)
-    return found
+        series[f"{NAMED_LINK}{edge[0]}-{edge[1]}"] = typical + min(seconds)
+        series[f"{NAMED_QUEUE}{edge[0]}-{edge[1]}"] = 1.0 + waits[edge] / max(measured.makespan, 1e-12)
+    return series

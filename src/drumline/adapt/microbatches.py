@@ -68,9 +68,9 @@ class Sizing:
     def program(self, number: int) -> Program | None:
         """Return the program of a number of microbatches, if it has one that fits the memory."""
         if number not in self._programs:
-            made = self.build(number)
-            held = 0 if made is None else max(simulate(made).peak_activations) * (self.rows / number)
-            self._programs[number] = None if held > self.most_rows * (1 + 1e-9) else made
+            program = self.build(number)
+            held_microbatches = 0 if program is None else max(simulate(program).peak_activations) * (self.rows / number)
+            self._programs[number] = None if held_microbatches > self.most_rows * (1 + 1e-9) else program
         return self._programs[number]
 
     def seconds(self, number: int) -> float | None:
@@ -87,12 +87,12 @@ class Sizing:
         return replace(nearest, **self._fitted(self.rows / number, program.num_stages))
 
     def _fitted(self, rows: float, num_stages: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for name in _OPS:
             points = {self.rows / number: costs.per_stage(name, num_stages) for number, costs in self.known.items()}
             each = ({size: seconds[stage] for size, seconds in points.items()} for stage in range(num_stages))
-            found[name] = [_line(entry).at(rows) for entry in each]
-        return found
+            fields[name] = [_line(entry).at(rows) for entry in each]
+        return fields
 
     def next(self, now: int, *, least_gain: float) -> int:
         """Return the number to take next: a neighbour while only one is known, else the best; `now` to stay."""
@@ -113,8 +113,8 @@ class Sizing:
 def _line(points: Mapping[float, float]) -> MessageTime:
     """Return the seconds of an action by its rows; with one size known, part of them is taken as fixed."""
     if len(points) > 1:
-        seen = [(size, seconds) for size, seconds in points.items() if seconds > 0]
-        return fitted(seen) if len(seen) > 1 else MessageTime()
+        measured_points = [(size, seconds) for size, seconds in points.items() if seconds > 0]
+        return fitted(measured_points) if len(measured_points) > 1 else MessageTime()
     ((size, seconds),) = points.items()
     return MessageTime(_FIXED * seconds, (1 - _FIXED) * seconds / size)
 
@@ -145,7 +145,7 @@ class Groups:
         return min(self._fitting, key=lambda program: simulate(program, costs).makespan, default=None)
 
     def _program(self, number: int) -> Program | None:
-        made = self.build(number)
-        if made is None or max(simulate(made).peak_activations) > self.most_pairs:
+        program = self.build(number)
+        if program is None or max(simulate(program).peak_activations) > self.most_pairs:
             return None
-        return in_groups(made, self.total // number)
+        return in_groups(program, self.total // number)

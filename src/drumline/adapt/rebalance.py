@@ -65,9 +65,9 @@ class Layers:
     def stage_seconds(self, counts: Counts) -> list[float]:
         """Return what a microbatch took in every stage of a cut when layers were timed."""
         share = split_share(self.program)
-        own = self.profile.overhead.total(split=share)
+        own_overhead = self.profile.overhead.total(split=share)
         stages = [self.profile.layers[i:j] for i, j in pairwise(ends_of(counts))]
-        return [own + sum(block.times.total(split=share) for block in stage) for stage in stages]
+        return [own_overhead + sum(block.times.total(split=share) for block in stage) for stage in stages]
 
     @cached_property
     def _stages(self) -> Stages:
@@ -103,12 +103,12 @@ class Layers:
         for at, (left, right) in enumerate(pairwise(homes)):
             if {left, right} == {slow, beside}:
                 giver, taker = (at, at + 1) if left == slow else (at + 1, at)
-                given = counts[giver] // 2
-                if not given:
+                num_given = counts[giver] // 2
+                if not num_given:
                     return None
                 moved = list(counts)
-                moved[giver] -= given
-                moved[taker] += given
+                moved[giver] -= num_given
+                moved[taker] += num_given
                 return tuple(moved)
         return None
 

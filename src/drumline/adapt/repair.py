@@ -48,14 +48,14 @@ def repaired(costs: Costs, program: Program, limit: Limit, *, seconds: float) ->
     >>> from drumline.schedules import generate
     >>> program = generate("1f1b", num_ranks=2, num_microbatches=8)
     >>> slow = Costs(backward_input=2.0, backward_weight=0.0, comm=2.0)
-    >>> found = repaired(slow, program, Limit(max_activations=4), seconds=1.0)
-    >>> simulate(program, slow).makespan, simulate(found, slow).makespan, is_split(found)
+    >>> result = repaired(slow, program, Limit(max_activations=4), seconds=1.0)
+    >>> simulate(program, slow).makespan, simulate(result, slow).makespan, is_split(result)
     (43.0, 31.0, False)
     """
-    found = search(costs, program.placement, num_microbatches=program.num_microbatches, limit=limit, seconds=seconds)
-    made = found.program if is_split(program) else join(found.program, [True] * program.num_stages)
-    assert not validate(made), "a program with joined backwards breaks a rule"
-    return made
+    result = search(costs, program.placement, num_microbatches=program.num_microbatches, limit=limit, seconds=seconds)
+    new_program = result.program if is_split(program) else join(result.program, [True] * program.num_stages)
+    assert not validate(new_program), "a program with joined backwards breaks a rule"
+    return new_program
 
 
 def least_seconds(costs: Costs, program: Program, limit: Limit) -> float:
@@ -76,7 +76,7 @@ class Aside:
     def __init__(self, costs: Costs, program: Program, limit: Limit, *, seconds: float) -> None:
         self._program = program
         self._until = time.monotonic() + seconds + _SECONDS_TO_START
-        told = {
+        task = {
             "costs": costs.to_json(),
             "program": program.compute_only().format(),
             "max_activations": limit.max_activations,
@@ -86,12 +86,12 @@ class Aside:
         self._process: subprocess.Popen[bytes] | None = None
         self._problem = ""
         try:
-            self._process = self._started(json.dumps(told).encode())
+            self._process = self._started(json.dumps(task).encode())
         except OSError as error:
             self._problem = f"the search could not start: {error}"  # training goes on without
 
     @staticmethod
-    def _started(told: bytes) -> subprocess.Popen[bytes]:
+    def _started(task: bytes) -> subprocess.Popen[bytes]:
         path = os.pathsep.join(name for name in sys.path if name)
         process = subprocess.Popen(
             [sys.executable, "-c", f"from {__name__} import main; main()"],
@@ -103,7 +103,7 @@ class Aside:
         )
         assert process.stdin is not None
         with suppress(OSError):  # it has ended already, and `result` says so
-            process.stdin.write(told)
+            process.stdin.write(task)
             process.stdin.close()
         return process
 
@@ -142,11 +142,11 @@ def main() -> None:
     """Search for what stdin says, and write what is found to stdout."""
     if hasattr(os, "nice"):
         os.nice(_NICE)
-    told = json.loads(sys.stdin.read())
-    limit = Limit(told["max_activations"], told["max_bytes"])
+    task = json.loads(sys.stdin.read())
+    limit = Limit(task["max_activations"], task["max_bytes"])
     try:
-        costs = Costs.from_json(json.dumps(told["costs"]))
-        found = repaired(costs, Program.parse(told["program"]), limit, seconds=told["seconds"])
+        costs = Costs.from_json(json.dumps(task["costs"]))
+        result = repaired(costs, Program.parse(task["program"]), limit, seconds=task["seconds"])
     except DrumlineError as error:
         raise SystemExit(f"drumline: {error}") from None
-    print(found.format())
+    print(result.format())

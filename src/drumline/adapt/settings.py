@@ -64,7 +64,7 @@ class Adapt:
                 raise UsageError(f"adapt: {name} is {value!r:.60}", expected=expected) from None
 
     @staticmethod
-    def of(given: Any) -> Adapt | None:
+    def of(value: Any) -> Adapt | None:
         """Return what a user's `adapt=` means; None if nothing is to change.
 
         >>> Adapt.of(False), Adapt.of({"rebalance": "half"}).rebalance
@@ -73,16 +73,16 @@ class Adapt:
         Traceback (most recent call last):
         drumline.core.errors.UsageError: adapt has no 'treshold'; did you mean threshold?
         """
-        if given is None or given is False:
+        if value is None or value is False:
             return None
-        if given is True:
+        if value is True:
             return Adapt()
-        if isinstance(given, Adapt):
-            return given
-        if not isinstance(given, Mapping):
-            raise UsageError(f"adapt is {given!r:.60}", expected='True, False, or a dict like {"rebalance": "half"}')
+        if isinstance(value, Adapt):
+            return value
+        if not isinstance(value, Mapping):
+            raise UsageError(f"adapt is {value!r:.60}", expected='True, False, or a dict like {"rebalance": "half"}')
         known = [field.name for field in fields(Adapt)]
-        for name in given:
+        for name in value:
             if name not in known:
                 raise UsageError(f"adapt has no {name!r:.60}", fix=nearest(str(name), known))
-        return Adapt(**given)
+        return Adapt(**value)

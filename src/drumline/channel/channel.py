@@ -70,15 +70,15 @@ class Wait:
     source: int
 
     def __str__(self) -> str:
-        return self.told(BY_NUMBER)
+        return self.text(BY_NUMBER)
 
-    def told(self, called: RankNames) -> str:
+    def text(self, naming: RankNames) -> str:
         """Return it in words."""
-        own, other = called.rank(self.rank), called.rank(self.source)
+        own_rank, other = naming.rank(self.rank), naming.rank(self.source)
         if self.receive.op in RECV_OPS:
-            made = " or ".join(map(str, rules.producers(self.receive)))
-            return f"{own} at {self.action} waits for {made} of {other}"
-        return f"{own} waits for {other} to reach {self.receive}"
+            producers = " or ".join(map(str, rules.producers(self.receive)))
+            return f"{own_rank} at {self.action} waits for {producers} of {other}"
+        return f"{own_rank} waits for {other} to reach {self.receive}"
 
 
 class Channel(ABC):
@@ -87,7 +87,7 @@ class Channel(ABC):
     name: str
     rank: int
     num_ranks: int
-    called: RankNames = BY_NUMBER  # what messages call the ranks
+    naming: RankNames = BY_NUMBER  # what messages call the ranks
     timeout: float = TIMEOUT
 
     @property

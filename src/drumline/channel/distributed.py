@@ -252,7 +252,7 @@ class DistributedChannel(MeshChannel[_Coming]):
     def _group(self, source: int, target: int) -> ProcessGroup:
         group = self._groups.get((source, target))
         if group is None:
-            source_name, target_name = self.called.rank(source), self.called.rank(target)
+            source_name, target_name = self.naming.rank(source), self.naming.rank(target)
             raise RunError(f"{source_name} has no announced edge to {target_name}", fix="add it to `edges`")
         return group
 

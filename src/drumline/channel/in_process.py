@@ -116,12 +116,12 @@ class InProcessChannel(Channel):
 
     def hear(self, topic: str, deadline_ns: int) -> list[Any]:
         """Return what every rank told; in one process, all have told before any hears."""
-        told = self.hub.words[topic]
-        assert len(told) == self.num_ranks, f"rank {self.rank} hears {topic} before all have told"
+        words = self.hub.words[topic]
+        assert len(words) == self.num_ranks, f"rank {self.rank} hears {topic} before all have told"
         self.hub.heard[topic] += 1
         if self.hub.heard[topic] == self.num_ranks:
             del self.hub.words[topic], self.hub.heard[topic]
-        return [told[rank] for rank in range(self.num_ranks)]
+        return [words[rank] for rank in range(self.num_ranks)]
 
     def hear_now(self, topic: str) -> list[Any] | None:
         """Return what every rank told, or None if one of them has not yet had its turn."""

@@ -38,25 +38,25 @@ class ListenAddress(NamedTuple):
 def interfaces() -> dict[str, list[str]]:
     """Return the addresses of every interface of this host, by name; those that only one link knows are left out.
 
-    >>> "127.0.0.1" in [value for found in interfaces().values() for value in found]
+    >>> "127.0.0.1" in [value for addresses in interfaces().values() for value in addresses]
     True
     """
     library = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
     first = ctypes.POINTER(_Entry)()
     if library.getifaddrs(ctypes.byref(first)):
         raise RunError(f"the system does not tell its network interfaces: errno {ctypes.get_errno()}")
-    found: dict[str, list[str]] = {}
+    addresses: dict[str, list[str]] = {}
     try:
         entry = first
         while entry:
             here = entry.contents
             address = _address(here.address)
             if address and not ipaddress.ip_address(address).is_link_local:
-                found.setdefault(here.name.decode(), []).append(address)
+                addresses.setdefault(here.name.decode(), []).append(address)
             entry = here.next
     finally:
         library.freeifaddrs(first)
-    return found
+    return addresses
 
 
 class _Entry(ctypes.Structure):
@@ -84,20 +84,20 @@ def _address(at: int | None) -> str:
     return ""
 
 
-def loopback(found: Mapping[str, Sequence[str]] | None = None) -> ListenAddress:
+def loopback(texts: Mapping[str, Sequence[str]] | None = None) -> ListenAddress:
     """Return where ranks of this host alone listen.
 
     >>> loopback({"eth0": ["10.0.0.5"], "lo": ["127.0.0.1", "::1"]})
     ListenAddress(interface='lo', address='127.0.0.1')
     """
-    for name, addresses in (interfaces() if found is None else found).items():
+    for name, addresses in (interfaces() if texts is None else texts).items():
         for address in addresses:
             if ipaddress.ip_address(address).is_loopback:
                 return ListenAddress(name, address)
     return ListenAddress("", "127.0.0.1")
 
 
-def place_named(named: str, found: Mapping[str, Sequence[str]] | None = None, *, like: str = "") -> ListenAddress:
+def place_named(named: str, texts: Mapping[str, Sequence[str]] | None = None, *, like: str = "") -> ListenAddress:
     """Return the interface with a name or an address; of several addresses, the first of the kind that `like` has.
 
     >>> place_named("eth0", {"lo": ["127.0.0.1"], "eth0": ["10.0.0.5", "fd00::5"]}, like="fd00::1").address
@@ -106,14 +106,14 @@ def place_named(named: str, found: Mapping[str, Sequence[str]] | None = None, *,
     Traceback (most recent call last):
     drumline.core.errors.RunError: interface is 'eth1'; expected an interface of this host, or its address: lo ...
     """
-    found = interfaces() if found is None else found
-    for name, addresses in found.items():
+    texts = interfaces() if texts is None else texts
+    for name, addresses in texts.items():
         if named == name:
             same = [address for address in addresses if (":" in address) == (":" in like)] if like else []
             return ListenAddress(name, (same or list(addresses))[0])
         if named.strip("[]") in addresses:
             return ListenAddress(name, named.strip("[]"))
-    raise RunError(f"interface is {named!r}", expected=f"an interface of this host, or its address: {_known(found)}")
+    raise RunError(f"interface is {named!r}", expected=f"an interface of this host, or its address: {_known(texts)}")
 
 
 def place_towards(host: str) -> ListenAddress:
@@ -155,8 +155,8 @@ def place_between_hosts(named: str, store_host: str) -> ListenAddress:
     )
 
 
-def _known(found: Mapping[str, Sequence[str]]) -> str:
-    return ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in found.items())
+def _known(addresses: Mapping[str, Sequence[str]]) -> str:
+    return ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in addresses.items())
 
 
 def endpoint(address: str, port: int | str) -> str:

@@ -151,8 +151,8 @@ class Link:
         """
         if self.carries_fds or self._broken or not hasattr(socket, "TCP_INFO"):
             return 0.0
-        told = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-        *_, unacknowledged, since_ms = _TCP_INFO.unpack(told)
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        *_, unacknowledged, since_ms = _TCP_INFO.unpack(info)
         return float(since_ms) / 1000 if unacknowledged else 0.0
 
     def end_sending(self) -> None:

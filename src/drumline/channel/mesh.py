@@ -60,11 +60,11 @@ class ControlMesh(Pump):
         host: str | None = None,
         interface: str = "",
         now: Callable[[], int] = time.perf_counter_ns,
-        called: RankNames = BY_NUMBER,
+        naming: RankNames = BY_NUMBER,
     ) -> None:
         how: dict[str, Any] = {"store": store, "timeout": timeout, "host": host, "interface": interface}
-        super().__init__(connect(rank, num_ranks, called=called, **how))
-        self.called = called
+        super().__init__(connect(rank, num_ranks, naming=naming, **how))
+        self.naming = naming
         self.now = now
         self.rank = rank
         self.num_ranks = num_ranks
@@ -72,8 +72,8 @@ class ControlMesh(Pump):
         self._spin_ns = int(spin * 1e9)
         between_hosts = any(not link.carries_fds for link in self.links.values())
         self._look_ms = 1000 if between_hosts else _LOOK_MS  # how often to look whether a link is cut
-        own = {WORD: self._on_word, ABORT: self._on_abort, GOODBYE: self._on_goodbye}
-        for kind, handler in {**own, PING: self._on_ping, PONG: self._on_pong, ASK: self._on_ask}.items():
+        own_handlers = {WORD: self._on_word, ABORT: self._on_abort, GOODBYE: self._on_goodbye}
+        for kind, handler in {**own_handlers, PING: self._on_ping, PONG: self._on_pong, ASK: self._on_ask}.items():
             self._handlers[kind] = handler
         self._waiting: tuple[What, Callable[[], Collection[int]]] | None = None  # what this rank waits for now
         self._answers: dict[int, tuple[str, list[int]]] = {}
@@ -120,7 +120,7 @@ class ControlMesh(Pump):
                 now = time.perf_counter_ns()
                 if now >= deadline_ns:
                     others = self._others(needs)
-                    shown = stacks.show(self._witnesses(), self.called)
+                    shown = stacks.show(self._witnesses(), self.naming)
                     raise give_up(self._said(what), (now - started) / 1e9, others, shown)
                 if now - started < self._spin_ns:
                     continue
@@ -137,19 +137,19 @@ class ControlMesh(Pump):
     def _others(self, needs: Callable[[], Collection[int]]) -> list[str]:
         """Return what the awaited rank is itself waiting for, and so on to the rank that all wait for."""
         said: list[str] = []
-        seen = {self.rank}
+        seen_ranks = {self.rank}
         at = min(needs(), default=self.rank)
-        while at not in seen and at in self.links:
-            seen.add(at)
+        while at not in seen_ranks and at in self.links:
+            seen_ranks.add(at)
             answer = self._asked(at)
             if answer is None:
                 silence, known = self.links[at].silence(), self._witnesses().get(at)
                 state = (known and known.state) or "it is computing or hangs"
-                hangs = f"{self.called.rank(at)} does not answer: {state}"
+                hangs = f"{self.naming.rank(at)} does not answer: {state}"
                 said.append(self._unreachable(self.links[at], _unheard(silence)) if silence >= GRACE else hangs)
                 break
             text, behind = answer
-            said.append(text or f"{self.called.rank(at)} is not waiting for any rank")
+            said.append(text or f"{self.naming.rank(at)} is not waiting for any rank")
             at = min(behind, default=self.rank)
         return said
 
@@ -163,12 +163,12 @@ class ControlMesh(Pump):
     def _witnesses(self) -> dict[int, stacks.StackSource]:
         """Return how to ask other ranks that are still connected for their stacks."""
         connected = {link.peer for link in self._by_fd.values()}
-        return {rank: source for rank, source in self.told(_WITNESS).items() if rank in connected}
+        return {rank: source for rank, source in self.messages(_WITNESS).items() if rank in connected}
 
     @property
     def is_spread(self) -> bool:
         """Whether some rank runs on another host."""
-        return not all(source.is_near for source in self.told(_WITNESS).values())
+        return not all(source.is_near for source in self.messages(_WITNESS).values())
 
     def _notice_cut_links(self) -> None:
         """Give up ranks whose hosts have acknowledged nothing for long; TCP itself would try for many minutes."""
@@ -177,7 +177,7 @@ class ControlMesh(Pump):
                 link.error = TimeoutError(_unheard(silence))
                 self._end(link)
 
-    def told(self, topic: str) -> Mapping[int, Any]:
+    def messages(self, topic: str) -> Mapping[int, Any]:
         """Return what ranks have told under a topic so far, by rank."""
         return self._words.get(topic, {})
 
@@ -194,10 +194,10 @@ class ControlMesh(Pump):
         """Return all ranks' words under the topic, by rank."""
         words = self._words.setdefault(topic, {})
         if len(words) < self.num_ranks:
-            everybody, own = set(range(self.num_ranks)), self.called.rank(self.rank)
+            everybody, own_rank = set(range(self.num_ranks)), self.naming.rank(self.rank)
             self.wait(
                 lambda: len(words) == self.num_ranks,
-                lambda: f"{own} waits for {self.called.rank(min(everybody - set(words)))} to send {topic!r}",
+                lambda: f"{own_rank} waits for {self.naming.rank(min(everybody - set(words)))} to send {topic!r}",
                 deadline_ns,
                 needs=lambda: set(self.links) - set(words),
             )
@@ -217,7 +217,7 @@ class ControlMesh(Pump):
     def _ping(self, peer: int, deadline_ns: int) -> None:
         due = self._num_pongs + 1
         self.send_packet(peer, _STAMPED.pack(PING, self.now()))
-        what = f"{self.called.rank(self.rank)} waits for {self.called.rank(peer)} to answer a ping"
+        what = f"{self.naming.rank(self.rank)} waits for {self.naming.rank(peer)} to answer a ping"
         self.wait(lambda: self._num_pongs == due, what, deadline_ns, needs=lambda: (peer,))
 
     def comparisons(self) -> list[tuple[int, int, int]]:
@@ -225,9 +225,9 @@ class ControlMesh(Pump):
 
         The first time is by the source's clock, the second by this rank's.
         """
-        found = [(source, *moments) for source, moments in sorted(self._quickest.items())]
+        comparisons = [(source, *moments) for source, moments in sorted(self._quickest.items())]
         self._quickest.clear()
-        return found
+        return comparisons
 
     def _compare(self, source: int, left_ns: int) -> None:
         now = self.now()
@@ -242,8 +242,8 @@ class ControlMesh(Pump):
             rank, text = error.rank, error.error
         else:
             at = f" at {during}" if during else ""
-            rank = self.called.number(self.rank)
-            text = f"{self.called.rank(self.rank)} failed{at}: {type(error).__name__}: {error}"
+            rank = self.naming.number(self.rank)
+            text = f"{self.naming.rank(self.rank)} failed{at}: {type(error).__name__}: {error}"
         packet = bytes((ABORT,)) + pickle.dumps((rank, text))
         if not self._closed:
             for peer in self.links:
@@ -251,7 +251,7 @@ class ControlMesh(Pump):
 
     def explain(self, rank: int, error: BaseException) -> RankFailed:
         """Return why talking to `rank` failed with `error`: from an abort within the grace period, else the error."""
-        why = f"{self.called.rank(rank)} can no longer be reached ({type(error).__name__}: {error})"
+        why = f"{self.naming.rank(rank)} can no longer be reached ({type(error).__name__}: {error})"
         self._seek_reason(lambda: why, rank)
         assert self._failure is not None
         return RankFailed(*self._failure)
@@ -277,10 +277,10 @@ class ControlMesh(Pump):
             raise RankFailed(*self._failure)
         for rank in self._departed and self._departed.intersection(needs()):
             at = "" if self._waiting is None else f": {self._said(self._waiting[0])}"
-            own, other = self.called.rank(self.rank), self.called.rank(rank)
+            own_rank, other = self.naming.rank(self.rank), self.naming.rank(rank)
             raise RankFailed(
-                self.called.number(rank),
-                f"{other} closed its channel while {own} was still waiting for it{at}",
+                self.naming.number(rank),
+                f"{other} closed its channel while {own_rank} was still waiting for it{at}",
                 fix="call step and eval_step the same number of times on every rank, and close() after them",
             )
 
@@ -288,7 +288,7 @@ class ControlMesh(Pump):
         self.pump()
         self._serve_while(lambda: self._failure is None and bool(self._by_fd), GRACE)
         if self._failure is None:
-            self._failure = (self.called.number(rank), otherwise())
+            self._failure = (self.naming.number(rank), otherwise())
 
     def _on_word(self, source: int, packet: bytes, fds: list[int]) -> None:
         self._compare(source, _STAMPED.unpack_from(packet)[1])
@@ -320,16 +320,16 @@ class ControlMesh(Pump):
     def _reason(self, link: Link) -> str:
         """Return why a connection ended without a goodbye."""
         if link.error is None:
-            return f"{self.called.rank(link.peer)} died without reporting an error: it crashed or was killed"
+            return f"{self.naming.rank(link.peer)} died without reporting an error: it crashed or was killed"
         return self._unreachable(link, link.error.strerror or str(link.error))
 
     def _unreachable(self, link: Link, why: str) -> str:
         cause = "the link between the hosts is cut, or that host is down"
-        return f"{self.called.rank(link.peer)} can no longer be reached at {link.address} ({why}): {cause}"
+        return f"{self.naming.rank(link.peer)} can no longer be reached at {link.address} ({why}): {cause}"
 
     def _said(self, what: What) -> str:
         """Return what is waited for, in words."""
-        return what.told(self.called) if isinstance(what, Wait) else what() if callable(what) else what
+        return what.text(self.naming) if isinstance(what, Wait) else what() if callable(what) else what
 
 
 def _unheard(seconds: float) -> str:

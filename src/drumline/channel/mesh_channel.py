@@ -128,7 +128,7 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
             for key in inbox:
                 if mode_of(key)[0] < oldest:
                     raise MismatchError(
-                        f"{self.called.rank(self.rank)} never received {key_text(key)} from {self.called.rank(source)}",
+                        f"{self.naming.rank(self.rank)} never received {key_text(key)} from {self.naming.rank(source)}",
                         expected=_EXPECTED,
                     )
 
@@ -147,21 +147,21 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
         for key in self._inbox[rank]:
             if mode_of(key) == (self._step, self._trains) and key[: _STEP.size] != self._call_code:
                 raise MismatchError(
-                    f"call {self._step}: {self.called.several(self.rank, rank)} run different programs",
+                    f"call {self._step}: {self.naming.several(self.rank, rank)} run different programs",
                     expected="the same program= on every rank",
                 )
-        ended, other = self.told(step_topic(self._step)), self.called.rank(rank)
+        ended, other = self.messages(step_topic(self._step)), self.naming.rank(rank)
         if rank in ended:
-            called = "step" if getattr(ended[rank], "train", True) else "eval_step"
+            method = "step" if getattr(ended[rank], "train", True) else "eval_step"
             raise MismatchError(
-                f"{self._said(what)}, but {other} finished call {self._step} without it, in {called}",
+                f"{self._said(what)}, but {other} finished call {self._step} without it, in {method}",
                 expected=_EXPECTED,
             )
         for key in self._inbox[rank]:
             if mode_of(key) == (self._step, not self._trains):
                 mine, theirs = ("step", "eval_step") if self._trains else ("eval_step", "step")
                 raise MismatchError(
-                    f"call {self._step}: {self.called.rank(self.rank)} ran {mine} and {other} ran {theirs}",
+                    f"call {self._step}: {self.naming.rank(self.rank)} ran {mine} and {other} ran {theirs}",
                     expected=_EXPECTED,
                 )
 
@@ -171,10 +171,10 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
         unsent = self._unsent()
         if unsent is None and self.all_sent:
             return
-        what = f"{self.called.rank(self.rank)} waits to send its last packets"
+        what = f"{self.naming.rank(self.rank)} waits to send its last packets"
         if unsent is not None:
-            other = self.called.rank(unsent[0])
-            what = f"{self.called.rank(self.rank)} waits for {other} to make room for {key_text(unsent[1])}"
+            other = self.naming.rank(unsent[0])
+            what = f"{self.naming.rank(self.rank)} waits for {other} to make room for {key_text(unsent[1])}"
         self.wait(
             lambda: self._unsent() is None and self.all_sent,
             what,

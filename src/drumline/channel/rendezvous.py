@@ -57,11 +57,11 @@ def exchange(
     *,
     timeout: float,
     look: Callable[[], None] | None = None,
-    called: RankNames = BY_NUMBER,
+    naming: RankNames = BY_NUMBER,
 ) -> list[Any]:
     """Put a value into the store and return the values of all ranks; a topic may be used again.
 
-    While it waits, it calls `look` twice a second, which may raise. `called` names the ranks in errors.
+    While it waits, it calls `look` twice a second, which may raise. `naming` names the ranks in errors.
 
     >>> from torch.distributed import HashStore
     >>> exchange(HashStore(), 0, 1, "colour", "blue", timeout=1.0)
@@ -78,11 +78,11 @@ def exchange(
             _await(here, str(other), deadline, look)
             values.append(pickle.loads(bytes.fromhex(here.get(str(other)).decode())))
         except DistStoreError:
-            what = f"{called.rank(rank)} waits for {called.rank(other)} to report its {topic}"
+            what = f"{naming.rank(rank)} waits for {naming.rank(other)} to report its {topic}"
             raise too_late(what, timeout) from None
         except DistNetworkError as error:
             raise RunError(
-                f"{called.rank(rank)} lost the ranks' store while it waited for {called.rank(other)} to report its"
+                f"{naming.rank(rank)} lost the ranks' store while it waited for {naming.rank(other)} to report its"
                 f" {topic}",
                 fix="look at the first rank's error: its host keeps the store",
             ) from error
@@ -125,35 +125,35 @@ def connect(
     timeout: float,
     host: str | None = None,
     interface: str = "",
-    called: RankNames = BY_NUMBER,
+    naming: RankNames = BY_NUMBER,
 ) -> list[Link]:
     """Return a link to every other rank; ranks with different `host` values use TCP even if they share a host.
 
     `interface` names the one to listen on, or an address of it; else it is the one that leads to the store.
     """
     deadline = time.perf_counter() + timeout
-    return _Rendezvous(rank, num_ranks, store, timeout, host or host_id(), interface, deadline, called).links()
+    return _Rendezvous(rank, num_ranks, store, timeout, host or host_id(), interface, deadline, naming).links()
 
 
 def agreed_place(
-    store: Store, rank: int, num_ranks: int, interface: str, *, timeout: float, called: RankNames = BY_NUMBER
+    store: Store, rank: int, num_ranks: int, interface: str, *, timeout: float, naming: RankNames = BY_NUMBER
 ) -> ListenAddress:
     """Return where this rank listens for other hosts; if any rank has no such place, all ranks raise and name it."""
-    found: ListenAddress | RunError
+    address: ListenAddress | RunError
     try:
-        found = place_between_hosts(interface, store_host(store))
+        address = place_between_hosts(interface, store_host(store))
     except RunError as error:
-        found = error
-    told = None if isinstance(found, ListenAddress) else str(found)
-    problems = exchange(store, rank, num_ranks, "drumline/interface", told, timeout=timeout, called=called)
-    if isinstance(found, ListenAddress) and not any(problems):
-        return found
+        address = error
+    problem = None if isinstance(address, ListenAddress) else str(address)
+    problems = exchange(store, rank, num_ranks, "drumline/interface", problem, timeout=timeout, naming=naming)
+    if isinstance(address, ListenAddress) and not any(problems):
+        return address
     with suppress(RunError):  # the rank that keeps the store leaves after all others have read this
         exchange(store, rank, num_ranks, "drumline/refused", None, timeout=10 * LINGER)
-    if isinstance(found, RunError):
-        raise found
+    if isinstance(address, RunError):
+        raise address
     other = next(rank for rank, problem in enumerate(problems) if problem)
-    raise RunError(f"{called.rank(other)}: {problems[other]}")
+    raise RunError(f"{naming.rank(other)}: {problems[other]}")
 
 
 def hosted_store(host: str, port: int, *, interface: str = "", timeout: float, **settings: Any) -> TCPStore:
@@ -177,8 +177,8 @@ def hosted_store(host: str, port: int, *, interface: str = "", timeout: float, *
 
 def _own_place(host: str) -> ListenAddress:
     """Return where a name of this host, or an address, leads to."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return ListenAddress("", str(found[0][4][0]))
+    addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return ListenAddress("", str(addresses[0][4][0]))
 
 
 def store_host(store: Store) -> str:
@@ -198,11 +198,11 @@ class _Rendezvous:
     host: str
     interface: str
     deadline: float
-    called: RankNames
+    naming: RankNames
 
     def _exchanged(self, topic: str, value: Any) -> list[Any]:
-        given = (self.store, self.rank, self.num_ranks, topic, value)
-        return exchange(*given, timeout=self.timeout, called=self.called)
+        arguments = (self.store, self.rank, self.num_ranks, topic, value)
+        return exchange(*arguments, timeout=self.timeout, naming=self.naming)
 
     def links(self) -> list[Link]:
         hosts = self._exchanged("drumline/host", self.host)
@@ -234,8 +234,8 @@ class _Rendezvous:
             unix.bind(b"\0drumline-" + secrets.token_hex(16).encode())
             unix.listen(self.num_ranks)
         if len(set(hosts)) > 1:
-            given = (self.store, self.rank, self.num_ranks, self.interface)
-            place = agreed_place(*given, timeout=self.timeout, called=self.called)
+            arguments = (self.store, self.rank, self.num_ranks, self.interface)
+            place = agreed_place(*arguments, timeout=self.timeout, naming=self.naming)
             address = (place.address, 0)
             tcp = listening.enter_context(socket.create_server(address, family=place.family, backlog=self.num_ranks))
         return unix, tcp
@@ -252,7 +252,7 @@ class _Rendezvous:
     def _left(self, what: str) -> float:
         left = self.deadline - time.perf_counter()
         if left <= 0:
-            raise too_late(f"{self.called.rank(self.rank)} waits for {what}", self.timeout)
+            raise too_late(f"{self.naming.rank(self.rank)} waits for {what}", self.timeout)
         return left
 
     def _call(self, other: int, cards: list[Card]) -> Link:
@@ -263,9 +263,9 @@ class _Rendezvous:
         family = socket.AF_UNIX if way is card.unix else socket.AF_INET6 if ":" in way[0] else socket.AF_INET
         connection = socket.socket(family)
         try:
-            connection.settimeout(self._left(f"{self.called.rank(other)} to answer"))
+            connection.settimeout(self._left(f"{self.naming.rank(other)} to answer"))
             connection.connect(way)
-            connection.settimeout(self._left(f"{self.called.rank(other)} to answer"))
+            connection.settimeout(self._left(f"{self.naming.rank(other)} to answer"))
             connection.sendall(_HELLO.pack(card.token, self.rank))
             if _receive(connection, len(mine)) != mine:
                 raise ConnectionError("another program answers at that address")
@@ -274,7 +274,7 @@ class _Rendezvous:
             connection.close()
             where = "its socket" if way is card.unix else endpoint(*way)
             raise RunError(
-                f"{self.called.rank(self.rank)} cannot connect to {self.called.rank(other)} at {where}:"
+                f"{self.naming.rank(self.rank)} cannot connect to {self.naming.rank(other)} at {where}:"
                 f" {error or type(error).__name__}",
                 fix="check that the rank is still running and that the hosts can reach each other's ports",
             ) from error
@@ -286,7 +286,7 @@ class _Rendezvous:
         """Accept the higher ranks that show this rank's token, and no other connections."""
         links: list[Link] = []
         while expected:
-            missing = f"{self.called.listed(sorted(expected))} to connect"
+            missing = f"{self.naming.listed(sorted(expected))} to connect"
             try:
                 listener.settimeout(self._left(missing))
                 connection, _ = listener.accept()

@@ -197,7 +197,7 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         if elsewhere:
             self.close()
             raise RunError(
-                f"{self.called.rank(rank)} does not share a host with {self.called.listed(elsewhere)}",
+                f"{self.naming.rank(rank)} does not share a host with {self.naming.listed(elsewhere)}",
                 fix='use transport="gloo" or "nccl" between hosts',
             )
         self._device = torch.device(device)
@@ -310,5 +310,5 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
     def _on_slot(self, source: int, packet: bytes, fds: list[int]) -> None:
         _, number, room = _NEW_SLOT.unpack(packet)
         if not fds:
-            raise RunError(f"{self.called.rank(self.rank)} cannot open more files", fix="raise `ulimit -n`")
+            raise RunError(f"{self.naming.rank(self.rank)} cannot open more files", fix="raise `ulimit -n`")
         self._edges[source].peer_slots[number] = Slot(number, fds[0], room)

@@ -99,23 +99,23 @@ def _place() -> str:
     return f"{os.uname().nodename}"
 
 
-def show(others: Mapping[int, StackSource], called: RankNames = BY_NUMBER) -> str:
+def show(others: Mapping[int, StackSource], naming: RankNames = BY_NUMBER) -> str:
     """Return the stacks of other ranks, or why there are none, as text for stderr.
 
     >>> print(show({1: StackSource("elsewhere", 7, 3)}))
     drumline: no stacks of rank 1: it runs on another host
     """
     readable = {rank: other for rank, other in others.items() if other.is_near and other.file >= 0}
-    found = _written([source for source in readable.values() if source.process != os.getpid()])
+    stacks = _written([source for source in readable.values() if source.process != os.getpid()])
     lines = []
     for rank, other in sorted(others.items()):
         if other.process == os.getpid() or (other.is_near and other.file == _STDERR):
             continue  # `launch` lets it write them
-        if text := found.get(other.process, ""):
-            lines.append(f"drumline: stacks of {called.rank(rank)}, process {other.process}:\n{text.rstrip()}")
+        if text := stacks.get(other.process, ""):
+            lines.append(f"drumline: stacks of {naming.rank(rank)}, process {other.process}:\n{text.rstrip()}")
             continue
         why = "it runs on another host" if not other.is_near else other.state or "its process wrote none"
-        lines.append(f"drumline: no stacks of {called.rank(rank)}: {why}")
+        lines.append(f"drumline: no stacks of {naming.rank(rank)}: {why}")
     return "\n".join(lines)
 
 

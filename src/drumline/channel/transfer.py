@@ -72,8 +72,8 @@ def transferred(
         for number, message in enumerate(_messages(tensors, device)):
             channel.send(_key(number), target, (message,), None)
     for source, shapes in coming.items():
-        made = arrived[source] = [torch.empty(s.shape, dtype=s.dtype, device=_place(s, device)) for s in shapes]
-        places = _places(made)
+        copies = arrived[source] = [torch.empty(s.shape, dtype=s.dtype, device=_place(s, device)) for s in shapes]
+        places = _places(copies)
         for number in range(len(sizes_of(sum(shape.num_bytes for shape in shapes)))):
             while (delivery := channel.take(_key(number), source)) is None:
                 yield LayerWait(channel.rank, _key(number), _key(number), source)
@@ -96,15 +96,15 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _messages(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
     """Yield the bytes of tensors in messages; what fills one by itself is not copied.
 
-    >>> given = [torch.arange(2**20), torch.ones(3), torch.zeros(0), torch.arange(2**19)]
-    >>> messages = list(_messages(given, torch.device("cpu")))
+    >>> originals = [torch.arange(2**20), torch.ones(3), torch.zeros(0), torch.arange(2**19)]
+    >>> messages = list(_messages(originals, torch.device("cpu")))
     >>> [message.numel() // 1024 for message in messages]
     [4096, 4096, 4096, 64]
-    >>> made = [torch.empty_like(value) for value in given]
-    >>> places = _places(made)
+    >>> copies = [torch.empty_like(value) for value in originals]
+    >>> places = _places(copies)
     >>> for message in messages:
     ...     _spread(message, places)
-    >>> all(torch.equal(*pair) for pair in zip(given, made))
+    >>> all(torch.equal(*pair) for pair in zip(originals, copies))
     True
     """
     parts = [_bytes(tensor) for tensor in tensors]

@@ -23,7 +23,7 @@ _TENSORS = r"(model|training)-\d+-of-\d+\.safetensors"
 _OURS = re.compile(rf"{re.escape(MANIFEST)}|{re.escape(INDEX)}|{_TENSORS}|(process|failed)-.*")
 
 
-def checked_files(given: Any) -> Files:
+def checked_files(files: Any) -> Files:
     """Return further files of a checkpoint, contents as bytes; refuse names that lead out of it, or that it has itself.
 
     >>> checked_files({"notes.txt": "mine"})
@@ -32,12 +32,12 @@ def checked_files(given: Any) -> Files:
     Traceback (most recent call last):
     drumline.core.errors.UsageError: files has 'manifest.json', which every checkpoint writes itself; ...
     """
-    if given is None:
+    if files is None:
         return {}
-    if not isinstance(given, Mapping):
-        raise UsageError(f"files is {given!r:.80}", expected="contents or paths by name, like {'config.json': path}")
-    found: dict[str, bytes | Path | Maker] = {}
-    for name, content in given.items():
+    if not isinstance(files, Mapping):
+        raise UsageError(f"files is {files!r:.80}", expected="contents or paths by name, like {'config.json': path}")
+    contents: dict[str, bytes | Path | Maker] = {}
+    for name, content in files.items():
         parts = PurePosixPath(str(name)).parts
         if not isinstance(name, str) or not parts or name.startswith("/") or "\0" in name or ".." in parts:
             raise UsageError(f"files has {name!r:.80}", expected="a name inside of the checkpoint, like config.json")
@@ -47,8 +47,8 @@ def checked_files(given: Any) -> Files:
             )
         if not isinstance(content, str | bytes | Path) and not callable(content):
             raise UsageError(f"files has {name!r} as {content!r:.60}", expected="text, bytes, or a Path to copy")
-        found["/".join(parts)] = content.encode() if isinstance(content, str) else content
-    return found
+        contents["/".join(parts)] = content.encode() if isinstance(content, str) else content
+    return contents
 
 
 def write_files(part: Path, files: Files) -> None:

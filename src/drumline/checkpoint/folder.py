@@ -43,8 +43,8 @@ def step_of(checkpoint: Path) -> int:
     >>> step_of(Path("run/step-00000100")), step_of(Path("run/.step-00000100.5f3a.replaced")), step_of(Path("best"))
     (100, 100, -1)
     """
-    found = _NAME.fullmatch(checkpoint.name) or _REPLACED.fullmatch(checkpoint.name)
-    return int(found[1]) if found else -1
+    match = _NAME.fullmatch(checkpoint.name) or _REPLACED.fullmatch(checkpoint.name)
+    return int(match[1]) if match else -1
 
 
 def part_of(folder: Path, step: int, token: str) -> Path:

@@ -76,17 +76,17 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 def read_content(checkpoint: Path) -> dict[str, Any]:
     """Return what a manifest says, whether or not the files are there."""
     path = checkpoint / MANIFEST
-    given = _object(path)
-    if given.get("format") != _FORMAT or not isinstance(given.get("content"), dict):
+    entries = _object(path)
+    if entries.get("format") != _FORMAT or not isinstance(entries.get("content"), dict):
         raise _KIND.refuse(f"{path} is no manifest of a checkpoint")
-    if given.get("version") != VERSION:
+    if entries.get("version") != VERSION:
         raise OtherVersion(
-            f"{checkpoint} has version {given.get('version')!r:.60}",
+            f"{checkpoint} has version {entries.get('version')!r:.60}",
             expected=f"version {VERSION}",
             fix="read it with the version of Drumline that wrote it",
         )
-    content: dict[str, Any] = given["content"]
-    if zlib.crc32(json.dumps(content, sort_keys=True).encode()) != given.get("crc32"):
+    content: dict[str, Any] = entries["content"]
+    if zlib.crc32(json.dumps(content, sort_keys=True).encode()) != entries.get("crc32"):
         raise RecordError(f"{path} is damaged: its checksum differs")
     try:
         _check(Parsed(content, _KIND))
@@ -101,22 +101,22 @@ def problem_of_files(checkpoint: Path, files: Mapping[str, int]) -> str:
         file = checkpoint / name
         if not is_there(file, _KIND):
             return f"{file} is missing"
-        if (found := file.stat().st_size) != size:
-            return f"{file} has {found} bytes; expected {size}, as it was written"
+        if (st_size := file.stat().st_size) != size:
+            return f"{file} has {st_size} bytes; expected {size}, as it was written"
     return ""
 
 
 def _object(path: Path) -> dict[str, Any]:
     text = read_text(path, _KIND)
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except RecursionError:
         raise _KIND.refuse(f"{path}: the JSON is nested too deeply") from None
     except ValueError as error:
         raise _KIND.refuse(f"{path}: not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise _KIND.refuse(f"{path}: the JSON holds a {type(found).__name__}, not an object")
-    return found
+    if not isinstance(content, dict):
+        raise _KIND.refuse(f"{path}: the JSON holds a {type(content).__name__}, not an object")
+    return content
 
 
 def _check(content: Parsed) -> None:
@@ -200,12 +200,12 @@ def _each(table: Parsed, check: Callable[[Parsed], object]) -> Mapping[str, Any]
         raise table.refuse("an object")
     for name in table.value:
         check(table[name])
-    found: Mapping[str, Any] = table.value
-    return found
+    content: Mapping[str, Any] = table.value
+    return content
 
 
-def _sized(given: Parsed, size: int) -> list[Parsed]:
-    found = given.each()
-    if len(found) != size:
-        raise given.refuse(f"a list of {size}")
-    return found
+def _sized(content: Parsed, size: int) -> list[Parsed]:
+    items = content.each()
+    if len(items) != size:
+        raise content.refuse(f"a list of {size}")
+    return items

@@ -39,8 +39,8 @@ def packed(value: Any, what: str = "extra") -> Any:
 def unpacked(value: Any) -> Any:
     """Return the value that was packed.
 
-    >>> given = {"seen": (1, 2), "loss": float("-inf"), 7: b"abc", "large": 2**100, "order": torch.tensor([2, 0])}
-    >>> unpacked(packed(given))
+    >>> state = {"seen": (1, 2), "loss": float("-inf"), 7: b"abc", "large": 2**100, "order": torch.tensor([2, 0])}
+    >>> unpacked(packed(state))
     {'seen': (1, 2), 'loss': -inf, 7: b'abc', 'large': 1267650600228229401496703205376, 'order': tensor([2, 0])}
     """
     if isinstance(value, list):

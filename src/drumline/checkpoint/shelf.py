@@ -59,9 +59,9 @@ class Shelf:
         """Return the checkpoints of a folder, the largest step first."""
         paths = checkpoints(folder)
         self._known = {path: entry for path, entry in self._known.items() if path in paths}
-        return sorted((self._found(path) for path in paths), key=lambda shelf_entry: -shelf_entry.step)
+        return sorted((self._entry(path) for path in paths), key=lambda shelf_entry: -shelf_entry.step)
 
-    def _found(self, path: Path) -> ShelfEntry:
+    def _entry(self, path: Path) -> ShelfEntry:
         try:
             content = self._content(path)
             problem = problem_of_files(path, content["files"])
@@ -74,8 +74,8 @@ class Shelf:
     def _content(self, path: Path) -> Mapping[str, Any]:
         """Return step, line and files of a checkpoint."""
         with suppress(OSError):
-            found = os.stat(path / MANIFEST)
-            mark = (found.st_ino, found.st_size, found.st_mtime_ns)
+            status = os.stat(path / MANIFEST)
+            mark = (status.st_ino, status.st_size, status.st_mtime_ns)
             if (known := self._known.get(path)) is not None and known[0] == mark:
                 return known[1]
             content = read_content(path)
@@ -89,18 +89,18 @@ class Shelf:
 
         Those whose manifests cannot be read are among them, for whoever loads to say so.
         """
-        found = self.survey(folder)
-        line = _line_of(folder, found)
-        mine = [shelf_entry for shelf_entry in found if shelf_entry.line is None or shelf_entry.is_on(line)]
-        left = [shelf_entry for shelf_entry in found if shelf_entry not in mine and not shelf_entry.problem]
+        entries = self.survey(folder)
+        line = _line_of(folder, entries)
+        mine = [shelf_entry for shelf_entry in entries if shelf_entry.line is None or shelf_entry.is_on(line)]
+        left = [shelf_entry for shelf_entry in entries if shelf_entry not in mine and not shelf_entry.problem]
         return ResumeOrder(
             tuple(shelf_entry.path for shelf_entry in mine), tuple(shelf_entry.path for shelf_entry in left)
         )
 
     def newest(self, folder: Path) -> ShelfEntry | None:
         """Return the checkpoint to go on from, as far as its size tells."""
-        found = map(self._found, self.choose(folder).paths)
-        return next((shelf_entry for shelf_entry in found if not shelf_entry.problem), None)
+        entries = map(self._entry, self.choose(folder).paths)
+        return next((shelf_entry for shelf_entry in entries if not shelf_entry.problem), None)
 
     def announce(self, folder: Path, line: Lineage) -> None:
         """Write down which line goes on, before a checkpoint of it appears, if there are others to mistake for it."""
@@ -130,18 +130,18 @@ def last_line(folder: Path) -> Lineage | None:
     """Return the line that a folder names, if it names one."""
     with suppress(RecordError, TypeError, ValueError, KeyError):
         parts = read_object(folder / LAST, _LINE)["line"]
-        found = Lineage(tuple((str(name), None if until is None else int(until)) for name, until in parts))
-        return found if found.is_open else None
+        lineage = Lineage(tuple((str(name), None if until is None else int(until)) for name, until in parts))
+        return lineage if lineage.is_open else None
     return None
 
 
-def _line_of(folder: Path, found: Sequence[ShelfEntry]) -> Lineage:
+def _line_of(folder: Path, entries: Sequence[ShelfEntry]) -> Lineage:
     """Return the line to go on from: the one that the folder names, else the one that no other checkpoint has left."""
     named = last_line(folder)
-    if named is not None and any(shelf_entry.is_on(named) or shelf_entry.line is None for shelf_entry in found):
+    if named is not None and any(shelf_entry.is_on(named) or shelf_entry.line is None for shelf_entry in entries):
         return named
-    lines = [shelf_entry.line for shelf_entry in found if shelf_entry.line is not None]
-    for shelf_entry in found:  # the largest step first
+    lines = [shelf_entry.line for shelf_entry in entries if shelf_entry.line is not None]
+    for shelf_entry in entries:  # the largest step first
         if shelf_entry.line is not None and not any(_leaves(line, shelf_entry) for line in lines):
             return shelf_entry.line
     return Lineage()

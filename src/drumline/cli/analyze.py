@@ -57,13 +57,13 @@ def _written(analysis: Analysis, form: str, paper: Paper) -> str | bytes:
     name, title = timeline.program.name, f"{timeline.program.name}, step {timeline.step}, as recorded"
     if form != "html":
         return picture(form, timeline, title=title)
-    shown: list[Timeline] = [_called(timeline, f"{name}, step {timeline.step}")]
+    shown: list[Timeline] = [_with_name(timeline, f"{name}, step {timeline.step}")]
     if analysis.ideal is not None:
-        shown.append(_called(analysis.ideal, f"{name}, at best"))
+        shown.append(_with_name(analysis.ideal, f"{name}, at best"))
     return page(shown, title=title, advice=analysis.advice.sentence, seconds=True)
 
 
-def _called(timeline: Timeline, name: str) -> Timeline:
+def _with_name(timeline: Timeline, name: str) -> Timeline:
     return replace(timeline, program=replace(timeline.program, name=name))
 
 
@@ -159,9 +159,9 @@ def _all_steps(analysis: Analysis) -> tuple[list[str], list[list[str]]]:
 
 
 def _against(analysis: Analysis) -> list[str]:
-    found = analysis.violations
-    more = [f"... and {len(found) - _MOST_SHOWN} more (--json lists all)"] if len(found) > _MOST_SHOWN else []
-    return ["The traces break the rules of a pipeline:", *map(str, found[:_MOST_SHOWN]), *more]
+    violations = analysis.violations
+    more = [f"... and {len(violations) - _MOST_SHOWN} more (--json lists all)"] if len(violations) > _MOST_SHOWN else []
+    return ["The traces break the rules of a pipeline:", *map(str, violations[:_MOST_SHOWN]), *more]
 
 
 def _ms(seconds: float) -> str:

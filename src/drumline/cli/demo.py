@@ -100,17 +100,17 @@ def _print(outcomes: Sequence[Outcome]) -> None:
     header += ["stash KiB", "one process"]
     rows = []
     for outcome in outcomes:
-        found = outcome.summary()
+        summary = outcome.summary()
         rows.append(
             [
                 outcome.trial.schedule,
                 str(outcome.trial.num_microbatches),
                 outcome.trial.checkpoint,
                 f"{outcome.losses[0]:.3f} > {outcome.losses[-1]:.3f}",
-                f"{found['step_seconds'] * 1e3:.1f}",
+                f"{summary['step_seconds'] * 1e3:.1f}",
                 f"{outcome.utilisation:.1%}",
                 f"{outcome.bound:.1%}",
-                number(found["peak_queue"]),
+                number(summary["peak_queue"]),
                 " + ".join(f"{size / 1024:.0f}" for size in outcome.peak_stash),
                 "same bits" if outcome.difference == 0 else f"off by {outcome.difference:.2g}",
             ]

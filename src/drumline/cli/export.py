@@ -50,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
     check_out_folder(args.out)
     check_new(args.out)
     with redirect_stdout(sys.stderr):  # the user's model may print
-        found = finished_model(args.model, seed=args.seed, max_length=args.max_length)
-        made = export(
-            Subject(args.name or found.name, found.model, found.example, found.most),
+        model = finished_model(args.model, seed=args.seed, max_length=args.max_length)
+        manifest = export(
+            Subject(args.name or model.name, model.model, model.example, model.most),
             args.out,
             num_stages=args.stages,
             rows=args.rows,
@@ -60,21 +60,21 @@ def run(args: argparse.Namespace) -> int:
             cuts=args.cuts.split(",") if args.cuts else None,
             tell=progress,
         )
-    print_result(args, {"out": str(args.out), **made.to_json()}, _text(made, args.out))
+    print_result(args, {"out": str(args.out), **manifest.to_json()}, _text(manifest, args.out))
     return 0
 
 
-def _text(made: Manifest, out: Path) -> str:
+def _text(manifest: Manifest, out: Path) -> str:
     from drumline.core.units import size_text
     from drumline.report.draw.table import table
 
     rows = []
-    for number, stage in enumerate(made.stages):
+    for number, stage in enumerate(manifest.stages):
         size = sum(size for size, _ in stage.files.values())
         ends = stage.blocks[0] if len(stage.blocks) == 1 else f"{stage.blocks[0]} to {stage.blocks[-1]}"
         rows.append([str(number), ends, size_text(size), f"{stage.seconds * 1e3:.3g} ms"])
-    check = made.check
-    has_length = len(made.dimensions) > 1
+    check = manifest.check
+    has_length = len(manifest.dimensions) > 1
     sizes = ", ".join(f"{rows}x{length}" if has_length else str(rows) for rows, length in check["sizes"])
     return "\n".join(
         [

@@ -90,15 +90,15 @@ def mesh(text: str) -> dict[str, int]:
     >>> mesh("pp=2,dp=2")
     {'pp': 2, 'dp': 2}
     """
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for part in names(text):
         axis, _, size = part.partition("=")
-        if not size.isdecimal() or int(size) < 1 or axis in found:
+        if not size.isdecimal() or int(size) < 1 or axis in numbers:
             raise argparse.ArgumentTypeError(f"{part[:40]!r} is not an axis and its size, each once, like dp=2")
-        found[axis] = int(size)
-    if not found:
+        numbers[axis] = int(size)
+    if not numbers:
         raise argparse.ArgumentTypeError("the mesh has no axis; write it like pp=2,dp=2")
-    return found
+    return numbers
 
 
 def file(text: str) -> str:
@@ -190,11 +190,11 @@ def add_channel(parser: argparse.ArgumentParser, meaning: str) -> None:
     adder(parser)("--channel", meaning, CHANNELS, str(STRICTEST))
 
 
-def add_counts(parser: argparse.ArgumentParser, told: str = "(default {})", ranks: int = RANKS) -> None:
-    """Add the counts that a recipe needs; `told` describes the default."""
+def add_counts(parser: argparse.ArgumentParser, help_text: str = "(default {})", ranks: int = RANKS) -> None:
+    """Add the counts that a recipe needs; `help_text` describes the default."""
     add = adder(parser)
-    add("-r --ranks P", f"number of ranks {told.format(ranks)}", whole_number)
-    add("-m --microbatches M", f"number of microbatches in a step {told.format(MICROBATCHES)}", whole_number)
+    add("-r --ranks P", f"number of ranks {help_text.format(ranks)}", whole_number)
+    add("-m --microbatches M", f"number of microbatches in a step {help_text.format(MICROBATCHES)}", whole_number)
     add("--stages-per-rank V", "number of stages on each rank (default: the schedule's own)", whole_number)
 
 
@@ -212,14 +212,14 @@ def add_frozen(parser: argparse.ArgumentParser) -> None:
 
 def ranges(text: str) -> frozenset[int]:
     """Parse numbers and ranges; the error names the value."""
-    found: set[int] = set()
+    counts: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
         numbers = [int(name) for name in (first, last or first) if name.isascii() and name.isdigit() and len(name) <= 6]
         if len(numbers) < 2 or numbers[0] > numbers[1]:
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a list of stages like 0-2,5")
-        found.update(range(numbers[0], numbers[1] + 1))
-    return frozenset(found)
+        counts.update(range(numbers[0], numbers[1] + 1))
+    return frozenset(counts)
 
 
 def pruned(program: Program, args: argparse.Namespace) -> Program:
@@ -336,14 +336,14 @@ def _added_by(path: str) -> tuple[str, ...]:
 def _with_counts(program: Program, args: argparse.Namespace) -> Program:
     """Return a file's program; raise if --ranks or other counts differ from it."""
     stages_per_rank = max(len(program.placement.stages_of(rank)) for rank in range(program.num_ranks))
-    for flag, given, found in (
+    for flag, wanted, actual in (
         ("--ranks", args.ranks, program.num_ranks),
         ("--microbatches", args.microbatches, program.num_microbatches),
         ("--stages-per-rank", args.stages_per_rank, stages_per_rank),
     ):
-        if given is not None and given != found:
+        if wanted is not None and wanted != actual:
             raise UsageError(
-                f"{flag} is {given}, but {args.schedule} has {found}", fix=f"omit {flag}: the file determines it"
+                f"{flag} is {wanted}, but {args.schedule} has {actual}", fix=f"omit {flag}: the file determines it"
             )
     return program
 

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     counts = args.concurrency if args.concurrency is not None else () if args.rate else (1, 2, 4, 8)
     least, most = args.rows
     demand = Demand(least, most, length=args.length, below=args.integers_below, seed=args.seed)
-    found = run_to_end(
+    results = run_to_end(
         load(
             address,
             model=args.model or "",
@@ -66,11 +66,11 @@ def run(args: argparse.Namespace) -> int:
 
     def make(form: str, paper: Paper) -> str:
         if form == "text":
-            return load_text(found, width=paper.width)
-        return load_svg(found) if form == "svg" else load_page(found, service=address)
+            return load_text(results, width=paper.width)
+        return load_svg(results) if form == "svg" else load_page(results, service=address)
 
-    deliver(args, make, lambda: {"loads": [result.to_json() for result in found]})
-    return 0 if any(result.latencies for result in found) else 1
+    deliver(args, make, lambda: {"loads": [result.to_json() for result in results]})
+    return 0 if any(result.latencies for result in results) else 1
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -68,10 +68,10 @@ def print_error(error: DrumlineError, *, as_json: bool) -> None:
     """Print an error: an object on stdout, or one or two lines on stderr."""
     what, expected, fix = map(_as_given, (error.error, error.expected, error.fix))
     if as_json:
-        told: dict[str, Any] = {"error": what, "expected": expected, "fix": fix}
+        problem: dict[str, Any] = {"error": what, "expected": expected, "fix": fix}
         if isinstance(error, ConfigError):
-            told["problems"] = list(error.problems)
-        print_json(told)
+            problem["problems"] = list(error.problems)
+        print_json(problem)
         return
     second = "; ".join(part for part in (f"expected {expected}" if expected else "", fix) if part)
     print(f"{_traceback_of(error)}drumline: {what}", file=sys.stderr)
@@ -118,9 +118,9 @@ def files_of(args: argparse.Namespace) -> list[tuple[Path, str]]:
         form = chosen or args.formats.get(path.suffix.lower())
         if path != STDOUT and form is None:
             *others, last = args.formats
-            told = f"a name that ends in {', '.join(others)} or {last}"
+            expectation = f"a name that ends in {', '.join(others)} or {last}"
             fix = "or choose the format with --format" if "format" in args else ""
-            raise UsageError(f"--out is {path}", expected=told, fix=fix)
+            raise UsageError(f"--out is {path}", expected=expectation, fix=fix)
         if path != STDOUT:
             files.append((path, str(form)))
     return files
@@ -154,10 +154,10 @@ def check_out_folder(folder: Path) -> None:
     Traceback (most recent call last):
     drumline.core.errors.UsageError: cannot write to /dev/null/demo: Not a directory; choose another --out
     """
-    found = next((parent for parent in (folder, *folder.absolute().parents) if parent.exists()), folder)
-    if not found.is_dir():
+    path = next((parent for parent in (folder, *folder.absolute().parents) if parent.exists()), folder)
+    if not path.is_dir():
         raise UsageError(f"cannot write to {folder}: {os.strerror(errno.ENOTDIR)}", fix=_OTHER)
-    if not os.access(found, os.W_OK | os.X_OK):
+    if not os.access(path, os.W_OK | os.X_OK):
         raise UsageError(f"cannot write to {folder}: {os.strerror(errno.EACCES)}", fix=_OTHER)
 
 
@@ -178,14 +178,14 @@ def deliver(
     to_stdout = STDOUT in args.out
     if chosen in _BINARY and (to_stdout or not files) and (args.json or sys.stdout.isatty()):
         raise UsageError(f"{chosen} is not text, so it cannot be printed", fix="add --out FILE")
-    told = summary() if args.json or "json" in (form for _, form in files) else {}
+    figures = summary() if args.json or "json" in (form for _, form in files) else {}
     progress("")
     for path, form in files:
-        save(path, _spelled(told) if form == "json" else make(form, FILE))
+        save(path, _spelled(figures) if form == "json" else make(form, FILE))
     names = [str(path) for path, _ in files]
     if args.json:
         out = {"out": names[0] if len(names) == 1 else names} if names else {}
-        print_json({**out, **told} if "out" in told else {**told, **out})
+        print_json({**out, **figures} if "out" in figures else {**figures, **out})
         return
     if to_stdout or not (instead and files):
         form = chosen if chosen and (to_stdout or not files) else "text"

@@ -102,22 +102,22 @@ def _run(args: argparse.Namespace, model: Transformer) -> int:
     file = next((path for path, form in files_of(args) if form == "config"), None)
     program = _program_file(args, planned, file)
     if args.brief:
-        told = brief(planned, source=_source(args), program_file=program)
+        explanation = brief(planned, source=_source(args), program_file=program)
     else:
         progress("planning what more hardware would gain")
-        told = explain(planned, source=_source(args), program_file=program)
+        explanation = explain(planned, source=_source(args), program_file=program)
     if file is not None:
-        told = replace(told, launch=told.launch.written_to(args.launch, str(file)))
+        explanation = replace(explanation, launch=explanation.launch.written_to(args.launch, str(file)))
 
     def make(form: str, paper: Paper) -> str:
         if form == "text":
-            return plan_text(told, width=paper.width, framework=args.launch)
+            return plan_text(explanation, width=paper.width, framework=args.launch)
         if form == "program":
             assert planned.chosen.program is not None, "others are refused"
             return planned.chosen.program.format()
-        return told.launch.of(args.launch).text if form == "config" else _picture(form, told)
+        return explanation.launch.of(args.launch).text if form == "config" else _picture(form, explanation)
 
-    deliver(args, make, told.to_json, gap="\n")
+    deliver(args, make, explanation.to_json, gap="\n")
     return 0
 
 
@@ -191,11 +191,13 @@ def model_of(args: argparse.Namespace) -> Transformer:
         return model(subject)
     if os.path.isdir(source):
         return read_config(Path(source, "config.json"))
-    found = read_object(source, FileKind("plan", PlanError, _SUBJECT))  # a damaged profile does not say that it is one
+    content = read_object(
+        source, FileKind("plan", PlanError, _SUBJECT)
+    )  # a damaged profile does not say that it is one
     try:
         return read_config(source)
     except PlanError as error:
-        if "model_type" in found:
+        if "model_type" in content:
             raise
         raise PlanError(error.error, expected=_SUBJECT, fix=error.fix) from None
 
@@ -212,10 +214,10 @@ def _cluster(args: argparse.Namespace) -> Cluster:
             f"--nodes {args.nodes} x --gpus-per-node {per_node} is {args.nodes * per_node} devices, not --gpus {gpus}",
             fix="omit one of them",
         )
-    found = replace(cluster(args.hardware, gpus), devices_per_node=per_node)
+    found_cluster = replace(cluster(args.hardware, gpus), devices_per_node=per_node)
     if args.memory is None:
-        return found
-    return replace(found, device=replace(found.device, memory_bytes=args.memory))
+        return found_cluster
+    return replace(found_cluster, device=replace(found_cluster.device, memory_bytes=args.memory))
 
 
 def _pins(args: argparse.Namespace) -> Pins:
@@ -234,10 +236,10 @@ def _pins(args: argparse.Namespace) -> Pins:
     )
 
 
-def _picture(form: str, told: Explanation) -> str:
+def _picture(form: str, explanation: Explanation) -> str:
     from drumline.report.plan.page import best_svg, plan_page
 
     if form == "svg":
-        return best_svg(told.plan).rstrip("\n")
-    assert told.reasons is not None, "a page with --brief is refused"
-    return plan_page(told, told.reasons)
+        return best_svg(explanation.plan).rstrip("\n")
+    assert explanation.reasons is not None, "a page with --brief is refused"
+    return plan_page(explanation, explanation.reasons)

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         args.out.append(plans[0])
     profile = ModelProfile.load(args.subject)
     disturbed = profile.sizes[-1][1].disturbed
-    found = plan(
+    planned = plan(
         profile,
         num_ranks=args.ranks,
         batch=args.batch,
@@ -75,16 +75,16 @@ def run(args: argparse.Namespace) -> int:
 
     def make(form: str, paper: Paper) -> str:
         if form == "text":
-            return _text(found, disturbed, paper.width)
+            return _text(planned, disturbed, paper.width)
         if form == "plan":
-            return found.best.to_json()
+            return planned.best.to_json()
         if form == "config":
-            return profile_config(profile, found.best, plan_file=str(plans[0]))
-        return _page(found) if form == "html" else _picture(found)
+            return profile_config(profile, planned.best, plan_file=str(plans[0]))
+        return _page(planned) if form == "html" else _picture(planned)
 
     command = f"drumline train {configs[0]}" if configs else ""
     more = {"launch": command} if configs else {}
-    deliver(args, make, lambda: {**_summary(found), "busy_machine": disturbed, **more})
+    deliver(args, make, lambda: {**_summary(planned), "busy_machine": disturbed, **more})
     if configs and not args.json:
         named = "" if profile.source else "Name the model in its [model] table, which the profile does not say. "
         print(f"\n{named}Start it: {command}")

@@ -37,16 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, write and show."""
-    found = ModelProfile.load(args.model) if is_profile(args.model) else _measured(args)
+    profile = ModelProfile.load(args.model) if is_profile(args.model) else _measured(args)
 
     def make(form: str, paper: Paper) -> str:
         from drumline.report.plan.profiles import profile_page, profile_svg, profile_text
 
         if form == "text":
-            return profile_text(found, width=paper.width)
-        return profile_svg(found) if form == "svg" else profile_page(found)
+            return profile_text(profile, width=paper.width)
+        return profile_svg(profile) if form == "svg" else profile_page(profile)
 
-    deliver(args, make, lambda: _summary(args, found))
+    deliver(args, make, lambda: _summary(args, profile))
     return 0
 
 

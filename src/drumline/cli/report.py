@@ -77,6 +77,6 @@ def _perfetto(reports: Sequence[RunReport]) -> bytes:
     timelines: dict[str, Timeline] = {}
     for report in reports:
         prefix = f"{report.name}, " if len(reports) > 1 else ""
-        timelines[f"{prefix}measured"] = report.seen.measured
-        timelines[f"{prefix}simulated"] = report.seen.simulated
+        timelines[f"{prefix}measured"] = report.step.measured
+        timelines[f"{prefix}simulated"] = report.step.simulated
     return traces(timelines)

@@ -44,16 +44,16 @@ def run(args: argparse.Namespace) -> int:
     if args.pareto:
         return _pareto(args)
     costs = flags.costs_of(args)
-    everywhere = _found(args, costs)
-    found, *others = everywhere
+    everywhere = _search_result(args, costs)
+    result, *others = everywhere
     left_out = [f"{name}: left out, {error}" for name, error in everywhere.left_out.items()]
 
     def make(form: str, paper: Paper) -> str | bytes:
         if form == "text":
-            return wrapped("\n".join([_text(found, others), *left_out]), paper.width)
-        return _written(form, found)
+            return wrapped("\n".join([_text(result, others), *left_out]), paper.width)
+        return _written(form, result)
 
-    deliver(args, make, lambda: _summary(found, others, everywhere.left_out))
+    deliver(args, make, lambda: _summary(result, others, everywhere.left_out))
     return 0
 
 
@@ -74,7 +74,7 @@ def _check(args: argparse.Namespace) -> None:
         files_of(args)
 
 
-def _found(args: argparse.Namespace, costs: Costs) -> Everywhere:
+def _search_result(args: argparse.Namespace, costs: Costs) -> Everywhere:
     jitter = None if args.jitter is None else Jitter(args.jitter, args.quantile, args.samples, args.seed)
     options = {**_options(args), "limit": flags.limit_of(args, costs), "jitter": jitter}
     if args.placement == "all":

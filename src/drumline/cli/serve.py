@@ -90,12 +90,12 @@ def run(args: argparse.Namespace) -> int:
         **{name: getattr(args, name) for name in _ALIKE},
     )
 
-    def told(started: RunningService) -> None:
+    def notify(started: RunningService) -> None:
         address = f"{parts_of(args.listen, flag='--listen')[0]}:{started.port}"
         text = f"serving {args.dir} at {address}   (press Ctrl-C to stop)"
         print_result(args, {"address": address, "metrics_port": started.metrics_port}, text)
 
-    run_to_end(serve(settings, told=told))
+    run_to_end(serve(settings, notify=notify))
     return 0
 
 

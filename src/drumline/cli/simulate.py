@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
 
     def summary() -> dict[str, object]:
         path = [str(span.action) for span in timeline.critical_path]
-        told = {**summarize(timeline), "queue_depth": peak_queues(timeline), "critical_path": path, **more}
-        return {**told, **({"intervals": intervals} if args.intervals else {})}
+        figures = {**summarize(timeline), "queue_depth": peak_queues(timeline), "critical_path": path, **more}
+        return {**figures, **({"intervals": intervals} if args.intervals else {})}
 
     deliver(args, make, summary)
     return 1 if over else 0

@@ -145,26 +145,26 @@ def _overrides(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]
     from drumline.train.config.files.settings_file import MICROBATCHES
     from drumline.train.config.flags import assigned, data_named, model_named
 
-    found: dict[str, tuple[Any, str]] = {}
+    overrides: dict[str, tuple[Any, str]] = {}
     if args.model is not None:
-        found |= {key: (value, "--model") for key, value in model_named(args.model).items()}
+        overrides |= {key: (value, "--model") for key, value in model_named(args.model).items()}
     if args.data:
-        found |= {key: (value, "--data") for key, value in data_named(args.data).items()}
+        overrides |= {key: (value, "--data") for key, value in data_named(args.data).items()}
     for shown, key in _FLAGS.items():
         flag = shown.partition(" ")[0]
-        given = getattr(args, flag[2:].replace("-", "_"))
-        found[key] = None if given is False else given, flag  # only a flag that is there sets a key
-    found |= {
+        result = getattr(args, flag[2:].replace("-", "_"))
+        overrides[key] = None if result is False else result, flag  # only a flag that is there sets a key
+    overrides |= {
         "mesh.pipeline": (args.ranks, "--ranks"),
         MICROBATCHES: (args.microbatches, "--microbatches"),
         "run.out": (None if args.out is None else str(args.out), "--out"),
         "adapt.on": (args.adapt or None, "--adapt"),
     }
-    found = {key: given for key, given in found.items() if given[0] is not None}
+    overrides = {key: override for key, override in overrides.items() if override[0] is not None}
     for text in args.set:
         key, value = assigned(text)
-        found[key] = value, f"--set {key}"
-    return {key: value for key, (value, _) in found.items()}, {key: flag for key, (_, flag) in found.items()}
+        overrides[key] = value, f"--set {key}"
+    return {key: value for key, (value, _) in overrides.items()}, {key: flag for key, (_, flag) in overrides.items()}
 
 
 def _print_config(args: argparse.Namespace, judged: PlacedSettings) -> int:
@@ -231,17 +231,17 @@ def _dry_run(args: argparse.Namespace, settings: TrainSettings) -> int:
     if is_started():
         raise UsageError("--dry-run under torchrun", fix="run it by itself: drumline train --dry-run")
     progress("running the model's blocks on one microbatch ...")
-    found = dry_run(with_device(settings))
+    outcome = dry_run(with_device(settings))
     line = torchrun_line(args, settings)
-    print_result(args, {**found.summary(), "torchrun": line}, _text(found, line))
-    return 0 if not found.violations and (found.fit is None or found.fit.fits) else 1
+    print_result(args, {**outcome.summary(), "torchrun": line}, _text(outcome, line))
+    return 0 if not outcome.violations and (outcome.fit is None or outcome.fit.fits) else 1
 
 
-def _text(found: DryRun, line: str) -> str:
+def _text(dry_run: DryRun, line: str) -> str:
     from drumline.core.units import duration, percent, size_text
     from drumline.report.draw.table import table
 
-    told, width = found.summary(), terminal_width()
+    info, width = dry_run.summary(), terminal_width()
     stages = [
         [
             str(stage["stage"]),
@@ -250,78 +250,80 @@ def _text(found: DryRun, line: str) -> str:
             f"{stage['blocks'][0]} to {stage['blocks'][-1]}" if len(stage["blocks"]) > 1 else stage["blocks"][0],
             f"{stage['parameters']:,}",
         ]
-        for stage in told["stages"]
+        for stage in info["stages"]
     ]
     names = ("weights", "gradients", "optimizer", "activations", "received", "total")
-    ranks = [[str(rank), *(size_text(size[name]) for name in names)] for rank, size in enumerate(told["rank_bytes"])]
-    sizes = f"{counted(told['microbatches'], 'microbatch')} of {told['microbatch']} x {told['sequence']}"
-    if told["buckets"]:
-        most = max(bucket["rows"] * bucket["length"] for bucket in told["buckets"])
-        sizes = f"{counted(len(told['buckets']), 'bucket')}, microbatches of at most {most:,} tokens"
+    ranks = [[str(rank), *(size_text(size[name]) for name in names)] for rank, size in enumerate(info["rank_bytes"])]
+    sizes = f"{counted(info['microbatches'], 'microbatch')} of {info['microbatch']} x {info['sequence']}"
+    if info["buckets"]:
+        most = max(bucket["rows"] * bucket["length"] for bucket in info["buckets"])
+        sizes = f"{counted(len(info['buckets']), 'bucket')}, microbatches of at most {most:,} tokens"
     proof = (
         "It is proven to run: every message has its receiver, nothing waits in a circle."
-        if told["proven"]
-        else f"It cannot run: {'; '.join(told['violations'][:3])}"
+        if info["proven"]
+        else f"It cannot run: {'; '.join(info['violations'][:3])}"
     )
     lines = [
-        f"{told['model']}: {told['parameters']:,} parameters{_trained_share(told)} in "
-        f"{counted(len(told['stages']), 'stage')} on "
-        f"{counted(told['ranks'], 'rank')}",
+        f"{info['model']}: {info['parameters']:,} parameters{_trained_share(info)} in "
+        f"{counted(len(info['stages']), 'stage')} on "
+        f"{counted(info['ranks'], 'rank')}",
         table(["stage", "rank", "blocks", "which", "parameters"], stages, width=width, keep=("parameters",)),
         "",
-        f"{told['schedule']}: {sizes}, {'at most ' if told['buckets'] else ''}{told['tokens_per_step']:,} tokens in an "
+        f"{info['schedule']}: {sizes}, {'at most ' if info['buckets'] else ''}{info['tokens_per_step']:,} tokens in an "
         f"optimizer step, "
-        f"{counted(told['steps'], 'step')}",
-        *_buckets(told, width),
+        f"{counted(info['steps'], 'step')}",
+        *_buckets(info, width),
         proof,
-        f"Simulated: bubble {percent(told['bubble'])}, {duration(told['step_seconds'])} for an optimizer step on "
-        f"{told['device']}",
+        f"Simulated: bubble {percent(info['bubble'])}, {duration(info['step_seconds'])} for an optimizer step on "
+        f"{info['device']}",
         "",
         "Memory that each rank needs at its fullest moment, without temporary memory of kernels:",
         table(["rank", *names], ranks, width=width, keep=("total",)),
-        *_fit(told["fit"], width),
+        *_fit(info["fit"], width),
         *(
             ["The whole model was built for this: only built-in and Hugging Face models can be built without memory."]
-            if told["built_whole"]
+            if info["built_whole"]
             else []
         ),
         "",
-        f"The run goes to {told['folder']}. The same by torchrun:",
+        f"The run goes to {info['folder']}. The same by torchrun:",
         f"  {line}",
     ]
     return "\n".join(name if "\n" in name or name.startswith("  ") else wrapped(name, width) for name in lines)
 
 
-def _trained_share(told: dict[str, Any]) -> str:
-    trained = told["trained_parameters"]
-    return "" if trained == told["parameters"] else f", {trained:,} of them trained,"
+def _trained_share(entries: dict[str, Any]) -> str:
+    trained = entries["trained_parameters"]
+    return "" if trained == entries["parameters"] else f", {trained:,} of them trained,"
 
 
-def _fit(told: dict[str, Any] | None, width: int) -> Iterator[str]:
+def _fit(entries: dict[str, Any] | None, width: int) -> Iterator[str]:
     """Yield whether the run fits on its cards, and what to change if not."""
     from drumline.core.units import size_text
     from drumline.report.draw.table import table
 
-    if told is None:
+    if entries is None:
         return
-    needed, usable, there = (size_text(round(told[f"{name}_bytes"])) for name in ("needed", "usable", "card"))
+    needed, usable, there = (size_text(round(entries[f"{name}_bytes"])) for name in ("needed", "usable", "card"))
     yield ""
-    if told["fits"]:
-        yield f"It fits on {told['card']}: the fullest rank needs {needed}; headroom leaves {usable} of {there}."
+    if entries["fits"]:
+        yield f"It fits on {entries['card']}: the fullest rank needs {needed}; headroom leaves {usable} of {there}."
         return
-    yield f"It does not fit on {told['card']}: the fullest rank needs {needed}; headroom leaves {usable} of {there}."
+    yield f"It does not fit on {entries['card']}: the fullest rank needs {needed}; headroom leaves {usable} of {there}."
     rows = [
         [remedy["change"], size_text(round(remedy["bytes"])), "fits" if remedy["fits"] else "not enough"]
-        for remedy in told["remedies"]
+        for remedy in entries["remedies"]
     ]
     if rows:
         yield table(["change", "fullest rank", ""], rows, width=width, left=1, keep=("fullest rank",))
     yield (
-        f"Try next: {told['next']}" if told["next"] else "Nothing that is known here makes it fit: use a smaller model."
+        f"Try next: {entries['next']}"
+        if entries["next"]
+        else "Nothing that is known here makes it fit: use a smaller model."
     )
 
 
-def _buckets(told: dict[str, Any], width: int) -> Iterator[str]:
+def _buckets(figures: dict[str, Any], width: int) -> Iterator[str]:
     """Yield which lengths each program runs."""
     from drumline.core.units import percent
     from drumline.report.draw.table import table
@@ -333,7 +335,7 @@ def _buckets(told: dict[str, Any], width: int) -> Iterator[str]:
             ", ".join(map(str, program["lengths"])),
             percent(program["bubble"]),
         ]
-        for program in told["programs"]
+        for program in figures["programs"]
         if program["lengths"]
     ]
     if rows:
@@ -350,10 +352,10 @@ def _tell(args: argparse.Namespace, settings: TrainSettings, trained: Any) -> No
     again = stopped is not None and settings.checkpoint.continues
     resume = resume_line(args, settings, saved) if saved or again else ""
     if args.json:
-        found = asdict(trained) | {"folder": str(trained.folder), "steps": settings.run.steps, "resume": resume}
+        figures = asdict(trained) | {"folder": str(trained.folder), "steps": settings.run.steps, "resume": resume}
         for name in ("losses", "grad_norms"):
-            found[name] = [line if math.isfinite(line) else None for line in found[name]]
-        print_json(found)
+            figures[name] = [line if math.isfinite(line) else None for line in figures[name]]
+        print_json(figures)
         return
     losses = trained.losses
     lines: list[str] = []

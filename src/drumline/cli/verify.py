@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         from drumline.verification.verify import verify
     progress(f"{program.name}: {counted(args.steps, 'step')} on {counted(program.num_ranks, 'rank')} ...")
     with redirect_stdout(sys.stderr):  # the user's model may print
-        found = verify(
+        verification = verify(
             program,
             model=args.model,
             transport=args.transport,
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
             zero=args.zero,
             sequence_parallel=args.sequence_parallel,
         )
-    deliver(args, lambda form, paper: _text(found, paper.width), found.summary)
-    return 0 if found.passes else 1
+    deliver(args, lambda form, paper: _text(verification, paper.width), verification.summary)
+    return 0 if verification.passes else 1
 
 
 def _text(result: Verification, width: int) -> str:

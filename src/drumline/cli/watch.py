@@ -42,13 +42,13 @@ def run(args: argparse.Namespace) -> int:
 
     if args.wait < 0:
         raise UsageError(f"--wait is {args.wait:g}", expected="0 seconds or more")
-    found = _begun(args.run, 0.0 if args.once else args.wait)
+    recorded_run = _begun(args.run, 0.0 if args.once else args.wait)
     marks = FINE if _takes(FINE.parts) else ASCII
-    live = LiveRun(args.run.name or str(args.run), found.program, marks=marks, name_of=found.name_of)
-    writers = _writers(args, found)
+    live = LiveRun(args.run.name or str(args.run), recorded_run.program, marks=marks, name_of=recorded_run.name_of)
+    writers = _writers(args, recorded_run)
     screen = _Screen(live, args)
     try:
-        for line in lines(found, quiet=0.0 if args.once else QUIET, every=_EVERY):
+        for line in lines(recorded_run, quiet=0.0 if args.once else QUIET, every=_EVERY):
             if line is None:
                 screen.show()
                 continue
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if not live.line:
         raise RecordError(f"{args.run} has no step yet", fix="wait for the first step, or omit --once")
     if not (args.once or args.json):
-        print("the run has ended" if found.has_ended else "no more steps arrived: the run was probably killed")
+        print("the run has ended" if recorded_run.has_ended else "no more steps arrived: the run was probably killed")
     return 0
 
 
@@ -85,8 +85,8 @@ class _Screen:
             if time.monotonic() - self._shown >= _FEWEST_SECONDS:
                 self.show()
         elif not self._args.once:
-            told = json.dumps(self._live.to_json(), allow_nan=False) if self._args.json else self._live.row()
-            print(told, flush=True)
+            text = json.dumps(self._live.to_json(), allow_nan=False) if self._args.json else self._live.row()
+            print(text, flush=True)
 
     def show(self) -> None:
         """Draw what is new."""
@@ -131,12 +131,12 @@ def _begun(path: Path, wait: float) -> Run:
 def _writers(args: argparse.Namespace, recorded: Run) -> list[Writer]:
     from drumline.report.run.follow import TensorBoard, WandB
 
-    made: list[Writer] = []
+    writers: list[Writer] = []
     if args.tensorboard is not None:
-        made.append(TensorBoard(args.tensorboard))
+        writers.append(TensorBoard(args.tensorboard))
     if args.wandb is not None:
-        made.append(WandB(args.wandb, name=args.run.name, config={**recorded.config, "plan": recorded.plan}))
-    return made
+        writers.append(WandB(args.wandb, name=args.run.name, config={**recorded.config, "plan": recorded.plan}))
+    return writers
 
 
 def _takes(text: str) -> bool:

@@ -138,9 +138,9 @@ class RankFailed(RunError):
 
 
 def _refused(kind: type[DrumlineError], error: str, expected: str, fix: str) -> DrumlineError:
-    made = kind.__new__(kind)
-    DrumlineError.__init__(made, error, expected=expected, fix=fix)
-    return made
+    drumline_error = kind.__new__(kind)
+    DrumlineError.__init__(drumline_error, error, expected=expected, fix=fix)
+    return drumline_error
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -55,7 +55,7 @@ def opened(path: str | Path, kind: FileKind) -> Iterator[BinaryIO]:
         mode = os.fstat(number).st_mode
         if not stat.S_ISREG(mode):
             os.close(number)
-            raise kind.refuse(f"{path} is {_called(mode)}, not a regular file")
+            raise kind.refuse(f"{path} is {_kind_of_file(mode)}, not a regular file")
         with os.fdopen(number, "rb") as file:
             yield file
     except OSError as error:
@@ -111,7 +111,7 @@ def unreadable(path: str | Path) -> str:
     except ValueError:
         return "cannot be read: file names cannot contain a null byte"
     if not stat.S_ISREG(mode):
-        return f"is {_called(mode)}, not a regular file"
+        return f"is {_kind_of_file(mode)}, not a regular file"
     return "" if os.access(path, os.R_OK) else "cannot be read: Permission denied"
 
 
@@ -155,10 +155,10 @@ def named(path: str | Path, kind: FileKind) -> Iterator[None]:
 
 def parse_object(text: str | bytes, kind: FileKind) -> dict[str, Any]:
     """Parse a JSON text that must be an object."""
-    found = parse_json(text, kind)
-    if not isinstance(found, dict):
-        raise kind.refuse(f"the JSON holds a {type(found).__name__}, not an object")
-    return found
+    content = parse_json(text, kind)
+    if not isinstance(content, dict):
+        raise kind.refuse(f"the JSON holds a {type(content).__name__}, not an object")
+    return content
 
 
 def parse_json(text: str | bytes, kind: FileKind) -> Any:
@@ -173,8 +173,8 @@ def parse_json(text: str | bytes, kind: FileKind) -> Any:
     drumline.core.errors.DrumlineError: the name 'comm' appears twice; expected unique names
     """
     try:
-        found = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=float)
-        _check_inside(found)
+        content = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=float)
+        _check_inside(content)
     except RecursionError:
         raise kind.refuse(f"the JSON is nested deeper than {MAX_DEPTH} levels") from None
     except _Refused as refused:
@@ -185,14 +185,14 @@ def parse_json(text: str | bytes, kind: FileKind) -> Any:
         raise kind.refuse(f"not JSON: the byte at offset {error.start} is not UTF-8 text") from None
     except ValueError:  # Python refuses to parse numbers with more than 4300 digits
         raise kind.error("the JSON contains a number with thousands of digits", expected="64 bits or fewer") from None
-    return found
+    return content
 
 
 class _Refused(DrumlineError):
     """A value in the JSON is wrong."""
 
 
-def _called(mode: int) -> str:
+def _kind_of_file(mode: int) -> str:
     kinds = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
     return kinds.get(stat.S_IFMT(mode), "a device")
 
@@ -200,11 +200,11 @@ def _called(mode: int) -> str:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
-        seen: set[str] = set()
+        seen_names: set[str] = set()
         for name, _ in pairs:
-            if name in seen:
+            if name in seen_names:
                 raise _Refused(f"the name {name[:60]!r} appears twice", expected="unique names")
-            seen.add(name)
+            seen_names.add(name)
     return table
 
 

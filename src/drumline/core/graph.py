@@ -168,9 +168,9 @@ class Columns:
 
     def _stages_with(self, num_stages: int, *ops: Op) -> Flags:
         """Return which stages have any of these ops."""
-        found = np.zeros(num_stages, dtype=bool)
-        found[self.stage[np.isin(self.code, [CODE[op] for op in ops]) & (self.stage >= 0)]] = True
-        return found
+        flags = np.zeros(num_stages, dtype=bool)
+        flags[self.stage[np.isin(self.code, [CODE[op] for op in ops]) & (self.stage >= 0)]] = True
+        return flags
 
 
 def _column(numbers: Iterable[int], count: int) -> Ints:

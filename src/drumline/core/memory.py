@@ -69,15 +69,15 @@ def holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
     if not costs.knows_bytes:
         return counted
     sizes, extra = Sizes.of(program, costs), versions(program, costs)
-    found = []
+    found_holdings = []
     for rank, (timed, plain) in enumerate(zip(program.timed_rows, counted, strict=True)):
         static = sum(sizes.static[stage] for stage in {part.stage for action in timed for part in action.work})
         stash = sizes.stash(timed)
         beside = [(0.0, 0.0)] * len(stash) if extra is None else extra[rank].bytes
         total = [(static + a + more, static + b + after) for (a, b), (more, after) in zip(stash, beside, strict=True)]
         peak_stash = max((during for during, _ in stash), default=0.0)
-        found.append(Holding(plain.pairs, total, static, plain.peak_versions, peak_stash))
-    return tuple(found)
+        found_holdings.append(Holding(plain.pairs, total, static, plain.peak_versions, peak_stash))
+    return tuple(found_holdings)
 
 
 def weighed_holdings(program: Program, weighed: Sequence[Sequence[tuple[int, int]]]) -> tuple[Holding, ...]:
@@ -87,12 +87,12 @@ def weighed_holdings(program: Program, weighed: Sequence[Sequence[tuple[int, int
     >>> [holding.peak_bytes for holding in weighed_holdings(program, [[(16, 16), (80, 0)]])]
     [80.0]
     """
-    found = []
+    found_holdings = []
     for plain, each in zip(holdings(program, Costs()), weighed, strict=True):
         sizes = [(float(during), float(after)) for during, after in each]
         peak = max((during for during, _ in sizes), default=0.0)
-        found.append(Holding(plain.pairs, sizes, 0.0, plain.peak_versions, peak))
-    return tuple(found)
+        found_holdings.append(Holding(plain.pairs, sizes, 0.0, plain.peak_versions, peak))
+    return tuple(found_holdings)
 
 
 def stage_bytes(program: Program, weighed: Sequence[Sequence[tuple[int, int]]]) -> dict[str, Any]:
@@ -114,15 +114,15 @@ def stage_bytes(program: Program, weighed: Sequence[Sequence[tuple[int, int]]]) 
                 recomputed.setdefault(action.stage, []).append(more)
             before = after
     stages = range(program.num_stages)
-    kept = [float(median(changes[stage, Op.FORWARD])) for stage in stages]
+    kept_bytes = [float(median(changes[stage, Op.FORWARD])) for stage in stages]
     again = [float(median(recomputed.get(stage, [0]))) for stage in stages]
     # If I never ran, nothing is known to be freed before W.
     freed = [float(median(changes.get((stage, Op.BACKWARD_INPUT), [again[stage]]))) for stage in stages]
     return {
-        "activation_bytes": [first + more for first, more in zip(kept, again, strict=True)],
-        "held_until_weight_bytes": [first + change for first, change in zip(kept, freed, strict=True)],
+        "activation_bytes": [first + more for first, more in zip(kept_bytes, again, strict=True)],
+        "held_until_weight_bytes": [first + change for first, change in zip(kept_bytes, freed, strict=True)],
         "recompute": [more > 0 for more in again],
-        "checkpoint_bytes": kept,
+        "checkpoint_bytes": kept_bytes,
     }
 
 
@@ -175,9 +175,9 @@ class Sizes:
         recomputes, checkpoint = costs.recomputes(stages), costs.per_stage("checkpoint_bytes", stages)
         change: dict[tuple[Op, int], tuple[float, float]] = {}
         for stage, kind in enumerate(program.backwards):
-            kept = checkpoint[stage] if recomputes[stage] else full[stage]
-            again = full[stage] - kept
-            change[Op.FORWARD, stage] = (kept, -kept if kind is Backward.NONE else 0.0)
+            kept_bytes = checkpoint[stage] if recomputes[stage] else full[stage]
+            again = full[stage] - kept_bytes
+            change[Op.FORWARD, stage] = (kept_bytes, -kept_bytes if kind is Backward.NONE else 0.0)
             change[Op.BACKWARD, stage] = (again, -full[stage])
             more = max(until_weight[stage] - full[stage], 0.0)  # gradients that I makes for W, beyond what I frees
             change[Op.BACKWARD_INPUT, stage] = (again + more, until_weight[stage] - full[stage] - more)
@@ -193,7 +193,7 @@ class Sizes:
 
     def stash(self, timed: Sequence[Action]) -> list[tuple[float, float]]:
         """Return the activation bytes held while each action runs, and after it."""
-        held: list[tuple[float, float]] = []
+        held_stash: list[tuple[float, float]] = []
         size = 0.0
         for action in timed:
             during = size
@@ -202,8 +202,8 @@ class Sizes:
                 factor = 1.0 if microbatch is None else self.factors[microbatch]
                 during += more * factor
                 size += (more + less) * factor
-            held.append((during, size))
-        return held
+            held_stash.append((during, size))
+        return held_stash
 
 
 _FORWARD, _UPDATE = CODE[Op.FORWARD], CODE[Op.UPDATE]
@@ -245,10 +245,10 @@ def _old_versions(code: Ints, microbatch: Ints, position: Ints, length: int) -> 
     """Count a stage's versions that an UPDATE has replaced and a pair still needs, from the end of that UPDATE."""
     updated = position[code == _UPDATE]
     forward, release = code == _FORWARD, _RELEASES[code]
-    seen = np.zeros(int(microbatch.max(initial=0)) + 1, dtype=np.int64)
-    seen[microbatch[forward]] = np.searchsorted(updated, position[forward])
+    num_seen = np.zeros(int(microbatch.max(initial=0)) + 1, dtype=np.int64)
+    num_seen[microbatch[forward]] = np.searchsorted(updated, position[forward])
     last_needed = np.full(len(updated) + 1, -1)
-    np.maximum.at(last_needed, seen[microbatch[release]], position[release])
+    np.maximum.at(last_needed, num_seen[microbatch[release]], position[release])
     outlives = last_needed[:-1] > updated
     return _open_meanwhile(2 * updated[outlives] + 1, 2 * last_needed[:-1][outlives] + 1, length)
 

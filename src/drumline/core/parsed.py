@@ -63,10 +63,10 @@ class Parsed:
         )
 
     def __getitem__(self, name: str) -> Parsed:
-        found = self.get(name)
-        if found is None:
+        content = self.get(name)
+        if content is None:
             raise self.kind.refuse(f"a damaged {self.kind.name}: {self._inside(name)!r} is missing")
-        return found
+        return content
 
     def get(self, name: str) -> Parsed | None:
         """Return a field of an object, or None if it is missing; null is a value."""

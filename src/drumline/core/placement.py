@@ -36,7 +36,7 @@ class Placement:
     num_ranks: int
     homes: tuple[int, ...]
     mirrored: frozenset[int] = frozenset()
-    _held: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _stages_by_rank: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def rank_of(self, stage: int, microbatch: int) -> int:
         """Return the rank that runs `stage` for `microbatch`."""
@@ -50,13 +50,17 @@ class Placement:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that `rank` holds, lowest first."""
-        if not self._held:  # computed once for all ranks: doing it per rank would be too slow for 100,000 ranks
-            held: dict[int, list[int]] = {}
+        if (
+            not self._stages_by_rank
+        ):  # computed once for all ranks: doing it per rank would be too slow for 100,000 ranks
+            stages_by_rank: dict[int, list[int]] = {}
             for stage in range(self.num_stages):
                 for holder in self.ranks_of(stage):
-                    held.setdefault(holder, []).append(stage)
-            object.__setattr__(self, "_held", {holder: tuple(stages) for holder, stages in held.items()})
-        return self._held.get(rank, ())
+                    stages_by_rank.setdefault(holder, []).append(stage)
+            object.__setattr__(
+                self, "_stages_by_rank", {holder: tuple(stages) for holder, stages in stages_by_rank.items()}
+            )
+        return self._stages_by_rank.get(rank, ())
 
     @property
     def num_stages(self) -> int:

@@ -227,14 +227,14 @@ def once_per_program(
     """
 
     @wraps(make)
-    def kept(program: Program, /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
+    def cached(program: Program, /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
         results: dict[object, _Result] = program.__dict__.setdefault("_results", {})
         key = (make.__module__, make.__qualname__, arguments, *sorted(named.items()))
         if key not in results:
             results[key] = make(program, *arguments, **named)
         return results[key]
 
-    return kept
+    return cached
 
 
 def _parse_row(line: str, number: int, known: dict[str, Action]) -> Iterator[Action]:

@@ -145,8 +145,8 @@ def producers(transfer: Action) -> tuple[Action, ...]:
     >>> producers(Action.parse("2RECV_B0"))
     (3B0, 3I0)
     """
-    made = message_of(transfer).send
-    return tuple(Action(made.stage, op, made.microbatch) for op in _MAKERS[transfer.op])
+    action = message_of(transfer).send
+    return tuple(Action(action.stage, op, action.microbatch) for op in _MAKERS[transfer.op])
 
 
 def consumers(transfer: Action) -> tuple[Action, ...]:

@@ -35,12 +35,12 @@ class ProgramChoice:
 
     def run_by(self, step: Step, program: str | Program | None) -> None:
         """Have a step run by the program that it names, or by the pipeline's own; all ranks call it alike."""
-        own = self._programs.own
-        if self._programs[own].num_updates:
+        own_number = self._programs.own_number
+        if self._programs[own_number].num_updates:
             self._refuse(program=program)
         with self._crew.together("the choice of a program"):
             number = self._programs.number_of(program)
-            if number != own:
+            if number != own_number:
                 self._refuse(program=program)
             step.program = number
             if number != self._engine.number:
@@ -54,45 +54,50 @@ class ProgramChoice:
     def take(self, program: Program) -> None:
         """Run by another program from the next step on; all ranks call it with the same one, which is proven."""
         self._recording.settle()
-        self._programs.own = self._programs.number_of(program)
+        self._programs.own_number = self._programs.number_of(program)
         self._frozen.pruned(program)
-        self._switch(self._programs.own)
+        self._switch(self._programs.own_number)
         for observer in self.observers.each:
-            observer.took(program, self._programs.own)
+            observer.took(program, self._programs.own_number)
 
-    def take_program(self, given: Any, num_microbatches: int | None) -> Program:
+    def take_program(self, choice: Any, num_microbatches: int | None) -> Program:
         """Run by another program from the next step on, once all ranks have proven the same one."""
         mine: str | DrumlineError
         try:
-            program = self._proven(given, num_microbatches)
+            program = self._proven(choice, num_microbatches)
             mine = digest_of(program)
         except DrumlineError as error:
             mine = error
         with self._crew.together("taking up a program"):
-            told = self._crew.everywhere("program", mine)
-        for drumline_error in told:
+            answers = self._crew.everywhere("program", mine)
+        for drumline_error in answers:
             if isinstance(drumline_error, DrumlineError):
                 raise drumline_error
-        if len(set(told)) > 1:
+        if len(set(answers)) > 1:
             raise MismatchError("ranks were given different programs to take up", expected="the same on every rank")
         with self._crew.together("taking up a program"):
             self.take(program)
         return self._frozen.program
 
-    def _proven(self, given: Any, num_microbatches: int | None) -> Program:
+    def _proven(self, choice: Any, num_microbatches: int | None) -> Program:
         """Return the program that a user means, if these stages can run it and it stays within the limit."""
-        now = self._programs[self._programs.own]
-        if not isinstance(given, str | Path | Program):
-            raise UsageError(f"the program to take up is {given!r:.60}", expected="a schedule, a Program or a CSV file")
-        named, stages_per_rank = isinstance(given, str) and not given.endswith(".csv"), now.num_stages // now.num_ranks
-        if isinstance(given, str) and named and not find(given).admits_stages(stages_per_rank):
+        now = self._programs[self._programs.own_number]
+        if not isinstance(choice, str | Path | Program):
+            raise UsageError(
+                f"the program to take up is {choice!r:.60}", expected="a schedule, a Program or a CSV file"
+            )
+        named, stages_per_rank = (
+            isinstance(choice, str) and not choice.endswith(".csv"),
+            now.num_stages // now.num_ranks,
+        )
+        if isinstance(choice, str) and named and not find(choice).admits_stages(stages_per_rank):
             raise ProgramError(
-                f"{given} cannot use {counted(stages_per_rank, 'stage')} per rank, which this pipeline has",
+                f"{choice} cannot use {counted(stages_per_rank, 'stage')} per rank, which this pipeline has",
                 expected="a schedule for the same stages in the same places, so that nothing moves between two steps",
-                fix=f"make a pipeline of its own for it: Pipeline(..., schedule={given!r})",
+                fix=f"make a pipeline of its own for it: Pipeline(..., schedule={choice!r})",
             )
         program = program_for(
-            given,
+            choice,
             num_ranks=now.num_ranks,
             num_microbatches=now.num_microbatches if named and num_microbatches is None else num_microbatches,
             stages_per_rank=stages_per_rank,

@@ -45,7 +45,7 @@ class Flow(Observer):
         """Follow how an optimizer that is being made clips, and when its updates are validated."""
         self.ground.updates.validate(validated_after(validated, max_norm), max_norm)
 
-    def judge(self, step: Step, told: RankReport, losses: list[Tensor]) -> None:
+    def judge(self, step: Step, report: RankReport, losses: list[Tensor]) -> None:
         """Note whether all of a training step's losses and gradients here are finite, and what no loss has reached."""
         ground = self.ground
         if self.check_finite:
@@ -53,9 +53,9 @@ class Flow(Observer):
             gradients = [param.grad for param in holdings.parameters() if param.grad is not None]
             finite = all_finite([*gradients, *losses])
             if ground.crew.alone:
-                told.finite = finite
+                report.finite = finite
             else:
-                told.finite = ground.lines.all_finite(bool(finite))
+                report.finite = ground.lines.all_finite(bool(finite))
         if ground.ledger.unused.looks:
             named = ground.holdings.named_parameters()
-            told.unreached = [name for name, param in named if param.requires_grad and param.grad is None]
+            report.unreached = [name for name, param in named if param.requires_grad and param.grad is None]

@@ -64,7 +64,7 @@ class Lines:
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
-    def placed(self, given: CalledWith) -> CalledWith | None:
+    def placed(self, user_call: CalledWith) -> CalledWith | None:
         """Return what a step is called with, with whole sequences, if lines see parts of them."""
         return None
 

@@ -36,7 +36,7 @@ class PipelineSetup:
         return self.crew.axes
 
     @property
-    def held(self) -> list[int]:
+    def held_stages(self) -> list[int]:
         """The stages of this process."""
         placement = self.program.placement
         return sorted({at for channel in self.crew.channels for at in placement.stages_of(channel.rank)})
@@ -48,7 +48,7 @@ class PipelineSetup:
 
 def agree(crew: Crew, described: dict[str, Any]) -> None:
     """Raise the same error on all ranks of all lines unless all describe the same."""
-    transports.agree(crew.collect("set-up", described), crew.called)
+    transports.agree(crew.collect("set-up", described), crew.naming)
     crew.axes.agree(described)
 
 

@@ -12,16 +12,16 @@ from typing import Any
 
 from drumline.channel.rank_names import mesh_shown
 from drumline.core.program import Program
-from drumline.core.settings.clash import Clash, Facts, Given, given
+from drumline.core.settings.clash import Clash, Facts, Given, fact
 
 PLANNED = ("schedule", "num_microbatches", "stages_per_rank", "balance", "cuts", "checkpoint")  # what a plan sets
 _MESH = "the mesh is {mesh_name}"
 NO_FLUSH = Given("schedule", "a schedule without a flush", lambda facts: facts.get("flushed") is False,
                  "{program_name} has no flush")  # fmt: skip
-TWO_COPIES = Given("schedule", "a schedule with two copies of each stage", given("copies").holds,
+TWO_COPIES = Given("schedule", "a schedule with two copies of each stage", fact("copies").holds,
                    "{program_name} holds each stage on two ranks of a line")  # fmt: skip
-NAMED_PROGRAM = Given("program", "a step's `program`", given("program").holds, "a step names a program")
-AFTER = given("validated", "after")
+NAMED_PROGRAM = Given("program", "a step's `program`", fact("program").holds, "a step names a program")
+AFTER = fact("validated", "after")
 
 
 def axis(*names: str) -> Given:
@@ -62,11 +62,11 @@ def program_facts(program: Program) -> dict[str, Any]:
 def _planned(option: str) -> Clash:
     condition = Given(option, f"`{option}`", lambda facts: facts.get(option) not in (None, "none"))
     why = "a plan sets the schedule, microbatches, cut and checkpointing"
-    return Clash(condition, given("plan"), "only one of them", why, fix="leave one out, or make another plan")
+    return Clash(condition, fact("plan"), "only one of them", why, fix="leave one out, or make another plan")
 
 
 CLASHES = (
     *map(_planned, PLANNED),
-    Clash(given("transport", "in-process"), SEVERAL_LINES, "a process for each rank", "no process has several lines",
+    Clash(fact("transport", "in-process"), SEVERAL_LINES, "a process for each rank", "no process has several lines",
           ("transport", "auto")),
 )  # fmt: skip

@@ -120,32 +120,32 @@ class Catalogue:
         self.root = root
         self.blocks = list(blocks)
         self.modules: dict[nn.Module, str] = {}  # by first name, parents first
-        found: dict[int, Entry] = {}
+        entries: dict[int, Entry] = {}
         for top in [*([] if root is None else [Block("", root)]), *blocks]:
             prefix = top.name if top.prefix is None else top.prefix
             for path, module in top.module.named_modules(prefix=prefix, remove_duplicate=False):
                 self.modules.setdefault(module, path)
             for place in places_in(top):
                 assert place.tensor is not None
-                entry = found.setdefault(id(place.tensor), Entry(place.tensor))
+                entry = entries.setdefault(id(place.tensor), Entry(place.tensor))
                 if place.name not in entry.names:
                     entry.names.append(place.name)
                 if place.name == whole_name(self.modules[place.module], place.key) and place not in entry.places:
                     entry.places.append(place)
-        self.entries = list(found.values())
+        self.entries = list(entries.values())
 
     def of(self, blocks: Iterable[Block]) -> list[Entry]:
         """Return the entries that some of the blocks hold."""
-        held = {id(place.tensor) for block in blocks for place in places_in(block)}
-        return [entry for entry in self.entries if id(entry.tensor) in held]
+        held_ids = {id(place.tensor) for block in blocks for place in places_in(block)}
+        return [entry for entry in self.entries if id(entry.tensor) in held_ids]
 
 
 def with_memory(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor with memory like one on the meta device; a parameter stays one, with all its settings."""
     if is_packed(tensor):
         return mapped_parts(tensor, partial(torch.empty_like, device=device))
-    made = torch.empty_like(tensor, device=device, requires_grad=False)
+    new_tensor = torch.empty_like(tensor, device=device, requires_grad=False)
     if isinstance(tensor, nn.Parameter):
-        made = torch.Tensor._make_subclass(type(tensor), made, tensor.requires_grad)
-    made.__dict__.update({name: value for name, value in tensor.__dict__.items() if name != "_is_hf_initialized"})
-    return made
+        new_tensor = torch.Tensor._make_subclass(type(tensor), new_tensor, tensor.requires_grad)
+    new_tensor.__dict__.update({name: value for name, value in tensor.__dict__.items() if name != "_is_hf_initialized"})
+    return new_tensor

@@ -44,16 +44,18 @@ class Microbatches(tuple[Any, ...]):
     def __new__(cls, values: Iterable[Any]) -> Microbatches:
         """Take one value for each microbatch, in their order."""
         if isinstance(values, Tensor | str | bytes | Mapping) or not isinstance(values, Iterable):
-            given = f"a tensor of the shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"{values!r:.60}"
+            description = (
+                f"a tensor of the shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"{values!r:.60}"
+            )
             raise BatchError(
-                f"Microbatches got {given}",
+                f"Microbatches got {description}",
                 expected="a list with one value for each microbatch",
                 fix="pass a tensor as it is to have it cut, or Microbatches(tensor.split(num_rows))",
             )
-        made = super().__new__(cls, values)
-        if not made:
+        microbatches = super().__new__(cls, values)
+        if not microbatches:
             raise BatchError("Microbatches got no values", expected="one for each microbatch")
-        return made
+        return microbatches
 
     def __repr__(self) -> str:
         return f"Microbatches({list(self)!r})"

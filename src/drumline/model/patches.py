@@ -27,11 +27,11 @@ _INHERITED: Any = object()
 class Replacement:
     """A temporary replacement, and what it replaced: raw, as the owner has it, or what it inherits."""
 
-    __slots__ = ("count", "found", "of_thread", "raw", "stand_in")
+    __slots__ = ("count", "of_thread", "original", "raw", "stand_in")
 
     def __init__(self, owner: Any, name: Any, raw: Any) -> None:
         self.raw = raw
-        self.found = getattr(owner, name) if raw is _INHERITED else raw
+        self.original = getattr(owner, name) if raw is _INHERITED else raw
         self.stand_in: Any = None
         self.count = 0  # number of watchers
         self.of_thread = threading.local()  # watchers of each thread, the innermost last
@@ -49,7 +49,7 @@ class Patch:
     >>> class Engine:
     ...     def run(self): return 1
     >>> def louder(replaced):
-    ...     return lambda self: replaced.found(self) + (replaced.watcher or 0)
+    ...     return lambda self: replaced.original(self) + (replaced.watcher or 0)
     >>> patch = Patch(Engine, "run", louder)
     >>> with patch.by(10):
     ...     inside = Engine().run()

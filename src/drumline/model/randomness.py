@@ -67,8 +67,8 @@ def seedings_elsewhere() -> int:
     >>> seedings_elsewhere() == before
     True
     """
-    own = threading.get_ident()
-    return sum(count for thread, count in list(_seedings.items()) if thread != own)
+    own_thread = threading.get_ident()
+    return sum(count for thread, count in list(_seedings.items()) if thread != own_thread)
 
 
 class HostChance:
@@ -99,12 +99,12 @@ class HostChance:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Draw from this state inside, and restore the current state afterwards."""
-        with HostChance().kept():
+        with HostChance().keeping_state():
             self.restore()
             yield
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def keeping_state(self) -> Iterator[None]:
         """Restore this state afterwards, whatever is drawn inside."""
         try:
             yield

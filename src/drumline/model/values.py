@@ -157,10 +157,10 @@ def _values(columns: Sequence[Sequence[Tensor]], form: Any, count: int) -> Seque
 def rebuilt(kind: type, values: dict[str, Any]) -> Any:
     """Return a dataclass with these values, including those that its constructor does not take."""
     late = [field.name for field in fields(kind) if not field.init]
-    made = kind(**{name: value for name, value in values.items() if name not in late})
+    new_kind = kind(**{name: value for name, value in values.items() if name not in late})
     for name in late:
-        object.__setattr__(made, name, values[name])  # works for frozen dataclasses too
-    return made
+        object.__setattr__(new_kind, name, values[name])  # works for frozen dataclasses too
+    return new_kind
 
 
 def plain_in(form: Any) -> list[Any]:
@@ -169,15 +169,15 @@ def plain_in(form: Any) -> list[Any]:
     >>> plain_in(pack(("a", {"b": [1, None]}))[1])
     ['a', 1, None]
     """
-    found, todo = [], [form]
+    plain_values, todo = [], [form]
     while todo:
         entry = todo.pop()
         if isinstance(entry, tuple):
             if entry[0] == "plain":
-                found.append(entry[1])
+                plain_values.append(entry[1])
             else:
                 todo += reversed(entry[1 + HEADERS.get(entry[0], 0) :])
-    return found
+    return plain_values
 
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -274,8 +274,8 @@ def refuse_fake(value: Any) -> None:
         inside += [content_of(cell) for cell in getattr(item, "__closure__", None) or ()]
         inside += [*(getattr(item, "__defaults__", None) or ()), getattr(item, "__self__", None)]
     for module in inside:
-        held = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else tensors_in(module)
-        if any(isinstance(tensor, FakeTensor) for tensor in held):
+        tensors = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else tensors_in(module)
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             raise ModelError(
                 f"the model's forward passes a {type(value).__name__} that contains tensors of the model to a function "
                 "between its blocks",

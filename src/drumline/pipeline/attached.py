@@ -80,7 +80,7 @@ def kit_for(setting: PipelineSetup, options: AttachedOptions) -> Kit:
 def attached(site: Site, setting: PipelineSetup, cut: ModelCut, options: AttachedOptions) -> list[Observer]:
     """Return what observes the steps of a pipeline, beside what runs them; each has its order."""
     capture.attach(site)
-    made: list[Observer | None] = [
+    observers: list[Observer | None] = [
         *adapt.attach(site, setting, cut, options),
         lengths.attach(site),
         *mesh.attach(site, setting, cut),
@@ -89,4 +89,4 @@ def attached(site: Site, setting: PipelineSetup, cut: ModelCut, options: Attache
         stream.attach(site),
         validated.attach(site),
     ]
-    return [observer for observer in made if observer is not None]
+    return [observer for observer in observers if observer is not None]

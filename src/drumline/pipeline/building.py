@@ -54,20 +54,20 @@ def build(setting: PipelineSetup, kit: Kit, lines: Lines, cut: ModelCut) -> tupl
 
 def _assembled(setting: PipelineSetup, program: Program, cut: ModelCut) -> Assembly:
     """Return the parts of all stages, after all ranks agree on them."""
-    given, stages, intake = setting.options, cut.stages, cut.intake
+    options, stages, intake = setting.options, cut.stages, cut.intake
     assembled = Assembly(
-        lower(program, ahead=given.ahead),
+        lower(program, ahead=options.ahead),
         stages,
         setting.device,
-        Randomness(given.seed, setting.device),
-        checkpointed(given.checkpoint, stages),
+        Randomness(options.seed, setting.device),
+        checkpointed(options.checkpoint, stages),
         intake.loss if intake.has_loss else None,
-        Ties(stages, program.placement, given.model),
+        Ties(stages, program.placement, options.model),
         cut.numbers,
-        compiler_for(given.compile, setting.device),
+        compiler_for(options.compile, setting.device),
         lends=_lends(setting, cut),
     )
-    setting.agree(assembled.described(**given.alike()))
+    setting.agree(assembled.described(**options.alike()))
     setting.crew.connect(assembled.ties.edges)
     return assembled
 
@@ -76,16 +76,16 @@ def _lends(setting: PipelineSetup, cut: ModelCut) -> Callable[[], list[nn.Parame
     """Return what tells the weights that loss_fn penalises, if all stages are here and none updates in a step."""
     if not setting.crew.alone or setting.program.num_updates:
         return None
-    intake, held = cut.intake, {param for block in cut.blocks for param in block.module.parameters()}
-    return lambda: [param for param in intake.lent() if param in held]
+    intake, held_parameters = cut.intake, {param for block in cut.blocks for param in block.module.parameters()}
+    return lambda: [param for param in intake.lent() if param in held_parameters]
 
 
 def _different(setting: PipelineSetup, cut: ModelCut, assembled: Assembly) -> tuple[int, int, str] | None:
     """Return two ranks and a parameter for which they were given different values, once all agree on code and graph."""
-    given, crew = setting.options, setting.crew
+    options, crew = setting.options, setting.crew
     if crew.alone:
         return None
-    agree_on_lines(crew, "code", code_of(given.model, given.loss_fn, given.loss_weight))
+    agree_on_lines(crew, "code", code_of(options.model, options.loss_fn, options.loss_weight))
     plan = plan_of(cut.blocks)
     agree_on_lines(crew, "graph", [] if plan is None else [name for each in plan.written.values() for name in each])
     copied = {name for tensor in assembled.ties.tensors if tensor.is_copied for name in tensor.names}
@@ -96,9 +96,9 @@ def _different(setting: PipelineSetup, cut: ModelCut, assembled: Assembly) -> tu
 
 def _programs(setting: PipelineSetup, frozen: Frozen) -> Programs:
     """Return the programs that steps may name, once all ranks agree on them."""
-    given = setting.options
-    named = named_programs(given.programs, setting.program, given.schedule, given.stages_per_rank)
-    if given.programs:
+    options = setting.options
+    named = named_programs(options.programs, setting.program, options.schedule, options.stages_per_rank)
+    if options.programs:
         setting.agree({"set of programs": {name: program.format() for name, program in named.items()}})
     programs = Programs(setting.program, named, frozen.pruned_too)
     setting.crew.connect(programs.edges)
@@ -107,13 +107,13 @@ def _programs(setting: PipelineSetup, frozen: Frozen) -> Programs:
 
 def _engine(setting: PipelineSetup, kit: Kit, lines: Lines, assembled: Assembly) -> Engine:
     """Return the engine that runs the program on this process's ranks."""
-    given = setting.options
+    options = setting.options
     return kit.engine(
         setting.crew,
         assembled,
-        ahead=given.ahead,
-        merge=given.merge_weight_gradients,
+        ahead=options.ahead,
+        merge=options.merge_weight_gradients,
         measure=kit.measures,
-        weigh="always" if given.weigh else "first" if kit.weighs_first and not given.compile else "never",
+        weigh="always" if options.weigh else "first" if kit.weighs_first and not options.compile else "never",
         attached=Attachments(kit.executor, lines.sums_of, lines.around()),
     )

@@ -40,30 +40,30 @@ _SECONDS_TO_MEASURE = 10.0  # after the first run of each block
 
 def cut_model(setting: PipelineSetup, kit: Kit, lines: Lines) -> ModelCut:
     """Return a pipeline's model in stages; this process's blocks have their parameters."""
-    given = setting.options
+    options = setting.options
     intake = kit.intake(
-        given.model,
-        given.loss_fn,
+        options.model,
+        options.loss_fn,
         setting.device,
         num_microbatches=setting.program.num_microbatches,
-        weigh=given.loss_weight,
-        split=given.split,
+        weigh=options.loss_weight,
+        split=options.split,
     )
-    numbers = Precision(given.precision, setting.device)
-    values = {} if setting.crew.alone or given.weights is not None else weights_of(given.model)
-    stored = opened(given.weights)
+    numbers = Precision(options.precision, setting.device)
+    values = {} if setting.crew.alone or options.weights is not None else weights_of(options.model)
+    stored = opened(options.weights)
     setting.agree({"weights": stored and stored.described()})
     with lines.whole():
         stages, balance, profile = _chosen_stages(setting, intake, numbers, times_blocks=kit.times_blocks)
     intake.weigh_by(stages)
-    stages[-1] = (*stages[-1], *assembly.loss_block(given.loss_fn))
+    stages[-1] = (*stages[-1], *assembly.loss_block(options.loss_fn))
     materialise(
         [block for stage in stages for block in stage],
-        [block for at in setting.held for block in stages[at]],
-        root=given.model if isinstance(given.model, nn.Module) else None,
+        [block for at in setting.held_stages for block in stages[at]],
+        root=options.model if isinstance(options.model, nn.Module) else None,
         weights=stored,
         device=setting.device,
-        seed=given.seed,
+        seed=options.seed,
     )
     refuse_hidden(stages)
     lines.cut(intake, stages)
@@ -93,56 +93,60 @@ def _chosen_stages(
 
     With `times_blocks`, blocks of a given cut are timed too.
     """
-    given, crew, program = setting.options, setting.crew, setting.program
+    options, crew, program = setting.options, setting.crew, setting.program
     blocks = blocks_for(
-        given.model,
-        given.example,
+        options.model,
+        options.example,
         intake.device,
         num_microbatches=program.num_microbatches,
-        cuts=given.cuts,
-        split=given.split,
+        cuts=options.cuts,
+        split=options.split,
     )
-    balance, measured, timed = given.balance, None, None
-    if isinstance(given.plan, Plan):
-        refuse_other(given.plan.model, identity_of(blocks, type(given.model).__name__), "the plan")
-    elif is_asked(balance, given.cuts, given.example):
+    balance, measured, timed = options.balance, None, None
+    if isinstance(options.plan, Plan):
+        refuse_other(options.plan.model, identity_of(blocks, type(options.model).__name__), "the plan")
+    elif is_asked(balance, options.cuts, options.example):
         with precision.autocast:
-            measured = _measured(given, crew, program, intake, blocks)
+            measured = _measured(options, crew, program, intake, blocks)
         balance = None if measured is None else measured.counts
-    elif times_blocks and given.example is not None:
+    elif times_blocks and options.example is not None:
         with precision.autocast:
-            timed = _timed(given, crew, program, intake, blocks)
-    stages = cut(blocks, program.num_stages, balance, given.cuts, held=held_by(program))
+            timed = _timed(options, crew, program, intake, blocks)
+    stages = cut(blocks, program.num_stages, balance, options.cuts, held_pairs=held_by(program))
     known = measured or timed
     return stages, measured, None if known is None else known.profile
 
 
 def _measured(
-    given: CoreOptions, crew: Crew, program: Program, intake: Intake, blocks: Sequence[Block]
+    options: CoreOptions, crew: Crew, program: Program, intake: Intake, blocks: Sequence[Block]
 ) -> Balance | None:
     """Time the blocks on all ranks at once, print and return rank 0's best cut; None for a model on meta."""
-    found = _timed(given, crew, program, intake, blocks)
-    if found is not None and crew.rank == crew.axes.number == 0:
-        print(f"{found.table()}\nbalance={list(found.counts)}, measured on {found.profile.device}", file=sys.stderr)
-        if found.profile.disturbed:
-            print(f"{found.profile.disturbed} Measure again on an idle machine, or pass balance=.", file=sys.stderr)
-    return found
+    balance = _timed(options, crew, program, intake, blocks)
+    if balance is not None and crew.rank == crew.axes.number == 0:
+        print(
+            f"{balance.table()}\nbalance={list(balance.counts)}, measured on {balance.profile.device}", file=sys.stderr
+        )
+        if balance.profile.disturbed:
+            print(f"{balance.profile.disturbed} Measure again on an idle machine, or pass balance=.", file=sys.stderr)
+    return balance
 
 
-def _timed(given: CoreOptions, crew: Crew, program: Program, intake: Intake, blocks: Sequence[Block]) -> Balance | None:
+def _timed(
+    options: CoreOptions, crew: Crew, program: Program, intake: Intake, blocks: Sequence[Block]
+) -> Balance | None:
     """Time the blocks on all ranks at once, and return rank 0's best cut; None for a model on meta."""
     if any(param.is_meta for block in blocks for param in block.module.parameters()):
         return None
     for block in blocks:
         to_device(block.module, intake.device)
-    has_loss = intake.own or (intake.has_loss and given.example_target is not None)
+    has_loss = intake.has_own_loss or (intake.has_loss and options.example_target is not None)
     measured = partial(
         balanced,
         blocks,
-        with_whole_backwards(program, blocks) if is_named(given.schedule) else program,
+        with_whole_backwards(program, blocks) if is_named(options.schedule) else program,
         intake,
-        (example_inputs(given.model, given.example), "the example"),
-        (given.example_target, "the example's target"),
+        (example_inputs(options.model, options.example), "the example"),
+        (options.example_target, "the example's target"),
         intake.loss if has_loss else None,
         max_seconds=_SECONDS_TO_MEASURE,
     )

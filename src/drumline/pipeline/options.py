@@ -89,10 +89,10 @@ class Options(CoreOptions, AttachedOptions):
             return None
         beside = {name: getattr(self, name) for name in PLANNED}
         Together(table(), {"plan": self.plan, **beside}).refuse()
-        given = Plan.load(self.plan) if isinstance(self.plan, str | Path) else self.plan
-        plan = given.best if isinstance(given, Planned) else given
+        given_plan = Plan.load(self.plan) if isinstance(self.plan, str | Path) else self.plan
+        plan = given_plan.best if isinstance(given_plan, Planned) else given_plan
         if not isinstance(plan, Plan):
-            raise UsageError(f"plan is {given!r:.60}", expected="a Plan or the path of a plan file")
+            raise UsageError(f"plan is {given_plan!r:.60}", expected="a Plan or the path of a plan file")
         if self.num_ranks not in (None, plan.num_ranks):
             raise UsageError(
                 f"num_ranks is {self.num_ranks!r}", expected=f"{counted(plan.num_ranks, 'rank')}, as in the plan"
@@ -134,18 +134,18 @@ def made_with(
     """
 
     def decorate(init: Callable[[Made, Given], None]) -> Callable[Concatenate[Made, Arguments], None]:
-        own = next(iter(inspect.signature(init).parameters.values()))
+        own_parameter = next(iter(inspect.signature(init).parameters.values()))
         signature = inspect.signature(options)
         first = list(CoreOptions.__annotations__)  # then those of features
         shown = sorted(signature.parameters.values(), key=lambda param: param.name not in first)
-        signature = signature.replace(parameters=[own, *shown], return_annotation=None)
+        signature = signature.replace(parameters=[own_parameter, *shown], return_annotation=None)
 
         @functools.wraps(init)
-        def made(self: Made, /, *args: Arguments.args, **named: Arguments.kwargs) -> None:
+        def construct(self: Made, /, *args: Arguments.args, **named: Arguments.kwargs) -> None:
             signature.bind(self, *args, **named)  # raises without naming Options, which the user does not know
             init(self, options(*args, **named))
 
-        setattr(made, "__signature__", signature)  # noqa: B010 - what help() shows
-        return made
+        setattr(construct, "__signature__", signature)  # noqa: B010 - what help() shows
+        return construct
 
     return decorate

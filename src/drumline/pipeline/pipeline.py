@@ -244,12 +244,12 @@ class Pipeline(AttachedMethods):
         'SIGTERM on rank 0'
         """
         with self._recording.between.during("hear"):
-            own = self._ledger.stop(self._run.flow.told_until)
+            own_stop = self._ledger.stop(self._run.flow.told_until)
             if not self.axes.is_mesh:
-                return own
+                return own_stop
             # Every rank of a line knows the same, so that those at one place of all lines know everything.
-            asked = self.axes.summed(torch.tensor([float(bool(own))], device=self.device), *AXES[1:]).item()
-            return next(filter(None, self._crew.everywhere("stop", own)), "") if asked else ""
+            asked = self.axes.summed(torch.tensor([float(bool(own_stop))], device=self.device), *AXES[1:]).item()
+            return next(filter(None, self._crew.everywhere("stop", own_stop)), "") if asked else ""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all ranks so that their global norm is at most `max_norm`; return the norm before."""
@@ -258,9 +258,9 @@ class Pipeline(AttachedMethods):
         with self._recording.between.during("clip"):
             self.settle()
             with self._crew.together("clip_grad_norm_"):
-                own = self._holdings.norms(norm_type)
-                told = self._crew.all_told("norms", own)
-            total = self._engine.assembly.total_norm(told, norm_type)
+                own_norms = self._holdings.norms(norm_type)
+                answers = self._crew.all_told("norms", own_norms)
+            total = self._engine.assembly.total_norm(answers, norm_type)
             clip.scale(self.parameters(), total, max_norm)
             self._recording.note(grad_norm=total)
             return total
@@ -421,7 +421,7 @@ class Pipeline(AttachedMethods):
     def __repr__(self) -> str:
         program = self.program
         alone = "in this process" if self.num_ranks == 1 else "all in this process, taking turns"
-        here = alone if self._crew.alone else f"this is {self._crew.called.rank(self.rank)}"
+        here = alone if self._crew.alone else f"this is {self._crew.naming.rank(self.rank)}"
         sizes = f"{counted(program.num_stages, 'stage')}, {counted(program.num_microbatches, 'microbatch')}"
         ranks = f"{counted(self.num_ranks, 'rank')} ({here})"
         return f"Pipeline({program.name}: {ranks}, {sizes}, {self.transport} on {self.device})"

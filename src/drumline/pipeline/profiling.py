@@ -127,11 +127,11 @@ def profile_model(
         sources.check(source)
     device_named(device)
     settings = ProfileSettings(source, sizes, device, num_runs, max_seconds, length, seed, shows)
-    told = launch(_measured, settings, num_ranks=num_ranks, threads=num_threads, backend="gloo", prefix=False)
-    first = told[0]
-    by_size = zip(sizes, zip(*(measurements.profiles for measurements in told), strict=True), strict=True)
-    handling = [point for measurements in told for point in measurements.handling]
-    ends = [point for measurements in told for point in measurements.ends]
+    measurements = launch(_measured, settings, num_ranks=num_ranks, threads=num_threads, backend="gloo", prefix=False)
+    first = measurements[0]
+    by_size = zip(sizes, zip(*(measurements.profiles for measurements in measurements), strict=True), strict=True)
+    handling = [point for measurements in measurements for point in measurements.handling]
+    ends = [point for measurements in measurements for point in measurements.ends]
     return ModelProfile(
         first.identity,
         first.device,
@@ -139,9 +139,11 @@ def profile_model(
         num_threads,
         tuple((rows, merged(each)) for rows, each in by_size),
         Overheads.fitted(handling, ends) if handling else Overheads(),
-        tuple(sorted((p for seen in told for p in seen.links), key=lambda p: (p.source, p.target))),
+        tuple(
+            sorted((p for measurements in measurements for p in measurements.links), key=lambda p: (p.source, p.target))
+        ),
         first.transport,
-        tuple(median(each) for each in zip(*(measurements.paces for measurements in told), strict=True)),
+        tuple(median(each) for each in zip(*(measurements.paces for measurements in measurements), strict=True)),
         source if isinstance(source, str) else "",
         first.sequence,
     )
@@ -174,7 +176,7 @@ def _measured(settings: ProfileSettings) -> RankMeasurements:
         profiles,
         links,
         handling,
-        [*((size, told.end) for size, told in handling), *ends],
+        [*((size, reported_handling.end) for size, reported_handling in handling), *ends],
         paces,
         device_name(device) or f"{device.type}, {platform.machine()}",
         transport,
@@ -191,12 +193,12 @@ def _blocks(
     say: Callable[[str], None],
 ) -> list[Profile]:
     """Return the blocks for every size; sizes take turns, so that a disturbance of the machine affects all of them."""
-    seen: list[list[Profile]] = [[] for _ in settings.sizes]
+    seen_profiles: list[list[Profile]] = [[] for _ in settings.sizes]
     for turn in range(_TURNS):
-        for rows, each in zip(settings.sizes, seen, strict=True):
+        for rows, each in zip(settings.sizes, seen_profiles, strict=True):
             say(f"{counted(len(blocks), 'block')} with microbatches of {rows} rows, round {turn + 1} of {_TURNS}")
             microbatch = moved(rows_of(inputs, rows), intake.device)
-            target = microbatch if intake.own else moved(rows_of(material.target, rows), intake.device)
+            target = microbatch if intake.has_own_loss else moved(rows_of(material.target, rows), intake.device)
             dist.barrier()
             each.append(
                 profile(
@@ -208,15 +210,15 @@ def _blocks(
                     max_seconds=settings.max_seconds / _TURNS,
                 )
             )
-    return [replace(merged(each), num_runs=sum(sizes.num_runs for sizes in each)) for each in seen]
+    return [replace(merged(each), num_runs=sum(sizes.num_runs for sizes in each)) for each in seen_profiles]
 
 
 def _links(device: torch.device) -> list[ProfiledLink]:
     """Return this rank's links, measuring one pair of ranks after the other."""
-    found: list[ProfiledLink] = []
+    links: list[ProfiledLink] = []
     size = dist.get_world_size()
     if size == 1:
-        return found
+        return links
     scope = transports.new_scope()
     axes = transports.axes_for(None, "auto", size, scope=scope, timeout=300.0)
     crew = Crew.gathered("auto", device, num_ranks=size, program=None, ahead=2, timeout=300.0, axes=axes, scope=scope)
@@ -224,10 +226,10 @@ def _links(device: torch.device) -> list[ProfiledLink]:
         dist.barrier()
         if crew.rank in pair:
             other = pair[0] if crew.rank == pair[1] else pair[1]
-            found.append(link(crew.channels[0], other, device))
+            links.append(link(crew.channels[0], other, device))
     dist.barrier()
     crew.close()
-    return found
+    return links
 
 
 class _Scaled(nn.Module):
@@ -247,8 +249,8 @@ def _handled(size: int, device: torch.device) -> tuple[float, Handling]:
     light = nn.Sequential(*(_Scaled(width) for _ in range(dist.get_world_size()))).to(device)
     batch = torch.ones(_MICROBATCHES, width, device=device)
     with Pipeline(light, loss_fn=functional.mse_loss, schedule=DEFAULT, num_microbatches=_MICROBATCHES) as pipe:
-        seen = _timelines(pipe, batch, batch)
-    return 4.0 * width, Handling.measured(seen)
+        seen_timelines = _timelines(pipe, batch, batch)
+    return 4.0 * width, Handling.measured(seen_timelines)
 
 
 def _whole(
@@ -270,12 +272,12 @@ def _whole(
         balance="even",
         device=device,
     ) as pipe:
-        held = float(sum(param.nbytes for param in pipe.parameters() if param.requires_grad))
+        gradient_bytes = float(sum(param.nbytes for param in pipe.parameters() if param.requires_grad))
         ends, paces = [], []
         for rows, profile in profiles.items():
-            seen = _timelines(pipe, *(rows_of(value, 2 * num_ranks * rows) for value in (inputs, material.target)))
-            ends.append((held, median(ends_of(step)[pipe.rank] for step in seen)))
-            each = [_pace(profile, step, pipe.rank) for step in seen]
+            timelines = _timelines(pipe, *(rows_of(value, 2 * num_ranks * rows) for value in (inputs, material.target)))
+            ends.append((gradient_bytes, median(ends_of(step)[pipe.rank] for step in timelines)))
+            each = [_pace(profile, step, pipe.rank) for step in timelines]
             paces.append(min(max(median(each), _LEAST_PACE), 1 / _LEAST_PACE))
         return ends, paces, pipe.transport
 
@@ -287,30 +289,30 @@ def _pace(profile: Profile, timeline: Measured, rank: int) -> float:
     costs = profile.costs([base + (stage < more) for stage in range(num_stages)])
     each = {op: costs.per_stage(op.name.lower(), num_stages) for op in (Op.FORWARD, Op.BACKWARD)}
     track = timeline.tracks[rank]
-    told = sum(each[action.op][action.stage] for action in track.actions if action.op in each)
-    return (sum(track.ends) - sum(track.starts)) / told if told > 0 else 1.0
+    total = sum(each[action.op][action.stage] for action in track.actions if action.op in each)
+    return (sum(track.ends) - sum(track.starts)) / total if total > 0 else 1.0
 
 
 def _timelines(pipe: Pipeline, batch: Any, target: Any) -> list[Measured]:
     """Return the timelines of some steps on a batch, after warm-up steps."""
-    called = batch if isinstance(batch, Inputs) else Inputs((batch,), {})
-    found = []
+    inputs = batch if isinstance(batch, Inputs) else Inputs((batch,), {})
+    timelines = []
     for turn in range(_WARM_UPS + _HANDLED_STEPS):
         dist.barrier()
-        pipe.step(*called.args, target=target, **called.kwargs)
+        pipe.step(*inputs.args, target=target, **inputs.kwargs)
         if turn >= _WARM_UPS:
-            found.append(pipe.timeline())
+            timelines.append(pipe.timeline())
         pipe.settle()
         pipe.zero_grad()
-    return found
+    return timelines
 
 
 def _check_rows(inputs: Any, most: int) -> None:
     """Refuse a batch that is smaller than the largest microbatch."""
-    found = num_rows(inputs)
-    if found < most:
+    num_found = num_rows(inputs)
+    if num_found < most:
         raise BatchError(
-            f"the batch has {counted(found, 'row')} for microbatches of {most}",
+            f"the batch has {counted(num_found, 'row')} for microbatches of {most}",
             expected=f"at least {most} rows",
             fix="return a larger batch from the function, or pass smaller --microbatch-sizes",
         )

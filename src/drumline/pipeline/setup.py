@@ -75,10 +75,10 @@ def set_up(options: Options) -> StepRun:
     with crew.together("the set-up"):
         if isinstance(program, DrumlineError):
             raise program
-        return _made(PipelineSetup(options, device, crew, program, together), options)
+        return _step_run(PipelineSetup(options, device, crew, program, together), options)
 
 
-def _made(setting: PipelineSetup, options: Options) -> StepRun:
+def _step_run(setting: PipelineSetup, options: Options) -> StepRun:
     """Return what runs the steps: each part is made from those above it."""
     kit = kit_for(setting, options)
     lines = kit.lines(setting)
@@ -102,6 +102,6 @@ def _made(setting: PipelineSetup, options: Options) -> StepRun:
     lines.share(run.engine, run.holdings, run.updates)
     run.watched.begin()
     check.attach(ground)
-    own = [flow, run.engine, run.holdings, SharedBuffers(run.engine), run.recording, check]
-    run.observe([*own, *observers])
+    own_observers = [flow, run.engine, run.holdings, SharedBuffers(run.engine), run.recording, check]
+    run.observe([*own_observers, *observers])
     return run

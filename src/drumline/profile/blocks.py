@@ -59,8 +59,8 @@ def profile(
     Parameters, gradients, buffers and random numbers are restored afterwards. The whole model and the activations of
     one microbatch must fit on the device. After `max_seconds`, no further run begins.
 
-    >>> found = profile(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), torch.randn(2, 4), num_runs=1)
-    >>> [(layer.name, layer.weight_bytes, layer.output_bytes) for layer in found.layers]
+    >>> sizes = profile(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), torch.randn(2, 4), num_runs=1)
+    >>> [(layer.name, layer.weight_bytes, layer.output_bytes) for layer in sizes.layers]
     [('0', 160, 64), ('1', 0, 64)]
     """
     if num_runs < 1:
@@ -83,13 +83,15 @@ def profile(
         buffers.as_they_were(buffers.save()),
         having_gradients([param for module in modules for param in module.parameters()]),
     ):
-        apart = [[block] for block in blocks]
+        separate_blocks = [[block] for block in blocks]
         chains = [
-            _Chain(stages, randomness, loss_fn, split=split) for split in (False, True) for stages in (apart, [blocks])
+            _Chain(stages, randomness, loss_fn, split=split)
+            for split in (False, True)
+            for stages in (separate_blocks, [blocks])
         ]
         runs = _repeated(lambda: [link.run(microbatch, target, clock) for link in chains], num_runs, max_seconds)
         sizes = chains[2].weigh(microbatch, target)
-        again = _Chain(apart, randomness, loss_fn, split=False, checkpointed=[block.name for block in blocks])
+        again = _Chain(separate_blocks, randomness, loss_fn, split=False, checkpointed=[block.name for block in blocks])
         leaves, more = again.leaves(microbatch, target, sizes)
     whole, whole_at_once, halves, halves_at_once = zip(*runs, strict=True)
     apart_ops, at_once_ops = (
@@ -102,9 +104,19 @@ def profile(
     return Profile(
         tuple(
             ProfiledBlock(
-                block.name, times, kept, later, received, *_static(block.module), handed_on, tied, leaf, twice, spread
+                block.name,
+                times,
+                kept_storages,
+                later,
+                received,
+                *_static(block.module),
+                handed_on,
+                tied,
+                leaf,
+                twice,
+                spread,
             )
-            for block, times, (kept, later, received, handed_on), tied, leaf, twice, spread in each
+            for block, times, (kept_storages, later, received, handed_on), tied, leaf, twice, spread in each
         ),
         overhead,
         str(device),
@@ -115,12 +127,12 @@ def profile(
 def _repeated(run: Callable[[], list[Ops]], num_runs: int, max_seconds: float | None) -> list[list[Ops]]:
     """Return the results of the runs after warm-up, fewer of both once `max_seconds` have passed; at least one."""
     begun = time.perf_counter()
-    found = [run()]
-    while len(found) < _NUM_WARM_UPS + num_runs:
+    runs = [run()]
+    while len(runs) < _NUM_WARM_UPS + num_runs:
         if max_seconds is not None and time.perf_counter() - begun > max_seconds:
             break
-        found.append(run())
-    return found[min(_NUM_WARM_UPS, len(found) - 1) :]
+        runs.append(run())
+    return runs[min(_NUM_WARM_UPS, len(runs) - 1) :]
 
 
 class _Chain:
@@ -164,9 +176,9 @@ class _Chain:
         def timed(op: int, stage: Stage, call: Callable[..., Any], *arguments: Any) -> Any:
             order.append((op, stage.index))
             draft.starts.append(clock.mark())
-            made = call(_MICROBATCH, *arguments)
+            result = call(_MICROBATCH, *arguments)
             draft.ends.append(clock.mark())
-            return made
+            return result
 
         for stage in self.stages:
             value = timed(0, stage, stage.forward, value, target)
@@ -197,7 +209,7 @@ class _Chain:
             scale.ignore(values[0], target)
             with scale.watching():
                 values.append(stage.forward(_MICROBATCH, values[-1], target))
-        full = _newly([scale.kept() for scale in scales])
+        full = _newly([scale.kept_bytes() for scale in scales])
         inputs = [_storages(item) for item in values[:-1]]
         received = [
             sum(size for place, size in taken.items() if place not in new and place not in inputs[0])
@@ -206,12 +218,12 @@ class _Chain:
         gradients = _seed(values[-1])
         for stage in self.passed():
             gradients = stage.backward_input(_MICROBATCH, gradients)
-        until = _newly([scale.kept() for scale in scales])
+        until = _newly([scale.kept_bytes() for scale in scales])
         for stage in self.trained():
             stage.backward_weight(_MICROBATCH)
         handed_on = [sum(tensor.nbytes for tensor in pack(value)[0]) for value in values[1:]]
-        kept, later = ([sum(entry.values()) for entry in each] for each in (full, until))
-        return list(zip(kept, later, received, handed_on, strict=True))
+        kept_storages, later = ([sum(entry.values()) for entry in each] for each in (full, until))
+        return list(zip(kept_storages, later, received, handed_on, strict=True))
 
     def leaves(
         self, value: Any, target: Any, sizes: Sequence[tuple[int, int, int, int]]
@@ -220,33 +232,33 @@ class _Chain:
 
         `sizes` is the result of `weigh`. Only the last block, which includes the loss, holds more.
         """
-        found, first, scales = [], value, [Scale([stage]) for stage in self.stages]
+        measured, first, scales = [], value, [Scale([stage]) for stage in self.stages]
         for stage, scale in zip(self.stages, scales, strict=True):
             scale.begin(first, target)
             with scale.watching():
                 value = stage.forward(_MICROBATCH, value, target)
-            found.append(scale.weigh())
+            measured.append(scale.weigh())
         more, last, scale = [0] * len(self.stages), self.stages[-1], scales[-1]
         if last.kind is Backward.WHOLE:
             scale.begin(first, target)
             with scale.watching():
                 last.backward(_MICROBATCH, _seed(value))
-            kept, _, start, _ = sizes[-1]
+            kept_bytes, _, start, _ = sizes[-1]
             received = sizes[-2][3] if len(sizes) > 1 else 0
-            more[-1] = max(scale.peak + received - kept - start, 0)
+            more[-1] = max(scale.peak + received - kept_bytes - start, 0)
         for stage in self.stages:
             stage.begin()
-        return found, more
+        return measured, more
 
 
-def _newly(kept: Sequence[dict[int, int]]) -> list[dict[int, int]]:
+def _newly(kept_storages: Sequence[dict[int, int]]) -> list[dict[int, int]]:
     """Return, for each block, the storages that no earlier block keeps."""
-    seen: set[int] = set()
-    found = []
-    for entry in kept:
-        found.append({place: size for place, size in entry.items() if place not in seen})
-        seen.update(entry)
-    return found
+    seen_places: set[int] = set()
+    new_storages = []
+    for entry in kept_storages:
+        new_storages.append({place: size for place, size in entry.items() if place not in seen_places})
+        seen_places.update(entry)
+    return new_storages
 
 
 def _storages(value: Any) -> dict[int, int]:
@@ -260,26 +272,26 @@ def _seed(output: Any) -> Gradients:
     return tuple(torch.ones_like(tensor) if tensor.is_floating_point() else None for tensor in pack(output)[0])
 
 
-def _told_apart(apart: Sequence[Ops], at_once: Sequence[Ops]) -> tuple[list[OpTimes], OpTimes]:
+def _told_apart(single_runs: Sequence[Ops], at_once: Sequence[Ops]) -> tuple[list[OpTimes], OpTimes]:
     """Return each block's own times, and what a call adds to any stage's; medians over runs."""
-    blocks = [[median(each) for each in zip(*op, strict=True)] for op in zip(*apart, strict=True)]
+    blocks = [[median(each) for each in zip(*op, strict=True)] for op in zip(*single_runs, strict=True)]
     calls = [max(sum(seconds > 0 for seconds in op) - 1, 1) for op in blocks]  # a frozen block has none for I or W
     added = [
         max(0.0, median((sum(many) - pair) / more for many, (pair,) in zip(*both, strict=True)))
-        for more, *both in zip(calls, zip(*apart, strict=True), zip(*at_once, strict=True), strict=True)
+        for more, *both in zip(calls, zip(*single_runs, strict=True), zip(*at_once, strict=True), strict=True)
     ]
-    own = ([max(0.0, seconds - more) for seconds in op] for op, more in zip(blocks, added, strict=True))
-    return [OpTimes(*each) for each in zip(*own, strict=True)], OpTimes(*added)
+    own_seconds = ([max(0.0, seconds - more) for seconds in op] for op, more in zip(blocks, added, strict=True))
+    return [OpTimes(*each) for each in zip(*own_seconds, strict=True)], OpTimes(*added)
 
 
-def _spreads(apart: Sequence[Ops]) -> list[OpTimes]:
+def _spreads(single_runs: Sequence[Ops]) -> list[OpTimes]:
     """Return half the interquartile range of each block's times."""
 
     def spread(values: Sequence[float]) -> float:
         low, _, high = quantiles(values, n=4) if len(values) > 1 else (0.0, 0.0, 0.0)
         return (high - low) / 2
 
-    each = [[spread(values) for values in zip(*op, strict=True)] for op in zip(*apart, strict=True)]
+    each = [[spread(values) for values in zip(*op, strict=True)] for op in zip(*single_runs, strict=True)]
     return [OpTimes(*entry) for entry in zip(*each, strict=True)]
 
 
@@ -295,10 +307,10 @@ def tied(blocks: Sequence[Block]) -> list[tuple[tuple[str, int, int], ...]]:
     for number, block in enumerate(blocks):
         for place in places_in(block):
             uses.setdefault(id(place.tensor), {}).setdefault(number, place.name)
-    found: list[list[tuple[str, int, int]]] = [[] for _ in blocks]
+    tensors_by_block: list[list[tuple[str, int, int]]] = [[] for _ in blocks]
     for number, block in enumerate(blocks):
         for param in chain(block.module.parameters(), block.module.buffers()):
             if len(uses[id(param)]) > 1:
                 name = next(iter(uses[id(param)].values()))
-                found[number].append((name, num_bytes(param), param.nbytes if param.requires_grad else 0))
-    return [tuple(each) for each in found]
+                tensors_by_block[number].append((name, num_bytes(param), param.nbytes if param.requires_grad else 0))
+    return [tuple(each) for each in tensors_by_block]

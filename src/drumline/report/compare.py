@@ -208,8 +208,8 @@ def compare_table(rows: Sequence[Row], *, width: int = 120) -> str:
         cells += [number(row.peak_share, 3)] * is_finer
         cells += [size_text(max(timeline.peak_bytes or (0.0,)))] if bytes_known else []
         lines.append(cells)
-    held = "microbatches held" if is_finer else "peak activations"
-    return table(header, lines, width=width, keep=("time/microbatch", "bubble", held))
+    heading = "microbatches held" if is_finer else "peak activations"
+    return table(header, lines, width=width, keep=("time/microbatch", "bubble", heading))
 
 
 def recommend(rows: Sequence[Row]) -> Advice:

@@ -78,8 +78,8 @@ def rank_rows(timeline: Timeline, written: Callable[[float], str]) -> tuple[list
     by_cause, placement = idle_by_cause(timeline), timeline.program.placement
     rows = []
     for rank in range(timeline.num_ranks):
-        found = (timeline.busy[rank], timeline.idle[rank], *(seconds[rank] for seconds in by_cause.values()))
-        times = (0.0 if abs(value) < _NOISE * timeline.makespan else value for value in found)
+        seconds_here = (timeline.busy[rank], timeline.idle[rank], *(seconds[rank] for seconds in by_cause.values()))
+        times = (0.0 if abs(value) < _NOISE * timeline.makespan else value for value in seconds_here)
         rows.append([str(rank), " ".join(map(str, placement.stages_of(rank))), *map(written, times)])
     return ["rank", "stages", "busy", "idle", *by_cause], rows
 

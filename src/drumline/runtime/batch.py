@@ -61,9 +61,9 @@ def cut_and_counted(
         )
     if form is None:
         return list(tensors[0].tensor_split(num_microbatches)), rows
-    hows, given = (_hows(batch, split), _items(batch)) if split else ({}, {})
+    hows, items = (_hows(batch, split), _items(batch)) if split else ({}, {})
     each = rows_of_each(rows, num_microbatches)
-    pieces = [_parts(tensor, hows.get(id(tensor), _BY_ITSELF), each, given, what) for tensor in tensors]
+    pieces = [_parts(tensor, hows.get(id(tensor), _BY_ITSELF), each, items, what) for tensor in tensors]
     return unpack_each(pieces, form, num_microbatches), rows
 
 
@@ -74,7 +74,7 @@ def _cut_apart(batch: Any, num_microbatches: int, what: str, split: Split | None
     given_apart = user_batch.inside(form)
     if len(given_apart) == len(tensors):
         return [unpack(tensors, shape) for shape in forms]
-    hows, given = _hows(batch, split), _items(batch)
+    hows, items = _hows(batch, split), _items(batch)
     each = rows_apart(batch, split)
     pieces = []
     for place, tensor in enumerate(tensors):
@@ -88,7 +88,7 @@ def _cut_apart(batch: Any, num_microbatches: int, what: str, split: Split | None
                 expected="as many rows in all, to be cut like these, or one row for all microbatches",
                 fix="pass Microbatches for it too, or split={'name': None} to give it whole to each",
             )
-        pieces.append(list(_parts(tensor, how, each, given, what)))
+        pieces.append(list(_parts(tensor, how, each, items, what)))
     return [unpack(part, shape) for part, shape in zip(zip(*pieces, strict=True), forms, strict=True)]
 
 
@@ -100,11 +100,11 @@ def rows_apart(batch: Any, split: Split | None = None) -> list[int]:
     """
     tensors, form = pack(batch)
     hows = _hows(batch, split) if split else {}
-    found = []
+    counts = []
     for lead in user_batch.lead_of(tensors, form):
         how = hows.get(id(lead), 0)
-        found.append(1 if lead is None else int(lead.shape[how if isinstance(how, int) else 0]))
-    return found
+        counts.append(1 if lead is None else int(lead.shape[how if isinstance(how, int) else 0]))
+    return counts
 
 
 def num_rows(batch: Any, *, what: str = "the batch", split: Split | None = None) -> int:
@@ -125,7 +125,7 @@ def _rows_in(batch: Any, tensors: Sequence[Tensor], what: str, split: Split | No
     if not tensors:
         raise BatchError(f"{what} contains no tensor", expected="tensors whose first dimension is the batch")
     hows = _hows(batch, split) if split else {}
-    found: dict[int, None] = {}
+    entries: dict[int, None] = {}
     for tensor in tensors:
         how = hows.get(id(tensor), _BY_ITSELF)
         if how is None or callable(how) or tensor.dim() == 0:
@@ -136,8 +136,8 @@ def _rows_in(batch: Any, tensors: Sequence[Tensor], what: str, split: Split | No
                 f"{what} has a tensor of shape {tuple(tensor.shape)}, and split puts its rows along"
                 f" dimension {at}, which it lacks"
             )
-        found[int(tensor.shape[at])] = None
-    sizes = [size for size in found if size != 1] or list(found)
+        entries[int(tensor.shape[at])] = None
+    sizes = [size for size in entries if size != 1] or list(entries)
     if len(sizes) != 1:
         shapes = ", ".join(str(tuple(value.shape)) for value in tensors)
         raise BatchError(
@@ -180,7 +180,7 @@ def _items(batch: Any) -> dict[Any, Any]:
     return dict(enumerate(batch)) if isinstance(batch, tuple | list) else {}
 
 
-def _parts(tensor: Tensor, how: How, rows: Sequence[int], given: Mapping[Any, Any], what: str) -> Sequence[Tensor]:
+def _parts(tensor: Tensor, how: How, rows: Sequence[int], items: Mapping[Any, Any], what: str) -> Sequence[Tensor]:
     """Return a tensor's part for each microbatch, which has so many rows."""
     total = sum(rows)
     if how is _BY_ITSELF:
@@ -195,7 +195,7 @@ def _parts(tensor: Tensor, how: How, rows: Sequence[int], given: Mapping[Any, An
                 expected=f"{counted(total, 'row')} there",
             )
         return torch.split(tensor, list(rows), dim=how)
-    each = torch.as_tensor(how(given)).flatten().tolist()
+    each = torch.as_tensor(how(items)).flatten().tolist()
     if len(each) != total or sum(each) != tensor.shape[0]:
         raise BatchError(
             f"{what} has a packed tensor of shape {tuple(tensor.shape)}, and split counts {sum(each)} in"

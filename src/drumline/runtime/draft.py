@@ -58,9 +58,9 @@ class Draft:
     def took(self, receive: Action, source: int, delivery: Delivery, start: int, end: int) -> None:
         """Record that a message was taken; if it arrived after the request, taking begins at its arrival."""
         start = max(start, min(delivery.arrived_ns, end))
-        made, sent, arrived = delivery.made_ns, delivery.sent_ns, min(delivery.arrived_ns, start)
+        made_ns, sent, arrived = delivery.made_ns, delivery.sent_ns, min(delivery.arrived_ns, start)
         what = (len(self.starts), *coded(receive), source)
-        self.messages.extend((*what, made, sent, arrived, start, end, delivery.num_bytes))
+        self.messages.extend((*what, made_ns, sent, arrived, start, end, delivery.num_bytes))
 
     def sent(self, receive: Action, target: int, num_bytes: int, start: int, end: int) -> None:
         """Record that a message was sent."""

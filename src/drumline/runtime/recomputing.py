@@ -34,9 +34,9 @@ class Buffers:
     """The buffers of some modules, and which of them forwards change."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        seen = dict.fromkeys(part for module in modules for part in module.modules())
+        modules_seen = dict.fromkeys(part for module in modules for part in module.modules())
         self.places: list[tuple[nn.Module, str]] = [
-            (part, name) for part in seen for name, buffer in part._buffers.items() if buffer is not None
+            (part, name) for part in modules_seen for name, buffer in part._buffers.items() if buffer is not None
         ]
         self._statistics = {
             index for index, (part, _) in enumerate(self.places) if isinstance(part, nn.modules.batchnorm._NormBase)

@@ -57,13 +57,13 @@ class Pass:
 
     def paired(self, gradients: Sequence[Tensor | None]) -> tuple[list[GradientEdge], list[Tensor]]:
         """Return the roots for which a gradient came back, each with its gradient."""
-        roots, given = [], []
+        roots, tensors = [], []
         for root, index in zip(self.roots, self.wanted, strict=True):
             gradient = gradients[index]
             if gradient is not None:
                 roots.append(root)
-                given.append(gradient)
-        return roots, given
+                tensors.append(gradient)
+        return roots, tensors
 
 
 class Segment:
@@ -115,29 +115,29 @@ class Segment:
 
         If they change their input in place, they get a copy of it, because a leaf must not change.
         """
-        given = mapped(value, Tensor.clone) if self.on_copies else value
-        given = cast_apart(given) if torch._C._is_any_autocast_enabled() else given
+        value_given = mapped(value, Tensor.clone) if self.on_copies else value
+        value_given = cast_apart(value_given) if torch._C._is_any_autocast_enabled() else value_given
         if self.sheet is not None:
             self.sheet.now = microbatch
         try:
             if self.quiet:
-                versions = versions_of(given) if self.suspects else []
+                versions = versions_of(value_given) if self.suspects else []
                 if self.suspects:
                     randomness.watch()
-                made = given
+                output = value_given
                 for run in self.whole:
-                    made = run(made)
+                    output = run(output)
                 if not self.suspects or not randomness.drew():
-                    return made if self.seal is None else self.seal(made)
+                    return output if self.seal is None else self.seal(output)
                 self.quiet = False  # it drew without being seeded: run all of it again
-                self.unchanged(given, versions)
+                self.unchanged(value_given, versions)
                 if tape is not None:
                     tape.records.clear()
             for name, run in self.pieces:
                 if name in self.suspects:
                     randomness.apply(microbatch, name)
-                given = run(given)
-            return given if self.seal is None else self.seal(given)
+                value_given = run(value_given)
+            return value_given if self.seal is None else self.seal(value_given)
         except RuntimeError as error:
             if self.on_copies or "a leaf Variable that requires grad" not in str(error) or not pack(value)[0]:
                 raise
@@ -154,20 +154,20 @@ class Segment:
             before = self.buffers.copies() if self.takes_gradients is None else None
             versions = [leaf._version for leaf in this.leaves]
             lookout = Lookout(tape)
-            made = None
+            new_loss = None
             try:
                 with lookout:
                     self.splitter.start(tape)
                     try:
-                        made = self.run(this.value(), microbatch, randomness, tape)
+                        new_loss = self.run(this.value(), microbatch, randomness, tape)
                     finally:
                         self.splitter.stop()
-                    made = made if loss is None else loss(made)
+                    new_loss = new_loss if loss is None else loss(new_loss)
             except TakesGradients:
                 pass
-            if not lookout.seen:
+            if not lookout.must_restart:
                 self.takes_gradients = False
-                return made
+                return new_loss
             tape.records.clear()
             self.unchanged(this.leaves, versions)
             if before is not None:
@@ -179,35 +179,35 @@ class Segment:
                 )
             self.takes_gradients = True
         with looked_after(this.leaves if self.receives else ()):
-            made = self.run(this.value(), microbatch, randomness)
-            made = made if loss is None else loss(made)
+            new_loss = self.run(this.value(), microbatch, randomness)
+            new_loss = new_loss if loss is None else loss(new_loss)
         if any(leaf.grad is not None for leaf in this.leaves):
             raise ModelError(
                 "a block calls backward() inside its forward, and this reaches tensors from the previous stage",
                 fix="use torch.autograd.grad, or a schedule without split backwards, such as 1f1b",
             )
-        return made
+        return new_loss
 
-    def ended(self, this: Pass, made: Any) -> Any:
+    def ended(self, this: Pass, value: Any) -> Any:
         """Store the outputs' places in the graph, and return the outputs detached."""
-        if self.looked_at and type(made) is Tensor and made.requires_grad:
-            this.wanted, this.roots = [0], [get_gradient_edge(made)]
-            return made.detach()
-        outputs, form = pack(made)
+        if self.looked_at and type(value) is Tensor and value.requires_grad:
+            this.wanted, this.roots = [0], [get_gradient_edge(value)]
+            return value.detach()
+        outputs, form = pack(value)
         if any(isinstance(output, FakeTensor) for output in outputs):
             self._refuse_stand_in()
         this.wanted = [index for index, output in enumerate(outputs) if output.requires_grad]
         this.roots = [get_gradient_edge(outputs[index]) for index in this.wanted]
         if len(this.wanted) < len(outputs):
-            apart = set(this.wanted)
-            this.plain = tuple(at for at, output in enumerate(outputs) if _has_gradient(output) and at not in apart)
+            indices = set(this.wanted)
+            this.plain = tuple(at for at, output in enumerate(outputs) if _has_gradient(output) and at not in indices)
         if not self.looked_at:
             self.looked_at = True
             begins = [*this.leaves, *self.splitter.begins]
             self.lent = [] if self.lends is None else [p for p in self.lends() if p not in set(self.parameters)]
-            own = [*self.parameters, *self.lent]
+            own_parameters = [*self.parameters, *self.lent]
             names = [name for name, _ in self.blocks]
-            refuse_foreign(this.roots, own, names, begins, has_loss=self.has_loss and self.lends is None)
+            refuse_foreign(this.roots, own_parameters, names, begins, has_loss=self.has_loss and self.lends is None)
         return unpack([output.detach() for output in outputs], form)
 
     def unchanged(self, value: Any, versions: list[int]) -> None:

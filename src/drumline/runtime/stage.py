@@ -82,8 +82,8 @@ class Stage:
         self.segments[-1].seal = getattr(blocks[-1].module, "seal", None)
         if loss is not None and self.segments[-1].checkpointed:
             self.segments.append(Segment([], checkpointed=False))  # the loss itself is cheap, so it runs only once
-        self.held: dict[int, list[Pass]] = {}
-        self.kept: dict[int, Any] | None = None  # outputs of a training step, if wanted
+        self.passes: dict[int, list[Pass]] = {}
+        self.outputs: dict[int, Any] | None = None  # outputs of a training step, if wanted
         self.at_peak: Callable[[], object] | None = None  # called when everything recomputed is held at once
         self._signature: list[tuple[int, bool]] | None = None
         self.renew()
@@ -121,7 +121,7 @@ class Stage:
 
     def begin(self) -> None:
         """Start a step: nothing is held, and the stand-ins follow parameters that moved."""
-        self.held.clear()
+        self.passes.clear()
         if self.split:
             self.refresh()
 
@@ -157,16 +157,16 @@ class Stage:
                     else:  # the same without a call, for most forwards of a schedule
                         guarded = segment.receives and len(this.leaves) > 1
                         with torch.enable_grad(), looked_after(this.leaves) if guarded else NOTHING:
-                            given = this.leaves[0] if this.form is None else unpack(this.leaves, this.form)
-                            made = segment.run(given, microbatch, self.randomness)
-                            value = segment.ended(this, made if loss is None else loss(made))
+                            tensor = this.leaves[0] if this.form is None else unpack(this.leaves, this.form)
+                            output = segment.run(tensor, microbatch, self.randomness)
+                            value = segment.ended(this, output if loss is None else loss(output))
                     wants_gradient = bool(this.wanted)
                 plain = this.plain
                 passes.append(this)
             if self.kind is Backward.NONE:
                 self._refuse_hidden(wants_gradient)
                 return value
-            self.held[microbatch] = passes
+            self.passes[microbatch] = passes
             return Partly(plain, value) if plain and self.loss is None else value
 
     @torch.no_grad()
@@ -176,8 +176,8 @@ class Stage:
                 value = segment.run(value, microbatch, self.randomness)
         if self.loss is None:
             return value
-        made = None if target is None else self.loss(value, target)
-        return value, None if made is None else self.precision.full(made)
+        output = None if target is None else self.loss(value, target)
+        return value, None if output is None else self.precision.full(output)
 
     def _with_graph(
         self, segment: Segment, this: Pass, microbatch: int, loss: Callable[[Any], Tensor] | None = None
@@ -188,8 +188,8 @@ class Stage:
             if this.tape is not None and segment.compiled is None:
                 return segment.ended(this, segment.recorded(this, this.tape, microbatch, self.randomness, loss))
             with looked_after(this.leaves if segment.receives else ()):
-                made = segment.run(this.value(), microbatch, self.randomness)
-                return segment.ended(this, made if loss is None else loss(made))
+                output = segment.run(this.value(), microbatch, self.randomness)
+                return segment.ended(this, output if loss is None else loss(output))
 
     def _first_run(self, segment: Segment, this: Pass, microbatch: int) -> Any:
         """Run a segment that will run again, as in training, and keep only its value."""
@@ -210,12 +210,12 @@ class Stage:
 
     def _on_input(self, segment: Segment, this: Pass, microbatch: int) -> Any:
         """Run a segment on its input, or on a copy if it changes or may change the input."""
-        given = this.leaves if segment.keeps_input else [leaf.clone() for leaf in this.leaves]
-        versions = versions_of(given)
-        value = segment.run(unpack(given, this.form), microbatch, self.randomness)
+        tensors = this.leaves if segment.keeps_input else [leaf.clone() for leaf in this.leaves]
+        versions = versions_of(tensors)
+        value = segment.run(unpack(tensors, this.form), microbatch, self.randomness)
         if segment.keeps_input:
-            segment.unchanged(given, versions)
-        elif versions_of(given) == versions:
+            segment.unchanged(tensors, versions)
+        elif versions_of(tensors) == versions:
             segment.keeps_input = not segment.on_copies
         else:
             segment.on_copies = True
@@ -232,29 +232,29 @@ class Stage:
 
     def backward(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Run B: add to the parameters' gradients, and return those of the stage's inputs."""
-        for segment, this in zip(reversed(self.segments), reversed(self.held[microbatch]), strict=True):
+        for segment, this in zip(reversed(self.segments), reversed(self.passes[microbatch]), strict=True):
             self._again(segment, this, microbatch)
-            roots, given = this.paired(gradients)
+            roots, tensors = this.paired(gradients)
             if roots:
-                add_gradients(roots, given)
+                add_gradients(roots, tensors)
             gradients = tuple(leaf.grad for leaf in this.leaves)
-        del self.held[microbatch]
+        del self.passes[microbatch]
         return tuple(gradients)
 
     def backward_input(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Run I: return the gradients of the stage's inputs, and keep what W needs, if there is a W."""
         if self.kind is Backward.INPUT:
             return self.backward(microbatch, gradients)
-        passes = self.held[microbatch]
+        passes = self.passes[microbatch]
         for segment, this in zip(reversed(self.segments), reversed(passes), strict=True):
             self._again(segment, this, microbatch)
-            roots, given = this.paired(gradients)
+            roots, given_tensors = this.paired(gradients)
             wanted = [leaf for leaf in this.leaves if leaf.requires_grad]
-            found: tuple[Tensor | None, ...] = (None,) * len(wanted)
+            tensors: tuple[Tensor | None, ...] = (None,) * len(wanted)
             if roots:
                 assert this.tape is not None, f"{self.index}I{microbatch} of a forward that was not split"
-                found = this.tape.backward_input(roots, given, wanted, [*segment.parameters, *segment.lent])
-            each = iter(found)
+                tensors = this.tape.backward_input(roots, given_tensors, wanted, [*segment.parameters, *segment.lent])
+            each = iter(tensors)
             gradients = tuple(next(each) if leaf.requires_grad else None for leaf in this.leaves)
             this.leaves, this.roots = (), []
         return tuple(gradients)
@@ -265,22 +265,22 @@ class Stage:
 
     def backward_weight_merged(self, microbatches: Sequence[int]) -> None:
         """Run W of several microbatches as one larger product each; this sums in a different order than one by one."""
-        passes = [self.held.pop(microbatch) for microbatch in microbatches]
+        passes = [self.passes.pop(microbatch) for microbatch in microbatches]
         for each in reversed(list(zip(*passes, strict=True))):
             accumulate(merged([this.tape for this in each if this.tape is not None]))
 
     def weight_gradients(self, microbatch: int) -> Gradients:
         """Return what W of a microbatch adds to each parameter, and free what was kept for it."""
-        passes = self.held.pop(microbatch)
+        passes = self.passes.pop(microbatch)
         return [pair for this in reversed(passes) if this.tape for pair in this.tape.weight_gradients()]
 
     def _loss(self, microbatch: int, target: Any, output: Any) -> Tensor:
         """Compute the loss of an output."""
-        if self.kept is not None:
-            self.kept[microbatch] = mapped(output, Tensor.detach)
-        made = None if self.loss is None else self.loss(output, target)
-        assert made is not None, "a step that trains has a loss"
-        return self.precision.full(made)
+        if self.outputs is not None:
+            self.outputs[microbatch] = mapped(output, Tensor.detach)
+        tensor = None if self.loss is None else self.loss(output, target)
+        assert tensor is not None, "a step that trains has a loss"
+        return self.precision.full(tensor)
 
     def _again(self, segment: Segment, this: Pass, microbatch: int) -> None:
         """Recompute a checkpointed segment, on the buffers that its first run saw."""

@@ -48,10 +48,10 @@ class Scale:
         self._stages = list(stages)
         for stage in self._stages:
             stage.at_peak = self.weigh
-        self._kept: dict[int, int] = {}
+        self._num_users: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
-        self._own: set[int] = set()
-        self._given: set[int] = set()
+        self._state_places: set[int] = set()
+        self._batch_places: set[int] = set()
         self._inputs: dict[tuple[int, int], set[int]] = {}
         self.peak = 0  # most bytes held at once since `begin` or the last action
 
@@ -67,34 +67,39 @@ class Scale:
         storage = tensor.untyped_storage()
         place = storage.data_ptr()
         self._sizes[place] = storage.nbytes()
-        self._kept[place] = self._kept.get(place, 0) + change
+        self._num_users[place] = self._num_users.get(place, 0) + change
 
     def ignore(self, *values: Any) -> None:
         """Do not count what came with the batch."""
-        self._given = self._places(tensor for value in values for tensor in pack(value)[0])
+        self._batch_places = self._places(tensor for value in values for tensor in pack(value)[0])
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch what autograd keeps of the forwards inside."""
         modules = [block.module for stage in self._stages for block in stage.blocks]
         states = (param for module in modules for param in (*module.parameters(), *module.buffers()))
-        self._own = {part.untyped_storage().data_ptr() for state in states for part in parts_of(state).values()}
+        self._state_places = {
+            part.untyped_storage().data_ptr() for state in states for part in parts_of(state).values()
+        }
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: SavedTensor(self, tensor), SavedTensor.taken):
             yield
 
     def weigh(self) -> int:
         """Return the bytes that are held now."""
-        held = set(self.kept())
+        held_places = set(self.kept_bytes())
         alive: dict[tuple[int, int], set[int]] = {}
         for stage in self._stages:
-            for microbatch, passes in stage.held.items():
+            for microbatch, passes in stage.passes.items():
                 # After I, the first segment's leaves are gone, but W may still need what was received.
                 first = self._places(passes[0].leaves)
                 alive[stage.index, microbatch] = first or self._inputs.get((stage.index, microbatch), set())
                 for this in passes:
-                    held |= self._places(this.leaves)
+                    held_places |= self._places(this.leaves)
         self._inputs = alive
-        size = sum(self._sizes[place] for place in held.difference(self._own, self._given, *alive.values()))
+        size = sum(
+            self._sizes[place]
+            for place in held_places.difference(self._state_places, self._batch_places, *alive.values())
+        )
         self.peak = max(self.peak, size)
         return size
 
@@ -104,21 +109,21 @@ class Scale:
         peak, self.peak = self.peak, size
         return size, peak
 
-    def kept(self) -> dict[int, int]:
+    def kept_bytes(self) -> dict[int, int]:
         """Return the bytes of each storage that autograd or a tape keeps, without parameters and the batch."""
-        held = {place for place, count in self._kept.items() if count > 0}
+        held_places = {place for place, count in self._num_users.items() if count > 0}
         for stage in self._stages:
-            for this in (turn for passes in stage.held.values() for turn in passes):
+            for this in (turn for passes in stage.passes.values() for turn in passes):
                 if this.tape is not None:
                     for record in this.tape.records:
-                        held |= self._places(pack((record.inputs, list(record.gradients)))[0])
-                    held |= self._places(gradient for _, gradient in this.tape.early)
-        return {place: self._sizes[place] for place in held.difference(self._own, self._given)}
+                        held_places |= self._places(pack((record.inputs, list(record.gradients)))[0])
+                    held_places |= self._places(gradient for _, gradient in this.tape.early)
+        return {place: self._sizes[place] for place in held_places.difference(self._state_places, self._batch_places)}
 
     def _places(self, tensors: Iterable[Tensor]) -> set[int]:
-        found = set()
+        places = set()
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._sizes[storage.data_ptr()] = storage.nbytes()
-            found.add(storage.data_ptr())
-        return found
+            places.add(storage.data_ptr())
+        return places

@@ -33,7 +33,7 @@ class Step:
     wants_outputs: bool = False  # whether a training step keeps the last stage's output
     train: bool = True
     program: int = 0  # number of its program among those of the pipeline
-    apart: bool = False  # whether the user split the batch, so that shapes of microbatches may differ
+    is_split: bool = False  # whether the user split the batch, so that shapes of microbatches may differ
     sizes: Sequence[Any] = ()  # rows and length of each given microbatch, if known
     order: tuple[int, ...] = ()  # which of them runs in each slot of the program, if an order was chosen
     scale: float = 1.0  # loss scale: factor of the loss's gradient, so that float16 can hold it

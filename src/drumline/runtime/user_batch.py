@@ -36,14 +36,14 @@ def is_apart(form: Any) -> bool:
 
 def _apart_in(form: Any) -> list[tuple[Any, ...]]:
     """Return what is given microbatch by microbatch: a form for each."""
-    found, todo = [], [form]
+    parts, todo = [], [form]
     while todo:
         entry = todo.pop()
         if isinstance(entry, tuple) and entry[0] == APART:
-            found.append(entry[1:])
+            parts.append(entry[1:])
         elif isinstance(entry, tuple) and entry[0] != "plain":
             todo += reversed(entry[1 + HEADERS.get(entry[0], 0) :])
-    return found
+    return parts
 
 
 def _places(form: Any) -> Iterator[int]:

@@ -45,15 +45,15 @@ def _repeated(rank: int, num_ranks: int, num_microbatches: int, slots: tuple[int
 
 def _peak(taken: dict[int, Action]) -> int:
     """Return the most pairs held if every W takes the first free slot after its I."""
-    held = peak = owed = free_from = 0
+    held_paid = peak = owed = free_from = 0
     for slot, action in taken.items():
         paid = min(owed, slot - free_from)
-        held -= paid
+        held_paid -= paid
         owed -= paid
         free_from = slot + 1
         if action.op is _FORWARD:
-            held += 1
-            peak = max(peak, held)
+            held_paid += 1
+            peak = max(peak, held_paid)
         else:
             owed += 1
     return peak
@@ -63,23 +63,23 @@ def _fill_with_weights(order: list[list[Action]], num_stages: int, peak: int) ->
     """Run the rows slot by slot, F and I in their order, W where nothing else can run."""
     rows: list[list[Action]] = [[] for _ in order]
     owed: list[deque[Action]] = [deque() for _ in order]
-    waiting, held = [deque(row) for row in order], [0] * len(order)
+    waiting, num_held = [deque(row) for row in order], [0] * len(order)
     inputs = _inputs(num_stages)
     # A stage runs its F, and its I, in microbatch order, so their count says which are done.
     done = {(op, stage): 0 for op in _ORDERED for stage in range(num_stages)}
     while any(waiting) or any(owed):
         ran, running = False, []
         for rank, row in enumerate(waiting):
-            if row and (row[0].op is not _FORWARD or held[rank] < peak) and _ready(row[0], inputs, done):
+            if row and (row[0].op is not _FORWARD or num_held[rank] < peak) and _ready(row[0], inputs, done):
                 action = row.popleft()
                 running.append((action.op, action.stage))
                 if action.op is _FORWARD:
-                    held[rank] += 1
+                    num_held[rank] += 1
                 else:
                     owed[rank].append(W(action.stage, action.microbatch or 0))
             elif owed[rank]:
                 action = owed[rank].popleft()
-                held[rank] -= 1
+                num_held[rank] -= 1
             else:
                 continue
             rows[rank].append(action)

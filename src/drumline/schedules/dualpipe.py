@@ -59,8 +59,8 @@ def dualpipe(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]
         down, up = StageFlow(rank, going_down), StageFlow(mirror, going_up)
         flows = (down, up) if rank < mirror else (up, down)
         row = list(trim(EightSteps(num_ranks // 2, min(rank, mirror), flows).row(), num_microbatches))
-        held = {rank, mirror} if num_microbatches > 1 else {rank}
-        yield row + [Action(stage, Op.REDUCE_GRAD) for stage in sorted(held)]
+        held_stages = {rank, mirror} if num_microbatches > 1 else {rank}
+        yield row + [Action(stage, Op.REDUCE_GRAD) for stage in sorted(held_stages)]
 
 
 @dataclass

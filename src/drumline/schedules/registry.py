@@ -116,14 +116,14 @@ class Schedule:
         if counts not in self._layouts:
             match self.placement:
                 case "linear" | "loop":
-                    found = Placement.loop(num_ranks, stages_per_rank=stages_per_rank)
+                    placement = Placement.loop(num_ranks, stages_per_rank=stages_per_rank)
                 case "v":
-                    found = Placement.v(num_ranks, stages_per_rank=stages_per_rank)
+                    placement = Placement.v(num_ranks, stages_per_rank=stages_per_rank)
                 case "bidirectional":
-                    found = Placement.bidirectional(num_ranks, mirrored=[1])
+                    placement = Placement.bidirectional(num_ranks, mirrored=[1])
                 case _:
-                    found = self.build(num_ranks, num_ranks, stages_per_rank).placement
-            self._layouts[counts] = found
+                    placement = self.build(num_ranks, num_ranks, stages_per_rank).placement
+            self._layouts[counts] = placement
         return self._layouts[counts]
 
     def admits_stages(self, stages_per_rank: int) -> bool:
@@ -181,8 +181,8 @@ class Schedule:
         if "stages_per_rank" in accepted:
             options["stages_per_rank"] = stages
         try:
-            made = self.recipe(num_ranks, num_microbatches=num_microbatches, **options)
-            return Program(tuple(_checked(made, self.name)), self.name)
+            actions = self.recipe(num_ranks, num_microbatches=num_microbatches, **options)
+            return Program(tuple(_checked(actions, self.name)), self.name)
         except DrumlineError:
             raise
         except Exception as error:
@@ -232,10 +232,10 @@ def schedule(name: str, *, summary: str = "", **facts: Any) -> Callable[[Recipe]
         if name in _REGISTRY:
             raise ScheduleError(f"a schedule named {name!r} is already registered", fix="choose another name")
         first_line = (recipe.__doc__ or "").strip().partition("\n")[0]
-        made = Schedule(name, recipe, summary or first_line, **facts)
-        if made.stage_counts not in ("fixed", "any", "even"):
-            raise ScheduleError(f"stage_counts is {made.stage_counts!r}", expected="'fixed', 'any' or 'even'")
-        _REGISTRY[name] = made
+        new_schedule = Schedule(name, recipe, summary or first_line, **facts)
+        if new_schedule.stage_counts not in ("fixed", "any", "even"):
+            raise ScheduleError(f"stage_counts is {new_schedule.stage_counts!r}", expected="'fixed', 'any' or 'even'")
+        _REGISTRY[name] = new_schedule
         return recipe
 
     return register
@@ -265,9 +265,9 @@ def own_schedules() -> dict[str, Schedule]:
     return {name: replace(r) for name, r in _REGISTRY.items() if not r.recipe.__module__.startswith(ours)}
 
 
-def adopt(found: Mapping[str, Schedule]) -> None:
+def adopt(recipes: Mapping[str, Schedule]) -> None:
     """Register schedules from another process, unless importing their recipes already did."""
-    for name, recipe in found.items():
+    for name, recipe in recipes.items():
         _REGISTRY.setdefault(name, recipe)
 
 
@@ -278,11 +278,11 @@ def find(name: str) -> Schedule:
     Traceback (most recent call last):
     drumline.core.errors.ScheduleError: unknown schedule '1f1v'; did you mean 1f1b?
     """
-    found = _REGISTRY.get(name)
-    if found is None:
+    found_schedule = _REGISTRY.get(name)
+    if found_schedule is None:
         shown = name if len(name) <= 60 else name[:57] + "..."
         raise ScheduleError(f"unknown schedule {shown!r}", fix=nearest(name[:60], _REGISTRY))
-    return found
+    return found_schedule
 
 
 def generate(
@@ -304,10 +304,10 @@ def made_by(name: str, program: Program, num_microbatches: int | None = None) ->
     if rest or not count or program.num_actions * count > _MOST_ACTIONS * program.num_microbatches:
         return None
     try:
-        found = find(name)
-        if (found.stages_per_rank > 1) != (stages_per_rank > 1):
+        found_schedule = find(name)
+        if (found_schedule.stages_per_rank > 1) != (stages_per_rank > 1):
             return None  # with one stage per rank, a recipe for several is a different schedule
-        return found.build(program.num_ranks, count, stages_per_rank)
+        return found_schedule.build(program.num_ranks, count, stages_per_rank)
     except DrumlineError:
         return None
 
@@ -319,7 +319,7 @@ def recipe_of(program: Program) -> Program:
     '1f1b'
     """
     for name in schedules():
-        made = made_by(name, program)
-        if made is not None and made.rows == program.rows:
+        new_program = made_by(name, program)
+        if new_program is not None and new_program.rows == program.rows:
             return replace(program, name=name)
     return program

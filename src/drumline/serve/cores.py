@@ -28,8 +28,8 @@ def shares(cores: Sequence[int], num_stages: int, threads: int) -> list[list[int
     if needed > len(cores):
         what = f"{counted(num_stages, 'stage')} of {counted(threads, 'thread')} on {counted(len(cores), 'core')}"
         raise UsageError(f"--pin: {what}", expected=counted(needed, "core"), fix="leave out --pin")
-    own = [list(cores[at : at + threads]) for at in range(0, needed, threads)]
-    return [*own, list(cores[needed:])]
+    own_numbers = [list(cores[at : at + threads]) for at in range(0, needed, threads)]
+    return [*own_numbers, list(cores[needed:])]
 
 
 def stay_on(cores: Collection[int]) -> None:

@@ -72,10 +72,10 @@ class Running:
     def __call__(self) -> Arrays:
         """Run, and return the outputs by name; ValueError says what ONNX Runtime could not compute."""
         try:
-            made = self._session.run(self._outputs, dict(self._arrays), self._options)
+            outputs = self._session.run(self._outputs, dict(self._arrays), self._options)
         except Exception as error:  # ONNX Runtime has a class for each of its codes, without one for all
             raise ValueError(f"cannot compute this input: {(str(error).splitlines() or ['?'])[0][:300]}") from error
-        return dict(zip(self._outputs, made, strict=True))
+        return dict(zip(self._outputs, outputs, strict=True))
 
     def stop(self) -> None:
         """Let the run end at the next node of the graph."""

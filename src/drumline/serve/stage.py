@@ -163,24 +163,24 @@ class StageService:
                 raise self._failed(_Code.DEADLINE_EXCEEDED, "the deadline has passed")
             start = time.monotonic_ns()
             try:
-                made = await self._computed(arrays, request.id)
+                arrays_made = await self._computed(arrays, request.id)
             except ValueError as error:
                 raise self._failed(_Code.INVALID_ARGUMENT, str(error)) from None
             end = time.monotonic_ns()
         if left is not None:
             left()
-        sizes = size, sum(value.nbytes for value in made.values())
+        sizes = size, sum(value.nbytes for value in arrays_made.values())
         if self._next is None or alone:
             times = str(StageTimes(self.number, arrived, start, end, end, *sizes))
             with self.ledger.packing(request.id):
                 response = InferResponse(model_name=self._manifest.model, id=request.id)
-                put_outputs(response, made)
+                put_outputs(response, arrays_made)
                 return Answer(response.SerializeToString(), times)
         with self.ledger.packing(request.id):
             further = InferRequest(id=request.id)
-            put_inputs(further, made)
+            put_inputs(further, arrays_made)
             packed = further.SerializeToString()
-        del arrays, made, request, further
+        del arrays, arrays_made, request, further
         sent = time.monotonic_ns()
         times = str(StageTimes(self.number, arrived, start, end, sent, *sizes))
 
@@ -303,9 +303,9 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
-def main(given: str) -> int:
+def main(text: str) -> int:
     """Run a stage as the front starts it: by the arguments of `run_stage` as JSON, and the cores to stay on."""
-    arguments = json.loads(given)
+    arguments = json.loads(text)
     if cores := arguments.pop("cores"):
         stay_on(cores)
     threading.Thread(target=_end_with_parent, daemon=True).start()

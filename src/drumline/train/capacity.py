@@ -24,11 +24,11 @@ def host_bytes() -> int:
     >>> host_bytes() > 2**20
     True
     """
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in _CGROUP:
         with suppress(OSError, ValueError):
-            found = min(found, int(limit.read_text()))
-    return found
+            num_bytes = min(num_bytes, int(limit.read_text()))
+    return num_bytes
 
 
 def device_bytes(device: torch.device) -> int:
@@ -62,7 +62,7 @@ def _rank_bytes(settings: TrainSettings) -> list[float]:
     if settings.model.kind in ("gpt", "hf"):
         model = build_tuned(settings, device="meta").model
         if sum(param.nbytes for param in model.parameters()) > _LARGEST:
-            kept = states(settings, model)
-            total = sum(2 * param.nbytes + kept(name, param) for name, param in model.named_parameters())
+            kept_states = states(settings, model)
+            total = sum(2 * param.nbytes + kept_states(name, param) for name, param in model.named_parameters())
             return [total / settings.mesh.pipeline / settings.mesh.tensor] * settings.mesh.pipeline
     return [rank.total for rank in dry_run(settings).forecast.ranks]

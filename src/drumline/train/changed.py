@@ -24,18 +24,18 @@ _MOST_SHOWN = 6
 
 def check_changes(settings: TrainSettings, folder: Path, *, has_state: bool) -> None:
     """Refuse settings that cannot continue the run in a folder, and tell of others that differ from it."""
-    found = list(_changes(folder, settings))
-    for key, was, now in found if has_state else ():
+    changes = list(_changes(folder, settings))
+    for key, was, now in changes if has_state else ():
         if key in ("model.kind", "optimizer.kind") or (key.startswith("model.") and settings.model.kind in _BUILT_IN):
             raise UsageError(
                 f"{key} is {now}, and the run in {folder} has {was}",
                 expected="the model and the optimizer of the run, to continue it",
                 fix=f"change it back, or start another run: --out FOLDER (the run's settings are in {folder / KEPT})",
             )
-    if found:
-        told = [f"{key} {was} is now {now}" for key, was, now in found[:_MOST_SHOWN]]
-        more = [f"{len(found) - _MOST_SHOWN} more"] if len(found) > _MOST_SHOWN else []
-        logging.getLogger("drumline").warning("the run in %s continues changed: %s", folder, ", ".join(told + more))
+    if changes:
+        texts = [f"{key} {was} is now {now}" for key, was, now in changes[:_MOST_SHOWN]]
+        more = [f"{len(changes) - _MOST_SHOWN} more"] if len(changes) > _MOST_SHOWN else []
+        logging.getLogger("drumline").warning("the run in %s continues changed: %s", folder, ", ".join(texts + more))
 
 
 def _changes(folder: Path, settings: TrainSettings) -> Iterator[tuple[str, str, str]]:

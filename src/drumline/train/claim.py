@@ -56,7 +56,7 @@ class Claim:
             raise _unwritable(self.folder, error) from None
         self._is_signed = True
         if _flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB) is False:
-            raise _held(self.folder)  # another came in between
+            raise _folder_in_use(self.folder)  # another came in between
 
     def close(self) -> None:
         """Let go."""
@@ -99,7 +99,7 @@ def claim(folder: str | Path, *, job: str = "") -> Claim:
             owner = _read(path)
             is_ending = bool(job and owner.get("job") == job) or not _seems_alive(owner)
             if not is_ending or time.monotonic() >= limit:
-                raise _held(path)
+                raise _folder_in_use(path)
             time.sleep(_SECONDS_A_LOOK)
     except BaseException:
         os.close(file)
@@ -113,7 +113,7 @@ def take_part(folder: str | Path) -> None:
     file = _opened(path)
     if _flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB) is False:
         os.close(file)
-        raise _held(path)
+        raise _folder_in_use(path)
     Claim(path, {}, file)  # closed at a fork; otherwise nobody closes it
 
 
@@ -237,10 +237,10 @@ def _write(file: int, owner: Mapping[str, Any]) -> None:
 def _read(path: Path) -> dict[str, Any]:
     try:
         with (path / LOCK).open("rb") as file:
-            found = json.loads(file.read(65536))
+            content = json.loads(file.read(65536))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _who(owner: Mapping[str, Any]) -> str:
@@ -249,7 +249,7 @@ def _who(owner: Mapping[str, Any]) -> str:
     return f"process {owner.get('pid')} on {owner.get('host')} since {owner.get('since')}"
 
 
-def _held(path: Path) -> FolderInUse:
+def _folder_in_use(path: Path) -> FolderInUse:
     owner = _read(path)
     text, fix = f"run.out: a run in {path} is under way: {_who(owner)}", "name another folder, --out FOLDER"
     if not _seems_alive(owner):

@@ -171,9 +171,9 @@ def _difference(parts: Sequence[DemoResult], unsplit: DemoResult) -> float:
     weights = {name: weight for part in parts for name, weight in part.weights.items()}
     if weights.keys() != unsplit.weights.keys():
         return float("inf")
-    apart = [float((weight - unsplit.weights[name]).abs().max()) for name, weight in weights.items()]
+    distances = [float((weight - unsplit.weights[name]).abs().max()) for name, weight in weights.items()]
     losses = [abs(a - b) for part in parts for a, b in zip(part.losses, unsplit.losses, strict=True)]
-    return max(*apart, *losses)
+    return max(*distances, *losses)
 
 
 def _clear(folder: Path) -> None:
@@ -201,11 +201,11 @@ class _Progress:
         steps, what = 0, self.folders[0].name
         for at, folder in enumerate(self.folders):
             try:
-                found = read_run(folder).num_steps
+                num_steps = read_run(folder).num_steps
             except RecordError:  # has not begun yet
                 break
-            steps, what = steps + found, folder.name
-            if found >= self.num_steps and at == self.num_finished:
+            steps, what = steps + num_steps, folder.name
+            if num_steps >= self.num_steps and at == self.num_finished:
                 self.num_finished += 1
                 self.finished(self.num_finished, what)
         self.tell(steps, what)

@@ -39,9 +39,9 @@ _RECOMPUTED = (
 
 def opening(outcomes: Sequence[Outcome]) -> str:
     """Return the panel's markup; the rest of the report shows trials of other schedules."""
-    told = [outcome for outcome in outcomes if outcome.trial.schedule in COMPARED]
-    plain = sorted((outcome for outcome in told if outcome.trial.checkpoint == "none"), key=_order)
-    again = {_order(outcome): outcome for outcome in told if outcome.trial.checkpoint != "none"}
+    reported_outcomes = [outcome for outcome in outcomes if outcome.trial.schedule in COMPARED]
+    plain = sorted((outcome for outcome in reported_outcomes if outcome.trial.checkpoint == "none"), key=_order)
+    again = {_order(outcome): outcome for outcome in reported_outcomes if outcome.trial.checkpoint != "none"}
     parts = [
         card("Bubble over microbatches", _bubbles(plain)),
         card("Why utilisation stays below its bound", _losses(plain)),

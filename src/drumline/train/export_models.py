@@ -65,13 +65,13 @@ def finished_model(source: str, *, seed: int = 0, max_length: int | None = None)
     return _with_most(_of_path(source, path), max_length)
 
 
-def _with_most(found: FinishedModel, max_length: int | None) -> FinishedModel:
+def _with_most(model: FinishedModel, max_length: int | None) -> FinishedModel:
     """Return a model that takes fewer tokens than it could."""
-    if max_length is None or LENGTH not in found.most:
-        return found
-    if max_length > found.most[LENGTH]:
-        raise UsageError(f"--max-length is {max_length}", expected=f"up to the model's {found.most[LENGTH]} positions")
-    return replace(found, most={**found.most, LENGTH: max_length})
+    if max_length is None or LENGTH not in model.most:
+        return model
+    if max_length > model.most[LENGTH]:
+        raise UsageError(f"--max-length is {max_length}", expected=f"up to the model's {model.most[LENGTH]} positions")
+    return replace(model, most={**model.most, LENGTH: max_length})
 
 
 def _of_path(source: str, path: Path) -> FinishedModel:
@@ -109,9 +109,9 @@ def _of_run(folder: Path) -> FinishedModel:
         raise UsageError(f"{folder} holds no checkpoint", expected=_SOURCES, fix="train with --save-every N")
     if settings.model.kind == "hf":
         settings = replace(settings, model=replace(settings.model, pretrained=False))
-    found = _of_settings(settings, folder.resolve().name)
-    _load_newest(found.model, saved)
-    return found
+    model = _of_settings(settings, folder.resolve().name)
+    _load_newest(model.model, saved)
+    return model
 
 
 def _load_newest(model: nn.Module, folder: Path) -> None:
@@ -128,38 +128,38 @@ def _load_newest(model: nn.Module, folder: Path) -> None:
 
 def _load(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Give a model the weights of a checkpoint; every tensor must be there, tied ones under one of their names."""
-    own = model.state_dict(keep_vars=True)
-    given = checkpoint.model
-    if odd := [name for name in given if name not in own]:
+    own_tensors = model.state_dict(keep_vars=True)
+    tensors = checkpoint.model
+    if odd := [name for name in tensors if name not in own_tensors]:
         raise ModelError(
             f"{checkpoint.path} has {odd[0]!r}, which the model lacks", expected="the model that was trained"
         )
-    held: set[int] = set()
-    for name in given:
-        tensor = own[name]
-        value = given[name]
+    held_ids: set[int] = set()
+    for name in tensors:
+        tensor = own_tensors[name]
+        value = tensors[name]
         if value.shape != tensor.shape:
             raise ModelError(
                 f"{name!r} has shape {tuple(value.shape)} in {checkpoint.path} and {tuple(tensor.shape)} here"
             )
         tensor.data.copy_(value)
-        held.add(id(tensor))
-    if missing := [name for name, item in own.items() if id(item) not in held]:
+        held_ids.add(id(tensor))
+    if missing := [name for name, item in own_tensors.items() if id(item) not in held_ids]:
         raise ModelError(f"{checkpoint.path} lacks {missing[0]!r}", expected="the model that was trained")
 
 
 def _of_settings(settings: TrainSettings, name: str) -> FinishedModel:
     settings = replace(settings, precision=replace(settings.precision, weights="fp32"))
     built = build_model(settings)
-    made = safe_name(settings.model.name or name)
+    file_name = safe_name(settings.model.name or name)
     if settings.model.kind == "mlp":
         width = settings.model.inputs
         return FinishedModel(
-            made, built.model.eval(), lambda rows, length: {built.inputs: torch.randn(rows, width)}, {}
+            file_name, built.model.eval(), lambda rows, length: {built.inputs: torch.randn(rows, width)}, {}
         )
     if settings.model.kind == "function":
-        return _with_data(made, built, settings)
-    return FinishedModel(made, built.model.eval(), _tokens(settings, built), _most(built.model, settings))
+        return _with_data(file_name, built, settings)
+    return FinishedModel(file_name, built.model.eval(), _tokens(settings, built), _most(built.model, settings))
 
 
 def _tokens(settings: TrainSettings, built: Built) -> Callable[[int, int], dict[str, Tensor]]:
@@ -191,15 +191,15 @@ def _of_function(source: str, seed: int, max_length: int) -> FinishedModel:
         torch.manual_seed(seed)
         function = named_function(source, key="MODEL")
         with users_code(source):
-            made = function()
-    if not isinstance(made, tuple) or len(made) not in (2, 4) or not isinstance(made[0], nn.Module):
-        parts = ", ".join(type(value).__name__ for value in made) if isinstance(made, tuple) else ""
+            returned = function()
+    if not isinstance(returned, tuple) or len(returned) not in (2, 4) or not isinstance(returned[0], nn.Module):
+        parts = ", ".join(type(value).__name__ for value in returned) if isinstance(returned, tuple) else ""
         raise UsageError(
-            f"{source} returned {f'({parts})' if parts else type(made).__name__}",
+            f"{source} returned {f'({parts})' if parts else type(returned).__name__}",
             expected="(model, example), or (model, loss_fn, batch, target)",
             fix="return these from the function",
         )
-    model, example = made[0], made[1] if len(made) == 2 else made[2]
+    model, example = returned[0], returned[1] if len(returned) == 2 else returned[2]
     named = dict(example) if isinstance(example, Mapping) else {_first_argument(model): example}
     _check_example(source, named)
     named = {name: value.float() if value.is_floating_point() else value for name, value in named.items()}
@@ -258,11 +258,11 @@ def _resizing(named: Mapping[str, Tensor], *, is_fixed: bool = False) -> Callabl
 
     def resized(tensor: Tensor, rows: int, length: int) -> Tensor:
         number = torch.arange(rows)
-        found = tensor[number % len(tensor)]
+        found_tensor = tensor[number % len(tensor)]
         if _is_tokens(tensor) and not is_fixed:
-            found = found[:, torch.arange(length) % tensor.shape[1]]
+            found_tensor = found_tensor[:, torch.arange(length) % tensor.shape[1]]
         if tensor.is_floating_point():
-            found = found / (1 + number // len(tensor)).view(-1, *[1] * (tensor.dim() - 1))
-        return found.contiguous()
+            found_tensor = found_tensor / (1 + number // len(tensor)).view(-1, *[1] * (tensor.dim() - 1))
+        return found_tensor.contiguous()
 
     return lambda rows, length: {name: resized(tensor, rows, length) for name, tensor in named.items()}

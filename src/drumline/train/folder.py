@@ -44,8 +44,8 @@ def begin(settings: TrainSettings, *, job: str = "") -> Begun:
     if settings.run.out or settings.checkpoint.continues:
         return _begun(settings, job)
     base = settings.folder
-    if job and (own := _of_job(Path(base), job)):
-        return _begun(_in(settings, own), job)
+    if job and (own_folder := _of_job(Path(base), job)):
+        return _begun(_in(settings, own_folder), job)
     for number in count(1):
         named = _in(settings, base if number == 1 else f"{base}-{number}")
         if not _holds(Path(named.folder)):
@@ -78,9 +78,11 @@ def _begun(settings: TrainSettings, job: str) -> Begun:
     claimed = claim(folder, job=job)
     try:
         again, asked = same_job(claimed, job), settings.checkpoint.continues
-        own = bool(checkpoints(folder / FOLDER))
-        continues = (_holds(folder) and (again or resumes_itself(settings))) or (asked and (own or _has_begun(folder)))
-        if settings.checkpoint.resume and not (continues and (again or (asked and own))):
+        has_checkpoints = bool(checkpoints(folder / FOLDER))
+        continues = (_holds(folder) and (again or resumes_itself(settings))) or (
+            asked and (has_checkpoints or _has_begun(folder))
+        )
+        if settings.checkpoint.resume and not (continues and (again or (asked and has_checkpoints))):
             found_in(settings.checkpoint.resume)
         if _has_begun(folder) and not continues:
             raise UsageError(
@@ -89,7 +91,7 @@ def _begun(settings: TrainSettings, job: str) -> Begun:
                 fix=f"name another folder, --out FOLDER, or continue it: --continue --out {folder}",
             )
         if asked and continues:
-            check_changes(settings, folder, has_state=own)
+            check_changes(settings, folder, has_state=has_checkpoints)
         is_done = asked and continues and _is_done(settings, folder)
         claimed.keep(job)
     except BaseException:
@@ -118,5 +120,5 @@ def resumes_itself(settings: TrainSettings) -> bool:
     >>> resumes_itself(TrainSettings(run=RunSettings(out="a"), checkpoint=CheckpointSettings(resume="./a/")))
     True
     """
-    given, folder = settings.checkpoint.resume, os.path.realpath(settings.folder)
-    return bool(given) and os.path.realpath(given) in (folder, os.path.join(folder, FOLDER))
+    resume, folder = settings.checkpoint.resume, os.path.realpath(settings.folder)
+    return bool(resume) and os.path.realpath(resume) in (folder, os.path.join(folder, FOLDER))

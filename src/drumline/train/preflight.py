@@ -48,14 +48,14 @@ def preflight(settings: TrainSettings, source: TableSource | None = None) -> Non
     Traceback (most recent call last):
     drumline.core.errors.ConfigError: batch.sequences: the data have ... rows, and a step takes 4096; expected ...
     """
-    found = _Looking(settings, source or TableSource())
-    built = found.model()
+    looking = _Looking(settings, source or TableSource())
+    built = looking.model()
     if built is not None:
-        found.cut(built.model)
-        found.groups(built.model)
-    found.data(built)
-    if found.problems:
-        raise refused(found.problems)
+        looking.cut(built.model)
+        looking.groups(built.model)
+    looking.data(built)
+    if looking.problems:
+        raise refused(looking.problems)
 
 
 class _Looking:
@@ -83,8 +83,8 @@ class _Looking:
             return None  # it needs transformers
         key = "model.path" if model.kind == "hf" else "model.vocabulary"
         make = partial(build_tuned, self.settings, device="meta") if names else partial(outlined, self.settings)
-        found: Built | None = self.tried(key, make)
-        return found
+        found_model: Built | None = self.tried(key, make)
+        return found_model
 
     def cut(self, model: nn.Module) -> None:
         """Look for the blocks with which stages begin."""
@@ -120,9 +120,9 @@ class _Looking:
         key = "data.files" if data.files else "batch.sequences"
         if built is not None and size <= (_FEW if lines else _SMALL):
             settings = replace(self.settings, data=replace(data, workers=0))
-            made = self.tried(key, lambda: build_data(settings, built, rank=0, size=settings.mesh.data))
-            if made is not None:
-                made.close()
+            data_made = self.tried(key, lambda: build_data(settings, built, rank=0, size=settings.mesh.data))
+            if data_made is not None:
+                data_made.close()
         else:
             for path in files[:_MOST_FILES]:
                 self.tried(key, lambda path=path: _begin(path, data))  # type: ignore[misc]

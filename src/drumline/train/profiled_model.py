@@ -19,20 +19,20 @@ from drumline.train.config.settings import TrainSettings
 
 def model(source: str) -> Any:
     """Return the function's model with its loss."""
-    made = material_from(source)
-    given = made.model
-    whole = given if isinstance(given, nn.Module) else nn.Sequential(*(block.module for block in blocks_of(given)))
-    return whole if made.loss_fn is None else (whole, made.loss_fn)
+    material = material_from(source)
+    module = material.model
+    whole = module if isinstance(module, nn.Module) else nn.Sequential(*(block.module for block in blocks_of(module)))
+    return whole if material.loss_fn is None else (whole, material.loss_fn)
 
 
 def data(source: str, settings: TrainSettings) -> list[tuple[Any, Any]]:
     """Return the function's batch, its rows repeated to as many as a pipeline step takes."""
-    made: Material = material_from(source)
-    if made.target is None:
+    material: Material = material_from(source)
+    if material.target is None:
         raise ModelError(
             f"{source} returns no target",
             expected="a loss_fn and a target, for a batch to train on",
             fix="name your own data: data.kind, and data.files or data.function",
         )
     count = settings.batch.sequences // settings.batch.accumulate
-    return [(rows_of(made.batch, count), rows_of(made.target, count))]
+    return [(rows_of(material.batch, count), rows_of(material.target, count))]

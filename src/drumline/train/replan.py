@@ -44,18 +44,18 @@ def planned_for(settings: TrainSettings, num_ranks: int, *, quiet: bool = False)
     base = replace(_without_plan(settings), mesh=mesh)
     if mesh.axes["dp"] == 1:  # nobody is left to divide state with
         base = replace(base, memory=replace(base.memory, zero=0))
-    given = base.pipeline
-    named = given.schedule in schedules()
-    tried = [(given.schedule, given.stages_per_rank), (given.schedule, None)] if named else []
+    pipeline = base.pipeline
+    named = pipeline.schedule in schedules()
+    tried = [(pipeline.schedule, pipeline.stages_per_rank), (pipeline.schedule, None)] if named else []
     for schedule, stages in dict.fromkeys([*tried, (DEFAULT, None)]):
-        cut = replace(given, schedule=schedule, stages_per_rank=stages)
-        if mesh.pipeline != settings.mesh.pipeline or cut != given:
+        cut = replace(pipeline, schedule=schedule, stages_per_rank=stages)
+        if mesh.pipeline != settings.mesh.pipeline or cut != pipeline:
             cut = replace(cut, layers=(), cuts=())
-        found = replace(base, pipeline=cut)
-        if _fits(found):
+        train_settings = replace(base, pipeline=cut)
+        if _fits(train_settings):
             if not quiet:
-                _say(settings, found)
-            return found
+                _say(settings, train_settings)
+            return train_settings
     raise UsageError(
         f"{counted(num_ranks, 'rank')} are there",
         expected=f"at most as many as the model has blocks: {settings.model.num_layers} layers, and what is around",

@@ -97,17 +97,17 @@ def _train_as_rank(settings: TrainSettings, *, is_replanned: bool) -> Any:
     torchrun starts all ranks again after a failure, and keeps the job's name. So the ranks find their run again.
     """
     die_with(os.getppid(), signal.SIGKILL)  # SIGTERM would stop the whole run, where its other hosts may go on
-    told: tuple[str, bool, bool] | DrumlineError | None = None
+    error: tuple[str, bool, bool] | DrumlineError | None = None
     if os.environ["RANK"] == "0":
-        told = _outcome(settings, is_replanned=is_replanned)
+        error = _outcome(settings, is_replanned=is_replanned)
     if not transports.alone(settings.pipeline.transport):
-        given = settings.pipeline
-        transports.num_ranks(given.transport, None, timeout=given.timeout, interface=given.interface)
-        told = transports.told_by_first("run folder", told, timeout=settings.pipeline.timeout)
-    assert told is not None, "a rank by itself is the first"
-    if isinstance(told, DrumlineError):
-        raise told
-    folder, continues, is_done = told
+        pipeline = settings.pipeline
+        transports.num_ranks(pipeline.transport, None, timeout=pipeline.timeout, interface=pipeline.interface)
+        error = transports.told_by_first("run folder", error, timeout=settings.pipeline.timeout)
+    assert error is not None, "a rank by itself is the first"
+    if isinstance(error, DrumlineError):
+        raise error
+    folder, continues, is_done = error
     settings = replace(settings, run=replace(settings.run, out=folder))
     outcome = _nothing_left(settings) if is_done else _train_in(settings, continues=continues)
     return _merged(settings, outcome) if os.environ["RANK"] == "0" else outcome
@@ -140,11 +140,11 @@ def _outcome(settings: TrainSettings, *, is_replanned: bool) -> tuple[str, bool,
         begun = begin(settings, job=job_here())
     except DrumlineError as error:
         return error
-    _held.append(begun.claimed)
+    _claims.append(begun.claimed)
     return begun.settings.folder, begun.continues, begun.is_done
 
 
-_held: list[Claim] = []  # until this process ends
+_claims: list[Claim] = []  # until this process ends
 
 
 def _check_room(settings: TrainSettings) -> None:

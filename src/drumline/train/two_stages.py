@@ -137,19 +137,19 @@ def train_unsplit(build: Build, num_microbatches: int, *, is_stale: bool = False
     With `is_stale`, gradients are those of the weights one update ago, as in PipeDream-2BW.
     """
     model = build.model()
-    seen = copy.deepcopy(model) if is_stale else model
+    model_seen = copy.deepcopy(model) if is_stale else model
     optimizer = torch.optim.Adam(model.parameters(), lr=build.learning_rate)
     losses: list[list[Tensor]] = [[] for _ in range(build.num_epochs)]
     for epoch, x, y in build.batches():
         parts = []
         for rows, wanted in zip(x.chunk(num_microbatches), y.chunk(num_microbatches), strict=True):
-            loss = functional.mse_loss(seen(rows), wanted) * (len(rows) / len(x))
+            loss = functional.mse_loss(model_seen(rows), wanted) * (len(rows) / len(x))
             torch.autograd.backward(loss)
             parts.append(loss.detach())
         if is_stale:
-            for newest, param in zip(model.parameters(), seen.parameters(), strict=True):
+            for newest, param in zip(model.parameters(), model_seen.parameters(), strict=True):
                 newest.grad, param.grad = param.grad, None
-            seen.load_state_dict(model.state_dict())
+            model_seen.load_state_dict(model.state_dict())
         optimizer.step()
         optimizer.zero_grad()
         losses[epoch].append(sum(parts[1:], parts[0]))

@@ -25,9 +25,9 @@ def can_turn(*values: Any) -> bool:
     >>> can_turn(torch.ones(4, 2), {"labels": torch.ones(4)}), can_turn(torch.ones(4, 2), torch.ones(3))
     (True, False)
     """
-    apart = {has_microbatches(value) for value in values if value is not None}
-    if True in apart:
-        return len(apart) == 1
+    are_split = {has_microbatches(value) for value in values if value is not None}
+    if True in are_split:
+        return len(are_split) == 1
     sizes = {tensor.shape[0] if tensor.dim() else 0 for value in values for tensor in pack(value)[0]}
     return len(sizes) == 1 and sizes.pop() > 1
 
@@ -55,8 +55,8 @@ def _traded(value: Any, step: int) -> Any:
     if isinstance(value, dict):
         return {key: _traded(item, step) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        made = [_traded(item, step) for item in value]
-        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+        items = [_traded(item, step) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{field.name: _traded(getattr(value, field.name), step) for field in fields(value)})
     return value

@@ -71,15 +71,15 @@ class CutOnce:
         """Cut a model, which cannot be used afterwards."""
         device = device_of(material.model)
         blocks = blocks_for(material.model, material.batch, device, num_microbatches=program.num_microbatches)
-        stages = cut(blocks, program.num_stages, held=held_by(program))
-        seen: set[nn.Parameter] = set()
+        stages = cut(blocks, program.num_stages, held_pairs=held_by(program))
+        seen_parameters: set[nn.Parameter] = set()
         owned = []
         for stage in stages:
             here: dict[nn.Parameter, str] = {}
             for name, param in (pair for block in stage for pair in block.named_parameters()):
                 here.setdefault(param, name)
-            owned.append(tuple(name for param, name in here.items() if param not in seen))
-            seen.update(here)
+            owned.append(tuple(name for param, name in here.items() if param not in seen_parameters))
+            seen_parameters.update(here)
         return CutOnce(
             tuple(len(stage) for stage in stages),
             tuple(block.name for block in blocks),
@@ -106,10 +106,10 @@ class OneProcess:
         trainable = [param for _, param in self._named if param.requires_grad]
         self._optimizer = torch.optim.SGD([{"params": trainable}], lr=LEARNING_RATE)
         self._batch = moved(example_inputs(material.model, material.batch), device)
-        self._own = material.loss_fn is None
-        self._target = self._batch if self._own else moved(material.target, device)
+        self._has_own_loss = material.loss_fn is None
+        self._target = self._batch if self._has_own_loss else moved(material.target, device)
         self.turns = can_turn(self._batch, self._target)  # whether every step gets other rows in its microbatches
-        self._apart = has_microbatches(self._target)
+        self._is_split = has_microbatches(self._target)
         self._loss_fn = material.loss_fn
         model = material.model
         self._weight = OwnWeight(model, material.loss_fn) if isinstance(model, nn.Module) else None
@@ -117,10 +117,10 @@ class OneProcess:
 
     def load(self, weights: Named) -> None:
         """Continue from other weights."""
-        found = dict(weights)
+        tensors = dict(weights)
         with torch.no_grad():
             for name, param in self._named:
-                if (value := found.get(name)) is not None:
+                if (value := tensors.get(name)) is not None:
                     param.copy_(value)
 
     def step(self) -> StepSeen:
@@ -145,25 +145,25 @@ class OneProcess:
         batch, target = self._batch, self._target
         if self.turns:
             batch, target = (turned(value, self._randomness.step) for value in (batch, target))
-        given = list(zip(self._cut(batch, "the batch"), self._cut(target, "the target"), strict=True))
-        parts = weighed([[self._counted(*pair)] for pair in given], [1] * len(given)).shares
+        microbatches = list(zip(self._cut(batch, "the batch"), self._cut(target, "the target"), strict=True))
+        parts = weighed([[self._counted(*pair)] for pair in microbatches], [1] * len(microbatches)).shares
         each = [
             UnsplitMicrobatch(at, *pair, float(share))
-            for at, (pair, share) in enumerate(zip(given, parts, strict=True))
+            for at, (pair, share) in enumerate(zip(microbatches, parts, strict=True))
         ]
         orders = [accumulation_order(program, stage) for stage in range(program.num_stages)]
         in_order = self._num_parts > 1 or all(order == sorted(order) for order in orders)
         losses: list[Tensor] = []
-        found: list[dict[nn.Parameter, Tensor | None]] = []
+        gradients: list[dict[nn.Parameter, Tensor | None]] = []
         run = unsplit_step(self._plain, each, self._loss, randomness=self._randomness, precision=Precision())
         with self._randomness.kept_aside():
-            for made in run:
-                losses.append(made.loss * torch.tensor(made.share, dtype=made.loss.dtype))
+            for outcome in run:
+                losses.append(outcome.loss * torch.tensor(outcome.share, dtype=outcome.loss.dtype))
                 if not in_order:
-                    found.append({param: param.grad for param in self._parameters})
+                    gradients.append({param: param.grad for param in self._parameters})
                     self._optimizer.zero_grad()
         if not in_order:
-            self._add(orders, found)
+            self._add(orders, gradients)
         return sum(losses[1:], start=losses[0])
 
     def _cut(self, values: Any, what: str) -> list[Any]:
@@ -176,8 +176,8 @@ class OneProcess:
     def _counted(self, value: Any, target: Any) -> float:
         """Return the weight of a microbatch: what its loss averages over, from the calls of the unsplit model."""
         if self._weight is None:
-            return size_of(target) if self._apart else num_rows(target)
-        return self._weight(value) if self._own else self._weight(value, target, by_size=self._apart)
+            return size_of(target) if self._is_split else num_rows(target)
+        return self._weight(value) if self._has_own_loss else self._weight(value, target, by_size=self._is_split)
 
     def _loss(self, output: Any, target: Any) -> Tensor | None:
         return own_loss(output) if self._loss_fn is None else self._loss_fn(output, target)
@@ -188,8 +188,8 @@ class OneProcess:
 
     def _add(self, orders: Sequence[Sequence[int]], gradients: Sequence[Mapping[nn.Parameter, Tensor | None]]) -> None:
         """Add the microbatches' gradients stage by stage, each in its order; those of no stage, in order of arrival."""
-        apart = set(self._parameters).difference(*self._owned)
-        for mine, order in [*zip(self._owned, orders, strict=True), (apart, range(len(gradients)))]:
+        parameters = set(self._parameters).difference(*self._owned)
+        for mine, order in [*zip(self._owned, orders, strict=True), (parameters, range(len(gradients)))]:
             for microbatch in order:
                 for param in mine:
                     gradient = gradients[microbatch][param]
@@ -199,15 +199,15 @@ class OneProcess:
     def _refuse_moods(self) -> None:
         """Refuse a model that behaves differently each time: nothing could be compared with it."""
         value = self._cut(self._batch, "the batch")[0]
-        made = []
+        models_made = []
         for _ in range(2):
             with (
                 torch.no_grad(),
                 nothing_left(self._plain.modules, self._randomness),
                 self._plain.seeding(0, self._randomness) as run,
             ):
-                made.append(mapped(run(value), lambda tensor: tensor.clone()))
-        if outputs_off(*made) > _ALIKE:
+                models_made.append(mapped(run(value), lambda tensor: tensor.clone()))
+        if outputs_off(*models_made) > _ALIKE:
             raise ModelError(
                 "the model returns something different each time it is called",
                 expected="a forward that does the same every time, for the same kind of inputs",

@@ -112,10 +112,10 @@ class Verification:
         }
 
 
-def differences(found: Sequence[Named], wanted: Named, least: float = 0.0) -> dict[str, float]:
+def differences(named_tensors: Sequence[Named], wanted: Named, least: float = 0.0) -> dict[str, float]:
     """Return each tensor's difference, the largest of its copies; 1 if only one side has it."""
     copies: dict[str, list[Tensor | None]] = {}
-    for name, tensor in (pair for named in found for pair in named):
+    for name, tensor in (pair for named in named_tensors for pair in named):
         copies.setdefault(name, []).append(tensor)
     each = {name: max(difference(part, value, least) for part in copies.get(name, [None])) for name, value in wanted}
     return each | {name: 1.0 for name, ones in copies.items() if name not in each and ones != [None]}

@@ -74,8 +74,8 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
-        made: Tensor = x + self.dropout(self.feedforward(self.feedforward_norm(x)))
-        return made
+        output: Tensor = x + self.dropout(self.feedforward(self.feedforward_norm(x)))
+        return output
 
 
 class _Attention(nn.Module):
@@ -89,8 +89,8 @@ class _Attention(nn.Module):
             for linear in (self.query, self.key, self.value)
         )
         attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        made: Tensor = self.out(attended.transpose(1, 2).flatten(2))
-        return made
+        output: Tensor = self.out(attended.transpose(1, 2).flatten(2))
+        return output
 
 
 class _FeedForward(nn.Module):
@@ -99,5 +99,5 @@ class _FeedForward(nn.Module):
         self.up, self.down = nn.Linear(_WIDTH, 2 * _WIDTH), nn.Linear(2 * _WIDTH, _WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.down(nn.functional.gelu(self.up(x)))
-        return made
+        output: Tensor = self.down(nn.functional.gelu(self.up(x)))
+        return output

@@ -142,8 +142,8 @@ def verify(
 ) -> Verification:
     """Run a model pipelined and in one process, and compare losses, gradients and updated weights.
 
-    >>> found = verify("zb-h1", num_ranks=2, num_microbatches=4, transport="in-process", dropout=0.1)
-    >>> found.passes, found.identical, found.gradient_difference, found.num_stages
+    >>> result = verify("zb-h1", num_ranks=2, num_microbatches=4, transport="in-process", dropout=0.1)
+    >>> result.passes, result.identical, result.gradient_difference, result.num_stages
     (True, True, 0.0, 2)
 
     - `schedule`: a name, a `Program`, or a CSV file. A name runs on 2 ranks with 8 microbatches by default.
@@ -181,24 +181,24 @@ def verify(
     )
     _check_mesh(case)
     with one_thread():
-        made = case.material()
-        _check_rows(case, made)
-        start = fingerprint(made)
-        known = CutOnce.of(made, program)
+        material = case.material()
+        _check_rows(case, material)
+        start = fingerprint(material)
+        known = CutOnce.of(material, program)
         case = replace(case, start=start, balance=known.counts)
-        del made  # it was traced; the reference must be one that never was
+        del material  # it was traced; the reference must be one that never was
         one_process = OneProcess(case.made_again(), program, seed, known, num_parts=case.num_parts)
         expected = [one_process.step()]  # before any rank starts: a failure here is the model's own
         if transport == "in-process":
-            found = [_in_turns(case)]
+            views = [_in_turns(case)]
         else:
             num_processes = program.num_ranks * case.num_lines
-            found = launch(_pipelined, case, num_ranks=num_processes, threads=1, backend="gloo")
+            views = launch(_pipelined, case, num_ranks=num_processes, threads=1, backend="gloo")
         for before in range(num_steps - 1):
-            one_process.load([pair for seen in found for pair in seen.steps[before].weights])
+            one_process.load([pair for view in views for pair in view.steps[before].weights])
             expected.append(one_process.step())
     rounds = bool(program.placement.mirrored) or known.is_tied
-    return _compared(case, found, expected, rounds=rounds, turns=one_process.turns)
+    return _compared(case, views, expected, rounds=rounds, turns=one_process.turns)
 
 
 def _check_mesh(case: _Case) -> None:
@@ -257,11 +257,11 @@ def _pipelined(case: _Case) -> _ProcessView:
         optimizer = pipe.optimizer(torch.optim.SGD, lr=LEARNING_RATE)
         named = list(pipe.named_parameters())
         number, count = pipe.axes.rows
-        whole, own = example_inputs(material.model, material.batch), material.target
-        turns = can_turn(whole, own)
+        whole, own_target = example_inputs(material.model, material.batch), material.target
+        turns = can_turn(whole, own_target)
         steps = []
         for at in range(case.num_steps):
-            batch, target = (turned(part, at) if turns else part for part in (whole, own))
+            batch, target = (turned(part, at) if turns else part for part in (whole, own_target))
             if count > 1:
                 batch = cut_batch(batch, count)[number]
                 target = None if target is None else cut_batch(target, count, what="the target")[number]
@@ -289,7 +289,7 @@ def _compared(
     losses, weights = [0.0], [0.0]
     gradients: dict[str, float] = {}
     for at, wanted in enumerate(expected):
-        ours = [seen.steps[at] for seen in ranks]
+        ours = [view.steps[at] for view in ranks]
         losses += [difference(step.loss, wanted.loss) for step in ours]
         weights += differences([step.weights for step in ours], wanted.weights).values()
         norms = [norm_of(tensor) for _, tensor in wanted.gradients]

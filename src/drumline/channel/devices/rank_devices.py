@@ -171,10 +171,10 @@ def chosen_transport(asked: str, cards: Sequence[DeviceCard], lines: Sequence[Se
     Only the ranks of a line send each other messages, and all lines of a mesh have one transport. `by_device` is what
     carries messages between devices of this kind if every rank has its own: nccl or gloo.
 
-    >>> own = [DeviceCard("here", "cuda:0"), DeviceCard("here", "cuda:1")]
-    >>> chosen_transport("auto", own, [[0, 1]], by_device="nccl")
+    >>> value = [DeviceCard("here", "cuda:0"), DeviceCard("here", "cuda:1")]
+    >>> chosen_transport("auto", value, [[0, 1]], by_device="nccl")
     'nccl'
-    >>> chosen_transport("auto", own[:1] * 2, [[0, 1]], by_device="nccl")
+    >>> chosen_transport("auto", value[:1] * 2, [[0, 1]], by_device="nccl")
     'shared-memory'
     >>> chosen_transport("auto", [DeviceCard("here", "cpu"), DeviceCard("there", "cpu")], [[0, 1]], by_device="gloo")
     'gloo'

@@ -19,15 +19,15 @@ def blame(value: Any, name: str) -> str:
     >>> blame(lambda: settings, "fn")
     "fn uses the global `settings`, which holds ['guard'], a lock: cannot pickle '_thread.lock' object"
     """
-    way, seen = list[str](), {id(value)}
+    way, seen_ids = list[str](), {id(value)}
     error = _error_of(value)
     if error is None:
         return ""
     while True:
         for word, part in _parts(value):
-            if id(part) not in seen and (inner := _error_of(part)) is not None:
+            if id(part) not in seen_ids and (inner := _error_of(part)) is not None:
                 way.append(word)
-                seen.add(id(part))
+                seen_ids.add(id(part))
                 value, error = part, inner
                 break
         else:

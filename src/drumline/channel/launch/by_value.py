@@ -157,6 +157,6 @@ class _Pickler(_Base):  # type: ignore[misc]
 def _untyped(data: Any) -> Any:
     import torch
 
-    made = torch.empty(memoryview(data).nbytes, dtype=torch.uint8)
-    made.numpy()[:] = memoryview(data)
-    return made.untyped_storage()
+    tensor = torch.empty(memoryview(data).nbytes, dtype=torch.uint8)
+    tensor.numpy()[:] = memoryview(data)
+    return tensor.untyped_storage()

@@ -38,7 +38,7 @@ class _Filling(NamedTuple):
     """What a function gets once it exists, because all of it may refer to the function."""
 
     attributes: dict[str, Any]
-    own: dict[str, Any]
+    variables: dict[str, Any]
     used: dict[str, Any]
     contents: list[tuple[Any, ...]]
     submodules: list[str]
@@ -94,5 +94,5 @@ def _fill_function(fn: FunctionType, filling: _Filling) -> None:
             cell.cell_contents = content[0]
     for name, value in filling.attributes.items():
         setattr(fn, name, value)
-    vars(fn).update(filling.own)
+    vars(fn).update(filling.variables)
     show_in_main(fn)

@@ -131,11 +131,15 @@ def _packed(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Parts:
     except LaunchError:
         raise
     except Exception as error:
-        own = [(f"the schedule {name}", schedule.recipe) for name, schedule in own_schedules().items()]
-        named = [*own, (_name(fn), fn), *((f"argument {at}", arg) for at, arg in [*enumerate(args), *kwargs.items()])]
-        found = next(filter(None, (blame(value, name) for name, value in named)), f"{type(error).__name__}: {error}")
+        schedules = [(f"the schedule {name}", schedule.recipe) for name, schedule in own_schedules().items()]
+        named = [
+            *schedules,
+            (_name(fn), fn),
+            *((f"argument {at}", arg) for at, arg in [*enumerate(args), *kwargs.items()]),
+        ]
+        culprit = next(filter(None, (blame(value, name) for name, value in named)), f"{type(error).__name__}: {error}")
         raise LaunchError(
-            f"cannot send to the ranks: {found}", fix="create it inside the function, or pass what you build it from"
+            f"cannot send to the ranks: {culprit}", fix="create it inside the function, or pass what you build it from"
         ) from error
 
 

@@ -76,17 +76,17 @@ def stop_on_signals() -> Iterator[None]:
     >>> asked()
     ''
     """
-    found: dict[signal.Signals, Any] = {}
+    handlers: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        found = {number: handler for number, handler in _DEFAULTS.items() if signal.getsignal(number) is handler}
-    for number in found:
+        handlers = {number: handler for number, handler in _DEFAULTS.items() if signal.getsignal(number) is handler}
+    for number in handlers:
         signal.signal(number, heard)
     _state.depth += 1
     try:
         yield
     finally:
         _state.depth -= 1
-        for number, handler in found.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
         if not _state.depth:
             _state.cause = ""

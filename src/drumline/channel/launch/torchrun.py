@@ -40,20 +40,20 @@ def _rendezvous(params: Any) -> Any:
 
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=DEFAULT_PORT)
     timeout, interface = float(params.get_as_int("read_timeout", 60)), params.get("interface", "") or ""
-    found = _resolved(host, timeout)
+    addresses = _resolved(host, timeout)
     if params.local_addr is None and (interface or params.max_nodes > 1):
         params.local_addr = place_between_hosts(interface, host).address
     params.local_addr = params.local_addr or host
     is_host = params.get_as_bool("is_host")
-    if is_here(found) if is_host is None else is_host:
+    if is_here(addresses) if is_host is None else is_host:
         store = hosted_store(host, port, interface=interface, timeout=timeout)
     else:
         limit = timedelta(seconds=timeout)
         store = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
     backend = type("Backend", (C10dRendezvousBackend,), {"name": NAME})(store, params.run_id)
-    made: Any = create_handler(store, backend, params)
-    made._create_tcp_store_server = lambda address, port: hosted_store(address, port, timeout=timeout)
-    return made
+    rendezvous: Any = create_handler(store, backend, params)
+    rendezvous._create_tcp_store_server = lambda address, port: hosted_store(address, port, timeout=timeout)
+    return rendezvous
 
 
 def is_here(addresses: Iterable[str]) -> bool:
@@ -64,8 +64,8 @@ def is_here(addresses: Iterable[str]) -> bool:
     """
     from drumline.channel.interfaces import ListenAddress, interfaces
 
-    own = {name for found in interfaces().values() for name in found}
-    return any(address in own or ListenAddress("", address).is_loopback for address in addresses)
+    own_addresses = {name for interface in interfaces().values() for name in interface}
+    return any(address in own_addresses or ListenAddress("", address).is_loopback for address in addresses)
 
 
 def _resolved(host: str, timeout: float) -> list[str]:

@@ -72,7 +72,7 @@ def read(file: int) -> list[bytearray]:
     ...     read(file.fileno())
     [bytearray(b'ab'), bytearray(b''), bytearray(b'c')]
     """
-    with mmap(file, 0, access=ACCESS_READ) as held, memoryview(held) as view:
+    with mmap(file, 0, access=ACCESS_READ) as mapping, memoryview(mapping) as view:
         (number,) = _SIZE.unpack_from(view)
         sizes = [_SIZE.unpack_from(view, _SIZE.size * at)[0] for at in range(1, 1 + number)]
         starts = accumulate(sizes, initial=_SIZE.size * (1 + number))

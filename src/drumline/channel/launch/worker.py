@@ -96,13 +96,13 @@ def _serve(connection: socket.socket, *, threads: int, backend: str) -> int:
 def _run(parts: Parts, *, threads: int, backend: str) -> Any:
     _join_group(threads=threads, backend=backend)
     try:
-        own, fn, args, kwargs = by_value.loads(parts)
+        own_result, fn, args, kwargs = by_value.loads(parts)
     except Exception as error:
         raise LaunchError(
             f"a rank cannot load fn or its arguments: {type(error).__name__}: {error}",
             fix="each rank imports the caller's modules by name: make sure it finds the same ones",
         ) from error
-    adopt(own)
+    adopt(own_result)
     return fn(*args, **kwargs)
 
 
@@ -146,9 +146,9 @@ def _result(value: Any) -> Parts:
     try:
         return by_value.dumps(value, reply=True)
     except Exception as error:
-        found = blame(value, "the result") or f"{type(error).__name__}: {error}"
+        culprit = blame(value, "the result") or f"{type(error).__name__}: {error}"
         raise LaunchError(
-            f"cannot send back what fn returned: {found}", fix="return tensors, numbers, or a state_dict()"
+            f"cannot send back what fn returned: {culprit}", fix="return tensors, numbers, or a state_dict()"
         ) from error
 
 

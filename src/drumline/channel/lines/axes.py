@@ -59,11 +59,11 @@ class Axes(Grid):
     def of(mesh: Any, *, timeout: float, store: Store, rank: int, num_ranks: int) -> Axes:
         """Return the axes of a mesh, after all ranks agree on it."""
         sizes, ranks = described(mesh)
-        told = exchange(store, rank, num_ranks, "drumline/mesh", (sizes, ranks), timeout=timeout)
-        for other, report in enumerate(told):
-            if report != told[0]:
+        pairs = exchange(store, rank, num_ranks, "drumline/mesh", (sizes, ranks), timeout=timeout)
+        for other, report in enumerate(pairs):
+            if report != pairs[0]:
                 raise MismatchError(
-                    f"ranks 0 and {other} have different meshes: {mesh_shown(told[0][0])} and {mesh_shown(report[0])}",
+                    f"ranks 0 and {other} have different meshes: {mesh_shown(pairs[0][0])} and {mesh_shown(report[0])}",
                     expected="the same mesh on every rank",
                 )
         if math.prod(sizes.values()) != num_ranks:
@@ -92,16 +92,16 @@ class Axes(Grid):
 
     def _new_group(self, names: tuple[str, ...]) -> ProcessGroup | None:
         fixed = [name for name in self.names if name not in names]
-        own = None
+        own_group = None
         for at in product(*(range(self._sizes[name]) for name in fixed)):
             place = dict(zip(fixed, at, strict=True))
-            found = self._ranks[tuple(place.get(name, slice(None)) for name in self.names)]
-            ranks = [int(rank) for rank in found.reshape(-1)]
+            rank = self._ranks[tuple(place.get(name, slice(None)) for name in self.names)]
+            ranks = [int(rank) for rank in rank.reshape(-1)]
             group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout))
             if self.rank in ranks:
                 assert isinstance(group, ProcessGroup)
-                own = group
-        return own
+                own_group = group
+        return own_group
 
     def summed(self, numbers: Tensor, *names: str) -> Tensor:
         """Return the sum of a small tensor over the ranks along these axes; all of them call it alike."""
@@ -119,20 +119,22 @@ class Axes(Grid):
 
         Their shapes may differ only if they are flat.
         """
-        group, own = self.group(name), tensor.detach().contiguous()
+        group, own_tensor = self.group(name), tensor.detach().contiguous()
         if group is None:
-            return [own]
+            return [own_tensor]
         lengths = [tensor.numel()]
         if tensor.dim() == 1:  # flat ones may differ: fill up to the longest
-            told = torch.zeros(self.size(name), dtype=torch.int64, device=tensor.device)
-            told[self.place(name)] = tensor.numel()
-            lengths = self.summed(told, name).tolist()
-            own = torch.nn.functional.pad(own, (0, max(lengths) - tensor.numel()))
-        found = [torch.empty_like(own) for _ in range(self.size(name))]
-        work = dist.all_gather(found, own, group=group, async_op=True)
+            reported_tensor = torch.zeros(self.size(name), dtype=torch.int64, device=tensor.device)
+            reported_tensor[self.place(name)] = tensor.numel()
+            lengths = self.summed(reported_tensor, name).tolist()
+            own_tensor = torch.nn.functional.pad(own_tensor, (0, max(lengths) - tensor.numel()))
+        tensors = [torch.empty_like(own_tensor) for _ in range(self.size(name))]
+        work = dist.all_gather(tensors, own_tensor, group=group, async_op=True)
         assert work is not None
         self.wait(work, f"gathering a tensor of shape {tuple(tensor.shape)} over {name}", [name])
-        return found if tensor.dim() != 1 else [value[:length] for value, length in zip(found, lengths, strict=True)]
+        return (
+            tensors if tensor.dim() != 1 else [value[:length] for value, length in zip(tensors, lengths, strict=True)]
+        )
 
     def scattered(self, parts: Sequence[Tensor], name: str) -> Tensor:
         """Return the sum of what all ranks along an axis have for this one: of each rank's parts, its own place's."""
@@ -175,8 +177,10 @@ class Axes(Grid):
         may kill the process where lines send different forms.
         """
         filled = [*counts, *[0.0] * (_MOST_COUNTS - len(counts)), float(kind), float(kind) ** 2]
-        given = torch.stack([torch.as_tensor(item, dtype=torch.float64, device=device).reshape(()) for item in filled])
-        return self.summed(given, *DATA)
+        numbers = torch.stack(
+            [torch.as_tensor(item, dtype=torch.float64, device=device).reshape(()) for item in filled]
+        )
+        return self.summed(numbers, *DATA)
 
     def _check_first(self, total: Tensor, kind: int) -> None:
         size = self.size(*DATA)
@@ -229,17 +233,17 @@ class Axes(Grid):
         """Return what every rank of the mesh passes here, by rank; all of them call it alike."""
         if self._store is None:
             return [value]
-        given = (self._store, self.rank, self._ranks.size, topic, value)
-        return exchange(*given, timeout=self.timeout, look=self.look)
+        arguments = (self._store, self.rank, self._ranks.size, topic, value)
+        return exchange(*arguments, timeout=self.timeout, look=self.look)
 
     def agree(self, settings: Mapping[str, Any]) -> None:
         """Raise on all ranks unless all lines were given the same settings."""
         if not self.is_mesh:
             return
-        own = {what: _digest(value) for what, value in settings.items()}
-        told = self.exchanged("drumline/settings", own)
-        for other, report in enumerate(told):
-            for what, digest in told[0].items():
+        own_digests = {what: _digest(value) for what, value in settings.items()}
+        answers = self.exchanged("drumline/settings", own_digests)
+        for other, report in enumerate(answers):
+            for what, digest in answers[0].items():
                 if report.get(what) != digest:
                     raise MismatchError(
                         f"{self.named(0)} and {self.named(other)} disagree on {what}",
@@ -262,11 +266,11 @@ class Axes(Grid):
         if self._store is None:
             return
         try:
-            told = self._store.get(_FAILED).decode() if self._store.check([_FAILED]) else ""
+            failure = self._store.get(_FAILED).decode() if self._store.check([_FAILED]) else ""
         except (RuntimeError, DistStoreError) as error:
             raise RankFailed(0, "the ranks' store is gone: the rank that held it has died or left") from error
-        if told:
-            rank, _, text = told.partition(" ")
+        if failure:
+            rank, _, text = failure.partition(" ")
             raise RankFailed(int(rank), text)
 
 

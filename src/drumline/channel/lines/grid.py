@@ -103,8 +103,8 @@ class Grid:
         return self._members(set(names))
 
     def _members(self, free: set[str]) -> list[int]:
-        found = self._ranks[tuple(slice(None) if name in free else self._at[name] for name in self.names)]
-        return [int(rank) for rank in found.reshape(-1)]
+        ranks = self._ranks[tuple(slice(None) if name in free else self._at[name] for name in self.names)]
+        return [int(rank) for rank in ranks.reshape(-1)]
 
     def described(self) -> str:
         """Return this process's place in words.
@@ -128,7 +128,7 @@ class Grid:
         return ", ".join(f"{name} {at}" for name, at in pairs if name == "pp" or self._sizes[name] > 1)
 
     @cached_property
-    def called(self) -> RankNames:
+    def naming(self) -> RankNames:
         """What messages call the ranks of this process's line."""
         if not self.is_mesh:
             return RankNames()
@@ -146,16 +146,16 @@ def described(mesh: Any) -> tuple[dict[str, int], list[int] | None]:
     """
     ranks: list[int] | None = None
     if isinstance(mesh, Mapping):
-        given = list(mesh.items())
+        axes = list(mesh.items())
     elif isinstance(getattr(mesh, "mesh", None), Tensor):
         if mesh.mesh_dim_names is None:
             raise UsageError("the DeviceMesh has no mesh_dim_names", expected="names among pp, dp, cp, ep and tp")
-        given = list(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+        axes = list(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
         ranks = [int(rank) for rank in mesh.mesh.reshape(-1).tolist()]
     else:
         raise UsageError(f"mesh is {mesh!r:.60}", expected=_EXPECTED)
     sizes: dict[str, int] = {}
-    for name, size in given:
+    for name, size in axes:
         if name not in AXES:
             fix = nearest(str(name), AXES)
             raise UsageError(f"the mesh has an axis {name!r}", expected="pp, dp, cp, ep or tp", fix=fix)

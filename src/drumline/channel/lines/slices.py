@@ -101,47 +101,47 @@ def slice_of(tensor: Tensor) -> Slice | FlatSlice | None:
     >>> slice_of(torch.ones(1)) is None
     True
     """
-    found: Slice | FlatSlice | None = getattr(tensor, "slice", None)
-    return found
+    found_slice: Slice | FlatSlice | None = getattr(tensor, "slice", None)
+    return found_slice
 
 
 def sharded_over(tensor: Tensor) -> tuple[str, ...]:
     """Return the axes along which lines hold different parts of a tensor."""
-    found, axes = slice_of(tensor), []
-    while found is not None:
-        axes.append(found.axis)
-        found = found.inner if isinstance(found, FlatSlice) else None
+    inner, axes = slice_of(tensor), []
+    while inner is not None:
+        axes.append(inner.axis)
+        inner = inner.inner if isinstance(inner, FlatSlice) else None
     return tuple(axes)
 
 
-def cut_out(whole: Tensor, found: Slice | FlatSlice | None, axes: Axes) -> Tensor:
+def cut_out(whole: Tensor, place: Slice | FlatSlice | None, axes: Axes) -> Tensor:
     """Return this rank's part of a whole tensor; what an owner holds alone stays as it is."""
-    if isinstance(found, FlatSlice):
-        whole = cut_out(whole, found.inner, axes)
-        if found.owner is not None:
+    if isinstance(place, FlatSlice):
+        whole = cut_out(whole, place.inner, axes)
+        if place.owner is not None:
             return whole
-    return whole if found is None else found.local(whole, axes.place(found.axis), axes.size(found.axis))
+    return whole if place is None else place.local(whole, axes.place(place.axis), axes.size(place.axis))
 
 
-def put_together(part: Tensor, found: Slice | FlatSlice | None, axes: Axes) -> Tensor:
+def put_together(part: Tensor, place: Slice | FlatSlice | None, axes: Axes) -> Tensor:
     """Return the whole of which this rank holds a part; all ranks along its axes call it alike.
 
     What an owner holds alone is put together along the other axes only.
     """
-    while found is not None:
-        if not (isinstance(found, FlatSlice) and found.owner is not None):
-            part = found.whole(axes.gathered(part, found.axis))
-        found = found.inner if isinstance(found, FlatSlice) else None
+    while place is not None:
+        if not (isinstance(place, FlatSlice) and place.owner is not None):
+            part = place.whole(axes.gathered(part, place.axis))
+        place = place.inner if isinstance(place, FlatSlice) else None
     return part
 
 
-def writes(found: Slice | FlatSlice | None, axes: Axes) -> bool:
+def writes(place: Slice | FlatSlice | None, axes: Axes) -> bool:
     """Whether this rank writes a tensor that it holds or has put together: one rank of the mesh does.
 
     >>> writes(None, Axes.single(2, rank=1))
     True
     """
-    owner = found.owner if isinstance(found, FlatSlice) else None
+    owner = place.owner if isinstance(place, FlatSlice) else None
     if owner is None:
         return axes.number == 0
     others = [name for name in axes.names if name not in ("pp", "dp")]

@@ -76,9 +76,9 @@ def _receives_ahead(index: Index, ahead: int) -> tuple[Row, ...]:
     """Return the rows with receives as early as one queue per directed edge allows."""
     sends: dict[RowPosition, list[Action]] = defaultdict(list)
     edges: dict[tuple[int, int], list[tuple[RowPosition, Action, int]]] = defaultdict(list)
-    for message, made, taken in index.messages():
-        sends[made].append(message.send)
-        edges[made.rank, taken.rank].append((made, message.recv, taken.at))
+    for message, row_position, taken in index.messages():
+        sends[row_position].append(message.send)
+        edges[row_position.rank, taken.rank].append((row_position, message.recv, taken.at))
     receives: dict[RowPosition, list[Action]] = defaultdict(list)
     for (_, target), passing in sorted(edges.items()):
         # In an overlapped pair, activations leave before gradients, here as in the sends below.
@@ -122,10 +122,10 @@ class _PaperRun:
     def __init__(self, index: Index) -> None:
         self.rows: Sequence[Sequence[Action]] = index.program.rows
         self.written: list[list[Action]] = [[] for _ in self.rows]
-        self.made: dict[RowPosition, list[tuple[rules.Message, int]]] = defaultdict(list)
+        self.messages_after: dict[RowPosition, list[tuple[rules.Message, int]]] = defaultdict(list)
         self.needs: dict[RowPosition, list[Action | RowPosition]] = defaultdict(list)
-        for message, made, taken in index.messages():
-            self.made[made].append((message, taken.rank))
+        for message, position, taken in index.messages():
+            self.messages_after[position].append((message, taken.rank))
             self.needs[taken].append(message.recv)
         for needed in (exchanges.waits_for_exchange(index), messages.waits(index)):
             for place, others in needed.items():
@@ -162,7 +162,7 @@ class _PaperRun:
         self.at[rank] += 1
         self.free[rank] = now + _SECONDS.get(action.op, 0)
         # In an overlapped pair, activations leave before gradients.
-        for message, target in sorted(self.made[place], key=lambda pair: rules.leaves_late(pair[0].send)):
+        for message, target in sorted(self.messages_after[place], key=lambda pair: rules.leaves_late(pair[0].send)):
             self.push(self.free[rank], _MESSAGE, rank, message, target)
         self.happen(place, now)
         self.wake([rank], now)

@@ -48,10 +48,10 @@ def for_torch(program: Program, *, communication: bool = False, version: str = O
 
 
 def _wants_waits(version: str) -> bool:
-    found = re.match(r"(\d{1,4})\.(\d{1,4})(?!\d)", version)
-    if found is None:
+    match = re.match(r"(\d{1,4})\.(\d{1,4})(?!\d)", version)
+    if match is None:
         raise ProgramError(f"{version!r:.40} is not a PyTorch version", expected=f"one like {OLDER} or {NEWER}")
-    return (int(found[1]), int(found[2])) >= _FIRST_WITH_WAITS
+    return (int(match[1]), int(match[2])) >= _FIRST_WITH_WAITS
 
 
 def _proven(program: Program, *, waits: bool) -> Program:
@@ -105,13 +105,13 @@ def titan_schedule(program: Program) -> str:
     >>> titan_schedule(Program.parse("0F0,0B0\n1F0,1B0"))
     '1F1B'
     """
-    found = titan_by_placement(program.placement)
-    if found is None:
+    titan = titan_by_placement(program.placement)
+    if titan is None:
         raise ProgramError(
             f"torchtitan has no schedule with the placement of {program.name!r}",
             expected="a linear or loop placement, or a V of two stages per rank",
         )
-    return found
+    return titan
 
 
 def titan_by_placement(placement: Placement) -> str | None:

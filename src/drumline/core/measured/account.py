@@ -101,15 +101,15 @@ def _spans(record: Record, here: Here) -> Iterator[Period]:
     for number, (start, end) in enumerate(zip(record.starts, record.ends, strict=True)):
         yield Period(start, end, Doing.COMPUTE, number)
     messages = list(record.rows("messages"))
-    for action, *coded, source, made, _, _, start, end, _ in messages:
+    for action, *coded, source, ready, _, _, start, end, _ in messages:
         receive = decoded(*coded)
         yield Period(start, end, Doing.TAKE, action, receive, source)
         if record.on_device and action < len(record.starts):
             free = record.ends[action - 1] if action else record.begin_ns
-            yield from _until(here(source, made), free, record.starts[action], action, receive, source)
+            yield from _until(here(source, ready), free, record.starts[action], action, receive, source)
     for message, start, end in record.rows("waits"):
-        action, *coded, source, made = messages[message][:6]
-        yield from _until(here(source, made), start, end, action, decoded(*coded), source, on_host=True)
+        action, *coded, source, ready = messages[message][:6]
+        yield from _until(here(source, ready), start, end, action, decoded(*coded), source, on_host=True)
     for *coded, target, start, end, _ in record.rows("sends"):
         yield Period(start, end, Doing.SEND, -1, decoded(*coded), target)
     for _, start, end in record.rows("exchanges"):
@@ -119,13 +119,13 @@ def _spans(record: Record, here: Here) -> Iterator[Period]:
 
 
 def _until(
-    made: int, start: int, end: int, action: int, receive: Action, source: int, *, on_host: bool = False
+    ready: int, start: int, end: int, action: int, receive: Action, source: int, *, on_host: bool = False
 ) -> Iterator[Period]:
     """Split a wait in two: until its message was made, and from then on."""
-    made = min(max(made, start), end)
+    ready = min(max(ready, start), end)
     wait, flight = (Doing.WAIT, Doing.FLIGHT) if on_host else (Doing.STREAM_WAIT, Doing.STREAM_FLIGHT)
-    yield Period(start, made, wait, action, receive, source)
-    yield Period(made, end, flight, action, receive, source)
+    yield Period(start, ready, wait, action, receive, source)
+    yield Period(ready, end, flight, action, receive, source)
 
 
 NANO = 1e-9
@@ -187,10 +187,10 @@ def summed_parts(record: Record, here: Here) -> StepParts:
     overhead -= wait
     for message, start, end in record.rows("waits"):
         at = message * _WIDTH
-        made = here(record.messages[at + _SOURCE], record.messages[at + _MADE])
-        made = min(max(made, start), end)
-        wait += made - start
-        transfer += end - made
+        ready = here(record.messages[at + _SOURCE], record.messages[at + _MADE])
+        ready = min(max(ready, start), end)
+        wait += ready - start
+        transfer += end - ready
     left = record.end_ns - record.begin_ns - busy - transfer - wait - overhead
     return StepParts(*(nanoseconds * NANO for nanoseconds in (busy, transfer, wait, overhead, left)))
 
@@ -226,12 +226,12 @@ def idle_intervals(
 
 def _upcoming(pieces: list[Period]) -> list[int]:
     """Return, per piece, the number of the next timed action; one past the last if there is none."""
-    found, following = [], 1 + max((piece.action for piece in pieces if piece.doing is Doing.COMPUTE), default=-1)
+    followings, following = [], 1 + max((piece.action for piece in pieces if piece.doing is Doing.COMPUTE), default=-1)
     for piece in reversed(pieces):
         if piece.doing is Doing.COMPUTE:
             following = piece.action
-        found.append(following)
-    return found[::-1]
+        followings.append(following)
+    return followings[::-1]
 
 
 def _before_begin(timeline: Timeline, rank: int, start: float, end: float) -> Iterator[Idle]:
@@ -239,8 +239,8 @@ def _before_begin(timeline: Timeline, rank: int, start: float, end: float) -> It
     track = timeline.tracks[rank]
     before = track.actions[0] if track.actions else None
     needed = timeline.inputs(rank, before) if before is not None else []
-    made, on_rank, _, waits_for = needed[-1] if needed else (0.0, None, None, None)
-    filled = min(max(made, start), end)
+    ready, on_rank, _, waits_for = needed[-1] if needed else (0.0, None, None, None)
+    filled = min(max(ready, start), end)
     if filled > start:
         yield Idle(rank, start, filled, Cause.FILL, before, waits_for, on_rank)
     if end > filled:
@@ -261,6 +261,6 @@ def _about(timeline: Timeline, rank: int, piece: Period) -> tuple[Action | None,
         return rules.message_of(receive).send, rank
     if piece.doing is Doing.TAKE:
         return receive, rank
-    made = next((producer for producer in rules.producers(receive) if producer[:3] in timeline.located), None)
+    producer = next((producer for producer in rules.producers(receive) if producer[:3] in timeline.located), None)
     # Without a flush, another rank may have made it in its step before, of which nothing is drawn here.
-    return (None, None) if made is None else (made, piece.other)
+    return (None, None) if producer is None else (producer, piece.other)

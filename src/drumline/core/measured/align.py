@@ -38,7 +38,7 @@ class Dial:
     `error_ns` bounds the error of that reading.
 
     >>> dial = Dial(own_ns=5000, common_ns=1000, rate=1.001, error_ns=20.0)
-    >>> dial.common(6001), dial.own(2000)
+    >>> dial.common(6001), dial.own_time(2000)
     (2000, 6001)
     """
 
@@ -53,7 +53,7 @@ class Dial:
             return moment - self.own_ns + self.common_ns
         return self.common_ns + round((moment - self.own_ns) / self.rate)
 
-    def own(self, moment: int) -> int:
+    def own_time(self, moment: int) -> int:
         """Return what this clock showed at a moment of rank 0's."""
         if self.rate == 1.0:
             return moment - self.common_ns + self.own_ns
@@ -79,14 +79,14 @@ def align(steps: Sequence[Sequence[Record]], at: int = -1) -> tuple[Dial, ...]:
     length = max(record.end_ns - record.begin_ns for record in steps[at])
     # More messages narrow the offset, except for the unknown drift during their time. The step's own messages come
     # first: they must be in order.
-    own = [message for message in _messages(steps[at], clocks) if not message.is_word]
-    found = [_offsets(each, lines, begin, length) for each in (own, list(_messages(steps[at], clocks)), whole)]
-    if all(disagree > 0 for _, disagree in found):
+    messages = [message for message in _messages(steps[at], clocks) if not message.is_word]
+    offsets = [_offsets(each, lines, begin, length) for each in (messages, list(_messages(steps[at], clocks)), whole)]
+    if all(disagree > 0 for _, disagree in offsets):
         # Drift from other steps does not fit this one, for example after a clock was set: use only its own messages.
-        lines = _tree(own, len(clocks))
+        lines = _tree(messages, len(clocks))
         if all(math.isfinite(line.room_ns) for line in lines):
-            found.append(_offsets(own, lines, begin, length))
-    dials, _ = min(found, key=lambda each: (each[1] > 0, max(dial.error_ns for dial in each[0])))
+            offsets.append(_offsets(messages, lines, begin, length))
+    dials, _ = min(offsets, key=lambda each: (each[1] > 0, max(dial.error_ns for dial in each[0])))
     return tuple(dials[clocks.index(number)] for number in numbers)
 
 
@@ -106,9 +106,9 @@ def _messages(records: Iterable[Record], clocks: Sequence[int]) -> Iterator[_Mes
     by_rank = {record.rank: clocks.index(record.clock) for record in records if record.clock in clocks}
     for record in records:
         target = by_rank.get(record.rank)
-        for _, _, _, _, rank, made, _, arrived, start, _, _ in record.rows("messages"):
+        for _, _, _, _, rank, ready, _, arrived, start, _, _ in record.rows("messages"):
             if target is not None and by_rank.get(rank, target) != target:
-                yield _Message(by_rank[rank], target, made, min(arrived, start))
+                yield _Message(by_rank[rank], target, ready, min(arrived, start))
         for rank, left, came in record.rows("heard"):
             if target is not None and by_rank.get(rank, target) != target:
                 yield _Message(by_rank[rank], target, left, came, is_word=True)
@@ -132,19 +132,19 @@ def _tree(messages: Sequence[_Message], num_clocks: int) -> list[_Line]:
         for other in range(num_clocks):
             if clock != other and (line := _fitted(messages, clock, other)) is not None:
                 pairs[clock, other] = line
-    found = {0: _Line(0.0, 0.0, 1.0, 0.0, 0.0)}
-    while edges := [edge for edge in pairs if edge[0] in found and edge[1] not in found]:
+    lines = {0: _Line(0.0, 0.0, 1.0, 0.0, 0.0)}
+    while edges := [edge for edge in pairs if edge[0] in lines and edge[1] not in lines]:
         clock, other = min(edges, key=lambda edge: (pairs[edge].room_ns, edge))
-        found[other] = _chained(found[clock], pairs[clock, other])
+        lines[other] = _chained(lines[clock], pairs[clock, other])
     unknown = _Line(0.0, 0.0, 1.0, math.inf, 0.0)
-    return [found.get(clock, unknown) for clock in range(num_clocks)]
+    return [lines.get(clock, unknown) for clock in range(num_clocks)]
 
 
 def _chained(first: _Line, second: _Line) -> _Line:
     """Return the second clock against the reference of the first."""
-    own = second.own_ns + (first.own_ns - second.other_ns) * second.rate
+    own_ns = second.own_ns + (first.own_ns - second.other_ns) * second.rate
     rate, error = first.rate * second.rate, first.rate_error + second.rate_error
-    return _Line(own, first.other_ns, rate, max(first.room_ns, second.room_ns), error)
+    return _Line(own_ns, first.other_ns, rate, max(first.room_ns, second.room_ns), error)
 
 
 def _fitted(messages: Sequence[_Message], clock: int, other: int) -> _Line | None:
@@ -200,16 +200,16 @@ def _offsets(messages: Sequence[_Message], lines: Sequence[_Line], begin: int, l
     If they do not disagree, all messages are in order.
     """
     origins = [line.own_ns + (begin - line.other_ns) * line.rate for line in lines]
-    apart = np.full((len(lines), len(lines)), math.inf)
-    np.fill_diagonal(apart, 0.0)
+    flights = np.full((len(lines), len(lines)), math.inf)
+    np.fill_diagonal(flights, 0.0)
     moments = [0.0, float(length)]
     for message in messages:
         left = (message.left_ns - origins[message.source]) / lines[message.source].rate
         came = (message.came_ns - origins[message.target]) / lines[message.target].rate
-        apart[message.source, message.target] = min(apart[message.source, message.target], came - left)
+        flights[message.source, message.target] = min(flights[message.source, message.target], came - left)
         moments.append(left)
     reach = max(moments) - min(moments)
-    paths, slack = agreed(apart, _NANOSECOND)
+    paths, slack = agreed(flights, _NANOSECOND)
     dials = []
     for clock, line in enumerate(lines):
         high, low = float(paths[0, clock]), -float(paths[clock, 0])
@@ -219,10 +219,10 @@ def _offsets(messages: Sequence[_Message], lines: Sequence[_Line], begin: int, l
     return dials, slack
 
 
-def agreed(apart: Floats, tolerance: float = 0.0) -> tuple[Floats, int]:
+def agreed(flights: Floats, tolerance: float = 0.0) -> tuple[Floats, int]:
     """Return the shortest paths, and the smallest time by which all distances must be widened to make them agree.
 
-    `apart[a, b]` is the shortest time a message took from clock a to clock b, as they show it; infinite if none went.
+    `flights[a, b]` is the shortest time a message took from clock a to clock b, as they show it; infinite if none went.
 
     >>> paths, widened = agreed(np.array([[0.0, 50.0], [-20.0, 0.0]]))
     >>> paths.tolist(), widened
@@ -230,13 +230,13 @@ def agreed(apart: Floats, tolerance: float = 0.0) -> tuple[Floats, int]:
     >>> agreed(np.array([[0.0, 50.0], [-60.0, 0.0]]))[1]
     5
     """
-    others = ~np.eye(len(apart), dtype=bool)
+    others = ~np.eye(len(flights), dtype=bool)
 
     def paths(widened: int) -> Floats:
-        found: Floats = apart + widened * others
-        for middle in range(len(found)):
-            found = np.minimum(found, found[:, middle, None] + found[None, middle, :])
-        return found
+        paths_now: Floats = flights + widened * others
+        for middle in range(len(paths_now)):
+            paths_now = np.minimum(paths_now, paths_now[:, middle, None] + paths_now[None, middle, :])
+        return paths_now
 
     def agree(widened: int) -> bool:
         return bool(np.diagonal(paths(widened)).min() >= -tolerance)

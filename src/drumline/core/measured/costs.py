@@ -81,11 +81,11 @@ def exchange_seconds(steps: Sequence[Timeline], num_stages: int) -> dict[str, An
             exchanged[stage].append(span.end - min(start, span.end))
             if not step.program.placement.mirrored:
                 ended[span.rank] = span.end
-    found = {
+    seconds = {
         "pack": [median(packed.get(stage, [0.0])) for stage in range(num_stages)],
         "reduce": [lower_quartile(exchanged.get(stage, [0.0])) for stage in range(num_stages)],
     }
-    return {name: each if any(each) else 0.0 for name, each in found.items()}
+    return {name: each if any(each) else 0.0 for name, each in seconds.items()}
 
 
 def lower_quartile(values: Sequence[float]) -> float:
@@ -103,14 +103,14 @@ def latencies(steps: Sequence[Timeline], *, quickest: bool = False) -> dict[tupl
     With `quickest`, only the fastest message of each step counts: a message that arrives while its rank computes is
     picked up later.
     """
-    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    latencies_by_edge: dict[tuple[int, int], list[float]] = defaultdict(list)
     for step in steps:
         took: dict[tuple[int, int], list[float]] = defaultdict(list)
         for transfer in step.transfers:
             took[transfer.source, transfer.target].append(max(transfer.end - transfer.made, 0.0))
         for edge, seconds in took.items():
-            found[edge] += [min(seconds)] if quickest else seconds
-    return {edge: Edge(median(seconds)) for edge, seconds in sorted(found.items())}
+            latencies_by_edge[edge] += [min(seconds)] if quickest else seconds
+    return {edge: Edge(median(seconds)) for edge, seconds in sorted(latencies_by_edge.items())}
 
 
 def _trimmed_mean(values: Sequence[float]) -> float:
@@ -134,8 +134,8 @@ def replay(timeline: Timeline, *, transfers: bool = True) -> Simulation:
     >>> step = Measured(Program.parse("0F0,0B0"), (Record(0, starts=[0, 5], ends=[3, 9]),))
     >>> round(step.makespan * 1e9, 6), round(replay(step).makespan * 1e9, 6)
     (9.0, 7.0)
-    >>> apart = simulate(Program.parse("0F0,0B0\n1F0,1B0"), Costs(comm=0.5))
-    >>> apart.makespan, replay(apart).makespan, replay(apart, transfers=False).makespan
+    >>> simulation = simulate(Program.parse("0F0,0B0\n1F0,1B0"), Costs(comm=0.5))
+    >>> simulation.makespan, replay(simulation).makespan, replay(simulation, transfers=False).makespan
     (7.0, 7.0, 6.0)
     """
     costs = Costs(**_UNITS)
@@ -145,26 +145,26 @@ def replay(timeline: Timeline, *, transfers: bool = True) -> Simulation:
     if is_part(timeline.program):
         seconds = _action_seconds(timeline)
         return simulate_part(timeline.program, costs, seconds, timeline.in_flight, timeline.memory)
-    found = simulate(timeline.program, costs, factors=_action_seconds(timeline))
-    return replace(found, weighed=timeline.memory)  # same actions in the same order, so the same memory
+    simulation = simulate(timeline.program, costs, factors=_action_seconds(timeline))
+    return replace(simulation, weighed=timeline.memory)  # same actions in the same order, so the same memory
 
 
 def _message_bytes(timeline: Timeline) -> list[float]:
     """Return the bytes that cross the boundary after each stage, as the median over its messages."""
-    found: dict[int, list[float]] = defaultdict(list)
+    sizes: dict[int, list[float]] = defaultdict(list)
     for transfer in timeline.transfers:
-        found[transfer.action.stage - (transfer.action.op is Op.SEND_B)].append(transfer.num_bytes)
-    return [median(found.get(stage, [0.0])) for stage in range(timeline.program.num_stages)]
+        sizes[transfer.action.stage - (transfer.action.op is Op.SEND_B)].append(transfer.num_bytes)
+    return [median(sizes.get(stage, [0.0])) for stage in range(timeline.program.num_stages)]
 
 
 def _action_seconds(timeline: Timeline) -> Floats:
     """Return the seconds of every action, row by row; each half of an overlapped pair gets half of the pair's."""
-    found = []
+    seconds = []
     for track in timeline.tracks:
         for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
             if action.op not in _NOT_WORK:
-                found += [(end - start) / len(action.work)] * len(action.work)
-    return np.array(found)
+                seconds += [(end - start) / len(action.work)] * len(action.work)
+    return np.array(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,18 +181,18 @@ class Handling:
     @staticmethod
     def measured(timelines: Sequence[Measured]) -> Handling:
         """Return the medians over all messages and actions of the measured steps."""
-        seen: dict[str, list[float]] = {field.name: [] for field in fields(Handling)}
+        samples: dict[str, list[float]] = {field.name: [] for field in fields(Handling)}
         for timeline in timelines:
             for record, parts in zip(timeline.records, timeline.parts, strict=True):
                 begin, end = (_overhead(record, kind) for kind in (_BEGIN, _END))
-                own = (parts.overhead + parts.unexplained) / NANO - begin - end
-                seen["send"] += [to - since for *_, since, to, _ in record.rows("sends")]
-                seen["flight"] += _flights(timeline, record.rank)
-                seen["take"] += [to - since for *_, since, to, _ in record.rows("messages")]
-                seen["action"].append(own / len(record.starts))
-                seen["begin"].append(begin)
-                seen["end"].append(end)
-        return Handling(**{name: median(each) * NANO for name, each in seen.items() if each})
+                own_seconds = (parts.overhead + parts.unexplained) / NANO - begin - end
+                samples["send"] += [to - since for *_, since, to, _ in record.rows("sends")]
+                samples["flight"] += _flights(timeline, record.rank)
+                samples["take"] += [to - since for *_, since, to, _ in record.rows("messages")]
+                samples["action"].append(own_seconds / len(record.starts))
+                samples["begin"].append(begin)
+                samples["end"].append(end)
+        return Handling(**{name: median(each) * NANO for name, each in samples.items() if each})
 
 
 def ends_of(timeline: Measured) -> list[float]:
@@ -208,9 +208,9 @@ def _flights(timeline: Measured, rank: int) -> list[int]:
     """Return how long each message that the rank waited for took, from leaving to being taken."""
     record = timeline.records[rank]
     messages = list(record.rows("messages"))
-    found = []
+    flights = []
     for number, start, _ in record.rows("waits"):
-        _, _, op, _, source, made, sent, _, taken, _, _ = messages[number]
-        if RECEIVES[op] in RECV_OPS and timeline.here(rank, source, made) > start:
-            found.append(max(taken - timeline.here(rank, source, sent), 0))
-    return found
+        _, _, op, _, source, ready, sent, _, taken, _, _ = messages[number]
+        if RECEIVES[op] in RECV_OPS and timeline.here(rank, source, ready) > start:
+            flights.append(max(taken - timeline.here(rank, source, sent), 0))
+    return flights

@@ -52,27 +52,27 @@ def whole(program: Program, in_flight: Sequence[int] | None = None) -> tuple[Pro
     Before it come steps like it, as often as its weight versions go back. A step that fills the pipeline has none like
     it before: there, `in_flight` says how many microbatches each rank had in flight when it began, -1 for a frozen one.
 
-    >>> made, own = whole(Program.parse("0F2,0B1,0F3,0B2,0UPDATE1"))
-    >>> print(made); own[0].index(True), own[0].count(True)
+    >>> timeline, own_flags = whole(Program.parse("0F2,0B1,0F3,0B2,0UPDATE1"))
+    >>> print(timeline); own_flags[0].index(True), own_flags[0].count(True)
     0F0,0F1,0B0,0F2,0B1,0F3,0B2,0UPDATE1,0F4,0B3,0F5,0B4,0UPDATE3,0F6,0B5,0F7,0B6,0UPDATE5,0B7,0UPDATE7
     (13, 5)
     """
     counts = [(sum(action.op is Op.FORWARD for action in row), sum(action.op in _BACKWARDS for action in row))
               for row in program.rows]  # fmt: skip
     started = in_flight or [0 if backwards else -1 for _, backwards in counts]
-    keeps = [held >= 0 for held in started]
+    keeps = [held_pairs >= 0 for held_pairs in started]
     if all(backwards == forwards * keep for (forwards, backwards), keep in zip(counts, keeps, strict=True)):
         before = _steps_like(program, counts[0][0])
     else:
         before = _microbatches_before(program, started)
     shift = max(action.microbatch or 0 for row in before for action in row) + 1 - _begun(program.rows[0])
-    rows, own = [], []
+    rows, own_flags = [], []
     for first, row, keep in zip(before, program.rows, keeps, strict=True):
         moved = [action._replace(microbatch=(action.microbatch or 0) + shift) for action in row]
         left = _left([*first, *moved], _back_of(program, row[0].stage)) if keep else []
         rows.append([*first, *moved, *left])
-        own.append([False] * len(first) + [True] * len(row) + [False] * len(left))
-    return Program.of(rows, program.name), own
+        own_flags.append([False] * len(first) + [True] * len(row) + [False] * len(left))
+    return Program.of(rows, program.name), own_flags
 
 
 def _begun(row: Sequence[Action]) -> int:
@@ -81,8 +81,8 @@ def _begun(row: Sequence[Action]) -> int:
 
 
 def _back_of(program: Program, stage: int) -> Op:
-    found = (action.op for row in program.rows for action in row if action.stage == stage and action.op in _BACKWARDS)
-    return next(found, Op.BACKWARD)
+    ops = (action.op for row in program.rows for action in row if action.stage == stage and action.op in _BACKWARDS)
+    return next(ops, Op.BACKWARD)
 
 
 def _steps_like(program: Program, per_step: int) -> list[list[Action]]:
@@ -103,11 +103,11 @@ def _microbatches_before(program: Program, in_flight: Sequence[int]) -> list[lis
         stage, begun = row[0].stage, _begun(row)
         first = min((other.microbatch or 0 for other in row if other.op in _BACKWARDS), default=begun - in_flight[rank])
         first = 0 if in_flight[rank] < 0 else first
-        made = []
+        timeline = []
         for at in range(begun):
             ops = (Op.FORWARD, _back_of(program, stage)) if at < first else (Op.FORWARD,)
-            made += [Action(stage, op, at) for op in ops]
-        rows.append(made)
+            timeline += [Action(stage, op, at) for op in ops]
+        rows.append(timeline)
     return rows
 
 
@@ -126,10 +126,10 @@ def held_in_part(program: Program, in_flight: Sequence[int]) -> tuple[Holding, .
     >>> held_in_part(Program.parse("0F2,0B1,0F3,0B2,0UPDATE1"), [1])[0].pairs
     [(2, 2), (2, 1), (2, 2), (2, 1), (1, 1)]
     """
-    made, own = whole(program, in_flight)
+    timeline, own_flags = whole(program, in_flight)
     return tuple(
         replace(holding, pairs=[pairs for pairs, mine in zip(holding.pairs, flags, strict=True) if mine])
-        for holding, flags in zip(holdings(made, Costs()), own, strict=True)
+        for holding, flags in zip(holdings(timeline, Costs()), own_flags, strict=True)
     )
 
 
@@ -157,18 +157,18 @@ def simulate_part(
     program: Program, costs: Costs, seconds: Floats, in_flight: Sequence[int] | None, weighed: Sequence[Holding]
 ) -> PartSimulation:
     """Simulate a step of endless rows, whose actions take these seconds; `weighed` is what ranks held."""
-    made, own = whole(program, in_flight)
-    mine = np.array([flag for row in own for flag in row])
-    factors = np.zeros(made.num_actions)
+    timeline, own_flags = whole(program, in_flight)
+    mine = np.array([flag for row in own_flags for flag in row])
+    factors = np.zeros(timeline.num_actions)
     factors[mine] = seconds
-    found = simulate(made, costs, factors=factors)
-    graph = found.graph
-    nodes = tuple(each[np.array(flags)] for each, flags in zip(graph.action_nodes, own, strict=True))
+    simulation = simulate(timeline, costs, factors=factors)
+    graph = simulation.graph
+    nodes = tuple(each[np.array(flags)] for each, flags in zip(graph.action_nodes, own_flags, strict=True))
     is_shown = np.zeros(graph.num_nodes, dtype=bool)
     is_shown[np.concatenate(nodes)] = True
     crossings = graph.crossings
     both = is_shown[graph.node[crossings.producer]] & is_shown[graph.node[crossings.consumer]]
     left = Crossings(**{field.name: getattr(crossings, field.name)[both] for field in fields(Crossings)})
-    began = min(float(found.started[each[0]]) for each in nodes)
+    began = min(float(simulation.started[each[0]]) for each in nodes)
     cut = replace(graph, action_nodes=nodes, crossings=left)
-    return PartSimulation(program, costs, cut, found.ended - began, found.lag, weighed=weighed)
+    return PartSimulation(program, costs, cut, simulation.ended - began, simulation.lag, weighed=weighed)

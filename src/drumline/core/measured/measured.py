@@ -80,7 +80,7 @@ class Measured(Timeline):
 
     def here(self, rank: int, other: int, moment: int) -> int:
         """Return what a rank's clock showed at a moment of another rank's clock."""
-        return moment if self._one_clock else self._dials[rank].own(self._dials[other].common(moment))
+        return moment if self._one_clock else self._dials[rank].own_time(self._dials[other].common(moment))
 
     @cached_property
     def _corrected(self) -> tuple[Record, ...]:
@@ -90,14 +90,14 @@ class Measured(Timeline):
         return tuple(replace(record, messages=self._made_by_devices(record)) for record in self.records)
 
     def _made_by_devices(self, record: Record) -> list[int]:
-        found: list[int] = []
-        for action, *coded, source, made, sent, arrived, start, end, num_bytes in record.rows("messages"):
+        ranks: list[int] = []
+        for action, *coded, source, ready, sent, arrived, start, end, num_bytes in record.rows("messages"):
             receive, device = decoded(*coded), self.records[source]
             if device.on_device and device.ends and receive.op is not Op.REDUCE_GRAD:
                 makers = (self.located.get(producer[:3]) for producer in rules.producers(receive))
-                made = max(made, *(device.ends[place[1]] for place in makers if place is not None))
-            found += (action, *coded, source, made, max(sent, made), arrived, start, end, num_bytes)
-        return found
+                ready = max(ready, *(device.ends[place[1]] for place in makers if place is not None))
+            ranks += (action, *coded, source, ready, max(sent, ready), arrived, start, end, num_bytes)
+        return ranks
 
     @cached_property
     def zero_ns(self) -> int:
@@ -122,11 +122,11 @@ class Measured(Timeline):
 
         `held` is the number of pairs counted. Bytes come from this step, or else from the step that was weighed.
         """
-        found = weighed_holdings(self.program, self._weights) if self._weights else holdings(self.program, Costs())
+        memory = weighed_holdings(self.program, self._weights) if self._weights else holdings(self.program, Costs())
         if self.in_flight is None:
-            return found
+            return memory
         known = held_in_part(self.program, self.in_flight)
-        return tuple(replace(holding, bytes=weighed.bytes) for holding, weighed in zip(known, found, strict=True))
+        return tuple(replace(holding, bytes=weighed.bytes) for holding, weighed in zip(known, memory, strict=True))
 
     @cached_property
     def in_flight(self) -> Sequence[int] | None:
@@ -172,14 +172,16 @@ class Measured(Timeline):
     @cached_property
     def packing(self) -> Sequence[Span]:
         """The spans in which copying a stage's gradients together, for their exchange, kept a rank from computing."""
-        found = []
+        packing = []
         for entry in self.records:
             posts = [(start, end) for kind, start, end in entry.rows("overheads") if kind == _POST]
             for stage, since, ended in entry.rows("exchanges"):
                 action = self._exchanged(entry, stage, ended)
                 spans = [(since, end) for start, end in posts if start <= since <= end and action.op is Op.REDUCE_GRAD]
-                found += [Span(entry.rank, action, *self._both(entry.rank, *each), SpanLane.EXCHANGE) for each in spans]
-        return found
+                packing += [
+                    Span(entry.rank, action, *self._both(entry.rank, *each), SpanLane.EXCHANGE) for each in spans
+                ]
+        return packing
 
     def _exchanged(self, record: Record, stage: int, end: int) -> Action:
         """Return what a rank exchanged for a stage until some moment: parameters before its first compute."""
@@ -196,33 +198,33 @@ class Measured(Timeline):
     @cached_property
     def transfers(self) -> Sequence[Transfer]:
         """The messages between ranks, with transfer and waiting separated."""
-        found = []
+        transfers = []
         for record in self._corrected:
-            for _, *coded, source, made, sent, arrived, _, consumed, num_bytes in record.rows("messages"):
+            for _, *coded, source, ready, sent, arrived, _, consumed, num_bytes in record.rows("messages"):
                 receive = decoded(*coded)
                 if receive.op is Op.REDUCE_GRAD:
                     continue
-                start, taken = self.seconds(source, made), self.seconds(record.rank, consumed)
+                start, taken = self.seconds(source, ready), self.seconds(record.rank, consumed)
                 # The sender knows when the message left; otherwise the receiver knows when it arrived.
-                there = self.seconds(source, sent) if sent > made else self.seconds(record.rank, arrived)
+                there = self.seconds(source, sent) if sent > ready else self.seconds(record.rank, arrived)
                 end = max(min(there, taken), start)
                 send = rules.message_of(receive).send
-                found.append(Transfer(send, source, record.rank, start, start, end, taken, float(num_bytes)))
-        return found
+                transfers.append(Transfer(send, source, record.rank, start, start, end, taken, float(num_bytes)))
+        return transfers
 
     @cached_property
     def waits(self) -> tuple[WaitInterval, ...]:
         """Every period in which a rank waited, and what it waited for."""
-        found = []
+        intervals = []
         for track, record in zip(self.tracks, self.records, strict=True):
             messages = list(record.rows("messages"))
             for message, start, end in record.rows("waits"):
                 at, *coded, source = messages[message][:5]
                 action = track.actions[at] if at < len(track.actions) else None
-                found.append(
+                intervals.append(
                     WaitInterval(record.rank, action, decoded(*coded), source, *self._both(record.rank, start, end))
                 )
-        return tuple(found)
+        return tuple(intervals)
 
     @cached_property
     def between(self) -> tuple[StepInterval, ...]:

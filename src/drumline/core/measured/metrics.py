@@ -33,26 +33,26 @@ _PARTS = tuple(field.name for field in fields(StepParts))
 
 def step_metrics(program: Program, records: Sequence[Record], dials: tuple[Dial, ...] = ()) -> dict[str, float]:
     """Return the metrics of a step, without those that need action times if the step was captured."""
-    found = _of_period(records)
+    makespans = _of_period(records)
     if not all(record.starts for record in records):
-        return found
+        return makespans
     timeline = Measured(program, tuple(records), dials=dials)
     busy = [(sum(record.ends) - sum(record.starts)) * NANO for record in records]
     ends = [[timeline.seconds(entry.rank, moment) for moment in (entry.starts[0], entry.ends[-1])] for entry in records]
     last = max([end for _, end in ends] + [span.end for span in timeline.exchanges])
     makespan, span = last - min(start for start, _ in ends), max(end - start for start, end in ends)
-    found["pp/makespan_seconds"] = makespan
-    found["pp/bubble"] = 1.0 - sum(busy) / (len(records) * makespan)
-    found["pp/span_bubble"] = 1.0 - sum(busy) / (len(records) * span)
-    found |= _of_stages(program, records)
+    makespans["pp/makespan_seconds"] = makespan
+    makespans["pp/bubble"] = 1.0 - sum(busy) / (len(records) * makespan)
+    makespans["pp/span_bubble"] = 1.0 - sum(busy) / (len(records) * span)
+    makespans |= _of_stages(program, records)
     for rank, parts in enumerate(timeline.parts):
-        found |= {f"pp/rank{rank}/{name}_seconds": getattr(parts, name) for name in _PARTS}
-        found[f"pp/rank{rank}/peak_pairs"] = max(records[rank].held)
+        makespans |= {f"pp/rank{rank}/{name}_seconds": getattr(parts, name) for name in _PARTS}
+        makespans[f"pp/rank{rank}/peak_pairs"] = max(records[rank].held)
         if records[rank].is_weighed:
-            found[f"pp/rank{rank}/peak_stash_bytes"] = max(records[rank].peaks)
+            makespans[f"pp/rank{rank}/peak_stash_bytes"] = max(records[rank].peaks)
     if timeline.clock_error:
-        found["pp/clock_error_seconds"] = timeline.clock_error
-    return found | _of_queues(timeline)
+        makespans["pp/clock_error_seconds"] = timeline.clock_error
+    return makespans | _of_queues(timeline)
 
 
 def _of_stages(program: Program, records: Sequence[Record]) -> dict[str, float]:
@@ -73,23 +73,25 @@ def _of_queues(timeline: Measured) -> dict[str, float]:
     edges = defaultdict[tuple[int, int], tuple[list[int], list[int]]](lambda: ([], []))
     exchange = RECEIVES.index(Op.REDUCE_GRAD)
     for record in timeline.records:
-        for _, _, op, _, source, made, *_, taken, _ in record.rows("messages"):
+        for _, _, op, _, source, ready, *_, taken, _ in record.rows("messages"):
             if op != exchange:
                 both = edges[source, record.rank]
-                both[0].append(timeline.common(source, made))
+                both[0].append(timeline.common(source, ready))
                 both[1].append(timeline.common(record.rank, taken))
     return {
         f"pp/edge{source}-{target}/peak_queue": max(
-            number - bisect_right(taken, moment) for number, moment in enumerate(made, start=1)
+            number - bisect_right(taken, moment) for number, moment in enumerate(ready_times, start=1)
         )
-        for (source, target), (made, taken) in sorted((edge, tuple(map(sorted, both))) for edge, both in edges.items())
+        for (source, target), (ready_times, taken) in sorted(
+            (edge, tuple(map(sorted, both))) for edge, both in edges.items()
+        )
     }
 
 
 def _of_period(records: Sequence[Record]) -> dict[str, float]:
     """Return where the time went between the end of the previous step and the end of this one."""
     whole = (records[0].end_ns - records[0].since_ns) * NANO
-    found = {"time_metrics/end_to_end(s)": whole}
+    metrics = {"time_metrics/end_to_end(s)": whole}
     longest = 0.0
     for record in records:
         passed = defaultdict[int, int](int)
@@ -98,12 +100,12 @@ def _of_period(records: Sequence[Record]) -> dict[str, float]:
         outside = record.begin_ns - record.since_ns - sum(passed.values())
         for kind, name in enumerate(BETWEEN):
             if passed[kind]:
-                found[f"pp/rank{record.rank}/{name}_seconds"] = passed[kind] * NANO
-        found[f"pp/rank{record.rank}/outside_seconds"] = outside * NANO
+                metrics[f"pp/rank{record.rank}/{name}_seconds"] = passed[kind] * NANO
+        metrics[f"pp/rank{record.rank}/outside_seconds"] = outside * NANO
         longest = max(longest, passed[BETWEEN.index("data")] * NANO)
-    found["time_metrics/data_loading(s)"] = longest
-    found["time_metrics/data_loading(%)"] = 100.0 * longest / whole if whole > 0 else 0.0
-    return found
+    metrics["time_metrics/data_loading(s)"] = longest
+    metrics["time_metrics/data_loading(%)"] = 100.0 * longest / whole if whole > 0 else 0.0
+    return metrics
 
 
 def load_metrics(loads: Sequence[Sequence[int]]) -> dict[str, float]:

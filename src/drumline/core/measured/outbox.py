@@ -43,9 +43,9 @@ class PendingLines:
         """Take a line."""
         self.data += line
         if len(self.data) > self.most:
-            begin, own = self._rest(), len(self.data) - len(line)
+            begin, start = self._rest(), len(self.data) - len(line)
             end = self.data.find(b"\n", max(begin, len(self.data) - self.most // 2)) + 1
-            end = max(begin, min(end, own))
+            end = max(begin, min(end, start))
             self.num_lost += self.data.count(b"\n", begin, end)
             del self.data[begin:end]
 

@@ -112,8 +112,8 @@ class Record:
         [300, 400]
         """
         columns = COLUMNS[table]
-        found: Sequence[int] = getattr(self, table)[columns.index(name) :: len(columns)]
-        return found
+        column: Sequence[int] = getattr(self, table)[columns.index(name) :: len(columns)]
+        return column
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object: own times count from the start of the step, empty tables are left out.
@@ -228,16 +228,16 @@ def read_record(line: Mapping[str, Any], program: Program, rank: int, step: int)
 
 def _flat(table: Parsed, name: str) -> Sequence[int]:
     """Return a table's numbers: whole, 64-bit, and complete rows."""
-    found = table.get(name)
-    if found is None:
+    content = table.get(name)
+    if content is None:
         return []
     width = len(COLUMNS[name])
-    if not isinstance(found.value, list) or len(found.value) % width:
-        raise found.refuse(f"a list of whole numbers, {width} per row")
+    if not isinstance(content.value, list) or len(content.value) % width:
+        raise content.refuse(f"a list of whole numbers, {width} per row")
     try:
-        return array("q", found.value).tolist()
+        return array("q", content.value).tolist()
     except (TypeError, OverflowError):
-        raise found.refuse("whole numbers of at most 64 bits") from None
+        raise content.refuse("whole numbers of at most 64 bits") from None
 
 
 def _check_length(name: str, flat: Sequence[int], starts: Sequence[int], num_timed: int) -> None:

@@ -132,8 +132,8 @@ class Run:
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= MOST_PROGRAMS:
             raise RecordError(f"a damaged record: program is {shown(number)}", expected="the number of a program")
         if number not in self._programs:
-            found = self._programs[number] = self._program(number)
-            if found.num_ranks != self.program.num_ranks or found.num_stages != self.program.num_stages:
+            program = self._programs[number] = self._program(number)
+            if program.num_ranks != self.program.num_ranks or program.num_stages != self.program.num_stages:
                 raise RecordError(
                     f"{self.path / program_file(number)} is for other ranks or stages than {PROGRAM}", expected=_WROTE
                 )
@@ -159,10 +159,10 @@ class Run:
         program = self._by(records[0].program)
         # The first step's bytes say what a step holds that runs by the same program.
         weighed = self._weighed if self._weighed[0].program == records[0].program else ()
-        found = Measured(program, records, weighed, dials)
-        if not found.makespan > 0:
+        timeline = Measured(program, records, weighed, dials)
+        if not timeline.makespan > 0:
             raise RecordError(f"step {step} in {self.path} took 0 seconds", expected="a step that ran")
-        return found
+        return timeline
 
     def _records(self, step: int) -> tuple[Record, ...]:
         return tuple(self.record(rank, step) for rank in range(self.program.num_ranks))
@@ -178,8 +178,8 @@ class Run:
 
     def _numbers(self, step: int) -> dict[str, Any]:
         """Return the metrics of a step: numbers by name, or None for non-finite values."""
-        found = self._metrics.read(step)
-        for name, value in found.items():
+        metrics = self._metrics.read(step)
+        for name, value in metrics.items():
             if name != "run" and value is not None:
                 if type(value) not in (int, float, bool) or len(name) > _LONGEST_NAME:
                     raise RecordError(
@@ -187,8 +187,8 @@ class Run:
                         expected="a number for every name",
                     )
                 if not -LARGEST <= value <= LARGEST:
-                    found[name] = None  # treat it like infinity
-        return found
+                    metrics[name] = None  # treat it like infinity
+        return metrics
 
     def decisions(self) -> list[dict[str, Any]]:
         """Return what was changed while the run went on, and what came of it, in order; empty if nothing was."""
@@ -197,7 +197,7 @@ class Run:
             return []
         with opened(path, _FILE) as file:
             text = file.read(LINE.max_bytes)
-        found = []
+        decisions = []
         for line in text.splitlines(keepends=True):
             if not line.endswith(b"\n"):
                 break  # a killed rank's
@@ -207,8 +207,8 @@ class Run:
                 _check_run(path, table["run"].text(), self.id)
                 table["step"].whole()
                 table["kind"].text()
-            found.append(entry)
-        return found
+            decisions.append(entry)
+        return decisions
 
     @property
     def has_ended(self) -> bool:
@@ -219,12 +219,12 @@ class Run:
         path = self.path / name
         if not is_there(path, _FILE):
             raise RecordError(f"{path} is missing", expected="all files of the run in one folder")
-        found = read_object(path, _FILE)
-        if not isinstance(found.get("run"), str):
+        content = read_object(path, _FILE)
+        if not isinstance(content.get("run"), str):
             raise RecordError(f"{path} does not name a run", expected="the file as the run wrote it")
         if name != CONFIG:
-            _check_run(path, found["run"], self.id)
-        return found
+            _check_run(path, content["run"], self.id)
+        return content
 
     def _program(self, number: int) -> Program:
         path = self.path / program_file(number)
@@ -304,11 +304,11 @@ class _Lines:
         if not is_there(self.path, _FILE):
             return self._places
         with opened(self.path, _FILE) as file:
-            found = os.fstat(file.fileno())
-            if self._file not in (None, found.st_ino) or found.st_size < self._end:
+            status = os.fstat(file.fileno())
+            if self._file not in (None, status.st_ino) or status.st_size < self._end:
                 self._places, self._end = {}, 0  # the run continues from an earlier step
-            self._file = found.st_ino
-            if found.st_size == self._end:
+            self._file = status.st_ino
+            if status.st_size == self._end:
                 return self._places
             file.seek(self._end)
             while (line := file.readline(LINE.max_bytes)).endswith(b"\n"):

@@ -27,16 +27,16 @@ from drumline.core.prove.violation import Violation
 class GradientBook:
     """Where one rank makes, exchanges and uses the gradients of one stage, as positions in its row."""
 
-    made: dict[int, int] = field(default_factory=dict)
+    gradients: dict[int, int] = field(default_factory=dict)
     exchanges: list[int] = field(default_factory=list)
     updates: list[tuple[int, int]] = field(default_factory=list)
 
     @staticmethod
     def of(code: Ints, microbatch: Ints, position: Ints) -> GradientBook:
         """Collect the entries of a row in order; if something is made twice, the first counts."""
-        made, updates = (flags[code] & (microbatch >= 0) for flags in (_MAKES, _UPDATES))
+        makes, updates = (flags[code] & (microbatch >= 0) for flags in (_MAKES, _UPDATES))
         return GradientBook(
-            dict(zip(microbatch[made][::-1].tolist(), position[made][::-1].tolist(), strict=True)),
+            dict(zip(microbatch[makes][::-1].tolist(), position[makes][::-1].tolist(), strict=True)),
             position[_EXCHANGES[code]].tolist(),
             list(zip(microbatch[updates].tolist(), position[updates].tolist(), strict=True)),
         )
@@ -46,7 +46,7 @@ class GradientBook:
         """The position of every step's last backward; gradients that no UPDATE uses form a final step of their own."""
         ends = [microbatch for microbatch, _ in self.updates]
         last = np.full(len(ends) + 1, -1)
-        np.maximum.at(last, np.searchsorted(ends, list(self.made)), list(self.made.values()))
+        np.maximum.at(last, np.searchsorted(ends, list(self.gradients)), list(self.gradients.values()))
         positions: list[int] = last[last >= 0].tolist()
         return positions
 
@@ -119,16 +119,16 @@ def _updates(index: Index, rank: int, stage: int, book: GradientBook) -> Iterato
     """Check that every gradient reaches exactly one optimizer step, after it was made."""
     row = index.program.rows[rank]
     taken = -1
-    by_microbatch = sorted(book.made.items())
+    by_microbatch = sorted(book.gradients.items())
     for microbatch, at in book.updates:
         if microbatch <= taken:
             yield Violation(rank, at, row[at], f"comes after {stage}UPDATE{taken}, which used its gradients")
-        if not book.made:
+        if not book.gradients:
             yield Violation(rank, at, row[at], f"updates a stage that rank {rank} does not train")
         while by_microbatch and by_microbatch[0][0] <= microbatch:
-            _, made = by_microbatch.pop(0)
-            if made > at:
-                yield Violation(rank, at, row[at], f"runs before {row[made]}")
+            _, last_made = by_microbatch.pop(0)
+            if last_made > at:
+                yield Violation(rank, at, row[at], f"runs before {row[last_made]}")
         taken = max(taken, microbatch)
     if by_microbatch and index.program.num_updates:
         missing = Action(stage, Op.UPDATE, by_microbatch[-1][0])
@@ -140,7 +140,7 @@ def _exchanges(index: Index, rank: int, stage: int, book: GradientBook) -> Itera
     row = index.program.rows[rank]
     action = Action(stage, Op.REDUCE_GRAD)
     has_copy = stage < index.placement.num_stages and len(index.placement.ranks_of(stage)) > 1
-    if not book.made:
+    if not book.gradients:
         for at in book.exchanges:
             yield Violation(rank, at, action, f"exchanges gradients that rank {rank} never makes")
         return

@@ -39,13 +39,13 @@ class Index:
         return self._places(TRANSFER_OPS)
 
     def _places(self, ops: frozenset[Op]) -> dict[Action, list[RowPosition]]:
-        found: dict[Action, list[RowPosition]] = defaultdict(list)
+        positions: dict[Action, list[RowPosition]] = defaultdict(list)
         for rank, row in enumerate(self.program.rows):
             for at, action in enumerate(row):
                 for part in action.parts or (action,):
                     if part.op in ops:
-                        found[part].append(RowPosition(rank, at))
-        return dict(found)
+                        positions[part].append(RowPosition(rank, at))
+        return dict(positions)
 
     @cached_property
     def inputs(self) -> dict[Action, list[tuple[Action, RowPosition]]]:
@@ -55,26 +55,26 @@ class Index:
         first: dict[tuple[object, ...], tuple[Action, RowPosition]] = {
             action: (action, places[0]) for action, places in self.places.items()
         }
-        found: dict[Action, list[tuple[Action, RowPosition]]] = {}
+        inputs: dict[Action, list[tuple[Action, RowPosition]]] = {}
         for action in self.places:
             stage, op, microbatch, _ = action
-            listed = found[action] = []
+            listed = inputs[action] = []
             for need in rules.NEEDS[op]:
                 neighbour = stage + need.stage_offset
                 if 0 <= neighbour < num_stages:
                     keys = ((neighbour, kind, microbatch, ()) for kind in need.ops)
                     listed += [first[key] for key in keys if key in first][:1]
-        return found
+        return inputs
 
     def messages(self) -> Iterator[tuple[rules.Message, RowPosition, RowPosition]]:
         """Yield every message between two ranks, with where it is made and where it is used."""
         for action, inputs in self.inputs.items():
             taken = self.places[action][0]
-            for producer, made in inputs:
-                if made.rank != taken.rank:
+            for producer, position in inputs:
+                if position.rank != taken.rank:
                     message = rules.message(producer, self.program.num_stages)
                     assert message is not None
-                    yield message, made, taken
+                    yield message, position, taken
 
     @cached_property
     def ops(self) -> set[Op]:

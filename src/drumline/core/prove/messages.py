@@ -45,27 +45,29 @@ def _stray(index: Index) -> Iterator[Violation]:
     for action, (place, *again) in index.transfers.items():
         for other in again:
             yield Violation(*other, action, f"is posted again; it was first posted at position {place.at}")
-        made, taken = index.first(rules.producers(action)), index.first(rules.consumers(action))
-        if made is None:
+        producer, taken = index.first(rules.producers(action)), index.first(rules.consumers(action))
+        if producer is None:
             yield Violation(*place, action, f"carries the output of {rules.producers(action)[0]}, which never runs")
         elif taken is None:
             yield Violation(*place, action, "carries data that no action uses")
-        elif made[1].rank == taken[1].rank:
-            reason = f"is not needed: {made[0]} and {taken[0]} are both on rank {place.rank}"
+        elif producer[1].rank == taken[1].rank:
+            reason = f"is not needed: {producer[0]} and {taken[0]} are both on rank {place.rank}"
             yield Violation(*place, action, reason)
         else:
-            there, belongs = made if action.op in SEND_OPS else taken
+            there, belongs = producer if action.op in SEND_OPS else taken
             if place.rank != belongs.rank:
                 yield Violation(*place, action, f"is on the wrong rank: {there} is on rank {belongs.rank}")
 
 
-def _message(index: Index, made: tuple[Action, RowPosition], taken: tuple[Action, RowPosition]) -> Iterator[Violation]:
-    message = rules.message(made[0], index.program.num_stages)
+def _message(
+    index: Index, source: tuple[Action, RowPosition], taken: tuple[Action, RowPosition]
+) -> Iterator[Violation]:
+    message = rules.message(source[0], index.program.num_stages)
     assert message is not None
-    for transfer, (action, place), early in ((message.send, made, True), (message.recv, taken, False)):
+    for transfer, (action, place), early in ((message.send, source, True), (message.recv, taken, False)):
         posted = index.transfers.get(transfer)
         if posted is None:
-            reason = f"is missing: {taken[0]} on rank {taken[1].rank} needs {made[0]} of rank {made[1].rank}"
+            reason = f"is missing: {taken[0]} on rank {taken[1].rank} needs {source[0]} of rank {source[1].rank}"
             yield Violation(place.rank, None, transfer, reason)
         elif posted[0].rank == place.rank and (posted[0].at < place.at) == early:
             yield Violation(*posted[0], transfer, f"is posted {'before' if early else 'after'} {action}")
@@ -131,9 +133,9 @@ def wait_for(action: Action) -> Action:
 
 def waits(index: Index) -> dict[RowPosition, list[RowPosition]]:
     """Return, per WAIT, what another rank must post before it can end: the receive, or the other copy's exchange."""
-    found: dict[RowPosition, list[RowPosition]] = {}
+    positions: dict[RowPosition, list[RowPosition]] = {}
     if not index.ops & WAIT_OPS:
-        return found
+        return positions
     turns: dict[tuple[int, Action], list[RowPosition]] = {}
     for rank, row in enumerate(index.program.rows):
         for at, action in enumerate(row):
@@ -144,14 +146,14 @@ def waits(index: Index) -> dict[RowPosition, list[RowPosition]]:
                 begun = any(place.rank == rank and place.at < at for place in index.transfers.get(send, ()))
                 received = index.transfers.get(rules.message_of(send).recv, ())
                 if begun and received and received[0].rank != rank:
-                    found[RowPosition(rank, at)] = [received[0]]
+                    positions[RowPosition(rank, at)] = [received[0]]
     for (rank, action), places in turns.items():
         if action.op is not Op.WAIT_REDUCE_GRAD or action.stage >= index.placement.num_stages:
             continue
         exchange = action._replace(op=Op.REDUCE_GRAD)
         for other in index.placement.ranks_of(action.stage):
             if other != rank:
-                found |= {
+                positions |= {
                     place: [theirs] for place, theirs in zip(places, turns.get((other, exchange), ()), strict=False)
                 }
-    return found
+    return positions

@@ -116,12 +116,12 @@ class _Replay:
 
     def cycles(self) -> Iterator[Violation]:
         """Follow who waits for whom from every blocked rank; report each cycle once."""
-        seen: set[Waiter] = set()
+        seen_travels: set[Waiter] = set()
         for start in (rank for rank, row in enumerate(self.rows) if self.at[rank] < len(row)):
             path: list[Waiter] = []
             waiter: Waiter = start
-            while waiter not in seen:
-                seen.add(waiter)
+            while waiter not in seen_travels:
+                seen_travels.add(waiter)
                 path.append(waiter)
                 waiter = self.waits_for(waiter)
             if waiter in path:

@@ -56,14 +56,14 @@ def validate(
     if gaps := list(_gaps(program)):
         return gaps
     index = Index(program, placement or program.placement)
-    found = [*_shape(index), *_placed(index), *_complete(index), *_ordered(index)]
+    violations = [*_shape(index), *_placed(index), *_complete(index), *_ordered(index)]
     broken = [*messages.check(index), *messages.check_waits(index)]
-    found += [*broken, *exchanges.check(index)]
+    violations += [*broken, *exchanges.check(index)]
     matters = kind is not Queues.EDGE and not broken
-    found += queues.check(index, _remote_inputs(index), kind if matters else None)
+    violations += queues.check(index, _remote_inputs(index), kind if matters else None)
     if limit:
-        found += _held(program, limit, costs or Costs())
-    return sorted(found, key=_by_place)
+        violations += _stash_violations(program, limit, costs or Costs())
+    return sorted(violations, key=_by_place)
 
 
 @once_per_program
@@ -174,7 +174,7 @@ def _remote_inputs(index: Index) -> dict[RowPosition, list[RowPosition]]:
 
     Leaves out actions that are in the wrong order on their own rank: they are already reported, and hide the rest.
     """
-    found: dict[RowPosition, list[RowPosition]] = {}
+    positions: dict[RowPosition, list[RowPosition]] = {}
     spelled = bool(index.transfers)
     for action, inputs in index.inputs.items():
         place = index.places[action][0]
@@ -183,21 +183,21 @@ def _remote_inputs(index: Index) -> dict[RowPosition, list[RowPosition]]:
         remote = [(needed, at) for needed, at in inputs if at.rank != place.rank]
         if remote:
             sent = [messages.sent_at(index, *pair) for pair in remote] if spelled else [at for _, at in remote]
-            found.setdefault(place, []).extend(sent)
-    return found | exchanges.waits_for_exchange(index) | messages.waits(index)
+            positions.setdefault(place, []).extend(sent)
+    return positions | exchanges.waits_for_exchange(index) | messages.waits(index)
 
 
-def _held(program: Program, limit: Limit, costs: Costs) -> Iterator[Violation]:
+def _stash_violations(program: Program, limit: Limit, costs: Costs) -> Iterator[Violation]:
     """Check every rank's stash against the limit; name the first action that exceeds it."""
     limit.check(costs)
     for rank, holding in enumerate(holdings(program, costs)):
         timed = [at for at, action in enumerate(program.rows[rank]) if action.op in TIMED_OPS]
-        for held, most, admits, unit in (
+        for held_amounts, most, admits, unit in (
             (holding.pairs, limit.max_activations, limit.admits_pairs, "pairs"),
             (holding.bytes or (), limit.max_bytes, limit.admits_bytes, "bytes"),
         ):
-            over = next((at for at, (during, _) in enumerate(held) if not admits(during)), None)
+            over = next((at for at, (during, _) in enumerate(held_amounts) if not admits(during)), None)
             if over is not None and most is not None:
                 where = timed[over]
-                reason = f"makes the rank hold {number(held[over][0])} {unit}, over the limit of {number(most)}"
+                reason = f"makes the rank hold {number(held_amounts[over][0])} {unit}, over the limit of {number(most)}"
                 yield Violation(rank, where, program.rows[rank][where], reason)

@@ -1,6 +1,6 @@
 """What does not go together, as data: two things that a run may be given, why they clash, and what mends that.
 
-    Clash(given("capture"), given("adapt"), "one of the two", "the actions of a captured step have no times")
+    Clash(fact("capture"), fact("adapt"), "one of the two", "the actions of a captured step have no times")
 
     capture is True, and adapt is True; expected one of the two: the actions of a captured step have no times
 
@@ -49,10 +49,10 @@ class Given:
         return self.words.format_map(facts) if self.words else spelling.is_now(self.option, facts[self.option])
 
 
-def given(option: str, *values: Any) -> Given:
+def fact(option: str, *values: Any) -> Given:
     """Return an option that has one of these values; without any, one that is set.
 
-    >>> given("record", False).shown, given("record", False).holds({"record": True})
+    >>> fact("record", False).shown, fact("record", False).holds({"record": True})
     ('`record=False`', False)
     """
     shown = [f"`{option}={value!r}`".replace("'", '"') for value in values]
@@ -64,10 +64,10 @@ def given(option: str, *values: Any) -> Given:
     return Given(option, " or ".join(shown) or f"`{option}`", holds)
 
 
-def called(method: str) -> Given:
+def call(method: str) -> Given:
     """Return the call of a method.
 
-    >>> called("repartition").holds({"call": "repartition"})
+    >>> call("repartition").holds({"call": "repartition"})
     True
     """
     return Given("call", f"`{method}`", lambda facts: facts.get("call") == method, f"{method} was called")
@@ -77,7 +77,7 @@ def called(method: str) -> Given:
 class Clash:
     """Two things that do not go together: what was expected instead, why, and an option's value or words that mend it.
 
-    >>> clash = Clash(given("capture"), given("adapt"), "one of the two", use=("capture", False))
+    >>> clash = Clash(fact("capture"), fact("adapt"), "one of the two", use=("capture", False))
     >>> print(clash.refusal({"capture": True, "adapt": True}))
     capture is True, and adapt is True; expected one of the two; use capture=False
     """
@@ -104,7 +104,7 @@ class Clash:
         )
 
 
-def found(clashes: Iterable[Clash], facts: Facts) -> Iterator[Clash]:
+def clashes_in(clashes: Iterable[Clash], facts: Facts) -> Iterator[Clash]:
     """Yield the clashes that these facts have."""
     return (clash for clash in clashes if clash.holds(facts))
 
@@ -119,5 +119,5 @@ class Together:
     def refuse(self, **more: Any) -> None:
         """Raise the first clash between what is known, and what more is asked for."""
         facts = {**self.facts, **more}
-        for clash in found(self.clashes, facts):
+        for clash in clashes_in(self.clashes, facts):
             raise clash.refusal(facts)

@@ -34,8 +34,8 @@ def setting(default: _T, meaning: str, rule: Rule = FREE, *, empty: str = "") ->
     >>> settings_of(Greeting)["name"].meaning
     'whom to greet; "": everybody'
     """
-    made: Any = field(metadata={"meaning": meaning, "rule": rule, "empty": empty}, **_defaulted(default))
-    return made  # type: ignore[no-any-return]
+    new_setting: Any = field(metadata={"meaning": meaning, "rule": rule, "empty": empty}, **_defaulted(default))
+    return new_setting  # type: ignore[no-any-return]
 
 
 def _defaulted(default: Any) -> dict[str, Any]:
@@ -48,9 +48,9 @@ def same_as(owner: type, name: str) -> Any:
     return field(default=entry.default, metadata=entry.metadata)
 
 
-def table(made: Callable[[], _T], meaning: str) -> _T:
+def table(make: Callable[[], _T], meaning: str) -> _T:
     """Return a dataclass field that holds settings of another class."""
-    whole: Any = field(default_factory=made, metadata={"meaning": meaning})
+    whole: Any = field(default_factory=make, metadata={"meaning": meaning})
     return whole  # type: ignore[no-any-return]
 
 
@@ -111,9 +111,9 @@ class Setting:
         if value is None and self.is_optional:
             return None
         try:
-            found = in_kind(self.inner, value)
-            if self.rule.holds(found):
-                return found
+            value_in_kind = in_kind(self.inner, value)
+            if self.rule.holds(value_in_kind):
+                return value_in_kind
         except Wrong:
             pass
         raise Wrong(self.expected)

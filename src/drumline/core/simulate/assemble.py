@@ -194,9 +194,9 @@ class GraphBuilder:
             raise NotCompilable
         where = np.full((len(OPS), num_stages, num_microbatches), -1, dtype=np.int64)
         where[untimed.code[listed], stage, at] = listed
-        made, microbatch = work.code[self.producer], work.microbatch[self.producer]
-        sent = where[_SEND[made], work.stage[self.producer], microbatch]
-        received = where[_RECV[made], work.stage[self.consumer], microbatch]
+        producer_codes, microbatch = work.code[self.producer], work.microbatch[self.producer]
+        sent = where[_SEND[producer_codes], work.stage[self.producer], microbatch]
+        received = where[_RECV[producer_codes], work.stage[self.consumer], microbatch]
         every_one = len(listed) == 2 * len(sent) == np.count_nonzero(where >= 0)
         if not every_one or np.any((sent < 0) | (received < 0)):
             raise NotCompilable
@@ -242,8 +242,8 @@ class GraphBuilder:
             if met is not None:
                 partner[at] = follows[met]
         alone, turns, nothing = partner < 0, np.arange(len(posted)), np.full(len(posted), -1)
-        own = np.where(alone, self.untimed.rank[self.exchanges], self.num_ranks + turns)
-        links, link = np.unique(own, return_inverse=True)
+        own_lanes = np.where(alone, self.untimed.rank[self.exchanges], self.num_ranks + turns)
+        links, link = np.unique(own_lanes, return_inverse=True)
         number = self.num_chains + link
         self.num_chains += len(links)
         self.add(number, turns * 2, partner, nothing)

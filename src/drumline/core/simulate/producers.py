@@ -11,9 +11,9 @@ from drumline.core.rules import Backward
 
 def _complete(kind: Backward) -> Flags:
     """Return which sets of ops are complete for a stage of this kind on a microbatch; bit i is the op at index i."""
-    found = np.zeros(2 ** len(rules.NEEDS), dtype=bool)
-    found[[sum(1 << PLACE[CODE[op]] for op in way) for way in rules.WAYS[kind]]] = True
-    return found
+    complete = np.zeros(2 ** len(rules.NEEDS), dtype=bool)
+    complete[[sum(1 << PLACE[CODE[op]] for op in way) for way in rules.WAYS[kind]]] = True
+    return complete
 
 
 _COMPLETE = {kind: _complete(kind) for kind in Backward}
@@ -48,13 +48,13 @@ def producers(work: Columns, num_stages: int, num_microbatches: int) -> Ints:
             inside = (stage >= 0) & (stage < num_stages)
             at, stage = consumers[inside], stage[inside]
             pair = stage * num_microbatches + work.microbatch[at]
-            found = where[PLACE[CODE[need.ops[0]]] * size + pair]
+            nodes = where[PLACE[CODE[need.ops[0]]] * size + pair]
             for other in need.ops[1:]:
-                found = np.maximum(found, where[PLACE[CODE[other]] * size + pair])
-            if np.any(found < 0):
+                nodes = np.maximum(nodes, where[PLACE[CODE[other]] * size + pair])
+            if np.any(nodes < 0):
                 raise NotCompilable
             if need.stage_offset:
-                producer[at] = found
-            elif np.any((work.rank[found] != work.rank[at]) | (work.cell[found] >= work.cell[at])):
+                producer[at] = nodes
+            elif np.any((work.rank[nodes] != work.rank[at]) | (work.cell[nodes] >= work.cell[at])):
                 raise NotCompilable
     return producer

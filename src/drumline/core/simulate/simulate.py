@@ -109,10 +109,10 @@ class Simulation(Timeline):
         """The messages between ranks."""
         graph = self.graph
         crossings, work = graph.crossings, graph.work
-        made, taken = graph.node[crossings.producer], graph.node[crossings.consumer]
+        producer_nodes, taken = graph.node[crossings.producer], graph.node[crossings.consumer]
         action = (column[crossings.producer] for column in (work.stage, work.code, work.microbatch))
-        numbers = crossings.node, made, taken, *action, crossings.source, crossings.target
-        found = []
+        numbers = crossings.node, producer_nodes, taken, *action, crossings.source, crossings.target
+        transfers = []
         for node, maker, taker, stage, code, microbatch, source, target, size in zip(
             *(column.tolist() for column in (*numbers, message_bytes(graph, self.costs))), strict=True
         ):
@@ -121,8 +121,8 @@ class Simulation(Timeline):
             arrived = sent + self.costs.edge(source, target).latency
             message = rules.message(Action(stage, OPS[code], microbatch), self.program.num_stages)
             assert message is not None
-            found.append(Transfer(message.send, source, target, finished, start, arrived, self.starts[taker], size))
-        return found
+            transfers.append(Transfer(message.send, source, target, finished, start, arrived, self.starts[taker], size))
+        return transfers
 
     @cached_property
     def latest_inputs(self) -> Sequence[Sequence[tuple[int, int]]]:
@@ -149,9 +149,9 @@ class Simulation(Timeline):
         {(0, 1): Span(rank=0, action=0SEND_F0, start=1.0, end=3.0, lane=<SpanLane.TRANSFER: 'transfer'>)}
         """
         graph, waits = self.graph, self.graph.waits
-        found: dict[tuple[int, int], Span] = {}
+        entries: dict[tuple[int, int], Span] = {}
         if not len(waits.node):
-            return found
+            return entries
         spans = dict(zip(graph.exchanges.node.tolist(), self.exchanges, strict=True))
         for node, sent in zip(graph.crossings.node.tolist(), self.transfers, strict=True):
             spans[node] = Span(sent.source, sent.action, self.starts[node], self.ends[node], SpanLane.TRANSFER)
@@ -163,8 +163,8 @@ class Simulation(Timeline):
                 continue
             free = track.ends[index - 1] if index else self.start
             if free < self.ends[node] == track.starts[index]:
-                found[rank, index] = spans[needed]
-        return found
+                entries[rank, index] = spans[needed]
+        return entries
 
     def awaited_before(self, rank: int, index: int) -> Span | None:
         """Return the send or exchange that a WAIT or an UPDATE at (rank, index) waited for, if any."""

@@ -47,11 +47,11 @@ def several_steps(program: Program, num_steps: int) -> Program:
     rows = []
     for row in plain.rows:
         trained = dict.fromkeys(part.stage for action in row for part in action.work if part.op in _MAKES)
-        made: list[Action] = []
+        actions: list[Action] = []
         for step in range(num_steps):
-            made += [action.later(step * size) for action in row]
-            made += [Action(stage, Op.UPDATE, (step + 1) * size - 1) for stage in sorted(trained)]
-        rows.append(tuple(made))
+            actions += [action.later(step * size) for action in row]
+            actions += [Action(stage, Op.UPDATE, (step + 1) * size - 1) for stage in sorted(trained)]
+        rows.append(tuple(actions))
     return Program(tuple(rows), program.name)
 
 
@@ -68,8 +68,8 @@ def in_groups(program: Program, num_groups: int) -> Program:
     """
     if num_groups == 1:
         return program
-    made = several_steps(program, num_groups).without({Op.UPDATE})
-    return Program(made.rows, f"{program.name} in groups of {program.num_microbatches}")
+    new_program = several_steps(program, num_groups).without({Op.UPDATE})
+    return Program(new_program.rows, f"{program.name} in groups of {program.num_microbatches}")
 
 
 _MAKES = (Op.BACKWARD, Op.BACKWARD_WEIGHT)

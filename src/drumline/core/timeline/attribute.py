@@ -62,13 +62,13 @@ class _Track:
 
     def gap(self, start: float, end: float, index: int, waiting: Cause) -> Iterator[Idle]:
         action = self.track.actions[index]
-        made, on_rank, waits_for = self.latest_input(index) or (start, None, None)
+        ready, on_rank, waits_for = self.latest_input(index) or (start, None, None)
         excess = end - start - self.twin_gap(index) if self.twin else 0.0
         for free_from, free_to, moved in self.split_by_occupied(start, end):
             if moved is not None:
                 yield Idle(self.rank, free_from, free_to, Cause.TRANSFER, action, moved, self.rank)
                 continue
-            waited_to = min(max(made, free_from), free_to)
+            waited_to = min(max(ready, free_from), free_to)
             balanced_to = waited_to - min(max(excess, 0.0), waited_to - free_from)
             excess -= waited_to - balanced_to
             refused_from = self.refused_from(index, free_from, balanced_to)
@@ -92,8 +92,8 @@ class _Track:
     def drain(self, free: float) -> Iterator[Idle]:
         timeline = self.timeline
         # A rank that has finished computing counts as transferring while its own gradients are being exchanged.
-        own = (span for span in timeline.exchanges if span.rank == self.rank and span.end > span.start)
-        exchanged = max((span.end for span in own), default=free)
+        own_spans = (span for span in timeline.exchanges if span.rank == self.rank and span.end > span.start)
+        exchanged = max((span.end for span in own_spans), default=free)
         on_rank, waits_for = timeline.last_action
         excess = timeline.end - free - self.twin_gap(len(self.track.ends)) if self.twin else 0.0
         for free_from, free_to, moved in self.split_by_occupied(free, timeline.end):
@@ -133,7 +133,7 @@ class _Track:
         forward = next(part for part in self.track.actions[upcoming].work if part.op is Op.FORWARD)
         if not self.would_exceed(index - 1, forward):
             return end
-        ready = max((made for made, *_ in self.timeline.inputs(self.rank, forward)), default=start)
+        ready = max((value for value, *_ in self.timeline.inputs(self.rank, forward)), default=start)
         return min(max(ready, start), end)
 
     def would_exceed(self, index: int, forward: Action) -> bool:
@@ -150,9 +150,9 @@ class _Track:
 
 def _next_forwards(actions: Sequence[Action]) -> list[int]:
     """Return, per action, the index of the next action that contains a forward, or -1."""
-    found, upcoming = [], -1
+    upcomings, upcoming = [], -1
     for index in range(len(actions) - 1, -1, -1):
-        found.append(upcoming)
+        upcomings.append(upcoming)
         if any(part.op is Op.FORWARD for part in actions[index].work):
             upcoming = index
-    return found[::-1]
+    return upcomings[::-1]

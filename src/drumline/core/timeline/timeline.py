@@ -257,12 +257,12 @@ class Timeline(ABC):
         if place[0] < 0:
             return None
         track, action = self.tracks[place[0]], self.tracks[rank].actions[index]
-        made = track.actions[place[1]]
-        if made.parts:
+        part = track.actions[place[1]]
+        if part.parts:
             stages = self.program.num_stages
             wanted = {other for part in action.work for some in rules.needs(part, stages) for other in some}
-            made = next(part for part in made.parts if part in wanted)
-        return track.ends[place[1]], place[0], made
+            part = next(part for part in part.parts if part in wanted)
+        return track.ends[place[1]], place[0], part
 
     @cached_property
     def last_action(self) -> tuple[int, Action]:
@@ -273,14 +273,14 @@ class Timeline(ABC):
 
     def inputs(self, rank: int, action: Action) -> list[tuple[float, int, int, Action]]:
         """Return what `action` needed from other ranks, as (end, rank, index, action), the latest last."""
-        found = []
+        inputs = []
         for part in action.work:
             for alternatives in rules.needs(part, self.program.num_stages):
                 for alternative in alternatives:
                     place = self.located.get(alternative[:3])
                     if place is not None and place[0] != rank:
-                        found.append((self.tracks[place[0]].ends[place[1]], *place, alternative))
-        return sorted(found, key=lambda entry: entry[:3])
+                        inputs.append((self.tracks[place[0]].ends[place[1]], *place, alternative))
+        return sorted(inputs, key=lambda entry: entry[:3])
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
@@ -327,12 +327,12 @@ class Timeline(ABC):
 
     def _before_awaited(self, awaited: Span) -> tuple[int, int] | None:
         """Return the action, on either rank involved, that an exchange or message started right after."""
-        found = []
+        waits = []
         for rank in self._between(awaited.action):
             index = bisect_right(self.tracks[rank].ends, awaited.start) - 1
             if index >= 0:
-                found.append((self.tracks[rank].ends[index], rank, index))
-        return max(found)[1:] if found else None
+                waits.append((self.tracks[rank].ends[index], rank, index))
+        return max(waits)[1:] if waits else None
 
     def _between(self, awaited: Action) -> tuple[int, ...]:
         """Return the ranks involved in an exchange or a message."""
@@ -348,5 +348,5 @@ class Timeline(ABC):
         if not self.exchanges or action.op is not Op.UPDATE:
             return None
         start = self.tracks[rank].starts[index]
-        own = (span for span in self.exchanges if span.rank == rank and span.action.stage == action.stage)
-        return max((span for span in own if span.end <= start), key=lambda span: span.end, default=None)
+        own_spans = (span for span in self.exchanges if span.rank == rank and span.action.stage == action.stage)
+        return max((span for span in own_spans if span.end <= start), key=lambda span: span.end, default=None)

@@ -24,40 +24,40 @@ _AT_ONCE = 12  # numbers that lines exchange
 class LineAgreement(NamedTuple):
     """What lines agree on: the rules that are left on all of them, and whether any line was told them."""
 
-    found: FittingRules
+    rules: FittingRules
     is_told: bool
     reads: bool  # whether the loss was seen to read targets on the host, on any line
 
 
-def agreed(across: Across, found: FittingRules, *, is_told: bool, reads: bool) -> LineAgreement:
+def agreed(across: Across, found_rules: FittingRules, *, is_told: bool, reads: bool) -> LineAgreement:
     """Return the rules that are left on all lines, in one order; all lines call it alike.
 
     >>> both = FittingRules(((LossRule(), LossRule(None, 1)),), None, False, True, 0)
-    >>> made = agreed(lambda counts: [2 * count for count in counts], both, is_told=True, reads=False)
-    >>> made.found == both, made.is_told
+    >>> rules = agreed(lambda counts: [2 * count for count in counts], both, is_told=True, reads=False)
+    >>> rules.rules == both, rules.is_told
     (True, True)
     """
     say = float(is_told)
-    form = [float(len(found.parts)), float(found.rest is None), float(found.num_tallies)]
-    told = [say * value for value in (*form, float(found.trusted), float(found.has_rest))]
-    lines, said, read, *sums = map(float, across([1.0, say, float(reads), *told]))
-    trusted, has_rest = found.trusted, found.has_rest
+    form = [float(len(found_rules.parts)), float(found_rules.rest is None), float(found_rules.num_tallies)]
+    numbers = [say * value for value in (*form, float(found_rules.trusted), float(found_rules.has_rest))]
+    lines, said, read, *sums = map(float, across([1.0, say, float(reads), *numbers]))
+    trusted, has_rest = found_rules.trusted, found_rules.has_rest
     if is_told and sums[:3] != [value * said for value in form]:
         raise _mismatch()
     if said:  # else nothing counts on any line
         *form, trusted, has_rest = *(total / said for total in sums[:3]), sums[3] == said, sums[4] > 0
     num_parts, has_no_rest, num_tallies = int(form[0]), bool(form[1]), int(form[2])
-    if num_tallies > found.num_tallies:  # this line could not count what others do
+    if num_tallies > found_rules.num_tallies:  # this line could not count what others do
         raise _mismatch()
     rules = universe(num_tallies)
-    subjects: Sequence[Sequence[LossRule]] = found.subjects
+    subjects: Sequence[Sequence[LossRule]] = found_rules.subjects
     if said and not is_told:
         subjects = [rules] * (num_parts + (not has_no_rest))
     flags = [_flag(rule, each, is_told or not said) for each in subjects for rule in rules]
     counts = [float(value) for at in range(0, len(flags), _AT_ONCE) for value in across([*flags[at : at + _AT_ONCE]])]
     left = [_left_of(rules, counts[at : at + len(rules)], lines) for at in range(0, len(counts), len(rules))]
-    made = FittingRules(tuple(left[:num_parts]), None if has_no_rest else left[-1], has_rest, trusted, num_tallies)
-    return LineAgreement(made, said > 0, read > 0)
+    new_rules = FittingRules(tuple(left[:num_parts]), None if has_no_rest else left[-1], has_rest, trusted, num_tallies)
+    return LineAgreement(new_rules, said > 0, read > 0)
 
 
 def _flag(rule: LossRule, left: Sequence[LossRule], is_ordered: bool) -> float:
@@ -71,8 +71,8 @@ def _left_of(rules: Sequence[LossRule], sums: Sequence[float], lines: float) -> 
     >>> _left_of([LossRule(), LossRule(0)], [2.0 + 3 * _LATER, 2.0 + _LATER], 2.0)[0]
     LossRule(tally=0, power=0, of='rows')
     """
-    found = [(total, rule) for rule, total in zip(rules, sums, strict=True) if total >= lines]
-    return tuple(rule for _, rule in sorted(found, key=lambda pair: pair[0]))
+    counted_rules = [(total, rule) for rule, total in zip(rules, sums, strict=True) if total >= lines]
+    return tuple(rule for _, rule in sorted(counted_rules, key=lambda pair: pair[0]))
 
 
 def _mismatch() -> MismatchError:

@@ -39,10 +39,10 @@ _FIX = (
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchEvidence:
-    """What comparisons of one microbatch say; `found` is None if they say nothing."""
+    """What comparisons of one microbatch say; `rules` is None if they say nothing."""
 
-    found: FittingRules | None
-    made: LossComparison | None = None
+    rules: FittingRules | None
+    comparison: LossComparison | None = None
     why: str = ""  # why nothing, unless there are no numbers to compare
 
 
@@ -78,21 +78,23 @@ class Comparing:
         It raises if there are none.
         """
         why, best = "", None
-        for each, given, number, shrinks in self._given(output, target, rows, joint):
+        for each, trial, number, shrinks in self._trials(output, target, rows, joint):
             try:
-                made, found = self._compared(each, given, number, shrinks=shrinks)
+                comparison, rules = self._compared(each, trial, number, shrinks=shrinks)
             except TooLarge as error:
                 return MicrobatchEvidence(None, why=str(error))
             except Exception as error:
                 why = why or f"with other numbers of rows it raises {type(error).__name__}: {error}"
                 continue
-            if made is None or found is None:
+            if comparison is None or rules is None:
                 continue
-            if not found.fits:
-                raise refusal(made)
-            best = MicrobatchEvidence(found if best is None or best.found is None else best.found.within(found), made)
+            if not rules.fits:
+                raise refusal(comparison)
+            best = MicrobatchEvidence(
+                rules if best is None or best.rules is None else best.rules.within(rules), comparison
+            )
             is_enough = number > rows or rows > 2 or joint is None
-            if made.tells and is_enough:
+            if comparison.tells and is_enough:
                 return self._of_more(best, output, target, rows, joint)
         return best or (self._linked(output, target, rows, why) if why else MicrobatchEvidence(None))
 
@@ -103,51 +105,51 @@ class Comparing:
 
         The hardest five of five rows are all of them, and the largest of each may be the same in all.
         """
-        if best.made is None or best.found is None or best.made.whole.is_clear:
+        if best.comparison is None or best.rules is None or best.comparison.whole.is_clear:
             return best
-        given, wanted, number = (None if joint is None else joint()) or (output, target, rows)
+        trial, wanted, number = (None if joint is None else joint()) or (output, target, rows)
         try:
-            made, found = self._compared(stirred(given, number), wanted, number)
+            comparison, rules = self._compared(stirred(trial, number), wanted, number)
         except Exception:  # which rows like these may raise
             return best
-        if made is None or found is None:
+        if comparison is None or rules is None:
             return best
-        left = best.found.within(found)
+        left = best.rules.within(rules)
         if not left.fits:
-            raise refusal(made)
-        return MicrobatchEvidence(left, best.made)
+            raise refusal(comparison)
+        return MicrobatchEvidence(left, best.comparison)
 
     def _linked(self, output: Any, target: Any, rows: int, why: str) -> MicrobatchEvidence:
         """Compare rows that keep their graph, for a function that takes gradients of its outputs."""
         if rows < 2:  # which no copies can make more
             return MicrobatchEvidence(None, why=why)
         try:
-            made = compare(self.loss_fn, output, target, rows, self.device, linked=True)
+            comparison = compare(self.loss_fn, output, target, rows, self.device, linked=True)
         except Exception:
             return MicrobatchEvidence(None, why=why)
-        if made is None or not made.is_finite:
+        if comparison is None or not comparison.is_finite:
             return MicrobatchEvidence(None, why=why)
-        found = found_in(made)
-        if not found.fits:
-            raise refusal(made)
-        return MicrobatchEvidence(found, made)
+        rules = found_in(comparison)
+        if not rules.fits:
+            raise refusal(comparison)
+        return MicrobatchEvidence(rules, comparison)
 
     def rules_of(self, joint: Joint) -> MicrobatchEvidence:
         """Return the rules that fit an output with several microbatches' targets."""
         try:
-            made, found = self._compared(*joint)
+            comparison, rules = self._compared(*joint)
         except Exception as error:
             return MicrobatchEvidence(None, why=str(error))
-        return MicrobatchEvidence(found, made)
+        return MicrobatchEvidence(rules, comparison)
 
-    def _given(
+    def _trials(
         self, output: Any, target: Any, rows: int, joint: Callable[[], Joint | None] | None
     ) -> Iterator[tuple[Any, Any, int, bool]]:
         """Yield outputs and targets to compare, the likeliest first."""
         yield output, target, rows, True
-        found = None if joint is None else joint()
-        if found is not None:
-            yield *found, True
+        joint_call = None if joint is None else joint()
+        if joint_call is not None:
+            yield *joint_call, True
         if rows < 3:  # rows that are shrunk may be nothing that the function takes
             yield output, target, rows, False
         # Where a loss is zero for all rows, a hinge perhaps, it may not be for others.
@@ -162,17 +164,17 @@ class Comparing:
         for attempt in range(num_attempts(output, rows)):
             compared = partial(compare, self.loss_fn, output, target, rows, self.device, attempt, shrinks=shrinks)
             try:
-                made, found = self._of_few(compared) if rows > _FEW else (None, None)
-                if found is None:
-                    made, found = self._every_turn(compared)
+                comparison, rules = self._of_few(compared) if rows > _FEW else (None, None)
+                if rules is None:
+                    comparison, rules = self._every_turn(compared)
             except TooLarge:
                 raise
             except Exception as error:
                 failed = failed or error
                 continue
-            if found is not None and found.fits:
-                return made, found
-            first = first if first[0] is not None or found is None else (made, found)
+            if rules is not None and rules.fits:
+                return comparison, rules
+            first = first if first[0] is not None or rules is None else (comparison, rules)
         if first[0] is None and failed is not None:
             raise failed
         return first
@@ -182,46 +184,52 @@ class Comparing:
     ) -> tuple[LossComparison | None, FittingRules | None]:
         """Compare few rows, if they tell as much as many: where calls show all that it does, and it counts nothing."""
         try:
-            made = compared(most=_FEW)
+            comparison = compared(most=_FEW)
         except TooLarge:
             raise
         except Exception:  # more rows may do
             return None, None
-        if made is None or not made.is_finite or not made.tells or not made.whole.is_clear or made.draws.unequal:
+        if (
+            comparison is None
+            or not comparison.is_finite
+            or not comparison.tells
+            or not comparison.whole.is_clear
+            or comparison.draws.unequal
+        ):
             return None, None
-        found = found_in(made)
-        is_enough = found.fits and not made.draws.host and (found.trusted or not found.num_tallies)
-        return (made, found) if is_enough else (None, None)
+        rules = found_in(comparison)
+        is_enough = rules.fits and not comparison.draws.host and (rules.trusted or not rules.num_tallies)
+        return (comparison, rules) if is_enough else (None, None)
 
     def _every_turn(
         self, compared: Callable[..., LossComparison | None]
     ) -> tuple[LossComparison | None, FittingRules | None]:
         """Compare, several times if it draws what cannot be made equal: rows may be mixed by chance as they were."""
-        made = compared()
-        if made is None or not made.is_finite:
+        comparison = compared()
+        if comparison is None or not comparison.is_finite:
             return None, None
-        found = found_in(made)
-        for turn in range(1, _TURNS if made.draws.unequal or made.draws.host else 0):
+        rules = found_in(comparison)
+        for turn in range(1, _TURNS if comparison.draws.unequal or comparison.draws.host else 0):
             again = compared(turn=turn)
-            if again is not None and again.is_finite and found.fits:
-                made, found = again, found.within(found_in(again))
-        if found.fits and made.whole.picks:  # what it picks may by chance be as much of each part
-            again = compared(order=made.order())
+            if again is not None and again.is_finite and rules.fits:
+                comparison, rules = again, rules.within(found_in(again))
+        if rules.fits and comparison.whole.picks:  # what it picks may by chance be as much of each part
+            again = compared(order=comparison.order())
             if again is not None and again.is_finite:
-                made, found = again, found.within(found_in(again))
-        if found.fits and made.draws.host:
+                comparison, rules = again, rules.within(found_in(again))
+        if rules.fits and comparison.draws.host:
             _warn_of_host(self.loss_fn)
-        return made, found
+        return comparison, rules
 
 
-def refusal(made: LossComparison) -> ModelError:
+def refusal(trial: LossComparison) -> ModelError:
     """Return the error of a loss for which there are no weights."""
-    values = [part.whole.value for part in made.parts]
-    drawn = [*made.draws.unequal, *(["Python's or numpy's random numbers"] if made.draws.host else [])]
+    values = [part.whole.value for part in trial.parts]
+    drawn = [*trial.draws.unequal, *(["Python's or numpy's random numbers"] if trial.draws.host else [])]
     by = f"; it draws from {', '.join(drawn)}, which other rows get in a microbatch" if drawn else ""
     return ModelError(
-        f"the losses of {made.sizes[0]} and {made.sizes[1]} rows are {values[0]:.6g} and {values[1]:.6g}, but loss_fn"
-        f" of the full batch is {made.whole.whole.value:.6g}, and no weights make values and gradients add up{by}",
+        f"the losses of {trial.sizes[0]} and {trial.sizes[1]} rows are {values[0]:.6g} and {values[1]:.6g}, but loss_fn"
+        f" of the full batch is {trial.whole.whole.value:.6g}, and no weights make values and gradients add up{by}",
         expected=_EXPECTED,
         fix=_FIX,
     )

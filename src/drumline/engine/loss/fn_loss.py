@@ -66,10 +66,10 @@ class FnWeight:
         self.parts = 1  # lines of a mesh that have parts of the same rows
         self.direct = labels_weight(loss_fn)
         self._comparing = Comparing(loss_fn, device)
-        self._seen: dict[Any, _Observation] = {}
+        self._observations: dict[Any, _Observation] = {}
         self._kinds: set[Any] = set()  # of outputs and targets that were compared
         self._by_target: dict[Any, _Observation] = {}
-        self._found: FittingRules | None = None
+        self._rules: FittingRules | None = None
         # What was found, the rows of microbatches and their shares, if nothing else decides on these.
         self._by_rows: tuple[FittingRules, list[int], Weighing] | None = None
         self.lent: list[nn.Parameter] = []  # parameters that it uses, whoever holds them
@@ -95,30 +95,30 @@ class FnWeight:
             return Weighing([1.0])
         if self.direct is not None:
             return weighed([[_quiet(self.direct(target))] for target in targets], rows, across=self.across)
-        if self._found is None or self._reads:  # what it reads on the host, only a call of it can tell
+        if self._rules is None or self._reads:  # what it reads on the host, only a call of it can tell
             return None
-        if self._by_rows is not None and self._by_rows[0] is self._found and self._by_rows[1] == rows and sizes is None:
+        if self._by_rows is not None and self._by_rows[0] is self._rules and self._by_rows[1] == rows and sizes is None:
             return self._by_rows[2]
         counted = self._counted(targets, rows, self._sizes(targets, rows, sizes))
-        if not self._found.trusted and self._told(counted is None or self._is_open(counted)):
+        if not self._rules.trusted and self._is_open_anywhere(counted is None or self._is_open(counted)):
             return None
         if counted is None:
             raise _uncounted(is_apart=sizes is not None)
-        if self.across is None and counted.is_nothing(self._found):  # only a call tells whether that is NaN
+        if self.across is None and counted.is_nothing(self._rules):  # only a call tells whether that is NaN
             return None
-        weighing = counted.weighing(self._found)
-        counts_rows = all(rule.tally is None for rule in self._found.chosen)
-        if self._found.trusted and counts_rows and sizes is None and self.across is None:
-            self._by_rows = self._found, list(rows), weighing
+        weighing = counted.weighing(self._rules)
+        counts_rows = all(rule.tally is None for rule in self._rules.chosen)
+        if self._rules.trusted and counts_rows and sizes is None and self.across is None:
+            self._by_rows = self._rules, list(rows), weighing
         return weighing
 
     def _counted(
         self, targets: Sequence[Any], rows: Sequence[int], sizes: Sequence[int] | None
     ) -> MicrobatchCounts | None:
         """Return what the microbatches count; None if a kind of target must be seen first."""
-        assert self._found is not None
+        assert self._rules is not None
         each: list[list[Count]] = [[] for _ in targets]
-        if not self._found.trusted or any(rule.tally is not None for rule in self._found.chosen):
+        if not self._rules.trusted or any(rule.tally is not None for rule in self._rules.chosen):
             kinds = [self._by_target.get(_kind(target)) for target in targets]
             some = next(iter(self._by_target.values()), None)
             try:
@@ -130,23 +130,23 @@ class FnWeight:
         return MicrobatchCounts(each, rows, sizes or rows, self.across, self.parts)
 
     def _counted_by_calls(
-        self, output: Any, own: int, targets: Sequence[Any], rows: Sequence[int], sizes: Sequence[int] | None
+        self, output: Any, own_rows: int, targets: Sequence[Any], rows: Sequence[int], sizes: Sequence[int] | None
     ) -> MicrobatchCounts | None:
         """Return what the microbatches count, by a call for each that leaves no trace, with rows of one's output."""
         each: list[list[Count]] = []
         for target, number in zip(targets, rows, strict=True):
-            seen = self._comparing.dry(output if number == own else resized(output, own, number), target)
-            if seen is None:
+            call = self._comparing.dry(output if number == own_rows else resized(output, own_rows, number), target)
+            if call is None:
                 return None
-            each.append([*counted_in(seen, tallies_of(seen, KnownValues.of(seen.graph, seen.targets)))])
+            each.append([*counted_in(call, tallies_of(call, KnownValues.of(call.graph, call.targets)))])
         if len({len(row) for row in each}) > 1:
             return None
         return MicrobatchCounts(each, rows, sizes or rows, self.across, self.parts)
 
     def _is_open(self, counted: MicrobatchCounts) -> bool:
         """Whether rules that are left disagree on a step, or something that it counts differs for the first time."""
-        assert self._found is not None
-        if not is_decided(self._found, counted):
+        assert self._rules is not None
+        if not is_decided(self._rules, counted):
             return True
         return bool(counted.varying() - self._varied)
 
@@ -156,7 +156,7 @@ class FnWeight:
             return sizes
         return [elements_of(target, number) for target, number in zip(targets, rows, strict=True)]
 
-    def _told(self, is_open: bool) -> bool:
+    def _is_open_anywhere(self, is_open: bool) -> bool:
         """Whether this holds on any line of a mesh."""
         return is_open if self.across is None else bool(self.across([float(is_open)])[0])
 
@@ -170,62 +170,62 @@ class FnWeight:
         answer = self._comparing.rules(output, target, rows[microbatch], joint)
         self._is_compared = True
         self._note_compared(answer, output, target, sizes)
-        if answer.found is None or answer.found.num_tallies or sizes is not None:
+        if answer.rules is None or answer.rules.num_tallies or sizes is not None:
             self._watch_all(output, microbatch, targets, rows)
-        if answer.found is None or answer.made is None:
-            found = self._by_its_calls(output, target, answer.why)
+        if answer.rules is None or answer.comparison is None:
+            rules = self._by_its_calls(output, target, answer.why)
         else:
-            found, whole = answer.found, answer.made.whole
+            rules, whole = answer.rules, answer.comparison.whole
             self._reads, self._picks = bool(whole.reads), bool(whole.picks)
-            self.lent = _parameters(whole.seen)
+            self.lent = _parameters(whole.call)
             self._kinds.add((_kind(output), _kind(target)))
         # Else there is no number to compare: nothing counts here, or the step will fail.
-        is_told = answer.found is not None or bool(answer.why)
-        if self._found is not None and answer.found is not None:
-            found = left_of(self._found.within(found))
-        self._found, is_told_of = self._agreed(found, is_told=is_told)
-        if is_told_of and (sizes is not None or self.across is not None) and any(mixed(self._found)):
+        is_told = answer.rules is not None or bool(answer.why)
+        if self._rules is not None and answer.rules is not None:
+            rules = left_of(self._rules.within(rules))
+        self._rules, is_told_of = self._agreed(rules, is_told=is_told)
+        if is_told_of and (sizes is not None or self.across is not None) and any(mixed(self._rules)):
             if is_told:
                 is_needed = sizes is not None or self.parts > 1
-                self._found = by_length(self._found, self._comparing, output, target, joint, is_needed=is_needed)
-            self._found, _ = self._agreed(self._found, is_told=is_told)
+                self._rules = by_length(self._rules, self._comparing, output, target, joint, is_needed=is_needed)
+            self._rules, _ = self._agreed(self._rules, is_told=is_told)
         is_apart, sizes = sizes is not None, self._sizes(targets, rows, sizes)
         counted = self._counted(targets, rows, sizes)
         if self._reads:
             counted = self._counted_by_calls(output, rows[microbatch], targets, rows, sizes)
         if counted is None:
             raise _uncounted(is_apart=is_apart)
-        if is_told_of and not self._found.trusted:
+        if is_told_of and not self._rules.trusted:
             if is_told:
-                self._found = narrowed(self._found, self._comparing, counted, joint, self._varied)
+                self._rules = narrowed(self._rules, self._comparing, counted, joint, self._varied)
                 self._varied |= counted.varying()
-            self._found, _ = self._agreed(self._found)
-            refuse_undecided(self._found, counted)
-        is_zero = answer.made is not None and answer.made.whole.whole.is_zero and self.across is None
-        return counted.weighing(self._found, may_be_nothing=is_zero)
+            self._rules, _ = self._agreed(self._rules)
+            refuse_undecided(self._rules, counted)
+        is_zero = answer.comparison is not None and answer.comparison.whole.whole.is_zero and self.across is None
+        return counted.weighing(self._rules, may_be_nothing=is_zero)
 
-    def verify(self, output: Any, target: Any, rows: int, *, apart: bool = False) -> None:
+    def verify(self, output: Any, target: Any, rows: int, *, is_split: bool = False) -> None:
         """Compare again a microbatch of another kind, or a function of which nobody can tell what it counts.
 
-        Microbatches that the user cut, `apart`, may have other lengths.
+        Microbatches that the user cut, `is_split`, may have other lengths.
         """
         if self.direct is not None:
             return
         kind = _kind(output), _kind(target)
         is_new = kind not in self._kinds
         self._kinds.add(kind)
-        if is_new and (apart or self._found is None or not self._found.is_plain):
+        if is_new and (is_split or self._rules is None or not self._rules.is_plain):
             self._watch(output, target)
-        if self._found is None:  # a batch of one microbatch, whatever it counts
+        if self._rules is None:  # a batch of one microbatch, whatever it counts
             return
         again = self._picks or (self._reads and not self._is_compared)
         self._is_compared = True
         if not again and not is_new:
             return
         answer = self._comparing.rules(output, target, rows)
-        if answer.found is not None:
-            left = left_of(self._found.within(answer.found))
-            before, now = ((len(rules.parts), rules.chosen, rules.has_rest) for rules in (self._found, left))
+        if answer.rules is not None:
+            left = left_of(self._rules.within(answer.rules))
+            before, now = ((len(rules.parts), rules.chosen, rules.has_rest) for rules in (self._rules, left))
             if now != before:
                 raise ModelError(
                     "loss_fn counts this microbatch in another way than those before",
@@ -238,22 +238,22 @@ class FnWeight:
         if not factors:
             return nullcontext()
         self._watch(output, target)  # unless it has been seen
-        return Multiplying(self._seen[_kind(output), _kind(target)].walk, factors)
+        return Multiplying(self._observations[_kind(output), _kind(target)].walk, factors)
 
     @property
     def counts_targets(self) -> bool:
         """Whether other targets of the same shapes may have other shares."""
-        if self.direct is not None or self._found is None or not self._found.trusted:
+        if self.direct is not None or self._rules is None or not self._rules.trusted:
             return True
-        return any(rule.tally is not None for rule in self._found.chosen)
+        return any(rule.tally is not None for rule in self._rules.chosen)
 
     def _note_compared(self, answer: MicrobatchEvidence, output: Any, target: Any, sizes: Sequence[int] | None) -> None:
         """Note what the comparison saw, if the function makes the same calls with all rows."""
-        if answer.made is None or answer.found is None or sizes is not None:
+        if answer.comparison is None or answer.rules is None or sizes is not None:
             return
-        has_all = _kind(answer.made.rows.output) == _kind(output)
-        if has_all or (answer.made.has_same_calls and not answer.found.num_tallies):
-            self._note(answer.made.whole.seen, output, target, answer.made.rows.target)
+        has_all = _kind(answer.comparison.rows.output) == _kind(output)
+        if has_all or (answer.comparison.has_same_calls and not answer.rules.num_tallies):
+            self._note(answer.comparison.whole.call, output, target, answer.comparison.rows.target)
 
     # ---- what a comparison says --------------------------------------------------------------------------------------
 
@@ -265,40 +265,45 @@ class FnWeight:
                 self._watch(resized(output, rows[microbatch], wanted), target)
 
     def _watch(self, output: Any, target: Any) -> None:
-        if (_kind(output), _kind(target)) not in self._seen:
+        if (_kind(output), _kind(target)) not in self._observations:
             self._note(self._comparing.dry(output, target), output, target, target)
 
-    def _note(self, watched: LossCall | None, output: Any, target: Any, given: Any) -> None:
-        """Note what was seen of the function on this kind of output and target; `given` is the target that it got."""
+    def _note(self, watched: LossCall | None, output: Any, target: Any, labels: Any) -> None:
+        """Note what was seen of the function on this kind of output and target; `labels` is the target that it got."""
         kind = _kind(output), _kind(target)
-        if kind in self._seen or watched is None or not isinstance(watched.loss, Tensor) or watched.loss.dim():
+        if kind in self._observations or watched is None or not isinstance(watched.loss, Tensor) or watched.loss.dim():
             return
         self.lent = _parameters(watched)
         walk = Walk(watched.graph, watched.graph.outputs[0], watched.targets)
         known = KnownValues.of(watched.graph, watched.targets)
-        seen = _Observation(Tallies(watched, known), walk, size_of(given))
-        self.is_uneven |= any(not seen.is_proportional(observation) for observation in [*self._seen.values()][:1])
-        self._seen[kind] = self._by_target[kind[1]] = seen
+        seen_observation = _Observation(Tallies(watched, known), walk, size_of(labels))
+        self.is_uneven |= any(
+            not seen_observation.is_proportional(observation) for observation in [*self._observations.values()][:1]
+        )
+        self._observations[kind] = self._by_target[kind[1]] = seen_observation
 
     def _by_its_calls(self, output: Any, target: Any, why: str) -> FittingRules:
         """Return what the function's calls say, if it cannot be compared; refuse it if these do not say it."""
-        seen = self._seen.get((_kind(output), _kind(target)))
-        if self._found is not None:
-            return self._found
+        observation = self._observations.get((_kind(output), _kind(target)))
+        if self._rules is not None:
+            return self._rules
         if not why:  # its loss is no number, so that the step will fail; what it counts stays open
-            return undecided(None if seen is None else seen.walk, [] if seen is None else seen.tallies.found)
-        if seen is None or not seen.walk.terms or seen.walk.others or mixed_by(seen.walk):
+            return undecided(
+                None if observation is None else observation.walk,
+                [] if observation is None else observation.tallies.tallies,
+            )
+        if observation is None or not observation.walk.terms or observation.walk.others or mixed_by(observation.walk):
             raise not_compared(why)
         warn_of_no_comparison(why)
-        return said_by(seen.walk, seen.tallies.found)
+        return said_by(observation.walk, observation.tallies.tallies)
 
-    def _agreed(self, found: FittingRules, *, is_told: bool = True) -> tuple[FittingRules, bool]:
+    def _agreed(self, rules: FittingRules, *, is_told: bool = True) -> tuple[FittingRules, bool]:
         """Return the rules that are left on all lines of a mesh, and whether any line was told them."""
         if self.across is None:
-            return found, is_told
-        made = agreed(self.across, found, is_told=is_told, reads=self._reads)
-        self._reads = made.reads
-        return left_of(made.found), made.is_told
+            return rules, is_told
+        agreement = agreed(self.across, rules, is_told=is_told, reads=self._reads)
+        self._reads = agreement.reads
+        return left_of(agreement.rules), agreement.is_told
 
 
 def _uncounted(*, is_apart: bool) -> ModelError:
@@ -307,9 +312,9 @@ def _uncounted(*, is_apart: bool) -> ModelError:
     return not_compared("what it counts of a microbatch with another number of rows cannot be told")
 
 
-def _parameters(seen: LossCall) -> list[nn.Parameter]:
+def _parameters(call: LossCall) -> list[nn.Parameter]:
     """Return the parameters that a loss was seen to use."""
-    used = (value.constant for value in seen.graph.values)
+    used = (value.constant for value in call.graph.values)
     return [param for param in used if isinstance(param, nn.Parameter) and param.requires_grad]
 
 

@@ -21,32 +21,32 @@ from drumline.engine.loss.rules.weighing import MicrobatchCounts
 from drumline.engine.loss.targets import uneven
 
 
-def left_of(found: FittingRules) -> FittingRules:
+def left_of(rules: FittingRules) -> FittingRules:
     """Return the rules that are left; raise if there are none for some part."""
-    if not found.fits:
+    if not rules.fits:
         raise ModelError(
             "loss_fn of this microbatch and of earlier ones averages over different things",
             expected="a mean or sum over rows, over labels or over a mask of the target",
             fix="pass loss_weight=, a function from a target to its weight",
         )
-    return found
+    return rules
 
 
-def is_decided(found: FittingRules, counted: MicrobatchCounts) -> bool:
+def is_decided(rules: FittingRules, counted: MicrobatchCounts) -> bool:
     """Whether all rules that are left give the microbatches the same shares."""
-    return all(counted.are_alike(each) for each in found.subjects)
+    return all(counted.are_alike(each) for each in rules.subjects)
 
 
-def refuse_undecided(found: FittingRules, counted: MicrobatchCounts) -> None:
+def refuse_undecided(rules: FittingRules, counted: MicrobatchCounts) -> None:
     """Refuse a loss whose rules disagree after all comparisons, unless it is zero: then weights do not matter."""
-    every = len(universe(found.num_tallies))
-    told = [each for each in found.subjects if len(each) < every]
-    if not all(counted.are_alike(each) for each in told):
+    every = len(universe(rules.num_tallies))
+    loss_rules = [each for each in rules.subjects if len(each) < every]
+    if not all(counted.are_alike(each) for each in loss_rules):
         raise not_compared("its microbatches count differently, and their targets together do not tell how")
 
 
 def narrowed(
-    found: FittingRules,
+    rules: FittingRules,
     comparing: Comparing,
     counted: MicrobatchCounts,
     joint: Callable[[Sequence[int]], Joint | None],
@@ -61,23 +61,23 @@ def narrowed(
     is_new = bool(varying - set(varied))
     # The first ones may count nothing at all, which tells too little: then the last ones come first.
     for order in [*orders, *(row[::-1] for row in orders)]:
-        if not is_new and is_decided(found, counted):
+        if not is_new and is_decided(rules, counted):
             break
         is_new = is_new and order is not orders[-1]
-        given = joint(order)
-        answer = None if given is None else comparing.rules_of(given)
-        if answer is not None and answer.found is not None:
-            found = left_of(found.within(answer.found))
-    return found
+        joint_call = joint(order)
+        answer = None if joint_call is None else comparing.rules_of(joint_call)
+        if answer is not None and answer.rules is not None:
+            rules = left_of(rules.within(answer.rules))
+    return rules
 
 
-def mixed(found: FittingRules) -> list[bool]:
+def mixed(rules: FittingRules) -> list[bool]:
     """Whether rules by rows and by elements are left, for each part."""
-    return [{rule.of for rule in rules if rule.power} == {ROWS, SIZE} for rules in found.subjects]
+    return [{rule.of for rule in rules if rule.power} == {ROWS, SIZE} for rules in rules.subjects]
 
 
 def by_length(
-    found: FittingRules,
+    found_rules: FittingRules,
     comparing: Comparing,
     output: Any,
     target: Any,
@@ -89,35 +89,37 @@ def by_length(
 
     `joint` returns rows of all microbatches, for one that counts nothing.
     """
-    are_mixed = mixed(found)
-    each, changed = _told_by_lengths(found, comparing, output, target)
-    if NOTHING in each and (given := joint()) is not None:
-        each, changed = _told_by_lengths(found, comparing, *given[:2])  # others may count what this one does not
-    kept = []
-    for rules, is_mixed, by in zip(found.subjects, are_mixed, each, strict=True):
+    are_mixed = mixed(found_rules)
+    each, changed = _told_by_lengths(found_rules, comparing, output, target)
+    if NOTHING in each and (joint_call := joint()) is not None:
+        each, changed = _told_by_lengths(
+            found_rules, comparing, *joint_call[:2]
+        )  # others may count what this one does not
+    kept_rules = []
+    for rules, is_mixed, by in zip(found_rules.subjects, are_mixed, each, strict=True):
         if is_mixed and not by and is_needed:
             raise uneven("takes shapes as numbers, and what it counts of another length is not known")
         is_open = not is_mixed or by in ("", NOTHING)  # a step in which nothing counts leaves it to a later one
         left = [rule for rule in rules if is_open or not rule.power or rule.of == by]
         if by == ROWS:  # the length does not matter, so neither does what changes with it
             left = [rule for rule in left if rule.tally not in changed]
-        kept.append(tuple(left))
-    rest = None if found.rest is None else kept[-1]
-    return left_of(replace(found, parts=tuple(kept[: len(found.parts)]), rest=rest))
+        kept_rules.append(tuple(left))
+    rest = None if found_rules.rest is None else kept_rules[-1]
+    return left_of(replace(found_rules, parts=tuple(kept_rules[: len(found_rules.parts)]), rest=rest))
 
 
 def _told_by_lengths(
-    found: FittingRules, comparing: Comparing, output: Any, target: Any
+    rules: FittingRules, comparing: Comparing, output: Any, target: Any
 ) -> tuple[list[str], frozenset[int]]:
     """Return what other lengths tell of each part, and which tallies they change."""
-    count = len(found.subjects)
+    count = len(rules.subjects)
     try:
-        told = lengths_of(comparing.loss_fn, output, target, comparing.device)
+        length = lengths_of(comparing.loss_fn, output, target, comparing.device)
     except Exception:
-        told = None
-    if told is None:
+        length = None
+    if length is None:
         return [""] * count, frozenset()
-    return ([*told.parts, told.rest][:count] if found.parts else [told.rest]), told.changed
+    return ([*length.parts, length.rest][:count] if rules.parts else [length.rest]), length.changed
 
 
 def joint_of(

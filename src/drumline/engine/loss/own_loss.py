@@ -35,12 +35,12 @@ def own_loss(output: Any, *, needed: bool = True) -> Tensor | None:
     tensor(2.)
     """
     if isinstance(output, Mapping):
-        found = output.get("loss")
+        found_loss = output.get("loss")
     elif isinstance(output, tuple | list) and not hasattr(output, "loss"):
-        found = output[0] if output else None
+        found_loss = output[0] if output else None
     else:
-        found = getattr(output, "loss", output)
-    loss = found if isinstance(found, Tensor) and found.dim() == 0 else None
+        found_loss = getattr(output, "loss", output)
+    loss = found_loss if isinstance(found_loss, Tensor) and found_loss.dim() == 0 else None
     if loss is None and needed:
         raise ModelError(
             f"the model returned a {type(output).__name__} without a loss, and the pipeline has no loss_fn",
@@ -92,12 +92,12 @@ class OwnWeight(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record the number of labels that a loss counts."""
         if func in (nn.functional.cross_entropy, nn.functional.nll_loss):
-            given = inspect.signature(func).bind(*args, **(kwargs or {}))
-            given.apply_defaults()
-            target = given.arguments["target"]
-            if given.arguments["reduction"] == "mean" and not target.is_floating_point():
-                weight = given.arguments["weight"]
-                self.counts.append(float(labels_counted(target, given.arguments["ignore_index"], weight)))
+            arguments = inspect.signature(func).bind(*args, **(kwargs or {}))
+            arguments.apply_defaults()
+            target = arguments.arguments["target"]
+            if arguments.arguments["reduction"] == "mean" and not target.is_floating_point():
+                weight = arguments.arguments["weight"]
+                self.counts.append(float(labels_counted(target, arguments.arguments["ignore_index"], weight)))
         return func(*args, **(kwargs or {}))
 
 
@@ -110,7 +110,7 @@ class OwnShares:
         self.recut(num_last)
         self.across: Across | None = None  # what all lines of a mesh count together
         self._looked_at = False
-        self._apart: set[int] = set()  # the parts that mix the rows of a microbatch
+        self._mixing_parts: set[int] = set()  # the parts that mix the rows of a microbatch
         self._degrees: list[int] = []  # of each part: to which power of the rows the numbers go that divide it
 
     def recut(self, num_last: int) -> None:
@@ -122,9 +122,9 @@ class OwnShares:
         if len(microbatches) == 1 and self.across is None:
             return Weighing([1.0])
         kinds = [self.script.kind(microbatch, train=train) for microbatch in microbatches]
-        found = [self.script.loss(kind) for kind, _ in kinds]
-        losses = [parts for parts in found if parts is not None]
-        if len(losses) < len(found):
+        losses_by_kind = [self.script.loss(kind) for kind, _ in kinds]
+        losses = [parts for parts in losses_by_kind if parts is not None]
+        if len(losses) < len(losses_by_kind):
             # No loss: the code that needs it raises.
             return weighed([[float(row)] for row in rows], rows, across=self.across)
         self._look(losses[0], kinds[0][0], rows[0])
@@ -132,27 +132,27 @@ class OwnShares:
             self._divided(loss, loss.counts.of(tensors, self.piece))
             for loss, (_, tensors) in zip(losses, kinds, strict=True)
         ]
-        made = self._weighed(counts, rows, others=bool(losses[0].walk.others))
-        if made.factors and min(losses[0].pieces) < self._first:
+        weighing = self._weighed(counts, rows, others=bool(losses[0].walk.others))
+        if weighing.factors and min(losses[0].pieces) < self._first:
             raise ModelError(
                 "the model's loss adds means over different counts, one of them in an earlier stage",
                 expected="every part of the loss in the last stage",
                 fix=f"cut the model elsewhere, or pass {_WEIGHT}",
             )
-        return made
+        return weighing
 
     def _weighed(self, counts: Sequence[Sequence[Any]], rows: Sequence[int], *, others: bool) -> Weighing:
         """Return the shares, using only the parts that are not computed for each microbatch separately."""
-        apart = self._apart
-        if not apart:
+        mixers = self._mixing_parts
+        if not mixers:
             return weighed(counts, rows, others=others, across=self.across)
-        known = [[value for at, value in enumerate(row) if at not in apart] for row in counts]
-        made = weighed(known, rows, others=True, across=self.across)
+        known = [[value for at, value in enumerate(row) if at not in mixers] for row in counts]
+        weighing = weighed(known, rows, others=True, across=self.across)
         factors = {}
-        for microbatch, found in made.factors.items():
-            each = iter(found)
-            factors[microbatch] = [1.0 if at in apart else next(each) for at in range(len(counts[0]))]
-        return Weighing(made.shares, factors)
+        for microbatch, factor in weighing.factors.items():
+            each = iter(factor)
+            factors[microbatch] = [1.0 if at in mixers else next(each) for at in range(len(counts[0]))]
+        return Weighing(weighing.shares, factors)
 
     def _look(self, loss: OwnLossParts, kind: InputKind, rows: int) -> None:
         """Refuse, once, a loss that is not built from means and sums over rows; name its other parts."""
@@ -179,7 +179,7 @@ class OwnShares:
                 expected="a mean or sum over rows, so that the microbatches' losses combine to the batch's",
                 fix=f"use num_microbatches=1; or, to compute it on each microbatch separately, pass {_WEIGHT}",
             )
-        self._apart = set(mixers)
+        self._mixing_parts = set(mixers)
         if names := dict.fromkeys([*walk.others, *(name for name, _ in mixers.values())]):
             warnings.warn(
                 f"a part of the model's loss, from {', '.join(names)}, is neither a mean nor a sum over rows: Drumline"
@@ -193,20 +193,20 @@ class OwnShares:
 
         A sum divided by its rows is a mean over rows, and a mean multiplied by its rows is a sum.
         """
-        made = list(counts)
+        tensors = list(counts)
         for at, degree in enumerate(self._degrees):
             term = loss.walk.terms[at]
             if degree == 1 and counts[at] is None:
-                made[at] = 1 / abs(term.factor)
+                tensors[at] = 1 / abs(term.factor)
             elif degree == -1 and isinstance(counts[at], int):
-                made[at] = None
+                tensors[at] = None
             elif degree:
                 raise ModelError(
                     f"the model's loss multiplies a mean by {term.factor:g}, which depends on the number of rows",
                     expected="a sum of means and sums over rows or tokens",
                     fix=f"write it without that number; or pass {_WEIGHT}",
                 )
-        return made
+        return tensors
 
     def _with_rows(self, kind: InputKind, rows: int) -> OwnLossParts | None:
         """Trace the model's loss on a batch with more rows; None if that cannot be done."""
@@ -222,7 +222,7 @@ class OwnShares:
 
     def _degrees_of(self, walk: Walk, other: OwnLossParts, rows: int) -> list[int]:
         """Return by which power of the rows each part is divided besides what its call says."""
-        found = []
+        degrees = []
         for term, two in zip(walk.terms, other.walk.terms, strict=False):
             # A mean over elements has as many more of them as there are rows.
             ratio = abs(term.factor / two.factor)
@@ -240,8 +240,8 @@ class OwnShares:
                     expected="a number that does not depend on the rows, or one divided by them",
                     fix=f"write it as a mean or a sum; or pass {_WEIGHT}",
                 )
-            found.append(degree)
-        return [*found, *[0] * (len(walk.terms) - len(found))]
+            degrees.append(degree)
+        return [*degrees, *[0] * (len(walk.terms) - len(degrees))]
 
     def _mixers(self, loss: OwnLossParts, more: OwnLossParts | None) -> dict[int, tuple[str, int]]:
         """Return the parts that mix rows, found on a batch with more rows: the call and the degree of each.
@@ -256,16 +256,16 @@ class OwnShares:
         if [name_of(call) for call in other.calls] != [name_of(call) for call in calls]:
             return dict.fromkeys(every, ("a path that depends on the number of rows", 1))
         degrees = [_degree(value.num_bytes) for value in other.values]
-        found: dict[int, tuple[str, int]] = {}
+        mixers: dict[int, tuple[str, int]] = {}
         for part, term in enumerate(walk.terms):
             for at in walk.data_calls(term):
-                made = [degrees[value] for _, value in calls[at].makes]
+                degrees_made = [degrees[value] for _, value in calls[at].makes]
                 data = [degrees[value] for value in calls[at].takes if not walk.is_known(value)]
-                if any(number > 1 for number in made):
-                    found[part] = (name_of(calls[at]), 2)
-                elif 0 in made and any(data) and part not in found:
-                    found[part] = (name_of(calls[at]), 1)
-        return found
+                if any(number > 1 for number in degrees_made):
+                    mixers[part] = (name_of(calls[at]), 2)
+                elif 0 in degrees_made and any(data) and part not in mixers:
+                    mixers[part] = (name_of(calls[at]), 1)
+        return mixers
 
 
 def _degree(num_bytes: int) -> int:

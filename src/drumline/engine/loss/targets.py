@@ -24,19 +24,19 @@ def labels_weight(loss_fn: Any) -> Callable[[Any], Tensor] | None:
     >>> weight(torch.tensor([3, 0, 2]))
     tensor(2)
     """
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     while isinstance(loss_fn, functools.partial):
         if loss_fn.args:
             return None
-        given = {**loss_fn.keywords, **given}
+        arguments = {**loss_fn.keywords, **arguments}
         loss_fn = loss_fn.func
     if type(loss_fn) in (nn.CrossEntropyLoss, nn.NLLLoss):
-        given = {"ignore_index": loss_fn.ignore_index, "weight": loss_fn.weight, "reduction": loss_fn.reduction}
+        arguments = {"ignore_index": loss_fn.ignore_index, "weight": loss_fn.weight, "reduction": loss_fn.reduction}
     elif loss_fn not in (functional.cross_entropy, functional.nll_loss):
         return None
-    if given.get("reduction", "mean") != "mean":
+    if arguments.get("reduction", "mean") != "mean":
         return None
-    ignored, weight = given.get("ignore_index", _IGNORED), given.get("weight")
+    ignored, weight = arguments.get("ignore_index", _IGNORED), arguments.get("weight")
 
     def counted(target: Any) -> Tensor:
         if not isinstance(target, Tensor) or target.is_floating_point():  # chances of classes: every place counts

@@ -50,9 +50,9 @@ def inputs_for(args: tuple[Any, ...], kwargs: dict[str, Any], *, is_chain: bool)
     if not is_chain:
         return Inputs(args, kwargs)
     if kwargs or len(args) > 1:
-        given = [*(f"argument {number}" for number in range(2, len(args) + 1)), *kwargs]
+        argument_names = [*(f"argument {number}" for number in range(2, len(args) + 1)), *kwargs]
         raise BatchError(
-            f"step got {', '.join(given)}",
+            f"step got {', '.join(argument_names)}",
             expected="one batch, which the first block takes as its only argument, and target=",
             fix="combine several inputs into a tuple or a dict",
         )
@@ -150,15 +150,15 @@ def guesses(model: nn.Module) -> Iterator[Example]:
 
 
 def _size(config: Any) -> Any:
-    seen = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
-    return getattr(seen, "image_size", None)
+    vision = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
+    return getattr(vision, "image_size", None)
 
 
 def _pictures(config: Any) -> Tensor:
     size = _size(config) or 224
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
-    seen = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
-    return torch.zeros(2, getattr(seen, "num_channels", 3), height, width)
+    vision = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
+    return torch.zeros(2, getattr(vision, "num_channels", 3), height, width)
 
 
 def _spectrogram(config: Any) -> Tensor:

@@ -52,17 +52,17 @@ def material_from(source: str | Maker) -> Material:
     drumline.core.errors.ModelError: no_such_file.py: no such file; expected FILE.py:NAME, a function that returns ...
     """
     if not isinstance(source, str):
-        return _made(source, getattr(source, "__name__", repr(source)))
+        return _material(source, getattr(source, "__name__", repr(source)))
     path, name = _parts(source)
     with _beside(path):
         module = _loaded(path)
         maker = getattr(module, name, None)
         if not callable(maker):
-            own = [key for key, attribute in vars(module).items() if callable(attribute) and not key.startswith("_")]
-            own = [key for key in own if getattr(getattr(module, key), "__module__", "") == module.__name__]
+            keys = [key for key, attribute in vars(module).items() if callable(attribute) and not key.startswith("_")]
+            keys = [key for key in keys if getattr(getattr(module, key), "__module__", "") == module.__name__]
             what = "is not a function" if hasattr(module, name) else "does not exist"
-            raise ModelError(f"{path}: {name} {what}", expected=_EXPECTED, fix=nearest(name, own) if own else "")
-        return _made(maker, f"{path}:{name}")
+            raise ModelError(f"{path}: {name} {what}", expected=_EXPECTED, fix=nearest(name, keys) if keys else "")
+        return _material(maker, f"{path}:{name}")
 
 
 def check(source: str) -> None:
@@ -112,23 +112,23 @@ def _loaded(path: Path) -> ModuleType:
     return module
 
 
-def _made(maker: Maker, name: str) -> Material:
+def _material(maker: Maker, name: str) -> Material:
     try:
-        made = maker()
+        returned = maker()
     except DrumlineError:
         raise
     except Exception as error:
         raise ModelError(
             f"{name} failed with {type(error).__name__}: {error}", expected="a function that runs without arguments"
         ) from error
-    if not isinstance(made, tuple | list) or len(made) != len(Material._fields):
-        what = f"{len(made)} values" if isinstance(made, tuple | list) else type(made).__name__
+    if not isinstance(returned, tuple | list) or len(returned) != len(Material._fields):
+        what = f"{len(returned)} values" if isinstance(returned, tuple | list) else type(returned).__name__
         raise ModelError(f"{name} returned {what}", expected="(model, loss_fn, batch, target)")
-    material = Material(*made)
+    material = Material(*returned)
     if is_chain(material.model):
         blocks_of(material.model)  # raises if the model cannot be cut
-    own = material.loss_fn is None and not is_chain(material.model)  # a model that computes its own loss
-    if not own and not callable(material.loss_fn):
+    has_own_loss = material.loss_fn is None and not is_chain(material.model)  # a model that computes its own loss
+    if not has_own_loss and not callable(material.loss_fn):
         raise ModelError(
             f"{name} returned a {type(material.loss_fn).__name__} as loss_fn",
             expected="(model, loss_fn, batch, target), with a function as loss_fn",

@@ -43,18 +43,18 @@ def found_split(model: Model, said: Split | None) -> Callable[[Any], Split | Non
     config = getattr(model, "config", None)
 
     def of(batch: Any) -> Split | None:
-        given = getattr(batch, "kwargs", None)
-        if not isinstance(given, Mapping) or not given:
+        kwargs = getattr(batch, "kwargs", None)
+        if not isinstance(kwargs, Mapping) or not kwargs:
             return said
-        found = {**_positions(given), **_pictures(given, config), **(said or {})}
-        return found or None
+        split = {**_positions(kwargs), **_pictures(kwargs, config), **(said or {})}
+        return split or None
 
     return of
 
 
-def _positions(given: Mapping[str, Any]) -> Split:
+def _positions(arguments: Mapping[str, Any]) -> Split:
     """Split positions of several kinds along dimension 1, which holds their rows."""
-    ids, positions = given.get("input_ids"), given.get("position_ids")
+    ids, positions = arguments.get("input_ids"), arguments.get("position_ids")
     if not isinstance(ids, Tensor) or not isinstance(positions, Tensor) or positions.dim() != 3:
         return {}
     return {"position_ids": 1} if positions.shape[1:] == ids.shape and positions.shape[0] in (3, 4) else {}
@@ -66,11 +66,11 @@ _PACKED = (
 )
 
 
-def _pictures(given: Mapping[str, Any], config: Any) -> Split:
+def _pictures(arguments: Mapping[str, Any], config: Any) -> Split:
     """Assign packed picture patches to the rows whose text has placeholders for them."""
-    found: dict[str | int, Any] = {}
+    split: dict[str | int, Any] = {}
     for pixels, grid, token in _PACKED:
-        sizes, ids, place = given.get(grid), given.get("input_ids"), getattr(config, token, None)
+        sizes, ids, place = arguments.get(grid), arguments.get("input_ids"), getattr(config, token, None)
         if not isinstance(sizes, Tensor) or not isinstance(ids, Tensor) or place is None or ids.dim() != 2:
             continue
         merged = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1) ** 2
@@ -79,13 +79,13 @@ def _pictures(given: Mapping[str, Any], config: Any) -> Split:
         if owners is None:
             continue
         rows = len(ids)
-        found[grid] = _counter(torch.bincount(owners, minlength=rows))
-        found[pixels] = _counter(torch.zeros(rows, dtype=torch.long).index_add_(0, owners, patches.cpu()))
-    return found
+        split[grid] = _counter(torch.bincount(owners, minlength=rows))
+        split[pixels] = _counter(torch.zeros(rows, dtype=torch.long).index_add_(0, owners, patches.cpu()))
+    return split
 
 
 def _counter(counts: Tensor) -> Callable[[Any], Tensor]:
-    return lambda given: counts
+    return lambda arguments: counts
 
 
 def _owners(tokens: Tensor, places: Tensor) -> Tensor | None:
@@ -94,7 +94,7 @@ def _owners(tokens: Tensor, places: Tensor) -> Tensor | None:
     >>> _owners(torch.tensor([4, 2, 2]), torch.tensor([4, 0, 4]))
     tensor([0, 2, 2])
     """
-    row, left, found = -1, 0, []
+    row, left, rows = -1, 0, []
     room = places.tolist()
     for count in tokens.tolist():
         while left == 0 and row + 1 < len(room):
@@ -103,5 +103,5 @@ def _owners(tokens: Tensor, places: Tensor) -> Tensor | None:
         if count > left:
             return None
         left -= count
-        found.append(row)
-    return torch.tensor(found) if left == 0 and not any(room[row + 1 :]) else None
+        rows.append(row)
+    return torch.tensor(rows) if left == 0 and not any(room[row + 1 :]) else None

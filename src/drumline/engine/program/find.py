@@ -94,10 +94,10 @@ def edges_of(program: Program) -> list[tuple[int, int]]:
     [(0, 1), (1, 0)]
     """
     placement = program.placement
-    found = set()
+    edges = set()
     for microbatch in range(program.num_microbatches):
         path = [placement.rank_of(stage, microbatch) for stage in range(program.num_stages)]
-        found |= {pair for at, other in pairwise(path) if at != other for pair in ((at, other), (other, at))}
+        edges |= {pair for at, other in pairwise(path) if at != other for pair in ((at, other), (other, at))}
     for stage in range(program.num_stages):
-        found |= set(permutations(placement.ranks_of(stage), 2))
-    return sorted(found)
+        edges |= set(permutations(placement.ranks_of(stage), 2))
+    return sorted(edges)

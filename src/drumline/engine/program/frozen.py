@@ -152,8 +152,8 @@ class Frozen:
         """Refuse parameters that are trainable now if the program has no gradients for them."""
         for kind, parameters in zip(self.program.backwards, self._parameters, strict=True):
             if kind is not Backward.WHOLE:
-                for name, seen in parameters:
-                    param = seen()
+                for name, reference in parameters:
+                    param = reference()
                     if param is not None and param.requires_grad:
                         self._refuse(name)
         for stage in stages:

@@ -65,24 +65,24 @@ def named_programs(
     >>> named_programs({"long": 2}, first, "1f1b", None)["long"].num_microbatches
     2
     """
-    found = {}
-    for name, given in (programs or {}).items():
-        if isinstance(given, int):
+    by_name = {}
+    for name, given_program in (programs or {}).items():
+        if isinstance(given_program, int):
             if isinstance(schedule, Program | Path) or schedule.endswith(".csv"):
                 raise ProgramError(
-                    f"programs has {given} microbatches as {name!r}, and the schedule is a program already",
+                    f"programs has {given_program} microbatches as {name!r}, and the schedule is a program already",
                     expected="the name of a schedule, to be generated for another number",
                 )
             program = program_for(
-                schedule, num_ranks=first.num_ranks, num_microbatches=given, stages_per_rank=stages_per_rank
+                schedule, num_ranks=first.num_ranks, num_microbatches=given_program, stages_per_rank=stages_per_rank
             )
         else:
-            if isinstance(given, str) and not given.endswith(".csv"):
-                raise ProgramError(f"programs has {given!r} as {name!r}", expected="a Program or a CSV file")
-            program = program_for(given, num_ranks=first.num_ranks, num_microbatches=None)
+            if isinstance(given_program, str) and not given_program.endswith(".csv"):
+                raise ProgramError(f"programs has {given_program!r} as {name!r}", expected="a Program or a CSV file")
+            program = program_for(given_program, num_ranks=first.num_ranks, num_microbatches=None)
         check_fits(program, first, name)
-        found[name] = Program(program.rows, name)
-    return found
+        by_name[name] = Program(program.rows, name)
+    return by_name
 
 
 def check_fits(program: Program, first: Program, name: str) -> None:
@@ -111,14 +111,14 @@ class Programs:
     def __init__(
         self, first: Program, named: Mapping[str, Program], prune: Callable[[Program], Program] = lambda plan: plan
     ) -> None:
-        given = [first, *named.values()]
+        programs = [first, *named.values()]
         self._prune = prune
-        self._listed = list(map(prune, given))
+        self._listed = list(map(prune, programs))
         self._numbers = {name: number for number, name in enumerate(named, start=1)}
         # By id; they are kept, so that no others get theirs.
-        self._known = {id(program): (number, program) for number, program in enumerate(given)}
+        self._known = {id(program): (number, program) for number, program in enumerate(programs)}
         self._edges = set(edges_of(first)).union(*map(edges_of, named.values()))
-        self.own = 0  # the number of the program of steps that name none
+        self.own_number = 0  # the number of the program of steps that name none
 
     def __iter__(self) -> Iterator[Program]:
         return iter(self._listed)
@@ -138,23 +138,25 @@ class Programs:
 
     def renew(self) -> None:
         """Prune all of them again, because stages have other blocks now."""
-        given = dict(reversed(self._known.values()))  # the first of each number
-        self._listed = [self._prune(given[number]) for number in range(len(self._listed))]
+        programs = dict(reversed(self._known.values()))  # the first of each number
+        self._listed = [self._prune(programs[number]) for number in range(len(self._listed))]
 
-    def number_of(self, given: str | Program | None) -> int:
+    def number_of(self, choice: str | Program | None) -> int:
         """Return the number of the program that a step names, or brings."""
-        if given is None:
-            return self.own
-        if isinstance(given, str):
-            if given not in self._numbers:
-                fix = nearest(given, self._numbers) if self._numbers else "name programs: Pipeline(..., programs={...})"
-                raise UsageError(f"there is no program {given!r}", fix=fix)
-            return self._numbers[given]
-        if not isinstance(given, Program):
-            raise UsageError(f"program is {given!r:.60}", expected="a name out of programs=, or a Program")
-        if id(given) not in self._known:
-            self._known[id(given)] = self._added(given), given
-        return self._known[id(given)][0]
+        if choice is None:
+            return self.own_number
+        if isinstance(choice, str):
+            if choice not in self._numbers:
+                fix = (
+                    nearest(choice, self._numbers) if self._numbers else "name programs: Pipeline(..., programs={...})"
+                )
+                raise UsageError(f"there is no program {choice!r}", fix=fix)
+            return self._numbers[choice]
+        if not isinstance(choice, Program):
+            raise UsageError(f"program is {choice!r:.60}", expected="a name out of programs=, or a Program")
+        if id(choice) not in self._known:
+            self._known[id(choice)] = self._added(choice), choice
+        return self._known[id(choice)][0]
 
     def added(self, program: Program) -> int:
         """Return the number of what a step of a schedule without a flush runs, which is no whole program."""

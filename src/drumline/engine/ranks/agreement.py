@@ -63,11 +63,11 @@ _MENDS = {
 
 def agree_on_lines(crew: Crew, what: str, lines: Sequence[str]) -> None:
     """Raise the same error on all ranks unless all have the same lines; send them only if their digests differ."""
-    told = crew.collect(what, short("\n".join(lines)))
-    if len(set(told)) > 1:
+    answers = crew.collect(what, short("\n".join(lines)))
+    if len(set(answers)) > 1:
         each = crew.collect(f"{what} in full", list(lines))
-        rank = next(rank for rank, report in enumerate(told) if report != told[0])
-        raise _different(what, crew.called.several(0, rank), each[0], each[rank])
+        rank = next(rank for rank, report in enumerate(answers) if report != answers[0])
+        raise _different(what, crew.naming.several(0, rank), each[0], each[rank])
 
 
 def _different(what: str, ranks: str, first: Sequence[str], second: Sequence[str]) -> MismatchError:
@@ -80,17 +80,17 @@ def _different(what: str, ranks: str, first: Sequence[str], second: Sequence[str
     )
 
 
-def agree_on_followed(told: Sequence[Mapping[str, str]], step: int, called: RankNames = BY_NUMBER) -> None:
+def agree_on_followed(graphs: Sequence[Mapping[str, str]], step: int, naming: RankNames = BY_NUMBER) -> None:
     """Raise unless all ranks that traced a new kind of input in this step got the same graph.
 
     >>> agree_on_followed([{"a": "1"}, {"a": "2"}], 3)
     Traceback (most recent call last):
     drumline.core.errors.MismatchError: step 3: ranks 0 and 1 traced the model to different graphs for new inputs...
     """
-    found = first_difference(told)
-    if found is not None:
+    difference = first_difference(graphs)
+    if difference is not None:
         raise MismatchError(
-            f"step {step}: {called.several(*found[:2])} traced the model to different graphs for new inputs",
+            f"step {step}: {naming.several(*difference[:2])} traced the model to different graphs for new inputs",
             expected="the same calls on every rank",
             fix=_MENDS["graph"],
         )
@@ -113,10 +113,10 @@ def code_of(model: Model, *functions: Any) -> list[str]:
         for name, module in modules
         if type(module).__module__.startswith("torch.nn.modules")
     ]
-    return lines + [f"{_called(function)} {_code(function)}" for function in functions if function is not None]
+    return lines + [f"{_function_name(function)} {_code(function)}" for function in functions if function is not None]
 
 
-def _called(function: Any) -> str:
+def _function_name(function: Any) -> str:
     return function_name(function if hasattr(function, "__qualname__") else type(function))
 
 
@@ -162,14 +162,14 @@ def samples_of(named: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     return {name: b"".join(islice(samples, len(each))) for name, each in parts.items()}
 
 
-def first_difference(told: Sequence[Mapping[str, bytes | str]]) -> tuple[int, int, str] | None:
+def first_difference(tables: Sequence[Mapping[str, bytes | str]]) -> tuple[int, int, str] | None:
     """Return two ranks and the first name under which their values differ; None if they agree.
 
     >>> first_difference([{"a": b"1"}, {}, {"a": b"2"}])
     (0, 2, 'a')
     """
     known: dict[str, tuple[int, bytes | str]] = {}
-    for rank, entry in enumerate(told):
+    for rank, entry in enumerate(tables):
         for name, value in entry.items():
             first, other = known.setdefault(name, (rank, value))
             if other != value:
@@ -213,37 +213,39 @@ def begun(batch: Any, target: Any) -> Callable[[], ArgumentPrint]:
     samples = samples_begun([*batches, *targets])
     given_apart = is_apart(form) or is_apart(other)
 
-    def given() -> ArgumentPrint:
-        found = samples()
-        pairs = zip((*batches, *targets), found, strict=True)
+    def fingerprint() -> ArgumentPrint:
+        data = samples()
+        pairs = zip((*batches, *targets), data, strict=True)
         prints = [(str(tensor.dtype), tuple(tensor.shape), sample) for tensor, sample in pairs]
         return ArgumentPrint(tuple(prints[: len(batches)]), tuple(prints[len(batches) :]), given_apart)
 
-    return given
+    return fingerprint
 
 
-def agree_on_batch(told: Sequence[ArgumentPrint | None], step: int, called: RankNames = BY_NUMBER) -> None:
+def agree_on_batch(prints: Sequence[ArgumentPrint | None], step: int, naming: RankNames = BY_NUMBER) -> None:
     """Raise unless all ranks that got a batch or a target got the same one.
 
     >>> agree_on_batch([ArgumentPrint.of(torch.zeros(4, 2), None), ArgumentPrint.of(torch.zeros(3, 2), None)], 5)
     Traceback (most recent call last):
     drumline.core.errors.MismatchError: step 5: ranks 0 and 1 got different batches: float32(4, 2) and float32(3, 2)...
     """
-    if all(argument_print is None or argument_print == told[0] for argument_print in told):
+    if all(argument_print is None or argument_print == prints[0] for argument_print in prints):
         return
-    apart = {mark.is_apart: rank for rank, mark in enumerate(told) if mark is not None and (mark.batch or mark.target)}
-    if len(apart) > 1:
+    numbers = {
+        mark.is_apart: rank for rank, mark in enumerate(prints) if mark is not None and (mark.batch or mark.target)
+    }
+    if len(numbers) > 1:
         raise MismatchError(
-            f"step {step}: {called.rank(apart[True])} got Microbatches and {called.rank(apart[False])} a batch or "
+            f"step {step}: {naming.rank(numbers[True])} got Microbatches and {naming.rank(numbers[False])} a batch or "
             "target to be cut",
             expected="the same on every rank that gets one",
             fix="pass Microbatches to all of them",
         )
     for what in ("batch", "target"):
-        each = [(rank, getattr(mark, what)) for rank, mark in enumerate(told) if mark is not None]
+        each = [(rank, getattr(mark, what)) for rank, mark in enumerate(prints) if mark is not None]
         each = [(rank, mark) for rank, mark in each if mark]
         for rank, mark in each[1:]:
-            _agree_on_tensors(what, step, called.several(each[0][0], rank), each[0][1], mark)
+            _agree_on_tensors(what, step, naming.several(each[0][0], rank), each[0][1], mark)
 
 
 def _agree_on_tensors(
@@ -266,40 +268,40 @@ def _agree_on_tensors(
     )
 
 
-def agree_on_program(told: Sequence[tuple[str, str]], step: int, called: RankNames = BY_NUMBER) -> None:
+def agree_on_program(digests: Sequence[tuple[str, str]], step: int, naming: RankNames = BY_NUMBER) -> None:
     """Raise unless all ranks ran the same program: what each told is its digest and name, none for the pipeline's own.
 
     >>> agree_on_program([("", ""), ("1a", "long")], 2)
     Traceback (most recent call last):
     drumline.core.errors.MismatchError: step 2: rank 0 ran the pipeline's own program and rank 1 the program 'long'...
     """
-    other = next((rank for rank, (digest, _) in enumerate(told) if digest != told[0][0]), None)
+    other = next((rank for rank, (digest, _) in enumerate(digests) if digest != digests[0][0]), None)
     if other is not None:
-        names = [f"the program {name!r}" if digest else "the pipeline's own program" for digest, name in told]
+        names = [f"the program {name!r}" if digest else "the pipeline's own program" for digest, name in digests]
         raise MismatchError(
-            f"step {step}: {called.rank(0)} ran {names[0]} and {called.rank(other)} {names[other]}",
+            f"step {step}: {naming.rank(0)} ran {names[0]} and {naming.rank(other)} {names[other]}",
             expected="the same program= on every rank",
         )
 
 
-def agree_on_order(told: Sequence[tuple[int, ...]], step: int, called: RankNames = BY_NUMBER) -> None:
+def agree_on_order(orders: Sequence[tuple[int, ...]], step: int, naming: RankNames = BY_NUMBER) -> None:
     """Raise unless all ranks that chose an order of microbatches chose the same.
 
     >>> agree_on_order([(0, 1), (), (1, 0)], 4)
     Traceback (most recent call last):
     drumline.core.errors.MismatchError: step 4: ranks 0 and 2 put the microbatches in different orders; expected ...
     """
-    chosen = [(rank, order) for rank, order in enumerate(told) if order]
+    chosen = [(rank, order) for rank, order in enumerate(orders) if order]
     for rank, order in chosen[1:]:
         if order != chosen[0][1]:
             raise MismatchError(
-                f"step {step}: {called.several(chosen[0][0], rank)} put the microbatches in different orders",
+                f"step {step}: {naming.several(chosen[0][0], rank)} put the microbatches in different orders",
                 expected="the same sizes to choose by: those of the batch, or of a target where there is no batch",
                 fix="pass the batch to all ranks that hold the first or the last stage",
             )
 
 
-def agree_on_mode(trained: Sequence[bool], step: int, called: RankNames = BY_NUMBER) -> None:
+def agree_on_mode(trained: Sequence[bool], step: int, naming: RankNames = BY_NUMBER) -> None:
     """Raise unless all ranks called `step`, or all called `eval_step`.
 
     >>> agree_on_mode([True, False], 2)
@@ -308,7 +310,7 @@ def agree_on_mode(trained: Sequence[bool], step: int, called: RankNames = BY_NUM
     """
     if len(set(trained)) > 1:
         raise MismatchError(
-            f"call {step}: {called.rank(trained.index(True))} ran step and {called.rank(trained.index(False))} ran"
+            f"call {step}: {naming.rank(trained.index(True))} ran step and {naming.rank(trained.index(False))} ran"
             " eval_step",
             expected="the same call on all ranks",
         )

@@ -134,14 +134,14 @@ class Crew:
         return self.channels[0].rank
 
     @property
-    def called(self) -> RankNames:
+    def naming(self) -> RankNames:
         """What messages call the ranks of this pipeline."""
-        return self.axes.called
+        return self.axes.naming
 
     @property
     def name(self) -> str:
         """What messages call this process's first rank."""
-        return self.called.rank(self.rank)
+        return self.naming.rank(self.rank)
 
     def connect(self, edges: Sequence[tuple[int, int]]) -> None:
         """Open more edges between ranks; all ranks call it with the same edges."""
@@ -185,8 +185,8 @@ class Crew:
 
     def heard(self, topic: str) -> list[Any]:
         """Return the values of all ranks, waiting for those that are missing."""
-        told = [channel.hear(topic, self._deadline()) for channel in self.channels]
-        return told[0]
+        hears = [channel.hear(topic, self._deadline()) for channel in self.channels]
+        return hears[0]
 
     def compare_clocks(self) -> None:
         """Measure the offsets between the ranks' clocks; all ranks call it."""

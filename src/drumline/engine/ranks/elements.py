@@ -27,17 +27,17 @@ def samples_begun(tensors: Sequence[Tensor]) -> Callable[[], list[bytes]]:
     >>> samples_begun([value.t()])() == samples_begun([value.t().contiguous()])()
     True
     """
-    found = [b"" if _is_away(tensor) else _sample(tensor) for tensor in tensors]
+    chunks = [b"" if _is_away(tensor) else _sample(tensor) for tensor in tensors]
     places = [at for at, t in enumerate(tensors) if _is_away(t) and t.layout is torch.strided and not t.is_meta]
     if not places:
-        return lambda: found
+        return lambda: chunks
     late = [(here, _on_the_way([tensors[at] for at in here])) for here in _by_device(tensors, places)]
 
     def samples() -> list[bytes]:
         for here, arrived in late:
             for at, chunk in zip(here, arrived(), strict=True):
-                found[at] = chunk
-        return found
+                chunks[at] = chunk
+        return chunks
 
     return samples
 
@@ -57,8 +57,8 @@ def _sample(tensor: Tensor) -> bytes:
         value = value.view(_INTEGERS[value.dtype.itemsize])
     array = value.numpy()
     flat = array.reshape(-1) if value.is_contiguous() else array.flat
-    found: bytes = flat[:: max(1, array.size // NUM_ELEMENTS)].tobytes()
-    return found
+    sample: bytes = flat[:: max(1, array.size // NUM_ELEMENTS)].tobytes()
+    return sample
 
 
 def _by_device(tensors: Sequence[Tensor], places: Sequence[int]) -> Iterator[list[int]]:

@@ -22,8 +22,8 @@ from drumline.runtime.step import CalledWith, Step
 class Observer:
     """Does nothing at any of these moments; subclasses override some of them.
 
-    Observers get `end` in reverse order, and everything else in order. Evaluations call only `given`,
-    `compared`, `tell` and `told`.
+    Observers get `end` in reverse order, and everything else in order. Evaluations call only `take_call`,
+    `compared`, `tell` and `after_telling`.
     """
 
     order: ClassVar[int] = 0  # those with a lower one are called earlier, and later at the end of a step
@@ -36,7 +36,7 @@ class Observer:
     def refuse_step(self, step: Step) -> None:
         """Refuse a training step, before any other rank is asked anything."""
 
-    def given(self, step: Step, call: CalledWith) -> CalledWith:
+    def take_call(self, step: Step, call: CalledWith) -> CalledWith:
         """Return what this process takes of what a step is called with."""
         return call
 
@@ -49,17 +49,17 @@ class Observer:
     def followed(self) -> None:
         """React to ranks having traced the model again, or for other inputs; all ranks of a line are told alike."""
 
-    def ahead(self, step: Step, call: CalledWith, given: CalledWith) -> None:
-        """Prepare a training step with all ranks; `given` is what the user called it with, `call` what is taken."""
+    def ahead(self, step: Step, call: CalledWith, user_call: CalledWith) -> None:
+        """Prepare a training step with all ranks; `user_call` is what the user called it with, `call` what is taken."""
 
     def after(self, step: Step) -> None:
         """React to a training step having been told, with all ranks."""
 
-    def called(self, step: Step) -> None:
+    def at_call(self, step: Step) -> None:
         """React to the call of a training step; all ranks have reached it."""
 
-    def compared(self, step: Step, given: Callable[[], ArgumentPrint]) -> None:
-        """Compare what the step was called with, of which `given` returns a fingerprint, with what others got.
+    def compared(self, step: Step, fingerprint: Callable[[], ArgumentPrint]) -> None:
+        """Compare what the step was called with, of which `fingerprint` returns a fingerprint, with what others got.
 
         It is called where ranks are in several processes.
         """
@@ -79,7 +79,7 @@ class Observer:
     def tell(self, step: Step, each: Sequence[RankReport]) -> None:
         """See what the ranks of this process are about to tell all others about the step, and add to it."""
 
-    def told(self, step: Step, tally: Tally, each: Sequence[RankReport]) -> None:
+    def after_telling(self, step: Step, tally: Tally, each: Sequence[RankReport]) -> None:
         """React after they have told it; the tally will hold what all ranks tell."""
 
     def refuse_move(self, *, changes_program: bool) -> None:
@@ -102,30 +102,30 @@ class Observers:
     """The observers of a pipeline by what each does: who has nothing to do at a moment is not called then.
 
     >>> class Greets(Observer):
-    ...     def called(self, step: Step) -> None:
+    ...     def at_call(self, step: Step) -> None:
     ...         print("hello")
     >>> observers = Observers([Observer(), Greets()])
-    >>> len(observers.each), len(observers.called), len(observers.taken)
+    >>> len(observers.each), len(observers.at_call), len(observers.taken)
     (2, 1, 0)
     """
 
     def __init__(self, each: Iterable[Observer]) -> None:
         self.each = tuple(sorted(each, key=lambda observer: observer.order))
         self.refuse_step: list[Callable[[Step], None]] = self._at("refuse_step")
-        self.given: list[Callable[[Step, CalledWith], CalledWith]] = self._at("given")
+        self.take_call: list[Callable[[Step, CalledWith], CalledWith]] = self._at("take_call")
         self.before: list[Callable[[Step], None]] = self._at("before")
         self.renewed: list[Callable[[], None]] = self._at("renewed")
         self.followed: list[Callable[[], None]] = self._at("followed")
         self.ahead: list[Callable[[Step, CalledWith, CalledWith], None]] = self._at("ahead")
         self.after: list[Callable[[Step], None]] = self._at("after")
-        self.called: list[Callable[[Step], None]] = self._at("called")
+        self.at_call: list[Callable[[Step], None]] = self._at("at_call")
         self.compared: list[Callable[[Step, Callable[[], ArgumentPrint]], None]] = self._at("compared")
         self.taken: list[Callable[[Step], None]] = self._at("taken")
         self.begin: list[Callable[[Step], None]] = self._at("begin")
         self.again: list[Callable[[Step], None]] = self._at("again")
         self.end: list[Callable[[Step], None]] = self._at("end")[::-1]
         self.tell: list[Callable[[Step, Sequence[RankReport]], None]] = self._at("tell")
-        self.told: list[Callable[[Step, Tally, Sequence[RankReport]], None]] = self._at("told")
+        self.after_telling: list[Callable[[Step, Tally, Sequence[RankReport]], None]] = self._at("after_telling")
         self.moved: list[Callable[[], None]] = [part.moved for part in self.each]  # after which some are idle no more
 
     def _at(self, moment: str) -> list[Any]:

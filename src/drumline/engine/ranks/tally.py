@@ -60,7 +60,7 @@ class RankReport:
     num_tokens: int = 0
     loads: list[list[int]] = field(default_factory=list)  # of each mixture of experts: see load_metrics
     train: bool = True
-    given: ArgumentPrint | None = None  # arguments of the step; None if all ranks are in one process
+    arguments: ArgumentPrint | None = None  # arguments of the step; None if all ranks are in one process
     followed: dict[str, str] = field(default_factory=dict)  # digests of graphs traced for new kinds of input
     order: tuple[int, ...] = ()  # order of the microbatches, if one was chosen
     program: tuple[str, str] = ("", "")  # digest and name of a program other than the pipeline's own
@@ -75,21 +75,21 @@ class Tally:
     hear: Callable[[], list[RankReport]]
     program: Program
     handler: Handler | None = None
-    called: RankNames = BY_NUMBER
+    naming: RankNames = BY_NUMBER
     program_number: int = 0
     trained: int = 0  # training steps before it: its number in the run, in which evaluations are no steps
-    own: Callable[[], list[Record]] | None = None  # if all ranks are here, their records on demand
+    own_records: Callable[[], list[Record]] | None = None  # if all ranks are here, their records on demand
     following: Tally | None = None  # the next training step
 
     @cached_property
-    def told(self) -> list[RankReport]:
+    def reports(self) -> list[RankReport]:
         """What every rank told."""
         return self.hear()
 
     @property
     def is_heard(self) -> bool:
         """Whether all ranks have told."""
-        return "told" in self.__dict__
+        return "reports" in self.__dict__
 
     @property
     def is_complete(self) -> bool:
@@ -100,24 +100,24 @@ class Tally:
     def records(self) -> tuple[Record, ...] | None:
         """The records of all ranks, waiting for those of this process; None until all others have told theirs."""
         known = self.known_records
-        return tuple(self.own()) if known is None and self.own is not None else known
+        return tuple(self.own_records()) if known is None and self.own_records is not None else known
 
     @property
     def known_records(self) -> tuple[Record, ...] | None:
         """The same, without waiting for a device."""
-        found = [report.record for report in self.told]
-        if None in found and self.following is not None and self.following.is_heard:
-            found = [record or other.late for record, other in zip(found, self.following.told, strict=True)]
-        known = tuple(record for record in found if record is not None)
-        return known if len(known) == len(found) else None
+        records = [report.record for report in self.reports]
+        if None in records and self.following is not None and self.following.is_heard:
+            records = [record or other.late for record, other in zip(records, self.following.reports, strict=True)]
+        known = tuple(record for record in records if record is not None)
+        return known if len(known) == len(records) else None
 
     @cached_property
     def loss(self) -> Tensor | None:
         """The loss of the batch, summed over microbatches in order; None without a target."""
-        parts = {number: part for r in self.told for number, part in zip(r.microbatches, r.losses, strict=True)}
+        parts = {number: part for r in self.reports for number, part in zip(r.microbatches, r.losses, strict=True)}
         if not parts:
             return None
-        dtype = next(getattr(torch, report.dtype) for report in self.told if report.losses)
+        dtype = next(getattr(torch, report.dtype) for report in self.reports if report.losses)
         first, *others = (torch.as_tensor(parts[number], dtype=dtype) for number in sorted(parts))
         for part in others:
             first = first + part
@@ -136,57 +136,59 @@ class Tally:
     @property
     def stop(self) -> str:
         """Why the first rank that was asked to stop was asked, by name; empty if none was."""
-        return next((f"{word.stop} on {self.called.rank(at)}" for at, word in enumerate(self.told) if word.stop), "")
+        return next((f"{word.stop} on {self.naming.rank(at)}" for at, word in enumerate(self.reports) if word.stop), "")
 
     @property
     def unreached(self) -> set[str] | None:
         """The parameters that got no gradient on any rank; None if no rank checked."""
-        if any(report.unreached is None for report in self.told[:1]):
+        if any(report.unreached is None for report in self.reports[:1]):
             return None
-        return {name for report in self.told for name in report.unreached or ()}
+        return {name for report in self.reports for name in report.unreached or ()}
 
     def metrics(self, noted: Mapping[str, Any], dials: tuple[Dial, ...] = ()) -> dict[str, Any]:
         """Return the step's metrics; `noted` are additional ones, `dials` say how to read the ranks' clocks."""
-        found: dict[str, Any] = {"loss_metrics/global_avg_loss": self.loss, **noted}
+        metrics: dict[str, Any] = {"loss_metrics/global_avg_loss": self.loss, **noted}
         if self.program_number:
-            found["program"] = self.program_number
-        found |= load_metrics([load for report in self.told for load in report.loads])
+            metrics["program"] = self.program_number
+        metrics |= load_metrics([load for report in self.reports for load in report.loads])
         records = self.known_records
         if records is not None:
-            found |= step_metrics(self.program, records, dials)
-            seconds = found["time_metrics/end_to_end(s)"]
-            rows, tokens = (max(getattr(report, what) for report in self.told) for what in ("num_rows", "num_tokens"))
+            metrics |= step_metrics(self.program, records, dials)
+            seconds = metrics["time_metrics/end_to_end(s)"]
+            rows, tokens = (
+                max(getattr(report, what) for report in self.reports) for what in ("num_rows", "num_tokens")
+            )
             if rows:
-                found["throughput(rows/s)"] = rows / seconds
+                metrics["throughput(rows/s)"] = rows / seconds
             if tokens:
-                found["throughput(tps)"] = tokens / seconds / len(records)  # per device, as in torchtitan
-        return {name: _plain(value) for name, value in found.items()}
+                metrics["throughput(tps)"] = tokens / seconds / len(records)  # per device, as in torchtitan
+        return {name: _plain(value) for name, value in metrics.items()}
 
     def check(self) -> None:
         """Raise the same error on every rank if the step failed."""
-        agree_on_mode([report.train for report in self.told], self.number, self.called)
-        agree_on_program([report.program for report in self.told], self.number, self.called)
-        agree_on_order([report.order for report in self.told], self.number, self.called)
-        agree_on_batch([report.given for report in self.told], self.number, self.called)
-        agree_on_followed([report.followed for report in self.told], self.number, self.called)
-        bad = [at for at, report in enumerate(self.told) if not report.finite]
-        scales = sorted({report.scale for report in self.told if report.scale is not None})
+        agree_on_mode([report.train for report in self.reports], self.number, self.naming)
+        agree_on_program([report.program for report in self.reports], self.number, self.naming)
+        agree_on_order([report.order for report in self.reports], self.number, self.naming)
+        agree_on_batch([report.arguments for report in self.reports], self.number, self.naming)
+        agree_on_followed([report.followed for report in self.reports], self.number, self.naming)
+        bad = [at for at, report in enumerate(self.reports) if not report.finite]
+        scales = sorted({report.scale for report in self.reports if report.scale is not None})
         if len(scales) > 1:
             raise MismatchError(
                 f"step {self.number}: ranks scaled the loss by {', '.join(f'{scale:g}' for scale in scales)}",
                 expected="the same scale on every rank",
                 fix="load the same state into pipe.scaler on every rank",
             )
-        given = sorted({report.share for report in self.told if report.share is not None})
-        if len(given) > 1:
+        shares = sorted({report.share for report in self.reports if report.share is not None})
+        if len(shares) > 1:
             raise MismatchError(
-                f"step {self.number}: ranks were given share={', '.join(f'{value:g}' for value in given)}",
+                f"step {self.number}: ranks were given share={', '.join(f'{value:g}' for value in shares)}",
                 expected="the same share on every rank",
                 fix="count the tokens of the whole batch on every rank",
             )
-        if bad and not (self.handler is not None and self.handler.handles(self.number, self.called.listed(bad))):
+        if bad and not (self.handler is not None and self.handler.handles(self.number, self.naming.listed(bad))):
             raise NonFiniteError(
-                f"step {self.number}: a loss or gradient on {self.called.listed(bad)} is NaN or infinite",
+                f"step {self.number}: a loss or gradient on {self.naming.listed(bad)} is NaN or infinite",
                 expected="finite numbers; no optimizer has stepped",
                 fix="call zero_grad() and skip the batch, lower the learning rate, or pass check_finite=False",
             )
@@ -251,8 +253,8 @@ class TallyLedger:
     def stop(self, until: int) -> str:
         """Why some rank was asked to stop by the end of a step, the same on all ranks; empty if none was."""
         known = [] if self._stop is None else [self._stop]
-        told = ((tally.number, tally.stop) for tally in self._open if tally.number <= until)
-        return next((why for number, why in (*known, *told) if why and number <= until), "")
+        pairs = ((tally.number, tally.stop) for tally in self._open if tally.number <= until)
+        return next((why for number, why in (*known, *pairs) if why and number <= until), "")
 
     def has_followed(self, until: int) -> bool:
         """Whether the model was traced in a step up to a number, the same on all ranks; each is told once.
@@ -273,7 +275,7 @@ class TallyLedger:
             if self._stop is None and (why := self._open[0].stop):
                 self._stop = self._open[0].number, why
             self._refused = self._open.pop(0)
-            if any(report.train and report.followed for report in self._refused.told):
+            if any(report.train and report.followed for report in self._refused.reports):
                 self._followed.append(self._refused.number)
             self._refused.check()
             self.unused.hear(self._refused.unreached)

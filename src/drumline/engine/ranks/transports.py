@@ -123,8 +123,8 @@ def _store(rank: int, size: int, timeout: float, interface: str) -> Store:
     """Return the ranks' shared store: torchrun's, or one hosted by rank 0, which does not wait for the others."""
     limit = timedelta(seconds=timeout)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        found: Store = next(iter(rendezvous("env://", timeout=limit)))[0]
-        return found
+        store: Store = next(iter(rendezvous("env://", timeout=limit)))[0]
+        return store
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0:
         return hosted_store(address, port, interface=interface, timeout=timeout)
@@ -178,15 +178,15 @@ def open_channel(
     """
     rank, size = axes.place("pp"), axes.size("pp")
     store = _store_of(f"{scope}/line {axes.number}")
-    card, called = (transport, card_of(device)), axes.called
-    told = exchange(store, rank, size, "drumline/transport", card, timeout=timeout, called=called)
-    agree([{"transport": asked, "device": own.kind} for asked, own in told], called)
-    cards = axes.exchanged("drumline/devices", card[1]) if axes.is_mesh else [own for _, own in told]
+    card, naming = (transport, card_of(device)), axes.naming
+    entries = exchange(store, rank, size, "drumline/transport", card, timeout=timeout, naming=naming)
+    agree([{"transport": asked, "device": value.kind} for asked, value in entries], naming)
+    cards = axes.exchanged("drumline/devices", card[1]) if axes.is_mesh else [value for _, value in entries]
     transport = chosen_transport(transport, cards, axes.lines, by_device=backend_for(device))
     devices = RankDevices(tuple(cards), transport)
     if host := devices.nccl_host(axes.rank):
         tell_nccl(host, is_one_host=devices.num_hosts == 1)
-    connecting: dict[str, Any] = {"store": store, "timeout": timeout, "called": called}
+    connecting: dict[str, Any] = {"store": store, "timeout": timeout, "naming": naming}
     connecting["interface"] = interface or named_before()
     if transport == "shared-memory":
         return SharedMemoryChannel(rank, size, device=device, num_slots=num_slots, now=now, **connecting), devices
@@ -204,19 +204,19 @@ def backend_for(device: torch.device) -> str:
     return "nccl" if dist.Backend.default_device_backend_map.get(device.type) == "nccl" else "gloo"
 
 
-def agree(told: Sequence[dict[str, Any]], called: RankNames = BY_NUMBER) -> None:
+def agree(settings: Sequence[dict[str, Any]], naming: RankNames = BY_NUMBER) -> None:
     """Raise if the ranks have different settings, with the same text on all of them.
 
     >>> agree([{"seed": 0}, {"seed": 1}])
     Traceback (most recent call last):
     drumline.core.errors.MismatchError: ranks 0 and 1 disagree on seed: 0 and 1; expected the same ...
     """
-    first = told[0]
-    for rank, other in enumerate(told):
+    first = settings[0]
+    for rank, other in enumerate(settings):
         for what, value in first.items():
             if other[what] != value:
                 raise MismatchError(
-                    f"{called.several(0, rank)} disagree on {what}: {_difference(value, other[what])}",
+                    f"{naming.several(0, rank)} disagree on {what}: {_difference(value, other[what])}",
                     expected="the same Pipeline(...) call on every rank",
                 )
 

@@ -89,8 +89,8 @@ class Assembly:
 
     def of_ranks(self, ranks: Iterable[int]) -> Assembly:
         """Return the same assembly without the blocks of other ranks, so that these can be freed; all names stay."""
-        held = {stage for rank in ranks for stage in self.program.placement.stages_of(rank)}
-        cuts = [blocks if stage in held else () for stage, blocks in enumerate(self.cuts)]
+        held_stages = {stage for rank in ranks for stage in self.program.placement.stages_of(rank)}
+        cuts = [blocks if stage in held_stages else () for stage, blocks in enumerate(self.cuts)]
         return replace(self, cuts=cuts)
 
     def named(self) -> Assembly:
@@ -115,7 +115,7 @@ class Assembly:
         Those of `known` that have the same blocks and the same backwards are taken as they are.
         """
         placement = self.program.placement
-        found: dict[int, Stage] = {}
+        stages: dict[int, Stage] = {}
         for index in placement.stages_of(rank):
             blocks = tuple(self.cuts[index])
             if len(placement.ranks_of(index)) > 1:
@@ -126,10 +126,10 @@ class Assembly:
                 blocks = copies.of(index, blocks)
             for block in blocks:
                 to_device(block.module, self.device)
-            self.ties.join([*(block for stage in found.values() for block in stage.blocks), *blocks])
+            self.ties.join([*(block for stage in stages.values() for block in stage.blocks), *blocks])
             before = None if known is None else known.get(index)
-            found[index] = self._stage(index, blocks) if before is None else self._again(before, blocks)
-        return found
+            stages[index] = self._stage(index, blocks) if before is None else self._again(before, blocks)
+        return stages
 
     def _trained_below(self, index: int) -> bool:
         return index > self.program.backwards.count(Backward.NONE)
@@ -143,7 +143,7 @@ class Assembly:
         return stage
 
     def _stage(self, index: int, blocks: tuple[Block, ...]) -> Stage:
-        made = Stage(
+        stage = Stage(
             index,
             blocks,
             self.randomness,
@@ -155,9 +155,9 @@ class Assembly:
             trained_below=self._trained_below(index),
             compiler=self.compiler,
         )
-        if made.loss is not None:
-            made.segments[-1].has_loss, made.segments[-1].lends = True, self.lends
-        return made
+        if stage.loss is not None:
+            stage.segments[-1].has_loss, stage.segments[-1].lends = True, self.lends
+        return stage
 
     def described(self, **more: Any) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks."""

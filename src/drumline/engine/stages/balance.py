@@ -169,10 +169,10 @@ def balance(
     def measured() -> Balance:
         blocks = blocks_for(model, batch, intake.device, num_microbatches=program.num_microbatches)
         whole = with_whole_backwards(program, blocks) if is_named(schedule) else program
-        given = (example_inputs(model, batch), "the batch"), (target, "the target")
+        named_values = (example_inputs(model, batch), "the batch"), (target, "the target")
         loss_fn = intake.loss if intake.has_loss else None
         how: Any = {"max_bytes": max_bytes, "optimizer_states": optimizer_states, "num_runs": num_runs}
-        return balanced(blocks, whole, intake, *given, loss_fn, **how)
+        return balanced(blocks, whole, intake, *named_values, loss_fn, **how)
 
     return of_rank_0(measured, _gathered) if transports.started_by_launcher() else measured()
 
@@ -199,18 +199,18 @@ def balanced(
 
     check_enough(blocks, program.num_stages)
     microbatch = first(*batch)
-    wanted = microbatch if intake.own else None if target[0] is None else first(*target)
-    found = profile(blocks, microbatch, target=wanted, loss_fn=loss_fn, **how_long)
+    wanted = microbatch if intake.has_own_loss else None if target[0] is None else first(*target)
+    sizes = profile(blocks, microbatch, target=wanted, loss_fn=loss_fn, **how_long)
     how: Any = {"split": _splits(program), "optimizer_states": optimizer_states}
-    cuts = TimedCuts(found.blocks(**how), program, steps_of(partial(found.costs, placement=program.placement, **how)))
+    cuts = TimedCuts(sizes.blocks(**how), program, steps_of(partial(sizes.costs, placement=program.placement, **how)))
     chosen = cuts.best(max_bytes)
-    return Balance(cuts.pruned(chosen.counts), found, chosen, optimizer_states)
+    return Balance(cuts.pruned(chosen.counts), sizes, chosen, optimizer_states)
 
 
 def _gathered(value: object) -> list[Any]:
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, value)
-    return told
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, value)
+    return answers
 
 
 def of_rank_0(measured: Callable[[], Balance], gathered: Callable[[object], list[Any]]) -> Balance:
@@ -221,12 +221,12 @@ def of_rank_0(measured: Callable[[], Balance], gathered: Callable[[object], list
         mine = measured()
     except DrumlineError as error:
         mine = error
-    told = gathered(mine)
-    for drumline_error in told:
+    answers = gathered(mine)
+    for drumline_error in answers:
         if isinstance(drumline_error, DrumlineError):
             raise drumline_error
-    found: Balance = told[0]
-    return found
+    found_balance: Balance = answers[0]
+    return found_balance
 
 
 def _splits(program: Program) -> bool:

@@ -19,18 +19,22 @@ class Chain:
     """The blocks, by number, and how many of them each stage has. `held` are the stages of this process."""
 
     def __init__(
-        self, cuts: Sequence[Sequence[Block]], held: Collection[int], first: Callable[[str], str], device: torch.device
+        self,
+        cuts: Sequence[Sequence[Block]],
+        held_stages: Collection[int],
+        first: Callable[[str], str],
+        device: torch.device,
     ) -> None:
         blocks = [block for stage in cuts for block in stage]
         self.names = [block.name for block in blocks]
         self.counts = tuple(len(stage) for stage in cuts)
         self.has_loss = isinstance(blocks[-1].module, LossHolder)  # as a block behind the model's own
         self._first = first
-        self._held = set(self.numbers(self.counts, held))
-        self._blocks = {number: blocks[number] for number in self._held}  # that are or were here
-        own = self.tensors(self._held)
-        others = {number: block for number, block in enumerate(blocks) if number not in self._held}
-        self.absent = Absent(others, own, first, device)
+        self._held_numbers = set(self.numbers(self.counts, held_stages))
+        self._blocks = {number: blocks[number] for number in self._held_numbers}  # that are or were here
+        own_tensors = self.tensors(self._held_numbers)
+        others = {number: block for number, block in enumerate(blocks) if number not in self._held_numbers}
+        self.absent = Absent(others, own_tensors, first, device)
 
     def balance(self, counts: Sequence[int] | None = None) -> tuple[int, ...]:
         """Return how many of the model's own blocks each stage has."""
@@ -59,38 +63,38 @@ class Chain:
 
     def block(self, number: int) -> Block:
         """Return a block, or its copy without memory."""
-        found = self._blocks.get(number)
-        return self.absent.block(number) if found is None else found
+        block = self._blocks.get(number)
+        return self.absent.block(number) if block is None else block
 
     def shown(self) -> list[Block]:
         """Return the model's own blocks, to be cut; what cannot be copied has no insides."""
-        found = []
+        blocks = []
         for number, name in enumerate(self.names[: len(self.names) - self.has_loss]):
             try:
-                found.append(self.block(number))
+                blocks.append(self.block(number))
             except ModelError:  # which is raised again if this very block has to come here
-                found.append(Block(name, nn.Identity()))
-        return found
+                blocks.append(Block(name, nn.Identity()))
+        return blocks
 
     def tensors(self, numbers: Iterable[int]) -> dict[str, Tensor]:
         """Return the tensors of some blocks by their first names."""
         places = (place for number in numbers for place in places_in(self.block(number)))
         return {self._first(place.name): place.tensor for place in places if place.tensor is not None}
 
-    def cut(self, counts: Sequence[int], held: Collection[int]) -> list[tuple[Block, ...]]:
+    def cut(self, counts: Sequence[int], held_stages: Collection[int]) -> list[tuple[Block, ...]]:
         """Give each stage so many blocks; return those of the stages that are held here, and none of others."""
         self.counts = tuple(counts)
-        now = set(self.numbers(counts, held))
-        for number in sorted(now - self._held):
+        now = set(self.numbers(counts, held_stages))
+        for number in sorted(now - self._held_numbers):
             self._blocks[number] = self.block(number)
             self.absent.arrived(number)
-        self._held = now
+        self._held_numbers = now
         spans = pairwise(accumulate(counts, initial=0))
         return [
-            tuple(self._blocks[number] for number in range(*span)) if stage in held else ()
+            tuple(self._blocks[number] for number in range(*span)) if stage in held_stages else ()
             for stage, span in enumerate(spans)
         ]
 
     def follow(self) -> None:
         """Let copies that are in use follow the user's model, while it lives."""
-        self.absent.follow(self._held)
+        self.absent.follow(self._held_numbers)

@@ -109,8 +109,8 @@ class Engine(Observer):
     def _note_stages(self) -> None:
         """Note the stages of this process, and which ends of the model it holds: "first", "last"."""
         self._stages = [stage for executor in self.executors for stage in executor.stages.values()]
-        held, last = {stage.index for stage in self._stages}, self.assembly.program.num_stages - 1
-        self.ends = {end for end, at in (("first", 0), ("last", last)) if at in held}
+        held_stages, last = {stage.index for stage in self._stages}, self.assembly.program.num_stages - 1
+        self.ends = {end for end, at in (("first", 0), ("last", last)) if at in held_stages}
 
     def _copies(self) -> dict[int, TiedCopies]:
         """If all ranks are in this process, return each rank's copies of blocks that belong to another rank."""
@@ -122,8 +122,8 @@ class Engine(Observer):
     def _chained(self) -> Chain:
         """Return all blocks of the model, those of other processes without their memory."""
         cuts, placement = self.assembly.cuts, self.assembly.program.placement
-        held = {stage for channel in self._crew.channels for stage in placement.stages_of(channel.rank)}
-        return Chain(cuts, held, self.assembly.ties.first, self.assembly.device)
+        held_stages = {stage for channel in self._crew.channels for stage in placement.stages_of(channel.rank)}
+        return Chain(cuts, held_stages, self.assembly.ties.first, self.assembly.device)
 
     def _executor(self, channel: Channel, clock: Clock, known: Mapping[int, Stage] | None = None) -> Executor:
         stages = self.assembly.stages_of(channel.rank, self.copies.get(channel.rank), known)
@@ -145,15 +145,15 @@ class Engine(Observer):
         What comes here has its memory already.
         """
         ranks = [channel.rank for channel in self._crew.channels]
-        held = {stage for rank in ranks for stage in program.placement.stages_of(rank)}
-        cuts = self.chain.cut(counts, held)
+        held_stages = {stage for rank in ranks for stage in program.placement.stages_of(rank)}
+        cuts = self.chain.cut(counts, held_stages)
         self.assembly = replace(self.assembly, program=lower(program, ahead=self._ahead), cuts=cuts, ties=ties)
         self.copies = self._copies()
         before = list(self.executors)
         for at, (channel, old) in enumerate(zip(self._crew.channels, before, strict=True)):
-            self.executors[at] = made = self._executor(channel, old.clock, old.stages)
-            made.takes_turns, made.scale = old.takes_turns, made.scale if old.scale is not None else None
-            made.replace_jobs()
+            self.executors[at] = executor = self._executor(channel, old.clock, old.stages)
+            executor.takes_turns, executor.scale = old.takes_turns, executor.scale if old.scale is not None else None
+            executor.replace_jobs()
         self._note_stages()
         self._lineups = {number: self._coded(Lineup(self.assembly.program, list(self.executors)), number)}
         self.number = number

@@ -45,10 +45,10 @@ class Intake:
         weigh: Weigh | None = None,
         split: Split | None = None,
     ) -> None:
-        for name, given in (("loss_fn", loss_fn), ("loss_weight", weigh)):
-            if given is not None and (not callable(given) or isinstance(given, type)):
-                what = f"the class {given.__name__}" if isinstance(given, type) else repr(given)
-                fix = f"create an instance: {given.__name__}()" if isinstance(given, type) else ""
+        for name, function in (("loss_fn", loss_fn), ("loss_weight", weigh)):
+            if function is not None and (not callable(function) or isinstance(function, type)):
+                what = f"the class {function.__name__}" if isinstance(function, type) else repr(function)
+                fix = f"create an instance: {function.__name__}()" if isinstance(function, type) else ""
                 raise ModelError(f"{name} is {what}", expected="a function", fix=fix)
         self.loss_fn = loss_fn
         self.weigh = weigh
@@ -56,9 +56,9 @@ class Intake:
         self.num_microbatches = num_microbatches
         self._is_chain = is_chain(model)
         self._trains = True
-        self.own = not self._is_chain and loss_fn is None  # whether the model computes its own loss
-        self.has_loss = self.own or loss_fn is not None
-        self._found = found_split(model, split)
+        self.has_own_loss = not self._is_chain and loss_fn is None  # whether the model computes its own loss
+        self.has_loss = self.has_own_loss or loss_fn is not None
+        self._split = found_split(model, split)
         self._says = split is not None  # whether the user says how to split the batch
         self._own_shares: OwnShares | None = None
         self._fn = None if loss_fn is None or weigh is not None else FnWeight(loss_fn, device)
@@ -89,7 +89,7 @@ class Intake:
     def weigh_by(self, stages: Sequence[Sequence[Block]]) -> None:
         """Learn what the loss averages over; a model with its own loss shows it in its pieces."""
         last = stages[-1][-1].module
-        if self.own and self.weigh is None and isinstance(last, Piece):
+        if self.has_own_loss and self.weigh is None and isinstance(last, Piece):
             self._own_shares = OwnShares(last.script, last, len(stages[-1]))
 
     def recut(self, num_last: int, num_microbatches: int) -> None:
@@ -105,9 +105,9 @@ class Intake:
     @property
     def counts_labels(self) -> bool:
         """Whether the shares depend on the targets' values, so that every step counts them."""
-        return self.weigh is not None or self.own or (self._fn is not None and self._fn.counts_targets)
+        return self.weigh is not None or self.has_own_loss or (self._fn is not None and self._fn.counts_targets)
 
-    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def first_value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments of a step as the value that the first block takes."""
         if self._is_chain and len(args) == 1 and not kwargs:
             return args[0]
@@ -117,14 +117,14 @@ class Intake:
         """Store batch and target on the processes whose `ends` are "first" or "last"."""
         self._trains = step.train
         is_plain = isinstance(batch, Tensor) and isinstance(target, Tensor)
-        step.apart = not is_plain and self._are_apart(batch, target)
-        if step.apart:
+        step.is_split = not is_plain and self._are_apart(batch, target)
+        if step.is_split:
             step.sizes = sizes_of(batch) or sizes_of(target)
         if "first" in ends:
             if batch is None:
                 raise BatchError(f"{crew.name} holds the first stage but got no batch", fix="pass the batch to step")
             step.batch = batch.to(self.device, non_blocking=True) if is_plain else moved(batch, self.device)
-        if "last" in ends and self.own:  # the batch tells the weight of each microbatch
+        if "last" in ends and self.has_own_loss:  # the batch tells the weight of each microbatch
             if batch is None:
                 raise BatchError(
                     f"{crew.name} holds the last stage but got no batch",
@@ -138,15 +138,15 @@ class Intake:
 
     def _are_apart(self, batch: Any, target: Any) -> bool:
         """Whether the user has cut the microbatches, in batch and target alike."""
-        apart = [has_microbatches(value) for value in (batch, target) if value is not None]
-        if len(apart) == 2 and apart[0] != apart[1] and not self.own:
-            whole = "target" if apart[0] else "batch"
+        are_split = [has_microbatches(value) for value in (batch, target) if value is not None]
+        if len(are_split) == 2 and are_split[0] != are_split[1] and not self.has_own_loss:
+            whole = "target" if are_split[0] else "batch"
             raise BatchError(
-                f"the {'batch' if apart[0] else 'target'} is given as Microbatches and the {whole} is not",
+                f"the {'batch' if are_split[0] else 'target'} is given as Microbatches and the {whole} is not",
                 expected="both microbatch by microbatch, or both to be cut",
                 fix=f"pass Microbatches for the {whole} too",
             )
-        return any(apart)
+        return any(are_split)
 
     def cut(self, step: Step) -> None:
         """Split batch and target into microbatches and compute their weights."""
@@ -159,10 +159,10 @@ class Intake:
             step.inputs = [step.inputs[at] for at in step.order]
         if step.target is None:
             return
-        targets, rows = self._cut(step.target, "the batch" if self.own else "the target")
-        if step.apart:
+        targets, rows = self._cut(step.target, "the batch" if self.has_own_loss else "the target")
+        if step.is_split:
             self._settled = None
-            each = rows_apart(step.target, self._found(step.target) if self.own else None)
+            each = rows_apart(step.target, self._split(step.target) if self.has_own_loss else None)
             step.targets = targets = [targets[at] for at in step.order or range(len(targets))]
             self._rows = [each[at] for at in step.order or range(len(each))]
             self._sizes = [size_of(target) for target in targets]
@@ -197,7 +197,7 @@ class Intake:
         """Return the microbatches of a batch, and its rows."""
         if isinstance(batch, Tensor) and not self._says and batch.dim() and len(batch) >= self.num_microbatches:
             return list(batch.tensor_split(self.num_microbatches)), len(batch)
-        split = None if what.endswith("target") else self._found(batch)
+        split = None if what.endswith("target") else self._split(batch)
         return cut_and_counted(batch, self.num_microbatches, what=what, split=split)
 
     def _weighed(self, targets: Sequence[Any]) -> Weighing | None:
@@ -258,7 +258,7 @@ class Intake:
         """
         if target is _NOTHING:
             return self._nothing(output)
-        if self.own:
+        if self.has_own_loss:
             return own_loss(output, needed=self._trains)
         fn = fn or self.loss_fn
         assert fn is not None
@@ -298,18 +298,20 @@ class Intake:
         if self.is_open:
             self._take_shares(step, fn.resolve(output, microbatch, step.targets, self._rows, self._sizes))
         else:
-            fn.verify(output, step.targets[microbatch], self._rows[microbatch], apart=step.apart)
-        if step.apart and fn.is_uneven:
+            fn.verify(output, step.targets[microbatch], self._rows[microbatch], is_split=step.is_split)
+        if step.is_split and fn.is_uneven:
             raise uneven("averages over something that does not grow with its target")
 
     def _nothing(self, output: Any) -> Tensor:
         """Return a zero loss: the mean over nothing would be NaN, and so would its gradient."""
         tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in pack(output)[0]]
-        made = [tensor for tensor in tensors if tensor.is_floating_point() and not (self.own and tensor.dim() == 0)]
-        zeros = [(tensor * 0.0).nan_to_num().sum() for tensor in made if tensor.requires_grad]
+        new_tensors = [
+            tensor for tensor in tensors if tensor.is_floating_point() and not (self.has_own_loss and tensor.dim() == 0)
+        ]
+        zeros = [(tensor * 0.0).nan_to_num().sum() for tensor in new_tensors if tensor.requires_grad]
         if zeros:
             return sum(zeros[1:], start=zeros[0])
-        return torch.zeros((), dtype=made[0].dtype if made else None, device=self.device)
+        return torch.zeros((), dtype=new_tensors[0].dtype if new_tensors else None, device=self.device)
 
 
 def _plain(weight: float | Tensor) -> float | Tensor:

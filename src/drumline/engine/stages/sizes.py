@@ -55,19 +55,19 @@ def sizes_of(value: Any) -> tuple[Size, ...]:
     return tuple(Size(*(*shape[:2], 1, 1)[:2]) for shape in shapes)
 
 
-def sizes_given(given: Iterable[Any]) -> tuple[Size, ...]:
+def sizes_given(sizes: Iterable[Any]) -> tuple[Size, ...]:
     """Return sizes that a user spells as lengths, or as rows and length.
 
     >>> sizes_given([7, (2, 5)])
     (Size(rows=1, length=7), Size(rows=2, length=5))
     """
-    found = []
-    for number in given:
+    shapes = []
+    for number in sizes:
         pair = (1, number) if isinstance(number, int) else number
         if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(n, int) and n >= 1 for n in pair):
             raise BatchError(f"{number!r:.60} is given as a size", expected="a length, or (rows, length), of 1 or more")
-        found.append(Size(*pair))
-    return tuple(found)
+        shapes.append(Size(*pair))
+    return tuple(shapes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +114,14 @@ def fitted(steps: Sequence[tuple[Measured, Sequence[Size]]], num_stages: int) ->
     >>> fitted([], 2).is_measured
     False
     """
-    seen: dict[tuple[int, Op], dict[Size, list[float]]] = defaultdict(lambda: defaultdict(list))
+    samples: dict[tuple[int, Op], dict[Size, list[float]]] = defaultdict(lambda: defaultdict(list))
     for measured, sizes in steps:
         for track in measured.tracks:
             for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
                 if action.op in COMPUTE_OPS and not action.parts and action.microbatch is not None:
-                    seen[action.stage, action.op][sizes[action.microbatch]].append(end - start)
+                    samples[action.stage, action.op][sizes[action.microbatch]].append(end - start)
     terms = {}
-    for key, by_size in sorted(seen.items()):
+    for key, by_size in sorted(samples.items()):
         known = {size: median(seconds) for size, seconds in by_size.items()}
         terms[key] = fit(list(known), list(known.values()))
     if {stage for stage, _ in terms} != set(range(num_stages)):
@@ -140,11 +140,11 @@ def fit(sizes: Sequence[Size], seconds: Sequence[float]) -> tuple[float, float, 
     tried: list[tuple[float, tuple[float, float, float]]] = []
     for chosen in [(1,), (0, 1), (1, 2), (0, 1, 2), (0,), (2,), (0, 2)]:
         columns = table[:, chosen] / scale[:, None]
-        found = np.linalg.lstsq(columns, wanted / scale, rcond=None)[0]
-        if (found < 0).any():
+        factors = np.linalg.lstsq(columns, wanted / scale, rcond=None)[0]
+        if (factors < 0).any():
             continue
         terms = [0.0, 0.0, 0.0]
-        for at, value in zip(chosen, found, strict=True):
+        for at, value in zip(chosen, factors, strict=True):
             terms[at] = float(value)
         error = float(np.abs(table @ terms - wanted).__truediv__(scale).mean())
         tried.append((error, (terms[0], terms[1], terms[2])))

@@ -28,14 +28,14 @@ def matching(
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise UsageError(f"names holds {pattern!r:.60}", expected="text: a parameter's name, or a pattern of it")
-        found = {name for name, each in names.items() if any(_matches(text, pattern) for text in each)}
-        if not found:
+        matches = {name for name, each in names.items() if any(_matches(text, pattern) for text in each)}
+        if not matches:
             raise UsageError(
                 f"no trainable parameter is named {pattern!r}",
                 expected="a name of the whole model, or a pattern like '*.weight'",
                 fix=_near(pattern, names),
             )
-        chosen |= found
+        chosen |= matches
     return [name for name in names if name in chosen]
 
 

@@ -29,7 +29,7 @@ _BY_VALUE = 2  # steps that compare tensors by value: some changes bypass the ve
 
 
 class _BufferCopy(NamedTuple):
-    held: HeldTensor
+    tensor: HeldTensor
     place: Place
     block: str
 
@@ -47,7 +47,7 @@ class SharedBuffers(Observer):
     def moved(self) -> None:
         """Find what the stages here share with others."""
         ties, stages = self._engine.assembly.ties, list(self._engine.stages())
-        self._kept = list(_kept(ties, stages))
+        self._copies = list(_copies_of(ties, stages))
         self._doubled = [
             (block.name, module)
             for stage in stages
@@ -59,12 +59,12 @@ class SharedBuffers(Observer):
     @property
     def is_idle(self) -> bool:
         """Whether the stages here share nothing."""
-        return not self._kept and not self._doubled
+        return not self._copies and not self._doubled
 
     def begin(self, step: Step) -> None:
         """Record the state before a step."""
         by_value = self._num_steps < _BY_VALUE
-        looks = [(copy.place.tensor, by_value and copy.held.is_tied) for copy in self._kept]
+        looks = [(copy.place.tensor, by_value and copy.tensor.is_tied) for copy in self._copies]
         self._before = [
             (t, 0 if t is None else _version(t), None if t is None or not copies else t.detach().clone())
             for t, copies in looks
@@ -74,7 +74,7 @@ class SharedBuffers(Observer):
 
     def end(self, step: Step) -> None:
         """Refuse changes made by the step."""
-        for buffer_copy, (tensor, version, copy) in zip(self._kept, self._before, strict=True):
+        for buffer_copy, (tensor, version, copy) in zip(self._copies, self._before, strict=True):
             now = buffer_copy.place.tensor
             changed = now is not tensor or (now is not None and _version(now) != version)
             if changed or (copy is not None and now is not None and not torch.equal(copy, now)):
@@ -88,27 +88,27 @@ class SharedBuffers(Observer):
                 )
         self._before = []
 
-    def _refuse(self, kept: _BufferCopy) -> None:
-        if kept.held.is_copied:
+    def _refuse(self, copy: _BufferCopy) -> None:
+        if copy.tensor.is_copied:
             raise ModelError(
-                f"a forward changes the buffer {kept.held.name}, which several ranks hold",
+                f"a forward changes the buffer {copy.tensor.name}, which several ranks hold",
                 expected="buffers that stay unchanged if several ranks hold them",
                 fix="give each block its own buffer, and choose a schedule with one copy of each stage",
             )
-        stages = ", ".join(map(str, kept.held.stages))
+        stages = ", ".join(map(str, copy.tensor.stages))
         raise ModelError(
-            f"the forward of block {kept.block!r} changes the buffer {kept.held.name!r}, which stages {stages} hold",
+            f"the forward of block {copy.block!r} changes the buffer {copy.tensor.name!r}, which stages {stages} hold",
             expected="a changing buffer to belong to one stage, which sees all microbatches in order",
             fix="keep it in one block, or put all blocks that use it into one stage (cuts=, balance=)",
         )
 
 
-def _kept(ties: Ties, stages: Sequence[Stage]) -> Iterator[_BufferCopy]:
+def _copies_of(ties: Ties, stages: Sequence[Stage]) -> Iterator[_BufferCopy]:
     for block in (block for stage in stages for block in stage.blocks):
         for place in places_in(block):
-            held = ties.find(place.name)
-            if held is not None and (held.is_tied or held.is_copied) and not held.is_parameter:
-                yield _BufferCopy(held, place, block.name)
+            tensor = ties.find(place.name)
+            if tensor is not None and (tensor.is_tied or tensor.is_copied) and not tensor.is_parameter:
+                yield _BufferCopy(tensor, place, block.name)
 
 
 def _version(tensor: Tensor) -> int:

@@ -93,22 +93,24 @@ class Holdings(Observer):
 
     def norms(self, norm_type: float) -> list[dict[str, float]]:
         """Return, for each rank, the gradient norms of the parameters that it owns."""
-        found = []
+        whole_norms = []
         for named in (self.named_on(executor, at_home=True) for executor in self.executors):
             norms = clip.norms_of([param for _, param in named], norm_type)
-            own = {name: norm for (name, _), norm in zip(named, norms, strict=True) if norm is not None}
-            found.append(self._whole_norms(dict(named), own, norm_type))
-        return found
+            own_norms = {name: norm for (name, _), norm in zip(named, norms, strict=True) if norm is not None}
+            whole_norms.append(self._whole_norms(dict(named), own_norms, norm_type))
+        return whole_norms
 
-    def _whole_norms(self, named: dict[str, nn.Parameter], own: dict[str, float], norm_type: float) -> dict[str, float]:
+    def _whole_norms(
+        self, named: dict[str, nn.Parameter], own_norms: dict[str, float], norm_type: float
+    ) -> dict[str, float]:
         """Return the norms of whole parameters, of which other lines may hold parts; these call it alike."""
-        axes, whole = self.crew.axes, dict(own)
+        axes, whole = self.crew.axes, dict(own_norms)
         for axis in dict.fromkeys(axis for param in named.values() for axis in sharded_over(param)):
             names = [name for name, param in named.items() if axis in sharded_over(param)]
             norms = torch.tensor([whole.get(name, 0.0) for name in names], dtype=torch.float64)
             every = torch.stack(axes.gathered(norms.to(next(iter(named.values())).device), axis))
             total = torch.linalg.vector_norm(every, norm_type, dim=0)
-            whole |= {name: norm for name, norm in zip(names, total.tolist(), strict=True) if norm or name in own}
+            whole |= {name: norm for name, norm in zip(names, total.tolist(), strict=True) if norm or name in own_norms}
         return whole
 
     def named_on(self, executor: Executor, *, at_home: bool = False, pieces: bool = True) -> Named:
@@ -126,9 +128,9 @@ class Holdings(Observer):
     def whole(self, *, changed: bool = False) -> Iterator[None]:
         """Gather divided parameters inside; all lines call it alike. `changed` says that it gives them new values."""
         shards = self.shards
-        held = [] if shards is None else [at for executor in self.executors for at in executor.stages]
+        held_stages = [] if shards is None else [at for executor in self.executors for at in executor.stages]
         # All of them are whole before the first step, and stay so.
-        stages = [] if shards is None else [at for at in held if not shards.is_whole(at)]
+        stages = [] if shards is None else [at for at in held_stages if not shards.is_whole(at)]
         for stage in stages:
             assert shards is not None
             shards.unshard(stage)
@@ -144,8 +146,8 @@ class Holdings(Observer):
         """Put aside earlier steps' gradients of tensors that several ranks hold: only this step's are exchanged."""
         exchanges = [executor.exchange for executor in self.executors if executor.exchange.has_any]
         exchanged = [param for exchange in exchanges for param in exchange.parameters]
-        kept = set(self.parameters()) if exchanged else set()
-        self._earlier = [(param, param.grad) for param in exchanged if param in kept]
+        kept_parameters = set(self.parameters()) if exchanged else set()
+        self._earlier = [(param, param.grad) for param in exchanged if param in kept_parameters]
         for param in exchanged:
             param.grad = None
 
@@ -181,11 +183,11 @@ class Holdings(Observer):
 
     def whole_state_dict(self) -> dict[str, Any]:
         """Return the same under all names, and whole where lines hold parts of a tensor; all lines call it alike."""
-        stored, slices, found = self.state_dict(), self.slices(), {}
+        stored, slices, state = self.state_dict(), self.slices(), {}
         for name, entry in stored.items():
             whole = put_together(entry, slices.get(name), self.crew.axes)
-            found.update(dict.fromkeys(self.ties.stored_as(name), whole))
-        return found
+            state.update(dict.fromkeys(self.ties.stored_as(name), whole))
+        return state
 
     def _plain(self, value: Any) -> Any:
         """Return what a state has of a tensor: the tensor itself, or a copy of one that lasts only for a moment."""
@@ -209,49 +211,56 @@ class Holdings(Observer):
                             stored.setdefault(first, self._plain(place.tensor))
         return stored
 
-    def load_state_dict(self, given: Mapping[str, Any], *, partly: bool = False) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, partly: bool = False) -> None:
         """Load a state on all ranks, or raise on all of them before anything changes; `partly` allows that some lack.
 
         What a part of a state does not have stays as it is.
         """
-        problems = [self._problem_with(given, executor, partly=partly) for executor in self.executors]
+        problems = [self._problem_with(state, executor, partly=partly) for executor in self.executors]
         for problem in self.crew.all_told("state", problems):
             if problem is not None:
                 raise problem
         with self.crew.together("load_state_dict"), self.whole(changed=True):
             blocks = [block for executor in self.executors for _, block in _blocks(executor)]
             if partly:
-                self._copy(blocks, given)
+                self._copy(blocks, state)
             for block in () if partly else blocks:
-                values = {name: (_given(given, self.ties, name, own), own) for name, own in _entries(block)}
+                values = {
+                    name: (_entry_of(state, self.ties, name, own_value), own_value)
+                    for name, own_value in _entries(block)
+                }
                 load_state(
                     block.module,
                     {
-                        name.removeprefix(_prefix(block)): own if value is None else self._part(value, own)
-                        for name, (value, own) in values.items()
+                        name.removeprefix(_prefix(block)): own_value if value is None else self._part(value, own_value)
+                        for name, (value, own_value) in values.items()
                     },
                 )
             self.share()
 
-    def _copy(self, blocks: Iterable[Block], given: Mapping[str, Any]) -> None:
+    def _copy(self, blocks: Iterable[Block], entries: Mapping[str, Any]) -> None:
         """Give some tensors new values."""
         with torch.no_grad():
             for place in (place for block in blocks for place in places_in(block)):
-                value = None if place.tensor is None else _given(given, self.ties, place.name, place.tensor)
+                value = None if place.tensor is None else _entry_of(entries, self.ties, place.name, place.tensor)
                 if value is not None and place.tensor is not None:
                     place.tensor.copy_(self._part(value, place.tensor))
 
-    def _whole_shape(self, own: Tensor) -> torch.Size:
+    def _whole_shape(self, own_tensor: Tensor) -> torch.Size:
         """Return the shape of the tensor of which this process may hold a part."""
-        part, shape = slice_of(own), list(own.shape)
+        part, shape = slice_of(own_tensor), list(own_tensor.shape)
         if isinstance(part, Slice):
             shape[part.dim] *= self.crew.axes.size(part.axis)
         return torch.Size(shape)
 
-    def _part(self, value: Any, own: Any) -> Any:
+    def _part(self, value: Any, own_value: Any) -> Any:
         """Return of a whole tensor the part that this process holds; a part stays as it is."""
-        part = slice_of(own) if isinstance(own, Tensor) else None
-        return cut_out(value, part, self.crew.axes) if isinstance(part, Slice) and value.shape != own.shape else value
+        part = slice_of(own_value) if isinstance(own_value, Tensor) else None
+        return (
+            cut_out(value, part, self.crew.axes)
+            if isinstance(part, Slice) and value.shape != own_value.shape
+            else value
+        )
 
     def _problem_with(
         self, state: Mapping[str, Any], executor: Executor, *, partly: bool = False
@@ -261,39 +270,39 @@ class Holdings(Observer):
             if not isinstance(state, Mapping):
                 raise ModelError(f"the state is a {type(state).__name__}", expected="a dict from names to tensors")
             for index, block in _blocks(executor):
-                for name, own in _entries(block):
-                    value = _given(state, self.ties, name, own)
-                    is_needed = not partly or (isinstance(own, nn.Parameter) and own.requires_grad)
+                for name, own_tensor in _entries(block):
+                    value = _entry_of(state, self.ties, name, own_tensor)
+                    is_needed = not partly or (isinstance(own_tensor, nn.Parameter) and own_tensor.requires_grad)
                     if value is None and is_needed and self.ties.home(name, index) == executor.rank:
                         raise ModelError(
                             f"the state has no {name!r}",
                             expected="every parameter and buffer of this rank's stages",
                             fix=nearest(name, state),
                         )
-                    if isinstance(own, Tensor) and value is not None:
-                        _check_tensor(name, value, own, self._whole_shape(own))
+                    if isinstance(own_tensor, Tensor) and value is not None:
+                        _check_tensor(name, value, own_tensor, self._whole_shape(own_tensor))
         except DrumlineError as error:
             return error
         return None
 
 
-def _check_tensor(name: str, value: Any, own: Tensor, whole: torch.Size) -> None:
+def _check_tensor(name: str, value: Any, own_tensor: Tensor, whole: torch.Size) -> None:
     if not isinstance(value, Tensor):
         raise ModelError(f"{name!r} is a {type(value).__name__} in the state", expected="a tensor")
     if value.is_meta:
         raise ModelError(f"{name!r} is on the meta device in the state", expected="a tensor with data")
-    if value.shape not in (own.shape, whole) and not is_text(name):
+    if value.shape not in (own_tensor.shape, whole) and not is_text(name):
         raise ModelError(f"{name!r} has shape {tuple(value.shape)} in the state", expected=str(tuple(whole)))
 
 
-def _given(state: Mapping[str, Any], ties: Ties, name: str, own: Any) -> Any:
+def _entry_of(state: Mapping[str, Any], ties: Ties, name: str, own_value: Any) -> Any:
     """Return the state's entry under any of a tensor's names; the state may hold the parts of a packed one."""
-    held = ties.find(name)
-    every = (name,) if held is None else held.names
+    held_tensor = ties.find(name)
+    every = (name,) if held_tensor is None else held_tensor.names
     names = [text for text in every if text in state]
     values = [state[text] for text in names]
-    if not names and isinstance(own, Tensor):
-        return next((value for text in every if (value := joined(state, text, own)) is not None), None)
+    if not names and isinstance(own_value, Tensor):
+        return next((value for text in every if (value := joined(state, text, own_value)) is not None), None)
     for other, value in zip(names[1:], values[1:], strict=True):
         if value is not values[0] and not is_same(value, values[0]):
             raise ModelError(

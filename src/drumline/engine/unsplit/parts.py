@@ -45,9 +45,9 @@ class Parts:
         """Whether a parameter's gradient can only be compared once lines have added up theirs."""
         return bool(self.seen_over(parameter)) or self.is_summed(parameter)
 
-    def seen(self, found: Tensor | None, parameter: Tensor) -> Tensor:
+    def whole_gradient(self, gradient: Tensor | None, parameter: Tensor) -> Tensor:
         """Return the gradient that all lines together saw in the step, on the host."""
-        return self.nothing(parameter) if found is None else found
+        return self.nothing(parameter) if gradient is None else gradient
 
     def wanted(self, whole: Tensor | None, parameter: Tensor) -> tuple[Tensor, bool]:
         """Return this line's part of what the model gives by itself on all lines, and whether all of these ran it."""
@@ -61,18 +61,18 @@ class Parts:
         """Return on how many of the lines that exchange within it each microbatch counts."""
         return [float(float(share) != 0.0) for share in shares]
 
-    def share(self, own: float | Tensor, device: torch.device) -> float:
+    def share(self, own_share: float | Tensor, device: torch.device) -> float:
         """Return what part of the loss whole sequences are, of which each line has a part with its own share."""
-        return float(own)
+        return float(own_share)
 
-    def factors(self, share: float, own: Factors, device: torch.device) -> Factors:
+    def factors(self, share: float, own_factors: Factors, device: torch.device) -> Factors:
         """Return the factors of a loss's parts in whole sequences, of which each line has its own in its part."""
-        return own
+        return own_factors
 
     def total(self, number: float | Tensor, device: torch.device) -> float:
         """Return the sum of a number over the lines that see parts of the same sequences."""
         return float(number)
 
-    def outputs(self, made: Any, whole: Any) -> tuple[Any, Any]:
+    def outputs(self, output: Any, whole: Any) -> tuple[Any, Any]:
         """Return of an output and of the whole one what must be equal."""
-        return made, whole
+        return output, whole

@@ -41,10 +41,10 @@ class Plain:
         if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
             return
         if self.is_chain:
-            seen: Counter[nn.Module] = Counter()
+            seen_counts: Counter[nn.Module] = Counter()
             for block in blocks_of(model):
-                seen[block.module] += 1
-                self._starts.setdefault(block.module, {})[seen[block.module]] = block.name
+                seen_counts[block.module] += 1
+                self._starts.setdefault(block.module, {})[seen_counts[block.module]] = block.name
             return
         there = dict(model.named_modules(remove_duplicate=False))
         for name in names:

@@ -67,28 +67,28 @@ def unsplit_step(
 
     >>> layer, cpu = torch.nn.Linear(2, 1, bias=False), torch.device("cpu")
     >>> each = [UnsplitMicrobatch(0, torch.ones(3, 2), None, 0.5), UnsplitMicrobatch(1, torch.ones(3, 2), None, 0.0)]
-    >>> made = unsplit_step(
+    >>> outcomes = unsplit_step(
     ...     Plain([layer], ["0"]), each, lambda output, _: output.sum(),
     ...     randomness=Randomness(0, cpu), precision=Precision(),
     ... )
-    >>> [value.share for value in made], layer.weight.grad
+    >>> [value.share for value in outcomes], layer.weight.grad
     ([0.5, 0.0], tensor([[1.5000, 1.5000]]))
     """
-    for given in each:
-        with model.seeding(given.number, randomness) as run:
+    for microbatch in each:
+        with model.seeding(microbatch.number, randomness) as run:
             with randomness.listening() as drawing, precision.autocast:
-                with multiplying(given):
-                    output = run(given.inputs)
+                with multiplying(microbatch):
+                    output = run(microbatch.inputs)
                 before = randomness.states()
-                counts = given.share or given.seen_share is not None
-                loss = loss_fn(output, given.target) if counts else torch.zeros(())
+                counts = microbatch.share or microbatch.seen_share is not None
+                loss = loss_fn(output, microbatch.target) if counts else torch.zeros(())
                 loss_drew = randomness.has_moved(before)
                 assert loss is not None, "a step that trains has a loss"
                 loss = precision.full(loss)
-            share = given.share if given.seen_share is None else given.seen_share()
+            share = microbatch.share if microbatch.seen_share is None else microbatch.seen_share()
             if loss.requires_grad:
                 weight = torch.as_tensor(share * scale, dtype=loss.dtype, device=loss.device)
                 torch.autograd.backward(loss, weight)
-        on_host, made = mapped(output, lambda tensor: tensor.detach().cpu()), loss.detach().cpu()
+        on_host, outcomes = mapped(output, lambda tensor: tensor.detach().cpu()), loss.detach().cpu()
         del output, loss  # no graph stays while the caller looks at them
-        yield Made(on_host, made, share, bool(drawing), loss_drew)
+        yield Made(on_host, outcomes, share, bool(drawing), loss_drew)

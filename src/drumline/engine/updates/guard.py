@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 _guards: WeakSet[Guard] = WeakSet()
-_found: WeakKeyDictionary[Optimizer, tuple[int, list[ref[Guard]]]] = WeakKeyDictionary()  # by number of parameters
+_guards_by_optimizer: WeakKeyDictionary[Optimizer, tuple[int, list[ref[Guard]]]] = (
+    WeakKeyDictionary()
+)  # by number of parameters
 _hooks: list[Any] = []
 
 
@@ -30,21 +32,21 @@ class Guard:
         self.after = after
         self._parameters = [ref(param) for param in parameters]  # not ids: those of freed objects are reused
         _guards.add(self)
-        _found.clear()
+        _guards_by_optimizer.clear()
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
             _hooks.append(register_optimizer_step_post_hook(_after_step))
 
-    def guards(self, held: Collection[int]) -> bool:
+    def guards(self, held_ids: Collection[int]) -> bool:
         """Whether any of its living parameters is among the living ones with these ids."""
-        return any(id(tensor) in held for seen in self._parameters if (tensor := seen()) is not None)
+        return any(id(tensor) in held_ids for reference in self._parameters if (tensor := reference()) is not None)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     size = sum(len(group["params"]) for group in optimizer.param_groups)
-    if optimizer not in _found or _found[optimizer][0] != size:
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        _found[optimizer] = size, [ref(guard) for guard in _guards if guard.guards(held)]
+    if optimizer not in _guards_by_optimizer or _guards_by_optimizer[optimizer][0] != size:
+        held_ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        _guards_by_optimizer[optimizer] = size, [ref(guard) for guard in _guards if guard.guards(held_ids)]
     for guard in _found_for(optimizer):
         guard.before(optimizer)
 
@@ -55,10 +57,10 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _found_for(optimizer: Optimizer) -> list[Guard]:
-    _, guards = _found.get(optimizer, (0, ()))
-    return [guard for seen in guards if (guard := seen()) is not None]
+    _, guards = _guards_by_optimizer.get(optimizer, (0, ()))
+    return [guard for reference in guards if (guard := reference()) is not None]
 
 
 def guarded_by(guard: Guard) -> list[Optimizer]:
     """Return the optimizers that have stepped on parameters of a guard."""
-    return [optimizer for optimizer in list(_found) if guard in _found_for(optimizer)]
+    return [optimizer for optimizer in list(_guards_by_optimizer) if guard in _found_for(optimizer)]

@@ -38,32 +38,32 @@ class StateByName:
 
     def attach(self, optimizer: Optimizer) -> None:
         """Make the optimizer's `state_dict` and `load_state_dict` use names."""
-        optimizer.register_state_dict_post_hook(self._told)
+        optimizer.register_state_dict_post_hook(self._state_by_name)
         optimizer.register_load_state_dict_pre_hook(self._taken)
 
     def _names(self, optimizer: Optimizer) -> list[list[str]]:
         """Return the names of every group's parameters."""
         names = {id(tensor): name for name, tensor in self._named()}
-        held = [[id(param) for param in group["params"]] for group in optimizer.param_groups]
-        if any(number not in names for group in held for number in group):
+        ids = [[id(param) for param in group["params"]] for group in optimizer.param_groups]
+        if any(number not in names for group in ids for number in group):
             raise RunError(
                 "an optimizer from pipe.optimizer holds a parameter that is not the pipeline's",
                 expected="only the pipeline's parameters: the state is stored under their names",
                 fix="create a separate optimizer for the other parameters",
             )
-        return [[names[number] for number in group] for group in held]
+        return [[names[number] for number in group] for group in ids]
 
-    def _told(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def _state_by_name(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Convert a state by position to one by name."""
         names = self._names(optimizer)
         flat = [name for group in names for name in group]
-        groups = [{**group, "params": own} for group, own in zip(state["param_groups"], names, strict=True)]
+        groups = [{**group, "params": own_names} for group, own_names in zip(state["param_groups"], names, strict=True)]
         by_name = {flat[key] if isinstance(key, int) else key: entry for key, entry in state["state"].items()}
         return {**state, "state": by_name, "param_groups": groups}
 
-    def _taken(self, optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+    def _taken(self, optimizer: Optimizer, state_by_name: dict[str, Any]) -> dict[str, Any]:
         """Convert a state by name to one by position in this optimizer, for its own parameters."""
-        state, groups = _checked(given)
+        state, groups = _checked(state_by_name)
         homes = {name: group for group in groups for name in group["params"]}
         names = self._names(optimizer)
         known = state.keys() | homes.keys()
@@ -75,18 +75,18 @@ class StateByName:
                     fix=f"merge the states of all ranks that saved it; {nearest(name, sorted(known))}",
                 )
         position = {name: at for at, name in enumerate(name for group in names for name in group)}
-        made = []
-        for own in names:
-            theirs = {id(group): group for name in own if (group := homes.get(name, groups[0]))}
+        groups_here = []
+        for texts in names:
+            theirs = {id(group): group for name in texts if (group := homes.get(name, groups[0]))}
             if len(theirs) > 1:
                 raise ModelError(
-                    f"{own[0]!r} and other parameters of its group are in different groups of the optimizer's state",
+                    f"{texts[0]!r} and other parameters of its group are in different groups of the optimizer's state",
                     expected="the same groups as in this optimizer",
                 )
             settings = next(iter(theirs.values()), groups[0])
-            made.append({**settings, "params": [position[name] for name in own]})
-        held = {position[name]: entry for name, entry in state.items() if name in position}
-        return {**given, "state": held, "param_groups": made}
+            groups_here.append({**settings, "params": [position[name] for name in texts]})
+        state_by_position = {position[name]: entry for name, entry in state.items() if name in position}
+        return {**state_by_name, "state": state_by_position, "param_groups": groups_here}
 
 
 def plain(value: Any, what: str) -> Any:
@@ -102,12 +102,14 @@ def plain(value: Any, what: str) -> Any:
     return value
 
 
-def _checked(given: Any) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
+def _checked(state_by_name: Any) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
     """Refuse anything but a state by name."""
-    state, groups = (given.get(name) if isinstance(given, Mapping) else None for name in ("state", "param_groups"))
+    state, groups = (
+        state_by_name.get(name) if isinstance(state_by_name, Mapping) else None for name in ("state", "param_groups")
+    )
     if not isinstance(state, Mapping) or not isinstance(groups, list) or not groups:
         raise ModelError(
-            f"the optimizer's state is a {type(given).__name__} without state and param_groups",
+            f"the optimizer's state is a {type(state_by_name).__name__} without state and param_groups",
             expected="the result of pipe.optimizer(...).state_dict()",
         )
     keys = [*state, *(param for group in groups for param in group.get("params", ()))]

@@ -43,7 +43,7 @@ class ParameterState(NamedTuple):
     """What optimizers keep of a parameter: its float32 copy if it has one, and what each of them keeps, if anything."""
 
     master: Tensor | None
-    kept: list[OptimizerEntry | None]
+    entries: list[OptimizerEntry | None]
 
 
 class Updates:
@@ -64,12 +64,12 @@ class Updates:
         self.validation = Validates()
         self.divided = Divides()
         self.wholes = WholeMatrices(holdings.crew.axes)
-        self._own: WeakSet[Optimizer] = WeakSet()
-        self._made: list[ref[Optimizer]] = []  # in the order in which they were asked for
+        self._own_optimizers: WeakSet[Optimizer] = WeakSet()
+        self._optimizers: list[ref[Optimizer]] = []  # in the order in which they were asked for
         self._left: list[ref[nn.Parameter]] = []  # parameters whose layers have moved to other ranks
         self._parameters: WeakKeyDictionary[Optimizer, list[nn.Parameter]] = WeakKeyDictionary()
         self.streams = False  # whether optimizers step inside of a step, because the schedule has no flush
-        self._kept: list[Optimizer] = []  # then, because nobody else may hold them
+        self._kept_optimizers: list[Optimizer] = []  # then, because nobody else may hold them
         self._is_inside = False
 
     def update_copies(self, masters: ParameterCopies) -> None:
@@ -78,7 +78,7 @@ class Updates:
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
         """Record the parameters of all stages here, and guard them against optimizers."""
-        left = [param for seen in self._left if (param := seen()) is not None]
+        left = [param for reference in self._left if (param := reference()) is not None]
         self._guard = Guard([*self.holdings.parameters(), *left], self.before, self.after)
         listed = list(parameters)
         if self.precision.scales and not self.scaler.is_on:
@@ -130,7 +130,7 @@ class Updates:
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that would bypass the scaler or the master weights."""
-        if optimizer in self._own or not self._holds_back:
+        if optimizer in self._own_optimizers or not self._holds_back:
             return
         what = f'precision="{self.precision.name}"' if self.scaler.is_on else "master_weights=True"
         only_copies = not self.scaler.is_on and not self.validation.is_on
@@ -151,7 +151,7 @@ class Updates:
 
     def _refuse_left(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that still holds what has moved to other ranks, and so lacks what has come."""
-        left = {id(param) for seen in self._left if (param := seen()) is not None}
+        left = {id(param) for reference in self._left if (param := reference()) is not None}
         if left and any(id(param) in left for group in optimizer.param_groups for param in group["params"]):
             kind = type(optimizer).__name__
             raise RunError(
@@ -172,7 +172,7 @@ class Updates:
 
     def validate(self, after: bool, max_norm: float | None) -> None:
         """Have optimizers step before or after all ranks agree; all of them alike."""
-        if bool(self._made) and after != self.validation.is_on and self.optimizers():
+        if bool(self._optimizers) and after != self.validation.is_on and self.optimizers():
             raise UsageError(
                 f'validated is "{"after" if after else "before"}", and not so on another optimizer of this pipeline',
                 expected="the same on all optimizers",
@@ -184,7 +184,7 @@ class Updates:
 
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers that were made here and are still in use."""
-        return [optimizer for made in self._made if (optimizer := made()) is not None]
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
 
     def optimizer(
         self,
@@ -210,36 +210,36 @@ class Updates:
             settle_products()
         self.divided.divide([param for param in parameters if self.wholes.of(param) is None], kind)
         updated = [self.updated(param) for param in parameters]
-        made = kind([{"params": updated}], **settings)
+        optimizer = kind([{"params": updated}], **settings)
         copied = any(param is not other for param, other in zip(updated, parameters, strict=True))
-        StateByName(named).attach(made)
-        self._made.append(ref(made))
-        self._parameters[made] = list(parameters)
+        StateByName(named).attach(optimizer)
+        self._optimizers.append(ref(optimizer))
+        self._parameters[optimizer] = list(parameters)
         if self.streams:
-            self._kept.append(made)
+            self._kept_optimizers.append(optimizer)
         if self.validation.is_on:
-            made.register_state_dict_pre_hook(lambda _: self._recording.settle())
-            made.register_load_state_dict_pre_hook(lambda *_: self._recording.settle())
+            optimizer.register_state_dict_pre_hook(lambda _: self._recording.settle())
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self._recording.settle())
         if self._holds_back or copied or not parameters:
-            self._wrap(made)
-        return made
+            self._wrap(optimizer)
+        return optimizer
 
-    def _wrap(self, made: Optimizer) -> None:
+    def _wrap(self, opt: Optimizer) -> None:
         """Give an optimizer its own `step` and `zero_grad`.
 
         No guard finds an optimizer without parameters here, and it must not step where others are held back.
         """
-        self._own.add(made)
+        self._own_optimizers.add(opt)
         # Use bound methods, because learning-rate schedulers wrap the function of what they find here.
-        listed = self._parameters[made]
-        kept = self.validation.keeping(made) if self.validation.is_on else None
-        setattr(made, "step", MethodType(self._step(listed, kept), made))  # noqa: B010 - a method of this one instance
-        setattr(made, "zero_grad", MethodType(self._zero_grad(listed), made))  # noqa: B010
+        listed = self._parameters[opt]
+        kept_optimizer = self.validation.keeping(opt) if self.validation.is_on else None
+        setattr(opt, "step", MethodType(self._step(listed, kept_optimizer), opt))  # noqa: B010 - a method of this one instance
+        setattr(opt, "zero_grad", MethodType(self._zero_grad(listed), opt))  # noqa: B010
 
     def strangers(self) -> list[Optimizer]:
         """Return optimizers that have stepped on parameters here and were not made here."""
-        made = set(map(id, self.optimizers()))
-        return [optimizer for optimizer in guarded_by(self._guard) if id(optimizer) not in made]
+        own_ids = set(map(id, self.optimizers()))
+        return [optimizer for optimizer in guarded_by(self._guard) if id(optimizer) not in own_ids]
 
     def handed_over(self, parameters: Sequence[nn.Parameter]) -> list[ParameterState]:
         """Return what optimizers keep of parameters, for another rank."""
@@ -248,15 +248,15 @@ class Updates:
             {id(param): at for at, group in enumerate(optimizer.param_groups) for param in group["params"]}
             for optimizer in self.optimizers()
         ]
-        found = []
+        states = []
         for param in parameters:
             updated = self.updated(param)
-            kept = [
+            kept_entries = [
                 OptimizerEntry(at[id(updated)], dict(optimizer.state.get(updated, {}))) if id(updated) in at else None
                 for optimizer, at in zip(self.optimizers(), groups, strict=True)
             ]
-            found.append(ParameterState(None if updated is param else updated.detach(), kept))
-        return found
+            states.append(ParameterState(None if updated is param else updated.detach(), kept_entries))
+        return states
 
     def drop(self, parameters: Sequence[nn.Parameter]) -> None:
         """Forget parameters that have left."""
@@ -268,7 +268,7 @@ class Updates:
             self._parameters[optimizer][:] = [param for param in self._parameters[optimizer] if id(param) not in gone]
             for param in updated:
                 optimizer.state.pop(param, None)
-            if not self._parameters[optimizer] and optimizer not in self._own:
+            if not self._parameters[optimizer] and optimizer not in self._own_optimizers:
                 self._wrap(optimizer)
         self._left += map(ref, parameters)
         for parameter in parameters:
@@ -280,14 +280,16 @@ class Updates:
             if master is not None:
                 self.masters.adopt(parameter, master)
             updated = self.updated(parameter)
-            for optimizer, kept in zip(self.optimizers(), each, strict=True):
-                if kept is not None:
-                    optimizer.param_groups[kept.group]["params"].append(updated)
+            for optimizer, entry in zip(self.optimizers(), each, strict=True):
+                if entry is not None:
+                    optimizer.param_groups[entry.group]["params"].append(updated)
                     self._parameters[optimizer].append(parameter)
-                    if kept.state:
-                        optimizer.state[updated] = dict(kept.state)
+                    if entry.state:
+                        optimizer.state[updated] = dict(entry.state)
         here = set(map(id, order))
-        self._left = [seen for seen in self._left if (state := seen()) is not None and id(state) not in here]
+        self._left = [
+            reference for reference in self._left if (state := reference()) is not None and id(state) not in here
+        ]
         places = {id(self.updated(state)): at for at, state in enumerate(order)}
         for optimizer in self.optimizers():
             for group in optimizer.param_groups:
@@ -308,15 +310,15 @@ class Updates:
         self.masters.catch_up()
         return ((name, self.updated(param)) for name, param in parameters)
 
-    def _step(self, parameters: Sequence[nn.Parameter], kept: Any) -> Callable[..., Any]:
+    def _step(self, parameters: Sequence[nn.Parameter], kept_optimizer: Any) -> Callable[..., Any]:
         def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> None:
             """Step, unless a gradient on any rank is not finite."""
             if closure is not None:
                 raise RunError("optimizer.step got a closure", fix="call pipe.step first, then optimizer.step()")
             apply, follow = partial(self._apply, optimizer, parameters), partial(self._follow, parameters)
-            if kept is not None:
+            if kept_optimizer is not None:
                 self._check.refuse()
-                self.validation.step(kept, parameters, apply, follow)
+                self.validation.step(kept_optimizer, parameters, apply, follow)
                 return
             if not self._is_stepped_inside(optimizer):
                 self._recording.settle()
@@ -342,11 +344,13 @@ class Updates:
     def _zero_grad(self, parameters: Sequence[nn.Parameter]) -> Callable[..., None]:
         def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
             """Clear the gradients, also of parameters that only follow their copies; never in place."""
-            held = [] if set_to_none else [(param, param.grad) for param in parameters if param.grad is not None]
+            held_gradients = (
+                [] if set_to_none else [(param, param.grad) for param in parameters if param.grad is not None]
+            )
             type(optimizer).zero_grad(optimizer)
             for param in parameters:
                 param.grad = None
-            for param, gradient in held:
+            for param, gradient in held_gradients:
                 param.grad = torch.zeros_like(gradient)
             self.forget()
 

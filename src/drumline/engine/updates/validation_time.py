@@ -33,7 +33,11 @@ class Validates:
         """Return what keeps the state of an optimizer."""
 
     def step(
-        self, kept: Any, parameters: Sequence[nn.Parameter], apply: Callable[[], None], follow: Callable[[], None]
+        self,
+        kept_optimizer: Any,
+        parameters: Sequence[nn.Parameter],
+        apply: Callable[[], None],
+        follow: Callable[[], None],
     ) -> None:
         """Let an optimizer step."""
 

@@ -40,7 +40,7 @@ class WholeMatrices:
         self._axes = axes
         self.precise = False  # whether copies of parameters of low precision are in float32
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
-        self._seen: dict[nn.Parameter, tuple[int, int]] = {}
+        self._marks: dict[nn.Parameter, tuple[int, int]] = {}
 
     def cover(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make whole copies of those that are divided."""
@@ -49,10 +49,10 @@ class WholeMatrices:
                 whole = self._whole(param, param.detach())
                 whole = whole.float() if self.precise and whole.dtype in LOW else whole
                 self._copies[param] = nn.Parameter(whole, param.requires_grad)
-                self._seen[param] = _mark(param)
+                self._marks[param] = _mark(param)
 
-    def _whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
-        return put_together(own, slice_of(parameter), self._axes)
+    def _whole(self, parameter: nn.Parameter, own_tensor: Tensor) -> Tensor:
+        return put_together(own_tensor, slice_of(parameter), self._axes)
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return the whole copy of a parameter, None if there is none."""
@@ -61,9 +61,9 @@ class WholeMatrices:
     @torch.no_grad()
     def take(self, parameters: Sequence[nn.Parameter]) -> None:
         """Before an optimizer steps, give its copies the whole gradients, and values that others changed."""
-        held = [param for param in parameters if param in self._copies]
-        self._catch_up(held)
-        for param in held:
+        held_parameters = [param for param in parameters if param in self._copies]
+        self._catch_up(held_parameters)
+        for param in held_parameters:
             self._copies[param].grad = None if param.grad is None else self._whole(param, param.grad.detach())
 
     @torch.no_grad()
@@ -73,18 +73,18 @@ class WholeMatrices:
             copy = self._copies[param]
             param.copy_(cut_out(copy.detach(), slice_of(param), self._axes))
             copy.grad = None
-            self._seen[param] = _mark(param)
+            self._marks[param] = _mark(param)
 
-    def _catch_up(self, held: Sequence[nn.Parameter]) -> None:
+    def _catch_up(self, held_parameters: Sequence[nn.Parameter]) -> None:
         """Adopt parameters that other code has changed on any line, such as a loaded state."""
-        for axis in dict.fromkeys(part.axis for param in held if (part := slice_of(param)) is not None):
-            along = [param for param in held if (part := slice_of(param)) is not None and part.axis == axis]
-            changed = [float(_mark(param) != self._seen[param]) for param in along]
+        for axis in dict.fromkeys(part.axis for param in held_parameters if (part := slice_of(param)) is not None):
+            along = [param for param in held_parameters if (part := slice_of(param)) is not None and part.axis == axis]
+            changed = [float(_mark(param) != self._marks[param]) for param in along]
             every = self._axes.summed(torch.tensor(changed, device=along[0].device), axis).tolist()
             for param, count in zip(along, every, strict=True):
                 if count:
                     self._copies[param].copy_(self._whole(param, param.detach()))
-                    self._seen[param] = _mark(param)
+                    self._marks[param] = _mark(param)
 
 
 def _mark(parameter: Tensor) -> tuple[int, int]:

@@ -49,8 +49,8 @@ class Adapting(Observer):
         self.is_paused = False  # whether something else decides meanwhile
         self._decider = decider
         self._every = _EVERY if self._crew.axes.is_mesh else 1
-        self._seen = -1  # the last step that was looked at
-        self._own = 0  # the number of the pipeline's own program
+        self._last_step = -1  # the last step that was looked at
+        self._own_program = 0  # the number of the pipeline's own program
         self._num_judged = 0
 
     def before(self, step: Step) -> None:
@@ -59,9 +59,9 @@ class Adapting(Observer):
             return
         with self._recording.between.during("hear"), self._crew.together("adapting"):
             mine = None if self._decider is None else self._decided(self._decider)
-            told = self._crew.everywhere("adapt", mine)
+            answers = self._crew.everywhere("adapt", mine)
             first = self._crew.axes.lines[0][0] if self._crew.axes.is_mesh else 0
-            proposal: Proposal | None = told[first]
+            proposal: Proposal | None = answers[first]
             if proposal is not None:
                 self._change(proposal)
 
@@ -73,11 +73,11 @@ class Adapting(Observer):
         except RunError:
             return None  # not measured
         number = measured.records[0].step
-        if number == self._seen or last is None or measured.records[0].program != self._own:
+        if number == self._last_step or last is None or measured.records[0].program != self._own_program:
             return None
-        self._seen = number
+        self._last_step = number
         try:
-            proposal = decider.see(measured, max((report.num_rows for report in last.told), default=0))
+            proposal = decider.see(measured, max((report.num_rows for report in last.reports), default=0))
         except DrumlineError as error:  # training does not depend on this
             self._tell(number, f"nothing changes from here on: {error}", {})
             self.close()
@@ -119,7 +119,7 @@ class Adapting(Observer):
 
     def took(self, program: Program, number: int) -> None:
         """Hear that another program was taken up, whoever decided so; steps of others are not looked at."""
-        self._own = number
+        self._own_program = number
         if self._decider is not None and program != self._decider.now.program:
             self._decider.changed(replace(self._decider.now, program=program))
 
@@ -169,9 +169,9 @@ def _built(schedule: Any, program: Program) -> Callable[[int], Program | None] |
 
     def build(number: int) -> Program | None:
         try:
-            made = generate(schedule, num_ranks=num_ranks, num_microbatches=number, stages_per_rank=per_rank)
+            new_program = generate(schedule, num_ranks=num_ranks, num_microbatches=number, stages_per_rank=per_rank)
         except DrumlineError:
             return None
-        return made if made.placement.homes == program.placement.homes else None
+        return new_program if new_program.placement.homes == program.placement.homes else None
 
     return build

@@ -21,8 +21,8 @@ def fit(kit: Kit, setting: PipelineSetup, options: AdaptOptions) -> None:
 
 def attach(site: Site, setting: PipelineSetup, cut: ModelCut, options: AdaptOptions) -> list[Observer]:
     """Return what adapts the pipeline, if it shall; the first rank decides."""
-    given, crew = setting.options, site.crew
-    is_auto = given.schedule == AUTO
+    given_options, crew = setting.options, site.crew
+    is_auto = given_options.schedule == AUTO
     settings = Adapt.of(options.adapt) or (Adapt(rebalance=KEEP) if is_auto else None)
     if settings is None:
         return []
@@ -30,6 +30,8 @@ def attach(site: Site, setting: PipelineSetup, cut: ModelCut, options: AdaptOpti
     if crew.rank == crew.axes.number == 0:
         names = {block.name for block in cut.blocks}
         recompute = bool(names) and names <= site.engine.assembly.checkpointed
-        decider = decider_for(settings, setting.program, cut.stages, cut.profile, given.schedule, recompute=recompute)
+        decider = decider_for(
+            settings, setting.program, cut.stages, cut.profile, given_options.schedule, recompute=recompute
+        )
     adapting = Adapting(settings, site, decider)
     return [AutoSchedule(site, adapting), adapting] if is_auto else [adapting]

@@ -76,7 +76,7 @@ class AutoSchedule(Observer):
         self._crew, self._ledger, self._frozen, self._choice = site.crew, site.ledger, site.frozen, site.choice
         self._adapting = adapting  # takes over once the search is over
         adapting.is_paused = True
-        self._seen: list[Measured] = []
+        self._measured_steps: list[Measured] = []
         self._changed: int | None = None  # the first step of the new program
 
     def before(self, step: Step) -> None:
@@ -87,7 +87,7 @@ class AutoSchedule(Observer):
         with self._crew.together("the search for a program"):
             begun = step.number - (self._changed or 0)
             if begun > _WARM_UPS and self._crew.rank == 0 and self._crew.axes.number == 0:
-                self._seen.append(self._ledger.timeline())
+                self._measured_steps.append(self._ledger.timeline())
             if begun < _WARM_UPS + _MEASURED:
                 return
             if self._changed is not None:
@@ -97,40 +97,40 @@ class AutoSchedule(Observer):
 
     def moved(self) -> None:
         """Forget what was measured of other stages."""
-        self._seen.clear()
+        self._measured_steps.clear()
 
     def _better(self, number: int) -> Program | None:
         """Search on rank 0 and return the result on all ranks; None if nothing is better."""
         mine, crew, program = None, self._crew, self._frozen.program
         if crew.rank == 0 and crew.axes.number == 0:
-            costs = costs_of(self._seen, quickest=True)
+            costs = costs_of(self._measured_steps, quickest=True)
             now = simulate(program, costs)
-            found = search(
+            result = search(
                 costs,
                 program.placement,
                 num_microbatches=program.num_microbatches,
                 limit=Limit(max_activations=max(now.peak_activations)),
                 seconds=_SECONDS,
             )
-            before = median(step.makespan for step in self._seen)
+            before = median(step.makespan for step in self._measured_steps)
             self.searched = SearchOutcome(
-                found.program, before, now.makespan, found.timeline.makespan, float(found.bound.value)
+                result.program, before, now.makespan, result.timeline.makespan, float(result.bound.value)
             )
             better = self.searched.predicted_gain >= _LEAST_GAIN
-            print(_said(self.searched, program) if better else _kept(self.searched, program), file=sys.stderr)
-            mine = found.program if better else None
-        told: Program | None = crew.collect("search", mine)[0]
+            print(_said(self.searched, program) if better else _reason_to_stay(self.searched, program), file=sys.stderr)
+            mine = result.program if better else None
+        program_taken: Program | None = crew.collect("search", mine)[0]
         if crew.axes.is_mesh:
-            told = crew.axes.exchanged("drumline/search", told)[crew.axes.lines[0][0]]
-        self._seen, self._changed, self.is_over = [], number, told is None
-        return told
+            program_taken = crew.axes.exchanged("drumline/search", program_taken)[crew.axes.lines[0][0]]
+        self._measured_steps, self._changed, self.is_over = [], number, program_taken is None
+        return program_taken
 
     def _conclude(self) -> None:
         """Print the measured gain."""
         self.is_over = True
         if self._crew.rank == 0 and self._crew.axes.number == 0:
             assert self.searched is not None, "the program was changed to one that was found"
-            self.searched.after = median(step.makespan for step in self._seen)
+            self.searched.after = median(step.makespan for step in self._measured_steps)
             gained = self.searched.gained or 0.0
             print(
                 f"schedule: a measured step takes {self.searched.after * 1e3:.1f} ms instead of"
@@ -148,7 +148,7 @@ def _said(searched: SearchOutcome, program: Program) -> str:
     )
 
 
-def _kept(searched: SearchOutcome, program: Program) -> str:
+def _reason_to_stay(searched: SearchOutcome, program: Program) -> str:
     return (
         f"schedule: kept {program.name}: the best program found for the measured stages takes"
         f" {searched.predicted * 1e3:.1f} ms instead of {searched.predicted_before * 1e3:.1f} ms; none can take under"

@@ -12,5 +12,5 @@ class AdaptMethods(Methods):
     @property
     def searched(self) -> SearchOutcome | None:
         """On rank 0 with schedule="auto", the result of the search and its gain; None before the search."""
-        found = (observer for observer in self._site.observers.each if isinstance(observer, AutoSchedule))
-        return next((schedule.searched for schedule in found), None)
+        searches = (observer for observer in self._site.observers.each if isinstance(observer, AutoSchedule))
+        return next((schedule.searched for schedule in searches), None)

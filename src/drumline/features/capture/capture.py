@@ -46,7 +46,7 @@ class Capture:
         self.randomness = randomness
         self.recorder = recorder
         self.agree = agree
-        self._own: Any = None  # this process's view of a step, and how often it changed
+        self._own_view: Any = None  # this process's view of a step, and how often it changed
         self._changes = 0
         self._now: Sequence[int] = ()  # changes of all ranks, now and at the last good step
         self._known: Sequence[int] | None = None
@@ -59,9 +59,9 @@ class Capture:
         """Whether a step can be replayed, the same on every rank; asks the others, so call it once per step."""
         device = self.recorder.device_type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        own = (_signature(step), autocast, [row.state() for row in self.rows])
-        if own != self._own:
-            self._own = own
+        own_view = (_signature(step), autocast, [row.state() for row in self.rows])
+        if own_view != self._own_view:
+            self._own_view = own_view
             self._changes += 1
         self._now = tuple(self.agree(self._changes))
         return self._is_captured and self._now == self._known
@@ -128,7 +128,10 @@ class Capture:
             batch,
             target,
             inputs=(step.cuts or partial(cut, num_microbatches=len(step.inputs)))(batch) if step.inputs else (),
-            targets=[value if pack(given)[0] else given for value, given in zip(targets, step.targets, strict=True)],
+            targets=[
+                value if pack(given_target)[0] else given_target
+                for value, given_target in zip(targets, step.targets, strict=True)
+            ],
             shares=[share.clone() for share in step.shares],
         )
         for row in self.rows:

@@ -60,19 +60,19 @@ def stretches(row: Sequence[Job], run: Callable[[Any, Step], None]) -> list[Job]
     >>> print(*(stretch if isinstance(stretch, Stretch) else stretch.action for stretch in stretches(row, print)))
     [0F0] 0SEND_F0 [0F1 0F2] 0RECV_B0
     """
-    found: list[Job] = []
+    jobs: list[Job] = []
     stretch: Stretch | None = None
     for job in row:
         if not job.timed:
-            found.append(job)
+            jobs.append(job)
             if job.action.op not in RECV_OPS:
                 stretch = None
             continue
         if stretch is None or job.needs:
             stretch = Stretch(job.action, run, needs=job.needs)
-            found.append(stretch)
+            jobs.append(stretch)
         stretch.jobs.append(job)
-    return found
+    return jobs
 
 
 class Recorder(ABC):
@@ -160,19 +160,19 @@ class CapturedRow:
 
     def _run(self, stretch: Stretch, step: Step) -> None:
         arrived = self.executor.arrived
-        given = [arrived.pop(receive) for receive, _ in stretch.needs]
+        deliveries = [arrived.pop(receive) for receive, _ in stretch.needs]
         if stretch.replay is None:
-            self._capture(stretch, given, step)
-        for (receive, _), place, delivery in zip(stretch.needs, stretch.inputs, given, strict=True):
+            self._capture(stretch, deliveries, step)
+        for (receive, _), place, delivery in zip(stretch.needs, stretch.inputs, deliveries, strict=True):
             _fill(receive, place, delivery)
         assert stretch.replay is not None
         stretch.replay()
 
-    def _capture(self, stretch: Stretch, given: Sequence[Delivery], step: Step) -> None:
+    def _capture(self, stretch: Stretch, deliveries: Sequence[Delivery], step: Step) -> None:
         statics: list[Delivery] = []
 
         def through() -> None:
-            for (receive, _), delivery in zip(stretch.needs, given, strict=True):
+            for (receive, _), delivery in zip(stretch.needs, deliveries, strict=True):
                 statics.append(replace(delivery, tensors=tuple([torch.empty_like(t) for t in delivery.tensors])))
                 self.executor.arrived[receive] = statics[-1]
             for part in (piece for job in stretch.jobs for piece in job.parts or (job,)):
@@ -200,15 +200,15 @@ class CapturedRow:
     def _send(self, job: Job, step: Step) -> None:
         start = self.executor.clock.now()
         if job.action not in self._sent:
-            receive, made, form = self.executor.message(job)
-            for tensor in made:
+            receive, new_tensors, form = self.executor.message(job)
+            for tensor in new_tensors:
                 if tensor.device.type != self.recorder.device_type:
                     raise ModelError(
                         f"{job.action} sends a tensor on {tensor.device.type}",
                         expected=f"only tensors on {self.recorder.device_type} between captured stages",
                         fix=_FIX,
                     )
-            self._sent[job.action] = receive, tuple(map(self.recorder.borrowed, made)), form
+            self._sent[job.action] = receive, tuple(map(self.recorder.borrowed, new_tensors)), form
         receive, tensors, form = self._sent[job.action]
         self.executor.hand_over(start, job.other, receive, tuple([tensor.clone() for tensor in tensors]), form)
 

@@ -76,11 +76,11 @@ class CudaRecorder(Recorder):
         # The protocol by which libraries share memory of a CUDA device: bytes at an address.
         place = {"shape": (storage.nbytes(),), "typestr": "|u1", "data": (storage.data_ptr(), False), "version": 3}
         memory = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=place), device=tensor.device)
-        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        tensor_there = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
             memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
         )
-        made = made.conj() if tensor.is_conj() else made
-        return torch._neg_view(made) if tensor.is_neg() else made
+        tensor_there = tensor_there.conj() if tensor.is_conj() else tensor_there
+        return torch._neg_view(tensor_there) if tensor.is_neg() else tensor_there
 
 
 def recorder_for(device: torch.device) -> Recorder:

@@ -40,7 +40,7 @@ class CapturingEngine(Engine):
         super().recut(counts, program, ties, number)
         self.captured = self._capture()
 
-    def called(self, step: Step) -> None:
+    def at_call(self, step: Step) -> None:
         """Refuse requests that a graph cannot serve."""
         if step.wants_outputs:
             raise RunError("a captured step cannot return outputs", expected="outputs=False", fix="use capture=False")

@@ -51,7 +51,7 @@ class _Card:
     samples: dict[str, bytes]
     is_whole: bool
     here: Places
-    given: ArgumentPrint
+    arguments: ArgumentPrint
     factor: float
     is_coarse: bool  # whether what it trains is of low precision
 
@@ -60,7 +60,7 @@ class _Card:
 class Take:
     """One microbatch, and what the model by itself made of it."""
 
-    given: UnsplitMicrobatch
+    microbatch: UnsplitMicrobatch
     wanted: PlainResult | None = None
     expected: ExpectedSketches | None = None  # of its gradients
     # Made while all that it computed was nudged a little.
@@ -91,13 +91,13 @@ class Asking:
         self._room = ExitStack()  # open until the step ends
 
     @property
-    def held(self) -> list[tuple[str, nn.Parameter]]:
+    def held_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """What the ranks here train, by name."""
         return [pair for rank in self.ranks for pair in rank.named.items()]
 
     # ---- before the step ---------------------------------------------------------------------------------------------
 
-    def before(self, step: Step, called: Any, target: Any, factor: float, whole: tuple[Any, Any] | None) -> None:
+    def before(self, step: Step, arguments: Any, target: Any, factor: float, whole: tuple[Any, Any] | None) -> None:
         """Run microbatches through the model by itself, and have the step watched; all ranks call it.
 
         `factor` is what the step will multiply the loss's gradient by. `whole` are batch and target with whole
@@ -107,12 +107,12 @@ class Asking:
         if not self.crew.alone:  # this process may have no room for more than its part
             self._room.enter_context(giving_back())
         with self._whole() as parts:
-            self._ask(step, called, target, factor, whole)
+            self._ask(step, arguments, target, factor, whole)
         for take in self.takes:
             take.wanted, take.nudged = parts(take.wanted), [parts(result) for result in take.nudged]
             take.rounding = Rounding.between(take.wanted, take.nudged)
         if self.parts.is_on:
-            self.named = self._own()
+            self.named = self._own_parameters()
         for take in self.takes:
             if take.wanted is not None:
                 take.expected = ExpectedSketches.of(take.wanted.sketches, self.allowed, take.rounding.gradients)
@@ -130,16 +130,16 @@ class Asking:
         if take.expected is None:  # nothing is compared here, and other ranks compare what they share with this one
             shared = {tensor.name for tensor in self.engine.assembly.ties.tensors if tensor.is_copied}
             only = {param for name, param in rank.named.items() if name in shared or self.parts.is_settled_later(param)}
-            return Witness(take.given.number, only)
-        witness = Witness(take.given.number)
+            return Witness(take.microbatch.number, only)
+        witness = Witness(take.microbatch.number)
         limits = take.expected.limits()
         uses = Counter(param for stage in rank.executor.stages.values() for param in stage.parameters)
         for name, param in rank.named.items():
-            own = self.named.get(name)
+            own_parameter = self.named.get(name)
             # Else it sees parts of a sum.
             is_whole = uses[param] == 1 and not self.parts.is_settled_later(param)
-            if own is not None and own in limits and is_whole:
-                witness.expected[param] = take.expected.sketches[own], limits[own]
+            if own_parameter is not None and own_parameter in limits and is_whole:
+                witness.expected[param] = take.expected.sketches[own_parameter], limits[own_parameter]
         return witness
 
     @contextmanager
@@ -154,8 +154,8 @@ class Asking:
         def parts(wanted: PlainResult | None) -> PlainResult | None:
             if wanted is None:
                 return None
-            own, gradients = self._own(), wanted.gradients
-            each = {own[name]: gradients[whole] for name, whole in wholes.items() if whole in gradients}
+            own_parameters, gradients = self._own_parameters(), wanted.gradients
+            each = {own_parameters[name]: gradients[whole] for name, whole in wholes.items() if whole in gradients}
             # Those of experts stay whole until all lines have added up theirs.
             each = {p: whole if lines.is_summed(p) else lines.part_of(p, whole) for p, whole in each.items()}
             compared = {param: sketch(part) for param, part in each.items() if not lines.is_summed(param)}
@@ -165,50 +165,50 @@ class Asking:
             yield parts
             wholes.update(self.reference.whole.named_parameters())
 
-    def _own(self) -> dict[str, nn.Parameter]:
+    def _own_parameters(self) -> dict[str, nn.Parameter]:
         """Return the model's parameters by name; of those that are held here, what is held."""
         plain = self.reference.whole
         named = {} if plain is None else plain.named_parameters()
-        return named | dict(self.held)
+        return named | dict(self.held_parameters)
 
-    def _ask(self, step: Step, called: Any, target: Any, factor: float, sequences: tuple[Any, Any] | None) -> None:
+    def _ask(self, step: Step, arguments: Any, target: Any, factor: float, sequences: tuple[Any, Any] | None) -> None:
         """Choose microbatches, and run them through the model by itself."""
         number, reference = step.number, self.reference
         program = self.engine.assembly.program
         copies = [program.placement.rank_of(0, at) for at in range(program.num_microbatches)]
         sample = StepSample(
-            self.crew, self.intake, self.parts, number, called, target, sequences, copies, self.num_microbatches
+            self.crew, self.intake, self.parts, number, arguments, target, sequences, copies, self.num_microbatches
         )
         local = sample.cut()
         named = {} if reference.whole is None else reference.whole.named_parameters()
         here, mine = Places.of(self.engine.blocks()), self._samples(named)
         is_whole = reference.is_current and reference.fits(self.engine.assembly.device)
         # Ranks here share one batch.
-        own = ArgumentPrint.of(None, None) if self.crew.alone else ArgumentPrint.of(called, target)
+        own_print = ArgumentPrint.of(None, None) if self.crew.alone else ArgumentPrint.of(arguments, target)
         is_coarse = self.allowed > _FINE
-        told = self.crew.collect("check", _Card(local is not None, mine, is_whole, here, own, factor, is_coarse))
+        cards = self.crew.collect("check", _Card(local is not None, mine, is_whole, here, own_print, factor, is_coarse))
         # Parts are added up in another order than the whole, and rounded in between: in low precision that shows.
-        self.measures = self.parts.is_on and any(answer.is_coarse for answer in told)
+        self.measures = self.parts.is_on and any(answer.is_coarse for answer in cards)
         # Before differences are put down to the model.
-        agree_on_batch([answer.given for answer in told], number, self.crew.called)
-        given = local if local is not None and all(answer.has_batch for answer in told) else None
-        given = given or sample.passed_on(self.engine.ends)
-        self.takes = [Take(microbatch) for microbatch in given]
-        if len({answer.factor for answer in told}) > 1:
+        agree_on_batch([answer.arguments for answer in cards], number, self.crew.naming)
+        microbatches = local if local is not None and all(answer.has_batch for answer in cards) else None
+        microbatches = microbatches or sample.passed_on(self.engine.ends)
+        self.takes = [Take(microbatch) for microbatch in microbatches]
+        if len({answer.factor for answer in cards}) > 1:
             self.reason = "ranks scale the loss differently"  # which they tell each other after the step
-        elif all(answer.is_whole for answer in told) and not _are_stale(named, [answer.samples for answer in told]):
+        elif all(answer.is_whole for answer in cards) and not _are_stale(named, [answer.samples for answer in cards]):
             assert reference.whole is not None
             self.runner = Runner(reference.whole, named)
         elif self.parts.is_on and reference.is_chain:
             self.reason = "each rank has only its own stages in memory"
         else:
-            places = [answer.here for answer in told]
-            self.runner = together(reference, self.crew, self.engine, dict(self.held), places)
+            places = [answer.here for answer in cards]
+            self.runner = together(reference, self.crew, self.engine, dict(self.held_parameters), places)
             self.reason = "the model was let go, and could not be copied" if self.runner is None else ""
         self.named = {**({} if self.runner is None else self.runner.named), **self._of_loss()}
         if not self.reason:
-            made = self.run(step.draw, factor)
-            for take, wanted in zip(self.takes, made, strict=True):
+            results = self.run(step.draw, factor)
+            for take, wanted in zip(self.takes, results, strict=True):
                 take.wanted = wanted
         for seed in range(DRAWS) if self.measures else ():
             if all(self.crew.collect("check rounding", not self.reason)):
@@ -222,7 +222,8 @@ class Asking:
     def is_disturbed(self) -> bool:
         """Whether other threads have seeded generators meanwhile, from which this model draws, or its loss."""
         draws = any(
-            take.wanted is not None and (take.wanted.made.drew or take.wanted.made.loss_drew) for take in self.takes
+            take.wanted is not None and (take.wanted.outcome.drew or take.wanted.outcome.loss_drew)
+            for take in self.takes
         )
         return draws and seedings_elsewhere() != self._seedings
 
@@ -251,12 +252,12 @@ class Asking:
         nothing, assembly = [None] * len(self.takes), self.engine.assembly
         assembly.randomness.step = draw
         self.engine.seed_lines()
-        mine = dict.fromkeys(self.named[name] for name, _ in self.held if name in self.named)
+        mine = dict.fromkeys(self.named[name] for name, _ in self.held_parameters if name in self.named)
         try:
             with nullcontext() if self.runner.relay is None else self.runner.relay.running():
-                made = wanted_of(
+                results = wanted_of(
                     self.runner.model,
-                    [take.given for take in self.takes],
+                    [take.microbatch for take in self.takes],
                     self.intake.loss,
                     trained=[param for param in mine if param.requires_grad],
                     in_full=in_full or self.parts.is_on,  # parts are cut out of whole gradients
@@ -264,7 +265,7 @@ class Asking:
                     randomness=assembly.randomness,
                     precision=assembly.precision,
                     scale=factor,
-                    multiplying=lambda given: self.intake.multiplying(given.inputs, given.factors),
+                    multiplying=lambda microbatch: self.intake.multiplying(microbatch.inputs, microbatch.factors),
                     others=[*mine, *self._of_loss().values()],
                     keeping=self.intake.loss_fn,
                 )
@@ -281,17 +282,17 @@ class Asking:
             self.error = error
             self.reason = f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
             return nothing
-        if any(result.drew_elsewhere for result in made):
+        if any(result.drew_elsewhere for result in results):
             self.reason = "the model draws random numbers of Python's or numpy's, which no rank seeds"
-        elif any(result.made.drew for result in made) and self.parts.divides_sequences:
+        elif any(result.outcome.drew for result in results) and self.parts.divides_sequences:
             self.reason = "the model draws random numbers, which are others for each part of a sequence"
-        elif any(result.made.drew for result in made) and assembly.compiler is not None:
+        elif any(result.outcome.drew for result in results) and assembly.compiler is not None:
             self.reason = "the model draws random numbers, which are others once it is compiled"
-        elif any(result.made.loss_drew for result in made):
+        elif any(result.outcome.loss_drew for result in results):
             self.reason = "the loss function draws random numbers, which are others in the model by itself"
             if seedings_elsewhere() != self._seedings:
                 self.reason = "random numbers were drawn meanwhile, by the loss function or by another thread"
-        return nothing if self.reason else made
+        return nothing if self.reason else results
 
     @cached_property
     def allowed(self) -> float:
@@ -299,7 +300,7 @@ class Asking:
         return allowed_off(self.engine.assembly, {param.dtype for param in self.engine.parameters()})
 
 
-def _are_stale(named: Mapping[str, nn.Parameter], told: Sequence[Mapping[str, bytes]]) -> bool:
+def _are_stale(named: Mapping[str, nn.Parameter], samples: Sequence[Mapping[str, bytes]]) -> bool:
     """Whether the model here is not what the ranks have between them."""
-    everything = {name: value for entry in told for name, value in entry.items() if name in named}
+    everything = {name: value for entry in samples for name, value in entry.items() if name in named}
     return first_difference([everything, samples_of({name: named[name] for name in everything})]) is not None

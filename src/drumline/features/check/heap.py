@@ -35,5 +35,5 @@ def giving_back() -> Iterator[None]:
 
 @cache
 def _mallopt() -> Any:
-    found = getattr(ctypes.CDLL(None), "mallopt", None)
-    return (lambda *_: 0) if found is None else found
+    function = getattr(ctypes.CDLL(None), "mallopt", None)
+    return (lambda *_: 0) if function is None else function

@@ -13,5 +13,5 @@ class CheckMethods(Methods):
     @property
     def checked(self) -> CheckReport | None:
         """What the last check compared, what it cost and what it skipped; None before the first."""
-        found = (observer for observer in self._site.observers.each if isinstance(observer, ModelCheck))
-        return next((check.checked for check in found), None)
+        checks = (observer for observer in self._site.observers.each if isinstance(observer, ModelCheck))
+        return next((check.checked for check in checks), None)

@@ -123,7 +123,7 @@ class ModelCheck(NoCheck, Keeper):
         if self.refusal is not None:
             raise self.refusal
 
-    def ahead(self, step: Step, call: CalledWith, given: CalledWith) -> None:
+    def ahead(self, step: Step, call: CalledWith, user_call: CalledWith) -> None:
         """If a step is checked, run microbatches of it through the unsplit model, to compare the step with it."""
         if step.number and step.draw < self._sentinels.quiet_until and not self.is_pending and self._trial is None:
             return
@@ -138,13 +138,13 @@ class ModelCheck(NoCheck, Keeper):
         with ground.recording.between.during("check"), self._crew.together("the check of the model"):
             self._agree_on_weights()
             factor = ground.updates.scaler.scale * step.share
-            called = ground.intake.called(call.batch, call.named)
-            placed = ground.lines.placed(given)
-            whole = None if placed is None else (ground.intake.called(placed.batch, placed.named), placed.target)
+            arguments = ground.intake.first_value(call.batch, call.named)
+            placed = ground.lines.placed(user_call)
+            whole = None if placed is None else (ground.intake.first_value(placed.batch, placed.named), placed.target)
             assert self._reference is not None
             count = NUM_MICROBATCHES if self.is_pending else 1
             self._trial = Trial(self._reference, ground, self._parts, count)
-            self._trial.before(step, called, call.target, factor, whole)
+            self._trial.before(step, arguments, call.target, factor, whole)
 
     def after(self, step: Step) -> None:
         """Compare a checked step with that run."""
@@ -168,7 +168,7 @@ class ModelCheck(NoCheck, Keeper):
         if self._different is not None:
             number, other, name = self._different
             raise MismatchError(
-                f"{self._crew.called.several(number, other)} were given models with different values of {name}",
+                f"{self._crew.naming.several(number, other)} were given models with different values of {name}",
                 expected="the same model on every rank",
                 fix="seed before it is made, torch.manual_seed(0), or load the same state into the pipeline",
             )
@@ -206,15 +206,15 @@ class ModelCheck(NoCheck, Keeper):
         is_first, self.is_pending = self.is_pending, False
         outcomes = trial.after(step)
         others = [[RankOutcome() for _ in outcomes]] * (len(self._crew.channels) - 1)
-        told = self._crew.all_told("checked", [outcomes, *others])
+        answers = self._crew.all_told("checked", [outcomes, *others])
         reference, order = self._reference, self._ground.engine.assembly.order
         assert reference is not None
         settings = {"divides_layers": self._parts.axes.size("tp") > 1, "is_chain": reference.is_chain}
-        found = [
-            verdict(each, trial.allowed, order, reference.homes, self._crew.called, step=step.number, **settings)
-            for each in zip(*told, strict=True)
+        verdicts = [
+            verdict(each, trial.allowed, order, reference.homes, self._crew.naming, step=step.number, **settings)
+            for each in zip(*answers, strict=True)
         ]
-        self.checked, self.refusal = merged(found, step.number)
+        self.checked, self.refusal = merged(verdicts, step.number)
         self._hear_other_lines(step.number)
         if is_first:
             reference.let_go(self._ground.engine.blocks())
@@ -231,9 +231,9 @@ class ModelCheck(NoCheck, Keeper):
         refuses = torch.tensor([float(self.refusal is not None)], device=device)
         if not float(axes.summed(refuses, *(name for name in axes.names if name != "pp"))):
             return
-        told = axes.exchanged(f"drumline/refused/{step}", "" if self.refusal is None else str(self.refusal))
+        refusals = axes.exchanged(f"drumline/refused/{step}", "" if self.refusal is None else str(self.refusal))
         if self.refusal is None:
-            rank, text = next((rank, text) for rank, text in enumerate(told) if text)
+            rank, text = next((rank, text) for rank, text in enumerate(refusals) if text)
             self.refusal = ModelError(f"{axes.named(rank)} refuses the step: {text}")
 
     def _say(self, unchecked: str, which: str) -> None:

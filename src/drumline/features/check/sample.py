@@ -33,14 +33,14 @@ def chosen(counts: Sequence[float], copies: Sequence[int], num_microbatches: int
     if len(set(copies)) == 1:
         rest = [at for at in (*range(first + 1, len(counts)), *range(first)) if counts[at] > 0]
         return sorted([first, *rest[: num_microbatches - 1]])
-    found = [_middle(counts, [at for at, copy in enumerate(copies) if copy == n]) for n in dict.fromkeys(copies)]
-    return sorted([at for at in found if counts[at] > 0][:num_microbatches]) or [first]
+    middles = [_middle(counts, [at for at, copy in enumerate(copies) if copy == n]) for n in dict.fromkeys(copies)]
+    return sorted([at for at in middles if counts[at] > 0][:num_microbatches]) or [first]
 
 
 def _middle(counts: Sequence[float], places: Sequence[int]) -> int:
     most = max(counts[at] for at in places)
-    found = [at for at in places if counts[at] == most]
-    return found[len(found) // 2]
+    places_with_most = [at for at in places if counts[at] == most]
+    return places_with_most[len(places_with_most) // 2]
 
 
 def likely(targets: Sequence[Any]) -> list[float]:
@@ -51,11 +51,11 @@ def likely(targets: Sequence[Any]) -> list[float]:
     >>> likely([torch.tensor([-100, -100]), torch.tensor([3, -100])])
     [0.0, 1.0]
     """
-    told = [
+    amounts = [
         sum(int((value != value.flatten()[0]).any()) + int(value.any()) for value in pack(target)[0] if value.numel())
         for target in targets
     ]
-    return [float(number == max(told)) for number in told]
+    return [float(number == max(amounts)) for number in amounts]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class StepSample:
     intake: Intake
     parts: Parts
     number: int
-    called: Any
+    arguments: Any
     target: Any
     sequences: tuple[Any, Any] | None
     copies: Sequence[int]
@@ -77,14 +77,14 @@ class StepSample:
 
     def cut(self) -> list[UnsplitMicrobatch] | None:
         """Return microbatches that count, where this rank was given all of them."""
-        if self.called is None or (self.target is None and not self.intake.own):
+        if self.arguments is None or (self.target is None and not self.intake.has_own_loss):
             return None
         step, places = self._taken({"first", "last"})
         return [self._with_sequences(self._microbatch(step, at), step.order) for at in places]
 
     def _microbatch(self, step: Step, at: int) -> UnsplitMicrobatch:
-        given = step.inputs[at], step.targets[at], float(step.shares[at]), self.intake.factors_of(at)
-        return UnsplitMicrobatch(at, *given, seen_share=lambda: float(step.shares[at]))
+        arguments = step.inputs[at], step.targets[at], float(step.shares[at]), self.intake.factors_of(at)
+        return UnsplitMicrobatch(at, *arguments, seen_share=lambda: float(step.shares[at]))
 
     def passed_on(self, ends: Collection[str]) -> list[UnsplitMicrobatch]:
         """Return microbatches of which ranks have only parts: the last stage's rank chooses them, the first's has them.
@@ -100,37 +100,39 @@ class StepSample:
             ]
             each = [self._with_sequences(microbatch, step.order) for microbatch in each]
             chosen = [(sent.number, moved(sent.target, _HOST), sent.share, sent.factors) for sent in each]
-        told = next(value for value in self.crew.collect("check target", chosen) if value is not None)
+        target = next(value for value in self.crew.collect("check target", chosen) if value is not None)
         first = None
         if "first" in ends:
-            each = [UnsplitMicrobatch(at, step.inputs[at], None, share) for at, _, share, _ in told]
+            each = [UnsplitMicrobatch(at, step.inputs[at], None, share) for at, _, share, _ in target]
             first = [moved(self._with_sequences(microbatch, step.order).inputs, _HOST) for microbatch in each]
         inputs = next(value for value in self.crew.collect("check input", first) if value is not None)
-        pairs = zip(told, inputs, strict=True)
-        return [UnsplitMicrobatch(at, given, wanted, share, factors) for (at, wanted, share, factors), given in pairs]
+        pairs = zip(target, inputs, strict=True)
+        return [UnsplitMicrobatch(at, value, wanted, share, factors) for (at, wanted, share, factors), value in pairs]
 
     def _taken(self, ends: Collection[str]) -> tuple[Step, list[int]]:
         """Return the step, cut into microbatches, and those of them that are looked at."""
         step = Step(self.number)
-        self.intake.take(step, self.called, self.target, ends, self.crew)
+        self.intake.take(step, self.arguments, self.target, ends, self.crew)
         self.intake.cut(step)
         counts = likely(step.targets) if self.intake.is_open and step.targets else step.shares
         return step, chosen(self.parts.counts(counts, self.intake.device), self.copies, self.num_microbatches)
 
-    def _with_sequences(self, given: UnsplitMicrobatch, order: Sequence[int]) -> UnsplitMicrobatch:
+    def _with_sequences(self, sent: UnsplitMicrobatch, order: Sequence[int]) -> UnsplitMicrobatch:
         """Return a microbatch with whole sequences, if lines of a mesh have parts of them.
 
         `order` says which of the given microbatches runs in each slot, if that was chosen.
         """
         if self.sequences is None:
-            return given
+            return sent
         batch, target = self.sequences
-        at = order[given.number] if order else given.number
-        inputs = None if given.inputs is None else self.intake.cut_batch(batch)[at]
-        if given.target is not None:
-            own = batch if self.intake.own else target
-            targets = self.intake.cut_batch(own, what="the batch" if self.intake.own else "the target")
-            factors = self.parts.factors(given.share, given.factors, self.intake.device) if self.intake.own else ()
-            given = replace(given, target=targets[at], factors=factors)
+        at = order[sent.number] if order else sent.number
+        inputs = None if sent.inputs is None else self.intake.cut_batch(batch)[at]
+        if sent.target is not None:
+            own_values = batch if self.intake.has_own_loss else target
+            targets = self.intake.cut_batch(own_values, what="the batch" if self.intake.has_own_loss else "the target")
+            factors = (
+                self.parts.factors(sent.share, sent.factors, self.intake.device) if self.intake.has_own_loss else ()
+            )
+            sent = replace(sent, target=targets[at], factors=factors)
         # What part of the loss whole sequences are is known after the step, when all lines have counted theirs.
-        return replace(given, inputs=inputs, share=1.0 / self.intake.num_microbatches, seen_share=None)
+        return replace(sent, inputs=inputs, share=1.0 / self.intake.num_microbatches, seen_share=None)

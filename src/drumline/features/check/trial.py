@@ -45,9 +45,9 @@ class Trial(Asking):
         for at, take in enumerate(self.takes):
             self._rescale(step, take)
             self._add_up(take)
-            found = self._outcome(step, at, take)
+            found_outcome = self._outcome(step, at, take)
             # What counts nothing is found only by its loss, which a mean over nothing makes NaN.
-            outcomes.append(found if take.counts else RankOutcome(unchecked=self.reason, raised=self.raised))
+            outcomes.append(found_outcome if take.counts else RankOutcome(unchecked=self.reason, raised=self.raised))
         if any(outcome.is_wrong(self.allowed) for outcome in outcomes) and self.is_disturbed:
             why = "another thread seeded random generators meanwhile, from which this model draws"
             outcomes = [RankOutcome(unchecked=why) for _ in outcomes]
@@ -66,26 +66,26 @@ class Trial(Asking):
 
     def _rescale(self, step: Step, take: Take) -> None:
         """Give the wanted gradients the share that the step took: some losses must be seen before it is known."""
-        own = None
-        if take.given.number in step.losses:
-            own = self.parts.share(step.shares[take.given.number], self.intake.device)
-        share = next(value for value in self.crew.collect("check share", own) if value is not None)
+        own_share = None
+        if take.microbatch.number in step.losses:
+            own_share = self.parts.share(step.shares[take.microbatch.number], self.intake.device)
+        share = next(value for value in self.crew.collect("check share", own_share) if value is not None)
         take.counts = bool(share)
-        if take.counts and take.wanted is not None and take.expected is not None and share != take.wanted.made.share:
-            take.ratio = share / take.wanted.made.share
+        if take.counts and take.wanted is not None and take.expected is not None and share != take.wanted.outcome.share:
+            take.ratio = share / take.wanted.outcome.share
             take.expected = take.expected.rescaled(take.ratio)
-        take.given = replace(take.given, share=share, seen_share=None)
+        take.microbatch = replace(take.microbatch, share=share, seen_share=None)
 
     def _add_up(self, take: Take) -> None:
         """Complete what is wanted of experts: tokens of all lines went through them, and each line has run its own."""
         known: dict[nn.Parameter, Tensor] = {} if take.expected is None else dict(take.expected.sketches)
         rounding = {} if take.expected is None else dict(take.expected.rounding)
-        for param in (param for _, param in self.held if param.requires_grad):
+        for param in (param for _, param in self.held_parameters if param.requires_grad):
             if self.parts.is_summed(param):
-                own = None if take.wanted is None else take.wanted.gradients.get(param)
-                if take.wanted is not None and (own is None or not take.counts):  # no token here chose any of them
-                    own = self.parts.nothing(param)
-                total, all_ran = self.parts.wanted(None if own is None else own * take.ratio, param)
+                tensor = None if take.wanted is None else take.wanted.gradients.get(param)
+                if take.wanted is not None and (tensor is None or not take.counts):  # no token here chose any of them
+                    tensor = self.parts.nothing(param)
+                total, all_ran = self.parts.wanted(None if tensor is None else tensor * take.ratio, param)
                 if self.measures:
                     rounding[param] = max(
                         norm_of(other.double() - total.double()) for other in self._nudged_totals(take, param)
@@ -100,8 +100,8 @@ class Trial(Asking):
     def _nudged_totals(self, take: Take, parameter: nn.Parameter) -> Iterator[Tensor]:
         """Yield what is wanted of experts by each nudged run; lines on which one failed add nothing."""
         for run in [*take.nudged, *[None] * (DRAWS - len(take.nudged))]:
-            own = None if run is None or not take.counts else run.gradients.get(parameter)
-            yield self.parts.wanted(None if own is None else own * take.ratio, parameter)[0]
+            own_gradient = None if run is None or not take.counts else run.gradients.get(parameter)
+            yield self.parts.wanted(None if own_gradient is None else own_gradient * take.ratio, parameter)[0]
 
     def _outcome(self, step: Step, at: int, take: Take) -> RankOutcome:
         outcome = RankOutcome(unchecked=self.reason, raised=self.raised)
@@ -109,17 +109,17 @@ class Trial(Asking):
         if self.runner is not None and self.runner.relay is not None:
             unsure, outcome.in_parts = self.runner.unsure, self.runner.in_parts
             outcome.changed = self.runner.relay.changed
-        found = self._found(at)
+        gradients = self._witnessed_gradients(at)
         if take.ratio != 1.0:
-            found = unsettled(found)
+            gradients = unsettled(gradients)
         ties, alone = self.engine.assembly.ties, self.crew.alone
         shared = {tensor.name for tensor in ties.tensors if tensor.is_copied and not alone}
-        outcome.shared = {name: few(gradient.sketched) for name, gradient in found.items() if name in shared}
+        outcome.shared = {name: few(gradient.sketched) for name, gradient in gradients.items() if name in shared}
         if take.wanted is None or take.expected is None:
             return outcome
         named, expected = self.named, take.expected
         compared: dict[nn.Parameter, str] = {}
-        for name in (name for name, _ in self.held if name in named):
+        for name in (name for name, _ in self.held_parameters if name in named):
             if named[name]._post_accumulate_grad_hooks:
                 continue  # what it does to the gradient once that has been added is done in the step alone
             if any(named[name] in rank.witnesses[at].unclear for rank in self.ranks):
@@ -139,15 +139,15 @@ class Trial(Asking):
                 )
                 outcome.wanted[name] = [*numbers, size, expected.whole]
         outcome.num_parameters = len(compared)
-        made = {param: found.get(name) for param, name in compared.items()}
-        apart = differences(made, expected, partial(self._in_full, step, take))
-        outcome.differences = {compared[param]: each for param, each in apart.items()}
-        if take.given.number in step.losses:
+        gradients_by_parameter = {param: gradients.get(name) for param, name in compared.items()}
+        distances = differences(gradients_by_parameter, expected, partial(self._in_full, step, take))
+        outcome.differences = {compared[param]: each for param, each in distances.items()}
+        if take.microbatch.number in step.losses:
             others = {
-                "loss": off(self._loss(step, take), take.wanted.made.loss),
-                "output": outputs_off(*self.parts.outputs(self._output(at), take.wanted.made.output)),
+                "loss": off(self._loss(step, take), take.wanted.outcome.loss),
+                "output": outputs_off(*self.parts.outputs(self._output(at), take.wanted.outcome.output)),
             }
-            outcome.others = {what: take.rounding.left(what, apart) for what, apart in others.items()}
+            outcome.others = {what: take.rounding.left(what, distance) for what, distance in others.items()}
         return outcome
 
     def _in_full(self, step: Step, take: Take, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
@@ -171,27 +171,27 @@ class Trial(Asking):
 
     def _once_more(self, step: Step) -> None:
         if any(take.again is None for take in self.takes):
-            made = self.run(step.draw, step.factor, in_full=True)
-            for take, again in zip(self.takes, made, strict=True):
+            results = self.run(step.draw, step.factor, in_full=True)
+            for take, again in zip(self.takes, results, strict=True):
                 take.again = again
 
-    def _found(self, at: int) -> dict[str, PieceGradient]:
+    def _witnessed_gradients(self, at: int) -> dict[str, PieceGradient]:
         """Return what the witnesses saw, by name, with the parts of other lines where each sees a part."""
-        found = found_by(self.ranks, at)
-        for name, param in self.held:
+        gradients = found_by(self.ranks, at)
+        for name, param in self.held_parameters:
             if self.parts.seen_over(param) and param.requires_grad:
-                seen = found.get(name)
-                total = self.parts.seen(None if seen is None else seen.full, param)
-                found[name] = PieceGradient(sketch(total), total)
-        return found
+                gradient = gradients.get(name)
+                total = self.parts.whole_gradient(None if gradient is None else gradient.full, param)
+                gradients[name] = PieceGradient(sketch(total), total)
+        return gradients
 
     def _loss(self, step: Step, take: Take) -> Tensor:
         """Return the microbatch's loss in the step, over whole sequences."""
-        loss, share = (each[take.given.number] for each in (step.losses, step.shares))
-        if not self.parts.divides_sequences or not take.given.share:
+        loss, share = (each[take.microbatch.number] for each in (step.losses, step.shares))
+        if not self.parts.divides_sequences or not take.microbatch.share:
             return loss.detach().cpu()
         total = self.parts.total(loss.detach().double() * share, self.intake.device)
-        return torch.tensor(total / take.given.share, dtype=loss.dtype)
+        return torch.tensor(total / take.microbatch.share, dtype=loss.dtype)
 
     def _output(self, at: int) -> Any:
         outputs = [rank.witnesses[at].output for rank in self.ranks]
@@ -210,6 +210,6 @@ class Trial(Asking):
 
     def _differ(self, ones: Sequence[PlainResult | None], others: Sequence[PlainResult | None]) -> bool:
         return any(
-            result is None or other is None or outputs_off(result.made.output, other.made.output) > self.allowed
+            result is None or other is None or outputs_off(result.outcome.output, other.outcome.output) > self.allowed
             for result, other in zip(ones, others, strict=True)
         )

@@ -69,11 +69,11 @@ _CHAIN = (
 
 
 def verdict(
-    told: Sequence[RankOutcome],
+    outcomes: Sequence[RankOutcome],
     allowed: float,
     order: Sequence[str],
     homes: Mapping[str, str],
-    called: RankNames = BY_NUMBER,
+    naming: RankNames = BY_NUMBER,
     *,
     divides_layers: bool = False,
     is_chain: bool = False,
@@ -94,18 +94,19 @@ def verdict(
     >>> "partial" in str(verdict([wrong], 1e-4, ["b.weight"], {}, divides_layers=True)[1])
     True
     """
-    wrong = {name: apart for o in told for name, apart in o.differences.items()} | _shared_wrong(told, allowed)
+    wrong = {name: value for o in outcomes for name, value in o.differences.items()} | _shared_wrong(outcomes, allowed)
     places = {name: at for at, name in enumerate(order)}
     names = sorted(wrong, key=lambda name: places.get(name, len(places)))
-    others = {what: apart for outcome in told for what, apart in outcome.others.items() if apart > allowed}
-    unchecked = {outcome.unchecked: rank for rank, outcome in reversed(list(enumerate(told))) if outcome.unchecked}
+    others = {what: distance for outcome in outcomes for what, distance in outcome.others.items() if distance > allowed}
+    unchecked = {outcome.unchecked: rank for rank, outcome in reversed(list(enumerate(outcomes))) if outcome.unchecked}
     checked = CheckReport(
-        max(outcome.seconds for outcome in told),
-        sum(outcome.num_parameters for outcome in told) + len({name for outcome in told for name in outcome.wanted}),
+        max(outcome.seconds for outcome in outcomes),
+        sum(outcome.num_parameters for outcome in outcomes)
+        + len({name for outcome in outcomes for name in outcome.wanted}),
         (*others, *names),
-        "; ".join(f"{called.rank(at)}: {reason}" for reason, at in unchecked.items()),
+        "; ".join(f"{naming.rank(at)}: {reason}" for reason, at in unchecked.items()),
     )
-    if raised := next((outcome.raised for outcome in told if outcome.raised), ""):
+    if raised := next((outcome.raised for outcome in outcomes if outcome.raised), ""):
         return checked, ModelError(
             f"the model by itself cannot run a microbatch that its blocks can: {raised}",
             expected="a model that can train without a pipeline",
@@ -113,7 +114,7 @@ def verdict(
         )
     if not checked.wrong:
         return checked, None
-    has_moods = any(outcome.has_moods for outcome in told)
+    has_moods = any(outcome.has_moods for outcome in outcomes)
     if has_moods and is_chain:
         why = "the model returns something else each time it is called"
         return CheckReport(checked.seconds, 0, (), why), None
@@ -123,12 +124,12 @@ def verdict(
             expected="a forward that does the same every time, for inputs of the same kind",
             fix="look for what it does once only, or only sometimes; check_model=False trains it unchecked",
         )
-    what = [f"its {name} is {apart:.2g} of its size off" for name, apart in others.items()]
+    what = [f"its {name} is {distance:.2g} of its size off" for name, distance in others.items()]
     if names:
         more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
         home = homes.get(names[0], "")
         what.append(f"the gradient of {names[0]}{more}, in block {home!r}, is {wrong[names[0]]:.2g} of its size off")
-    changed = next((outcome.changed for outcome in told if outcome.changed), "")
+    changed = next((outcome.changed for outcome in outcomes if outcome.changed), "")
     when = f" in step {step}" if step else ""
     return checked, ModelError(
         f"the model, {'run' if is_chain else 'traced'} block by block, returns something else than by itself{when}: "
@@ -141,39 +142,41 @@ def verdict(
     )
 
 
-def merged(found: Sequence[tuple[CheckReport, ModelError | None]], step: int) -> tuple[CheckReport, ModelError | None]:
+def merged(
+    verdicts: Sequence[tuple[CheckReport, ModelError | None]], step: int
+) -> tuple[CheckReport, ModelError | None]:
     """Return one verdict of those about several microbatches of a step.
 
     >>> merged([(CheckReport(0.1, 3), None), (CheckReport(0.0, 3, ("loss",)), ModelError("wrong"))], 0)
     (CheckReport(seconds=0.1, num_parameters=3, wrong=('loss',), ...num_microbatches=2), ModelError('wrong'))
     """
-    every = [checked for checked, _ in found]
+    every = [checked for checked, _ in verdicts]
     unchecked = next((report.unchecked for report in every if report.unchecked), "")
-    error = next((error for _, error in found if error is not None), None)
+    error = next((error for _, error in verdicts if error is not None), None)
     wrong = tuple(dict.fromkeys(name for report in every for name in report.wrong))
     number = max(report.num_parameters for report in every)
     return CheckReport(sum(report.seconds for report in every), number, wrong, unchecked, step, len(every)), error
 
 
-def _shared_wrong(told: Sequence[RankOutcome], allowed: float) -> dict[str, float]:
+def _shared_wrong(outcomes: Sequence[RankOutcome], allowed: float) -> dict[str, float]:
     """Return what several ranks hold and whose sum over them is wrong."""
-    found = {}
-    for name, (*wanted, norm, whole) in _wanted_of(told).items():
-        each = [outcome.shared[name] for outcome in told if name in outcome.shared]
-        made = [sum(column) for column in zip(*each, strict=True)] or [0.0] * len(wanted)
-        apart = max(abs(value - other) for value, other in zip(made, wanted, strict=True))
-        if apart > 4 * max(allowed * norm, FLOOR * whole):
-            found[name] = apart / norm if norm else apart
-    return found
+    wrong = {}
+    for name, (*wanted, norm, whole) in _wanted_of(outcomes).items():
+        each = [outcome.shared[name] for outcome in outcomes if name in outcome.shared]
+        totals = [sum(column) for column in zip(*each, strict=True)] or [0.0] * len(wanted)
+        distance = max(abs(value - other) for value, other in zip(totals, wanted, strict=True))
+        if distance > 4 * max(allowed * norm, FLOOR * whole):
+            wrong[name] = distance / norm if norm else distance
+    return wrong
 
 
-def _wanted_of(told: Sequence[RankOutcome]) -> dict[str, list[float]]:
+def _wanted_of(outcomes: Sequence[RankOutcome]) -> dict[str, list[float]]:
     """Return the sketches of what several ranks hold, as the model has it: of all of it, or the sum of the parts."""
-    found: dict[str, list[float]] = {}
-    for each in told:
+    wanted: dict[str, list[float]] = {}
+    for each in outcomes:
         for name, row in each.wanted.items():
-            if name in each.in_parts and name in found:
-                found[name] = [first + second for first, second in zip(found[name], row, strict=True)]
+            if name in each.in_parts and name in wanted:
+                wanted[name] = [first + second for first, second in zip(wanted[name], row, strict=True)]
             else:
-                found[name] = row
-    return found
+                wanted[name] = row
+    return wanted

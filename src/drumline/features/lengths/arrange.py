@@ -81,8 +81,8 @@ def arranged(program: Program, costs: SizeCosts, sizes: Sequence[Size]) -> Lengt
 
     >>> from drumline.schedules import generate
     >>> program = generate("1f1b", num_ranks=2, num_microbatches=6)
-    >>> found = arranged(program, SizeCosts(2), sizes_given([500, 100, 800, 200, 700, 300]))
-    >>> found.name, round(found.gain, 2)
+    >>> order = arranged(program, SizeCosts(2), sizes_given([500, 100, 800, 200, 700, 300]))
+    >>> order.name, round(order.gain, 2)
     ('longest in the middle', 0.29)
     """
     weights = costs.weights(sizes)
@@ -125,7 +125,7 @@ class Arranging(Observer):
         self._costs: SizeCosts | None = None  # the same on all ranks
         self._known: dict[Any, LengthOrder] = {}
         self._searched: dict[Any, SearchedSizes] = {}
-        self._seen: deque[tuple[Tally, tuple[Size, ...]]] = deque(maxlen=_NUM_STEPS)
+        self._measured_steps: deque[tuple[Tally, tuple[Size, ...]]] = deque(maxlen=_NUM_STEPS)
 
     @property
     def costs(self) -> SizeCosts:
@@ -142,28 +142,28 @@ class Arranging(Observer):
         weights = self.costs.weights(sizes)
         mean = sum(weights) / len(weights)
         key = (id(program), self._costs is None, tuple(round(_PARTS * weight / mean) for weight in weights))
-        found = self._known.get(key)
-        if found is None:
+        order = self._known.get(key)
+        if order is None:
             if len(self._known) >= _MOST_KEPT:
                 self._known.clear()
-            found = self._known[key] = arranged(program, self.costs, sizes)
-        return found
+            order = self._known[key] = arranged(program, self.costs, sizes)
+        return order
 
     def moved(self) -> None:
         """Forget what was measured and found for other stages."""
         self._costs = None
-        for kept in (self._seen, self._known, self._searched):
-            kept.clear()
+        for memory in (self._measured_steps, self._known, self._searched):
+            memory.clear()
 
-    def told(self, step: Step, tally: Tally, each: Sequence[RankReport]) -> None:
+    def after_telling(self, step: Step, tally: Tally, each: Sequence[RankReport]) -> None:
         """Keep what is measured of a step whose sizes are known, on the rank that searches."""
         if step.train and step.sizes and self._crew.rank == 0:
             sizes = step.sizes
-            self._seen.append((tally, tuple(sizes[at] for at in step.order) if step.order else tuple(sizes)))
+            self._measured_steps.append((tally, tuple(sizes[at] for at in step.order) if step.order else tuple(sizes)))
 
-    def search(self, given: Sequence[Any], *, seconds: float, num_steps: int) -> SearchedSizes:
+    def search(self, sizes_by_user: Sequence[Any], *, seconds: float, num_steps: int) -> SearchedSizes:
         """Search a program for microbatches of these sizes; all ranks call it alike, and rank 0 decides."""
-        sizes, program = sizes_given(given), self._program()
+        sizes, program = sizes_given(sizes_by_user), self._program()
         if len(sizes) != program.num_microbatches:
             raise BatchError(
                 f"{counted(len(sizes), 'size')} are given",
@@ -172,34 +172,36 @@ class Arranging(Observer):
         key = (id(program), sizes, num_steps)
         if key not in self._searched:
             with self._crew.together("the search for a program"):
-                mine = self._found(sizes, seconds, num_steps) if self._crew.rank == 0 else None
-                found, self._costs = self._crew.collect("search for sizes", mine)[0]
+                mine = self._search_result(sizes, seconds, num_steps) if self._crew.rank == 0 else None
+                searched, self._costs = self._crew.collect("search for sizes", mine)[0]
             self._known.clear()
-            self._searched[key] = found
+            self._searched[key] = searched
         return self._searched[key]
 
-    def _found(self, sizes: tuple[Size, ...], seconds: float, num_steps: int) -> tuple[SearchedSizes, SizeCosts]:
+    def _search_result(
+        self, sizes: tuple[Size, ...], seconds: float, num_steps: int
+    ) -> tuple[SearchedSizes, SizeCosts]:
         started, program = time.monotonic(), self._program()
         costs = self._fitted()
         ours = arranged(program, costs, sizes)
         each = costs.of([sizes[at] for at in ours.order])
         now = simulate(program, each)
-        found = search(
+        order = search(
             each,
             program.placement,
             num_microbatches=len(sizes),
             limit=Limit(max_activations=max(now.peak_activations)),
             seconds=seconds,
         )
-        took, saved = time.monotonic() - started, ours.makespan - found.value
+        took, saved = time.monotonic() - started, ours.makespan - order.value
         # What a search took is only known in the same unit where seconds were measured.
         pays = saved >= _LEAST_GAIN * ours.makespan and (not costs.is_measured or saved * num_steps > took)
-        better = found.program if pays else None
-        return SearchedSizes(better, ours, found.value, float(found.bound.value), took, costs.is_measured), costs
+        better = order.program if pays else None
+        return SearchedSizes(better, ours, order.value, float(order.bound.value), took, costs.is_measured), costs
 
     def _fitted(self) -> SizeCosts:
         steps: list[tuple[Measured, Sequence[Size]]] = []
-        for tally, sizes in self._seen:
+        for tally, sizes in self._measured_steps:
             try:
                 steps.append((tally.timeline, sizes))
             except RunError:  # captured, or not passed by the device

@@ -17,6 +17,6 @@ class OrderedIntake(Intake):
     def cut(self, step: Step) -> None:
         """Choose the order, on ranks that have microbatches; a wrong number of these is refused where they are cut."""
         holds = step.batch is not None or step.target is not None
-        if step.apart and step.train and holds and len(step.sizes) == self.num_microbatches:
+        if step.is_split and step.train and holds and len(step.sizes) == self.num_microbatches:
             step.order = self.order_of(tuple(step.sizes))
         super().cut(step)

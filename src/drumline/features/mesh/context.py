@@ -108,6 +108,6 @@ def _gathering(axes: Axes) -> Iterator[None]:
 @cache
 def _packed_in(masks: Any) -> Patch:
     def unpacked(replaced: Replacement) -> Callable[..., Any]:
-        return lambda *args, **kwargs: None if replaced.watcher else replaced.found(*args, **kwargs)
+        return lambda *args, **kwargs: None if replaced.watcher else replaced.original(*args, **kwargs)
 
     return Patch(masks, _PACKED, unpacked)

@@ -30,11 +30,11 @@ class HeldParts:
         share_values(self.axes, [there])  # so that the lines' parts are those of one model
         local = cut_out(there, part, self.axes)
         # A part that is a view would keep the whole in memory.
-        made = nn.Parameter(local if local._base is None else local.clone(), whole.requires_grad)
-        made.__dict__.update(vars(whole))
-        made._backward_hooks = whole._backward_hooks
-        made.slice = part  # type: ignore[attr-defined]
-        return made
+        parameter = nn.Parameter(local if local._base is None else local.clone(), whole.requires_grad)
+        parameter.__dict__.update(vars(whole))
+        parameter._backward_hooks = whole._backward_hooks
+        parameter.slice = part  # type: ignore[attr-defined]
+        return parameter
 
     @contextmanager
     def whole(self) -> Iterator[None]:

@@ -47,9 +47,9 @@ def _all_parts(axes: Axes, tensor: Tensor, dim: int, axis: str) -> Tensor:
 
 def _part_of_sum(axes: Axes, tensor: Tensor, dim: int, axis: str) -> Tensor:
     """Return this line's part of the sum of all lines' tensors, along a dimension."""
-    own = own_part(axes, tensor, dim, axis)
+    own_tensor = own_part(axes, tensor, dim, axis)
     if is_traced(tensor):
-        return own
+        return own_tensor
     return axes.scattered([value.contiguous() for value in tensor.chunk(axes.size(axis), dim)], axis)
 
 
@@ -67,16 +67,16 @@ class _Passed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axes: Axes, dim: int, axis: str, there: Any, back: Any) -> Tensor:
-        ctx.given = axes, dim, axis, back
-        made: Tensor = there(axes, tensor, dim, axis)
+        ctx.arguments = axes, dim, axis, back
+        result: Tensor = there(axes, tensor, dim, axis)
         # A part must not share memory with the whole: a forward may change it in place.
-        return made.clone(memory_format=torch.contiguous_format) if there is own_part else made
+        return result.clone(memory_format=torch.contiguous_format) if there is own_part else result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        axes, dim, axis, back = ctx.given
-        made = back(axes, gradient, dim, axis)
-        return made.contiguous() if back is own_part else made, None, None, None, None, None
+        axes, dim, axis, back = ctx.arguments
+        result = back(axes, gradient, dim, axis)
+        return result.contiguous() if back is own_part else result, None, None, None, None, None
 
 
 def copied(tensor: Tensor, axes: Axes) -> Tensor:
@@ -110,5 +110,5 @@ def added(tensor: Tensor, axes: Axes, dim: int) -> Tensor:
 
 
 def _passed(tensor: Tensor, axes: Axes, dim: int, there: Any, back: Any, axis: str = AXIS) -> Tensor:
-    made: Tensor = _Passed.apply(tensor, axes, dim, axis, there, back)  # type: ignore[no-untyped-call]
-    return made
+    result: Tensor = _Passed.apply(tensor, axes, dim, axis, there, back)  # type: ignore[no-untyped-call]
+    return result

@@ -95,12 +95,12 @@ def window_of(config: Any) -> int | None:
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     kinds = getattr(text, "layer_types", None)
-    found = [
+    sizes = [
         size
         for name, kind in _WINDOWS.items()
         if type(size := getattr(text, name, None)) is int and (not kinds or kind in kinds)
     ]
-    return min(found, default=None) if getattr(text, "use_sliding_window", True) else None
+    return min(sizes, default=None) if getattr(text, "use_sliding_window", True) else None
 
 
 def placed(
@@ -123,16 +123,16 @@ def placed(
                 fix="pad the sequences, or choose another size of cp",
             )
     name = takes.name
-    given = named.get(name, args[takes.place] if takes.place < len(args) else None)
-    if takes.counted and given is not None:
-        _refuse_packed(given, name)
+    value = named.get(name, args[takes.place] if takes.place < len(args) else None)
+    if takes.counted and value is not None:
+        _refuse_packed(value, name)
     if takes.shifts and named.get("labels") is not None:
         raise BatchError(
             "the model shifts labels by itself, and cp divides its sequences: the last label of a part is in the next",
             expected="a target that was shifted before: the next token of each",
             fix="leave out labels=, pass loss_fn= to Pipeline, and that target= to step",
         )
-    if not batch or given is not None:  # ranks without the first stage may have no batch
+    if not batch or value is not None:  # ranks without the first stage may have no batch
         return args, named, target
     every = [torch.arange(tensor.shape[1], device=tensor.device)[None].expand(tensor.shape[0], -1) for tensor in batch]
     is_apart = any(has_microbatches(argument) for argument in (*args, *named.values()))
@@ -154,9 +154,9 @@ def _sequences(*values: Any) -> list[Tensor]:
     """Return the sequences of the first value that has any: one tensor, or one of each microbatch."""
     for value in values:
         each = value if isinstance(value, Microbatches) else [value]
-        found = [next((tensor for tensor in pack(part)[0] if tensor.dim() > 1), None) for part in each]
-        if all(tensor is not None for tensor in found):
-            return [tensor for tensor in found if tensor is not None]
+        tensors = [next((tensor for tensor in pack(part)[0] if tensor.dim() > 1), None) for part in each]
+        if all(tensor is not None for tensor in tensors):
+            return [tensor for tensor in tensors if tensor is not None]
     return []
 
 

@@ -39,13 +39,13 @@ def piece_of(whole: nn.Parameter, axes: Axes, owner: int | None = None) -> tuple
     """Return this line's piece of a parameter, as a view of it, and where it lies."""
     inner = slice_of(whole)
     assert inner is None or isinstance(inner, Slice)
-    found = FlatSlice(AXIS, tuple(whole.shape), owner, inner)
-    return found, found.local(whole.detach(), axes.place(AXIS), axes.size(AXIS))
+    part = FlatSlice(AXIS, tuple(whole.shape), owner, inner)
+    return part, part.local(whole.detach(), axes.place(AXIS), axes.size(AXIS))
 
 
-def _marked(piece: nn.Parameter, whole: nn.Parameter, found: FlatSlice) -> nn.Parameter:
+def _marked(piece: nn.Parameter, whole: nn.Parameter, part: FlatSlice) -> nn.Parameter:
     """Return a piece that knows where it lies, with gradients as precise as those of its whole."""
-    setattr(piece, "slice", found)  # noqa: B010 - an attribute that torch's class does not declare
+    setattr(piece, "slice", part)  # noqa: B010 - an attribute that torch's class does not declare
     precise = getattr(whole, "grad_dtype", None)
     if precise is not None and precise is not piece.dtype:
         piece.grad_dtype = precise
@@ -59,7 +59,7 @@ class StateShards(Divides):
         self._axes = axes
         self._divided = {param for param in parameters if param.dim()}
         self._pieces: dict[nn.Parameter, nn.Parameter] = {}
-        self._held = [0] * axes.size(AXIS)  # elements that whole parameters give each line
+        self._num_elements = [0] * axes.size(AXIS)  # elements that whole parameters give each line
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return what an optimizer updates of a parameter here: its piece, or the parameter if it is not divided."""
@@ -70,13 +70,13 @@ class StateShards(Divides):
         for param in (param for param in parameters if param in self._divided and param not in self._pieces):
             owner = None
             if not by_element(kind):
-                owner = self._held.index(min(self._held))
-                self._held[owner] += param.numel()
-            found, view = piece_of(param, self._axes, owner)
+                owner = self._num_elements.index(min(self._num_elements))
+                self._num_elements[owner] += param.numel()
+            part, view = piece_of(param, self._axes, owner)
             # Of a matrix, the other lines hold an empty one: Muon refuses anything else.
             rows = len(param) if view.numel() else 0
             piece = nn.Parameter(view if owner is None else view.view(rows, *param.shape[1:]))
-            self._pieces[param] = _marked(piece, param, found)
+            self._pieces[param] = _marked(piece, param, part)
 
     @torch.no_grad()
     def take(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -87,14 +87,14 @@ class StateShards(Divides):
         for param in parameters:
             piece = self._pieces.get(param)
             if piece is not None:
-                found = slice_of(piece)
-                assert isinstance(found, FlatSlice)
-                first, last = found.span(self._axes.place(AXIS), self._axes.size(AXIS))
+                found_slice = slice_of(piece)
+                assert isinstance(found_slice, FlatSlice)
+                first, last = found_slice.span(self._axes.place(AXIS), self._axes.size(AXIS))
                 part = param.detach().reshape(-1)[first:last].view(piece.shape)
                 if not param.is_contiguous() and not torch.equal(piece, part):  # then the piece is a copy, not a view
                     piece.copy_(part)
                 piece.grad = None
-                if param.grad is not None and (piece.numel() or found.owner is None):
+                if param.grad is not None and (piece.numel() or found_slice.owner is None):
                     piece.grad = param.grad.reshape(-1)[first:last].view(piece.shape)
 
     @torch.no_grad()
@@ -106,9 +106,9 @@ class StateShards(Divides):
             each = [param for param in divided if param.dtype is dtype]
             spans = [[_span(self._pieces[param], at, size) for param in each] for at in range(size)]
             lengths = [sum(last - first for first, last in row) for row in spans]
-            own = torch.zeros(max(lengths), dtype=dtype, device=each[0].device)
-            _copy(own, [self._pieces[param].reshape(-1) for param in each])
-            every = self._axes.gathered(own, AXIS)
+            own_tensor = torch.zeros(max(lengths), dtype=dtype, device=each[0].device)
+            _copy(own_tensor, [self._pieces[param].reshape(-1) for param in each])
+            every = self._axes.gathered(own_tensor, AXIS)
             wholes = [p.detach().contiguous().view(-1) for p in each]  # views, unless its elements lie otherwise
             for at in range(size):
                 _spread(every[at], [tensor[a:b] for tensor, (a, b) in zip(wholes, spans[at], strict=True)])
@@ -120,9 +120,9 @@ class StateShards(Divides):
 
 
 def _span(piece: Tensor, place: int, size: int) -> tuple[int, int]:
-    found = slice_of(piece)
-    assert isinstance(found, FlatSlice)
-    return found.span(place, size)
+    part = slice_of(piece)
+    assert isinstance(part, FlatSlice)
+    return part.span(place, size)
 
 
 def _copy(flat: Tensor, parts: Iterable[Tensor]) -> None:
@@ -155,7 +155,7 @@ class ShardSum:
     """Gradients of a kind on their way to the lines that keep them."""
 
     kind: _Kind
-    own: Tensor
+    own_part: Tensor
     flat: Tensor
     flags: Tensor
     works: list[Work] = field(default_factory=list)
@@ -180,9 +180,9 @@ class FullShards:
             self._is_whole.add(stage)
 
     def _piece(self, parameter: nn.Parameter) -> nn.Parameter:
-        found, view = piece_of(parameter, self._axes)
+        part, view = piece_of(parameter, self._axes)
         piece = nn.Parameter(view.clone(), requires_grad=parameter.requires_grad)
-        self.pieces[parameter] = _marked(piece, parameter, found)
+        self.pieces[parameter] = _marked(piece, parameter, part)
         return piece
 
     def shown(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -203,10 +203,10 @@ class FullShards:
         if self.is_whole(stage):
             return
         for kind in self._kinds[stage]:
-            own = torch.zeros(self._length(kind), dtype=kind.pieces[0].dtype, device=kind.pieces[0].device)
-            _copy(own, kind.pieces)
-            kind.flat = own.new_empty(self._size * own.numel())
-            kind.work = _all_gather(kind.flat, own, group=self._axes.group(AXIS), async_op=True)
+            own_tensor = torch.zeros(self._length(kind), dtype=kind.pieces[0].dtype, device=kind.pieces[0].device)
+            _copy(own_tensor, kind.pieces)
+            kind.flat = own_tensor.new_empty(self._size * own_tensor.numel())
+            kind.work = _all_gather(kind.flat, own_tensor, group=self._axes.group(AXIS), async_op=True)
 
     @torch.no_grad()
     def gathered(self, stage: int) -> None:
@@ -255,16 +255,16 @@ class FullShards:
             sums.append(self._begun(ShardSum(kind, rows[self._place], flat, flags)))
         return sums
 
-    def _begun(self, made: ShardSum) -> ShardSum:
+    def _begun(self, shard_sum: ShardSum) -> ShardSum:
         group = self._axes.group(AXIS)
-        if made.flat.is_cpu:  # gloo has no reduce-scatter of its own that runs by itself
-            works = [dist.all_reduce(made.flat, group=group, async_op=True)]
+        if shard_sum.flat.is_cpu:  # gloo has no reduce-scatter of its own that runs by itself
+            works = [dist.all_reduce(shard_sum.flat, group=group, async_op=True)]
         else:
-            made.own = torch.empty_like(made.own)
-            works = [_reduce_scatter(made.own, made.flat, group=group, async_op=True)]
-        works.append(dist.all_reduce(made.flags, group=group, async_op=True))
-        made.works = [work for work in works if work is not None]
-        return made
+            shard_sum.own_part = torch.empty_like(shard_sum.own_part)
+            works = [_reduce_scatter(shard_sum.own_part, shard_sum.flat, group=group, async_op=True)]
+        works.append(dist.all_reduce(shard_sum.flags, group=group, async_op=True))
+        shard_sum.works = [work for work in works if work is not None]
+        return shard_sum
 
     @torch.no_grad()
     def finish(self, sums: Sequence[ShardSum], what: str) -> None:
@@ -272,13 +272,13 @@ class FullShards:
         for total in sums:
             for work in total.works:
                 self._axes.wait(work, what, [AXIS])
-            at, sums_here = 0, self._axes.summed(total.own, *total.kind.along)
+            at, sums_here = 0, self._axes.summed(total.own_part, *total.kind.along)
             flags = self._axes.summed(total.flags, *total.kind.along).tolist()
             for piece, flag in zip(total.kind.pieces, flags, strict=True):
-                own = sums_here[at : at + piece.numel()]
+                own_tensor = sums_here[at : at + piece.numel()]
                 at += piece.numel()
                 if flag:
-                    piece.grad = own.clone() if piece.grad is None else piece.grad.add_(own)
+                    piece.grad = own_tensor.clone() if piece.grad is None else piece.grad.add_(own_tensor)
 
     def _length(self, kind: _Kind) -> int:
         """Return the elements that the line with most of them has of a kind."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from drumline.core.errors import RunError
-from drumline.core.settings.clash import Clash, Given, given
+from drumline.core.settings.clash import Clash, Given, fact
 from drumline.engine.together import TWO_COPIES, axis, without
 
 _NOT_COMPILED = {
@@ -11,23 +11,23 @@ _NOT_COMPILED = {
     axis("ep"): "exchanges of tokens are not part of compiled code",
     axis("tp"): "exchanges inside divided layers are not part of compiled code",
 }
-_WHOLE_MATRICES = Given("optimizer", "an optimizer that may look at whole matrices", given("optimizer").holds,
+_WHOLE_MATRICES = Given("optimizer", "an optimizer that may look at whole matrices", fact("optimizer").holds,
                         "{optimizer} may look at whole matrices")  # fmt: skip
-_QUANTISED = Given("quantised", "a quantised model", given("quantised").holds, "the model has quantised weights")
+_QUANTISED = Given("quantised", "a quantised model", fact("quantised").holds, "the model has quantised weights")
 CLASHES = (
-    Clash(given("zero"), without("dp"), "lines along dp", "data-parallel lines divide the state", ("zero", 0)),
-    Clash(given("sequence_parallel"), without("tp"), "lines along tp",
+    Clash(fact("zero"), without("dp"), "lines along dp", "data-parallel lines divide the state", ("zero", 0)),
+    Clash(fact("sequence_parallel"), without("tp"), "lines along tp",
           "tensor-parallel lines divide the tokens between their layers", ("sequence_parallel", False)),
     *(
-        Clash(given("compile"), lines, "stages that are not compiled", why, ("compile", False))
+        Clash(fact("compile"), lines, "stages that are not compiled", why, ("compile", False))
         for lines, why in _NOT_COMPILED.items()
     ),
-    Clash(given("zero", 3), TWO_COPIES, "a schedule with one copy of each stage",
+    Clash(fact("zero", 3), TWO_COPIES, "a schedule with one copy of each stage",
           "each line holds a part of a stage, and two ranks of it would need it at different times", ("zero", 1)),
-    Clash(_QUANTISED, given("zero", 3), "parameters that every line holds",
+    Clash(_QUANTISED, fact("zero", 3), "parameters that every line holds",
           "codes and scales of a weight make no flat pieces", ("zero", 1)),
     Clash(_QUANTISED, axis("tp"), "layers that are not divided", "codes and scales belong to whole weights",
           fix="use lines along pp or dp"),
-    Clash(_WHOLE_MATRICES, given("zero", 3), "an optimizer that treats every element alike, such as AdamW",
+    Clash(_WHOLE_MATRICES, fact("zero", 3), "an optimizer that treats every element alike, such as AdamW",
           "each line holds a flat piece of every matrix", ("zero", 1), kind=RunError),
 )  # fmt: skip

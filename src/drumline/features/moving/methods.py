@@ -15,8 +15,8 @@ class MovingMethods(Methods):
     @property
     def moves(self) -> tuple[Move, ...]:
         """What `repartition` has moved so far."""
-        found = (observer for observer in self._site.observers.each if isinstance(observer, Mover))
-        return tuple(next(found).moves)
+        movers = (observer for observer in self._site.observers.each if isinstance(observer, Mover))
+        return tuple(next(movers).moves)
 
     def repartition(
         self, cuts: Sequence[str] | str | None = None, *, balance: Sequence[int] | str | None = None

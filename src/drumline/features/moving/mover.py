@@ -72,14 +72,14 @@ class Mover(Observer):
         updates = self._site.updates
         optimizers = [(type(optimizer).__name__, len(optimizer.param_groups)) for optimizer in updates.optimizers()]
         with self._site.crew.together(_DURING):
-            told = self._site.crew.everywhere("move", (problem, counts, optimizers))
-        for answer, _, _ in told:
+            answers = self._site.crew.everywhere("move", (problem, counts, optimizers))
+        for answer, _, _ in answers:
             if answer is not None:
                 raise answer
-        for rank, (_, theirs, made) in enumerate(told):
-            if (theirs, made) != told[0][1:]:
-                what = "cuts" if theirs != told[0][1] else "optimizers"
-                first, second = (told[0][1], theirs) if what == "cuts" else (told[0][2], made)
+        for rank, (_, theirs, optimizers_there) in enumerate(answers):
+            if (theirs, optimizers_there) != answers[0][1:]:
+                what = "cuts" if theirs != answers[0][1] else "optimizers"
+                first, second = (answers[0][1], theirs) if what == "cuts" else (answers[0][2], optimizers_there)
                 raise MismatchError(
                     f"repartition: ranks 0 and {rank} have different {what}: {first} and {second}",
                     expected="the same call on every rank, and the same optimizers",
@@ -101,7 +101,7 @@ class Mover(Observer):
             )
         engine = self._site.engine
         program, chain = engine.assembly.program, engine.chain
-        *others, last = cut(chain.shown(), program.num_stages, balance, cuts, held=held_by(program))
+        *others, last = cut(chain.shown(), program.num_stages, balance, cuts, held_pairs=held_by(program))
         return (*map(len, others), len(last) + chain.has_loss)
 
     def _refuse(self, counts: Sequence[int]) -> None:
@@ -149,10 +149,10 @@ class Mover(Observer):
             with self._timed("send"):
                 numbers = self._numbers(counts_before)
                 settle(module for number in numbers for module in chain.block(number).module.modules())
-                held = chain.tensors(numbers)
-                told, arrived = self._sent(moves, held)
-                num_bytes = sum(parcel.num_bytes for entry in told for parcel in entry.values())
-                self._leave(before, after, held)
+                held_tensors = chain.tensors(numbers)
+                parcels, arrived = self._sent(moves, held_tensors)
+                num_bytes = sum(parcel.num_bytes for entry in parcels for parcel in entry.values())
+                self._leave(before, after, held_tensors)
         with self._timed("rebuild"):
             self._rebuild(counts, after, arrived)
         each = site.crew.collect("moved", self._seconds)
@@ -176,28 +176,30 @@ class Mover(Observer):
         """Return the numbers of the blocks that this process holds, if stages have so many."""
         site = self._site
         placement = site.frozen.program.placement
-        held = {stage for channel in site.crew.channels for stage in placement.stages_of(channel.rank)}
-        return site.engine.chain.numbers(counts, held)
+        held_stages = {stage for channel in site.crew.channels for stage in placement.stages_of(channel.rank)}
+        return site.engine.chain.numbers(counts, held_stages)
 
     def _sent(
-        self, moves: dict[tuple[int, int], Freight], held: dict[str, Tensor]
+        self, moves: dict[tuple[int, int], Freight], held_tensors: dict[str, Tensor]
     ) -> tuple[list[dict[int, Parcel]], dict[str, TensorParcel]]:
         """Exchange what moves; return what every rank told of it, and what has come here."""
         site = self._site
         rank, chain = site.crew.rank, site.engine.chain
-        made = {
-            target: packed(freight, held, chain, site.updates)
+        packages = {
+            target: packed(freight, held_tensors, chain, site.updates)
             for (source, target), freight in moves.items()
             if source == rank
         }
-        told: list[dict[int, Parcel]] = site.crew.collect("moves", {target: p for target, (p, _) in made.items()})
-        parcels = {source: entry[rank] for source, entry in enumerate(told) if rank in entry}
+        parcels_of_ranks: list[dict[int, Parcel]] = site.crew.collect(
+            "moves", {target: p for target, (p, _) in packages.items()}
+        )
+        parcels = {source: entry[rank] for source, entry in enumerate(parcels_of_ranks) if rank in entry}
         tensors: dict[int, list[Tensor]] = {}
         site.crew.drive(
             [
                 transferred(
                     site.crew.channels[0],
-                    {target: each for target, (_, each) in made.items()},
+                    {target: each for target, (_, each) in packages.items()},
                     {source: [shape for _, _, shape in parcel.tensors] for source, parcel in parcels.items()},
                     site.intake.device,
                     tensors,
@@ -208,13 +210,13 @@ class Mover(Observer):
         for source, parcel in parcels.items():
             arrived |= unpacked(parcel, tensors[source])
             put_attributes(parcel, chain)
-        return told, arrived
+        return parcels_of_ranks, arrived
 
-    def _leave(self, before: Ties, after: Ties, held: dict[str, Tensor]) -> None:
+    def _leave(self, before: Ties, after: Ties, held_tensors: dict[str, Tensor]) -> None:
         """Free what this process no longer holds."""
         rank = self._site.crew.rank
         pairs = zip(before.tensors, after.tensors, strict=True)
-        left = [held[old.name] for old, new in pairs if rank in old.ranks and rank not in new.ranks]
+        left = [held_tensors[old.name] for old, new in pairs if rank in old.ranks and rank not in new.ranks]
         self._site.updates.drop([tensor for tensor in left if isinstance(tensor, nn.Parameter)])
         for tensor in left:
             give_up(tensor)
@@ -230,7 +232,7 @@ class Mover(Observer):
             if parcel.trains is not None:
                 named[name].requires_grad_(parcel.trains)
         program = site.frozen.recut(counts)
-        site.engine.recut(counts, program, ties, site.programs.own)
+        site.engine.recut(counts, program, ties, site.programs.own_number)
         site.frozen.forget_all_but(site.engine.assembly.cuts)
         site.programs.renew()
         site.intake.recut(counts[-1], program.num_microbatches)

@@ -43,16 +43,16 @@ def freights(before: Ties, after: Ties, counts: Sequence[Sequence[int]]) -> dict
     >>> freights(ties, ties.recut([1, 3]), [[2, 2], [1, 3]])
     {(0, 1): Freight(names=['1.weight', '1.bias'], blocks=[1])}
     """
-    found: dict[tuple[int, int], Freight] = {}
+    loads: dict[tuple[int, int], Freight] = {}
     for old, new in zip(before.tensors, after.tensors, strict=True):
         for target in (rank for rank in new.ranks if rank not in old.ranks):
-            found.setdefault((old.home, target), Freight()).names.append(old.name)
+            loads.setdefault((old.home, target), Freight()).names.append(old.name)
     placement = before.placement
     stages = [[stage for stage, count in enumerate(each) for _ in range(count)] for each in counts]
     for number, (old_stage, new_stage) in enumerate(zip(*stages, strict=True)):
         for target in (rank for rank in placement.ranks_of(new_stage) if rank not in placement.ranks_of(old_stage)):
-            found.setdefault((placement.homes[old_stage], target), Freight()).blocks.append(number)
-    return dict(sorted(found.items()))
+            loads.setdefault((placement.homes[old_stage], target), Freight()).blocks.append(number)
+    return dict(sorted(loads.items()))
 
 
 @dataclass(slots=True)
@@ -61,7 +61,9 @@ class Parcel:
 
     tensors: list[tuple[str, Key, TensorShape]] = field(default_factory=list)
     trains: dict[str, bool] = field(default_factory=dict)
-    kept: dict[str, list[tuple[int, dict[str, Any]] | None]] = field(default_factory=dict)  # groups and plain state
+    optimizer_states: dict[str, list[tuple[int, dict[str, Any]] | None]] = field(
+        default_factory=dict
+    )  # groups and plain state
     attributes: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
 
     @property
@@ -70,18 +72,24 @@ class Parcel:
         return sum(shape.num_bytes for _, _, shape in self.tensors)
 
 
-def packed(freight: Freight, held: Mapping[str, Tensor], chain: Chain, updates: Updates) -> tuple[Parcel, list[Tensor]]:
-    """Return what to tell about a freight, and its tensors; `held` are those here by name."""
+def packed(
+    freight: Freight, held_tensors: Mapping[str, Tensor], chain: Chain, updates: Updates
+) -> tuple[Parcel, list[Tensor]]:
+    """Return what to tell about a freight, and its tensors; `held_tensors` are those here by name."""
     parcel, tensors = Parcel(), []
-    parameters = [name for name in freight.names if isinstance(held[name], nn.Parameter)]
-    handed = dict(zip(parameters, updates.handed_over([_parameter(held[name]) for name in parameters]), strict=True))
+    parameters = [name for name in freight.names if isinstance(held_tensors[name], nn.Parameter)]
+    handed = dict(
+        zip(parameters, updates.handed_over([_parameter(held_tensors[name]) for name in parameters]), strict=True)
+    )
     for name in freight.names:
-        for key, tensor in _tensors_of(held[name], handed.get(name)):
+        for key, tensor in _tensors_of(held_tensors[name], handed.get(name)):
             parcel.tensors.append((name, key, TensorShape.of(tensor)))
             tensors.append(tensor)
         if name in handed:
-            parcel.trains[name] = held[name].requires_grad
-            parcel.kept[name] = [None if o is None else (o.group, _plain(o.state)) for o in handed[name].kept]
+            parcel.trains[name] = held_tensors[name].requires_grad
+            parcel.optimizer_states[name] = [
+                None if o is None else (o.group, _plain(o.state)) for o in handed[name].entries
+            ]
     for number in freight.blocks:
         parcel.attributes[number] = [plain_in(vars(module)) for module in chain.block(number).module.modules()]
     return parcel, tensors
@@ -105,8 +113,8 @@ def _tensors_of(tensor: Tensor, handed: ParameterState | None) -> Iterator[tuple
         return
     if handed.master is not None:
         yield (_MASTER,), handed.master
-    for number, kept in enumerate(handed.kept):
-        for key, value in ({} if kept is None else kept.state).items():
+    for number, entry in enumerate(handed.entries):
+        for key, value in ({} if entry is None else entry.state).items():
             if isinstance(value, Tensor):
                 yield (number, key), value.detach()
 
@@ -123,19 +131,19 @@ class TensorParcel:
 
 def unpacked(parcel: Parcel, tensors: Sequence[Tensor]) -> dict[str, TensorParcel]:
     """Return what has come, by name."""
-    found: dict[str, dict[Key, Tensor]] = {}
+    tensors_by_name: dict[str, dict[Key, Tensor]] = {}
     for (name, key, _), tensor in zip(parcel.tensors, tensors, strict=True):
-        found.setdefault(name, {})[key] = tensor
-    made = {}
-    for name, each in found.items():
-        kept: list[OptimizerEntry | None] = []
-        for number, plain in enumerate(parcel.kept.get(name, ())):
+        tensors_by_name.setdefault(name, {})[key] = tensor
+    states = {}
+    for name, each in tensors_by_name.items():
+        kept_entries: list[OptimizerEntry | None] = []
+        for number, plain in enumerate(parcel.optimizer_states.get(name, ())):
             state = {key[1]: tensor for key, tensor in each.items() if key[0] == number}
-            kept.append(None if plain is None else OptimizerEntry(plain[0], {**state, **plain[1]}))
-        handed = ParameterState(each.get((_MASTER,)), kept)
+            kept_entries.append(None if plain is None else OptimizerEntry(plain[0], {**state, **plain[1]}))
+        handed = ParameterState(each.get((_MASTER,)), kept_entries)
         value = {key[1]: tensor for key, tensor in each.items() if key[0] == _VALUE}
-        made[name] = TensorParcel(value, each.get((_GRADIENT,)), parcel.trains.get(name), handed)
-    return made
+        states[name] = TensorParcel(value, each.get((_GRADIENT,)), parcel.trains.get(name), handed)
+    return states
 
 
 def put_attributes(parcel: Parcel, chain: Chain) -> None:

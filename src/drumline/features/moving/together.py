@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from drumline.core.settings.clash import Clash, called, given
+from drumline.core.settings.clash import Clash, call, fact
 from drumline.engine.together import AFTER, NO_FLUSH, axis
 
 _STAYS = {
     NO_FLUSH: "layers move where no microbatch is in flight",
     AFTER: "copies of updates that may be taken back do not move",
     axis("tp", "ep"): "parts of layers and experts do not move",
-    given("zero"): "pieces of divided state do not move",
+    fact("zero"): "pieces of divided state do not move",
 }
-CLASHES = tuple(Clash(called("repartition"), other, "layers that stay", why) for other, why in _STAYS.items())
+CLASHES = tuple(Clash(call("repartition"), other, "layers that stay", why) for other, why in _STAYS.items())

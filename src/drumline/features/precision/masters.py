@@ -32,7 +32,7 @@ class Masters(ParameterCopies):
 
     def __init__(self) -> None:
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
-        self._seen: dict[nn.Parameter, tuple[int, int]] = {}  # a parameter's address and version
+        self._marks: dict[nn.Parameter, tuple[int, int]] = {}  # a parameter's address and version
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
         """Accumulate the gradients of these parameters in float32."""
@@ -46,18 +46,18 @@ class Masters(ParameterCopies):
             return parameter
         if parameter not in self._copies:
             self._copies[parameter] = nn.Parameter(parameter.detach().float())
-            self._seen[parameter] = _mark(parameter)
+            self._marks[parameter] = _mark(parameter)
         return self._copies[parameter]
 
     def drop(self, parameter: nn.Parameter) -> None:
         """Forget a parameter's copy."""
         self._copies.pop(parameter, None)
-        self._seen.pop(parameter, None)
+        self._marks.pop(parameter, None)
 
     def adopt(self, parameter: nn.Parameter, copy: Tensor) -> None:
         """Take a copy that another rank made and updated."""
         self._copies[parameter] = nn.Parameter(copy)
-        self._seen[parameter] = _mark(parameter)
+        self._marks[parameter] = _mark(parameter)
 
     def take(self, parameters: Iterable[nn.Parameter]) -> None:
         """Before an optimizer steps, give the copies of its parameters the gradients and any outside changes."""
@@ -74,19 +74,19 @@ class Masters(ParameterCopies):
             torch._foreach_copy_(list(stepped), list(stepped.values()))
         for parameter, copy in stepped.items():
             copy.grad = None
-            self._seen[parameter] = _mark(parameter)
+            self._marks[parameter] = _mark(parameter)
 
     def moved(self) -> None:
         """Take note that parameters may have moved to other memory, with the same values."""
-        self._seen = {parameter: _mark(parameter) for parameter in self._copies}
+        self._marks = {parameter: _mark(parameter) for parameter in self._copies}
 
     @torch.no_grad()
     def catch_up(self) -> None:
         """Adopt parameters that other code has changed, such as a loaded state or an initialisation."""
         for parameter, copy in self._copies.items():
-            if _mark(parameter) != self._seen[parameter]:
+            if _mark(parameter) != self._marks[parameter]:
                 copy.copy_(parameter)
-                self._seen[parameter] = _mark(parameter)
+                self._marks[parameter] = _mark(parameter)
 
 
 def _mark(parameter: Tensor) -> tuple[int, int]:

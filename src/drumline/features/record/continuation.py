@@ -61,9 +61,9 @@ def set_aside(path: Path) -> str:
 def _next(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     number = 1 + max((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), default=0)
-    found = folder / f"{number:02d}"
-    found.mkdir()
-    return found
+    path = folder / f"{number:02d}"
+    path.mkdir()
+    return path
 
 
 def _name_in(path: Path) -> str:

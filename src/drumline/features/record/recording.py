@@ -154,20 +154,20 @@ class Recording(Journal):
 
     def _opened(self, path: Path) -> RunFolder:
         """Begin a run, on all ranks or on none."""
-        own = [(problem(path, [rank]), secrets.token_hex(6)) for rank in self._ranks]
-        told = self._crew.all_told("run", own)
-        for text, _ in told:
+        own_answers = [(problem(path, [rank]), secrets.token_hex(6)) for rank in self._ranks]
+        answers = self._crew.all_told("run", own_answers)
+        for text, _ in answers:
             if text:
                 raise UsageError(
                     text, expected="a new folder, or one without a run", fix="choose another folder for this run"
                 )
-        return RunFolder(path, told[0][1], self._ranks)
+        return RunFolder(path, answers[0][1], self._ranks)
 
     def _continued(self, path: Path) -> RunFolder:
         """Continue the run in a folder; rank 0 makes room before the others open their files."""
-        own = [set_aside(path) if rank == 0 else "" for rank in self._ranks]
-        told = self._crew.all_told("run", own)
-        return RunFolder(path, told[0], self._ranks, continues=True)
+        own_answers = [set_aside(path) if rank == 0 else "" for rank in self._ranks]
+        answers = self._crew.all_told("run", own_answers)
+        return RunFolder(path, answers[0], self._ranks, continues=True)
 
     def rewind(self) -> None:
         """Forget the lines of steps from the next one on: they will run again."""
@@ -189,14 +189,14 @@ class Recording(Journal):
         self._crew.waiting.append(self.waiting)
         self._crew.failed.append(self.flush)
         self._programs = programs
-        given, first = setting.options, programs[0]
-        told = self._crew.collect("environment", environment_of(setting.device))
+        options, first = setting.options, programs[0]
+        environments = self._crew.collect("environment", environment_of(setting.device))
         if 0 in self._ranks:
-            plan = plan_of(first, cut.stages, checkpointed(given.checkpoint, cut.stages), cut.balance)
-            environment = {"ranks": told, "devices": self._crew.devices.to_json()}
-            self.folder.describe(first, config_of(given.settings()), plan, environment)
+            plan = plan_of(first, cut.stages, checkpointed(options.checkpoint, cut.stages), cut.balance)
+            environment = {"ranks": environments, "devices": self._crew.devices.to_json()}
+            self.folder.describe(first, config_of(options.settings()), plan, environment)
 
-    def called(self, step: Step) -> None:
+    def at_call(self, step: Step) -> None:
         """Begin the drafts of a step; its program is written before its first line."""
         self._takes_notes = False
         if step.program not in self._described and 0 in self._ranks and self.folder is not None:
@@ -235,15 +235,15 @@ class Recording(Journal):
         if step.train:
             self._fill(step, each)
         else:
-            for told, record in zip(each, self.settled(step.drafts), strict=True):
-                told.record = record
+            for report, record in zip(each, self.settled(step.drafts), strict=True):
+                report.record = record
 
-    def told(self, step: Step, tally: Tally, each: Sequence[RankReport]) -> None:
+    def after_telling(self, step: Step, tally: Tally, each: Sequence[RankReport]) -> None:
         """Store what the ranks of this process told about a step, to write it during the next one."""
         self.between.leave()
         if step.train:
             if self._crew.alone:
-                tally.own = partial(self.settled, step.drafts)
+                tally.own_records = partial(self.settled, step.drafts)
             with self.between.during("write"):
                 self._add(tally, each)
 
@@ -271,13 +271,13 @@ class Recording(Journal):
     def _fill(self, step: Step, each: Sequence[RankReport]) -> None:
         """Add settled records to what the ranks tell: those of this step, or else of the last one."""
         if self._late:
-            for told, record in zip(each, self.settled(self._late), strict=True):
-                told.late = record
+            for report, record in zip(each, self.settled(self._late), strict=True):
+                report.late = record
         self._late = step.drafts
         if all(clock.settle(draft, wait=False) for clock, draft in zip(self._clocks, step.drafts, strict=True)):
             self._late = ()
-            for told, draft in zip(each, step.drafts, strict=True):
-                told.record = draft.record()
+            for report, draft in zip(each, step.drafts, strict=True):
+                report.record = draft.record()
 
     def settled(self, drafts: Sequence[Draft]) -> list[Record]:
         """Return the records of a step on this process's ranks; waits for the device."""
@@ -289,7 +289,7 @@ class Recording(Journal):
         if self.folder is None or not self.folder.is_open:
             return
         self.waiting()
-        self._unwritten += [record for told in each for record in (told.late, told.record) if record is not None]
+        self._unwritten += [record for report in each for record in (report.late, report.record) if record is not None]
         if 0 in self._ranks:
             self._waiting.append((tally, {}))
             self._takes_notes = True
@@ -305,8 +305,8 @@ class Recording(Journal):
         for record in self._unwritten:
             folder.add_record(record)
         self._unwritten = []
-        kept = 0 if last else self._takes_notes + self.notes_late
-        while len(self._waiting) > kept and self._waiting[0][0].is_complete:
+        num_kept = 0 if last else self._takes_notes + self.notes_late
+        while len(self._waiting) > num_kept and self._waiting[0][0].is_complete:
             tally, noted = self._waiting.pop(0)
             if self._has_clocks and time.monotonic() > self._read_until:
                 self._dials, self._read_until = self._ledger.dials(tally), time.monotonic() + _SECONDS_TO_READ
@@ -340,7 +340,7 @@ class Recording(Journal):
                 self._late = ()
             if self._crew.alone and not self._crew.over:
                 for tally, _ in self._waiting:
-                    tally.told  # noqa: B018 - all ranks of one process have told, so that hearing waits for nobody
+                    tally.reports  # noqa: B018 - all ranks of one process have told, so that hearing waits for nobody
             self._write(self.folder, last=True)
             self.folder.close()
 

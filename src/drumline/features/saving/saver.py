@@ -129,14 +129,14 @@ class Saver:
                 folders.part_of(folder, step, token).mkdir()
             except OSError as error:
                 problem = f"{folder} cannot be written: {error.strerror or error}"
-        told = self._collect("save", (step, keep, token, problem))
-        for rank, (its_step, its_keep, _, _) in enumerate(told):
+        answers = self._collect("save", (step, keep, token, problem))
+        for rank, (its_step, its_keep, _, _) in enumerate(answers):
             if (its_step, its_keep) != (step, keep):
                 raise MismatchError(
                     f"rank {rank} saves step {its_step} and keeps {its_keep}, this rank step {step} and keeps {keep}",
                     expected="the same call on every rank",
                 )
-        token, problem = told[0][2:]
+        token, problem = answers[0][2:]
         places = self._process, self._num_processes
         return _Job(folder, step, token, *places, keep, self._timeout, content, {}, {}, self._shelf), problem
 
@@ -157,13 +157,13 @@ class Saver:
 
     def _write(self, job: _Job) -> None:
         try:
-            told: dict[str, Any] = {"files": {}, "tensors": {}, "plain": job.plain}
+            report: dict[str, Any] = {"files": {}, "tensors": {}, "plain": job.plain}
             for kind, staged in self._files.items():
                 name = folders.file_of(kind, job.process, job.num_processes)
-                told["tensors"][name] = staged.write(job.part / name)
-                told["files"][name] = staged.num_bytes
+                report["tensors"][name] = staged.write(job.part / name)
+                report["files"][name] = staged.num_bytes
             # Written aside and renamed: process 0 must not read half of it.
-            manifest.write_json(job.part / f"{_told_by(job.process)}.part", told)
+            manifest.write_json(job.part / f"{_told_by(job.process)}.part", report)
             (job.part / f"{_told_by(job.process)}.part").rename(job.part / _told_by(job.process))
         except OSError:
             _note_failure(job)
@@ -192,17 +192,17 @@ def _refusal(job: _Job, error: BaseException) -> BaseException:
 
 def _complete(job: _Job) -> None:
     """As process 0: wait for all others' files, and let the checkpoint appear."""
-    told = [json.loads(_awaited(job, at).read_text()) for at in range(job.num_processes)]
-    shares = [report["plain"]["optimizers"] for report in told]
+    reports = [json.loads(_awaited(job, at).read_text()) for at in range(job.num_processes)]
+    shares = [report["plain"]["optimizers"] for report in reports]
     content = {
         **job.content,
         "token": job.token,
         "num_processes": job.num_processes,
-        "files": {name: size for report in told for name, size in report["files"].items()},
-        "tensors": {file: crcs for report in told for file, crcs in report["tensors"].items()},
+        "files": {name: size for report in reports for name, size in report["files"].items()},
+        "tensors": {file: crcs for report in reports for file, crcs in report["tensors"].items()},
         "optimizers": [joined_groups(each) for each in zip(*shares, strict=True)],
-        "generators": [report["plain"]["generators"] for report in told],
-        "due": [due for report in told for due in report["plain"]["due"]],
+        "generators": [report["plain"]["generators"] for report in reports],
+        "due": [due for report in reports for due in report["plain"]["due"]],
     }
     weights = {name: file for file, crcs in content["tensors"].items() if file.startswith("model-") for name in crcs}
     size = sum(size for name, size in content["files"].items() if name.startswith("model-"))

@@ -84,11 +84,11 @@ def restore_optimizer(
     for name, numbers in plain["numbers"].items():
         state.setdefault(name, {}).update(numbers)
     groups = [dict(group) for group in plain["groups"]]
-    for group, own in zip(groups, optimizer.param_groups, strict=False):
-        for key in own.keys() - group.keys():
-            group[key] = own[key]
+    for group, own_group in zip(groups, optimizer.param_groups, strict=False):
+        for key in own_group.keys() - group.keys():
+            group[key] = own_group[key]
         for key, value in group.items():
-            now = own.get(key)
+            now = own_group.get(key)
             if isinstance(value, list) and isinstance(now, tuple):
                 group[key] = tuple(value)
             elif isinstance(now, Tensor):
@@ -98,31 +98,31 @@ def restore_optimizer(
 
 def check_groups(optimizer: Optimizer, plain: Mapping[str, Any]) -> None:
     """Raise if an optimizer's stored settings are of another kind than its own."""
-    for number, (group, own) in enumerate(zip(plain["groups"], optimizer.param_groups, strict=False)):
-        for key in (group.keys() & own.keys()) - {"params"}:
-            if not fits(group[key], own[key]):
+    for number, (group, own_group) in enumerate(zip(plain["groups"], optimizer.param_groups, strict=False)):
+        for key in (group.keys() & own_group.keys()) - {"params"}:
+            if not fits(group[key], own_group[key]):
                 raise RecordError(
                     f"{key} of the optimizer's group {number} is {group[key]!r:.60}",
-                    expected=f"something like {own[key]!r:.60}, as {type(optimizer).__name__} has it",
+                    expected=f"something like {own_group[key]!r:.60}, as {type(optimizer).__name__} has it",
                     fix="use another checkpoint",
                 )
 
 
-def fits(stored: Any, own: Any) -> bool:
+def fits(stored: Any, own_value: Any) -> bool:
     """Whether a stored setting may take the place of an optimizer's own.
 
     >>> fits([0.8, 0.9], (0.9, 0.95)), fits("x", 0.1), fits(None, 0.1), fits(None, True), fits([0.8], (0.9, 0.95))
     (True, False, False, True, False)
     """
-    if isinstance(own, bool):
+    if isinstance(own_value, bool):
         return stored is None or isinstance(stored, bool)
-    if isinstance(own, int | float) or (isinstance(own, Tensor) and own.numel() == 1):
+    if isinstance(own_value, int | float) or (isinstance(own_value, Tensor) and own_value.numel() == 1):
         return isinstance(stored, int | float) and not isinstance(stored, bool)
-    if isinstance(own, tuple | list):
-        return isinstance(stored, list) and len(stored) == len(own) and all(map(fits, stored, own))
-    if isinstance(own, str):
+    if isinstance(own_value, tuple | list):
+        return isinstance(stored, list) and len(stored) == len(own_value) and all(map(fits, stored, own_value))
+    if isinstance(own_value, str):
         return stored is None or isinstance(stored, str)
-    return isinstance(stored, PLAIN) if own is None else True
+    return isinstance(stored, PLAIN) if own_value is None else True
 
 
 def generators(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -171,9 +171,9 @@ def by_parameter(prefix: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str
     >>> by_parameter("optimizer.0", [("optimizer.0/a.weight/step", torch.zeros(()))])
     {'a.weight': {'step': tensor(0.)}}
     """
-    found: dict[str, dict[str, Tensor]] = {}
+    states: dict[str, dict[str, Tensor]] = {}
     for full, tensor in tensors:
         if full.startswith(f"{prefix}/"):
             name, _, key = full.removeprefix(f"{prefix}/").rpartition("/")
-            found.setdefault(name, {})[key] = tensor
-    return found
+            states.setdefault(name, {})[key] = tensor
+    return states

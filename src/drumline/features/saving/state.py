@@ -134,14 +134,14 @@ class State:
         """Return what this process writes of these tensors: whole ones, each on one rank of the mesh."""
         if not self._axes.is_mesh:
             return dict(tensors)
-        found = {}
+        entries = {}
         for name, tensor in tensors.items():
             part = slices.get(name)
             is_part = part is not None and not (pieces and not _is_part(tensor, part, self._axes))
             whole = put_together(tensor, part, self._axes) if is_part else tensor
             if writes(part, self._axes):
-                found[name] = whole
-        return found
+                entries[name] = whole
+        return entries
 
     def load(self, folder: str | Path, *, optimizers: bool, missing_ok: bool) -> Loaded | None:
         """Take in the newest checkpoint that is whole on all processes; see Pipeline.load."""
@@ -153,8 +153,8 @@ class State:
             self.finish()
             listed = [str(reason) for reason in folders.checkpoints(folder)]
             choice = Shelf().choose(Path(folder)) if self._process == 0 else ResumeOrder()
-            own = listed, [str(reason) for reason in choice.paths], [str(reason) for reason in choice.left]
-            paths, left = agreed_paths(self._site.crew.everywhere("checkpoints", own))
+            own_lists = listed, [str(reason) for reason in choice.paths], [str(reason) for reason in choice.left]
+            paths, left = agreed_paths(self._site.crew.everywhere("checkpoints", own_lists))
             if not paths and missing_ok:
                 site.recording.rewind()
                 return None
@@ -209,9 +209,9 @@ class State:
         """Raise if generators or optimizers cannot take what is stored."""
         if content["num_processes"] == self._num_processes:
             snapshot.check_generators(self._random(training), content["generators"][self._process])
-        made, stored = self._site.updates.optimizers(), content["optimizers"]
-        if optimizers and [type(updater).__name__ for updater in made] == [name["kind"] for name in stored]:
-            for optimizer, plain in zip(made, stored, strict=True):
+        new_optimizers, stored = self._site.updates.optimizers(), content["optimizers"]
+        if optimizers and [type(updater).__name__ for updater in new_optimizers] == [name["kind"] for name in stored]:
+            for optimizer, plain in zip(new_optimizers, stored, strict=True):
                 snapshot.check_groups(optimizer, plain)
 
     def _random(self, training: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -253,15 +253,15 @@ class State:
                 for name, tensor in site.updates.named(site.holdings.named_parameters()):
                     if f"masters/{name}" in training:
                         tensor.copy_(training[f"masters/{name}"])
-        made, stored = site.updates.optimizers(), content["optimizers"]
-        kinds, theirs = [type(updater).__name__ for updater in made], [entry["kind"] for entry in stored]
+        optimizers, stored = site.updates.optimizers(), content["optimizers"]
+        kinds, theirs = [type(updater).__name__ for updater in optimizers], [entry["kind"] for entry in stored]
         if kinds != theirs:
             raise ModelError(
                 f"the checkpoint has state of {', '.join(theirs) or 'no optimizer'}",
                 expected=f"that of {', '.join(kinds) or 'no optimizer'}, which pipe.optimizer made here",
                 fix="make the same optimizers before pipe.load, or pass optimizers=False to load the model alone",
             )
-        for number, (optimizer, plain) in enumerate(zip(made, stored, strict=True)):
+        for number, (optimizer, plain) in enumerate(zip(optimizers, stored, strict=True)):
             entries = snapshot.by_parameter(f"optimizer.{number}", training.items())
             snapshot.restore_optimizer(optimizer, plain, entries)
         for keeper in self._keepers:
@@ -305,7 +305,7 @@ def _check_step(step: Any) -> None:
         raise RecordError(f"step is {step!r:.60}", expected="a whole number of 0 or more", fix="leave it out to count")
 
 
-def agreed_paths(told: Sequence[Sequence[Sequence[str]]]) -> tuple[list[Path], list[Path]]:
+def agreed_paths(lists: Sequence[Sequence[Sequence[str]]]) -> tuple[list[Path], list[Path]]:
     """Return what process 0 has chosen among its checkpoints, and left; all others must see the same ones.
 
     Each process tells which it sees; the first also which to load, in order, and which were left.
@@ -313,11 +313,11 @@ def agreed_paths(told: Sequence[Sequence[Sequence[str]]]) -> tuple[list[Path], l
     >>> agreed_paths([[["run/2", "run/1"], ["run/1"], ["run/2"]], [["run/2", "run/1"], [], []]])
     ([PosixPath('run/1')], [PosixPath('run/2')])
     """
-    seen, chosen, left = told[0]
-    for rank, (its, _, _) in enumerate(told):
-        if list(its) != list(seen):
+    seen_paths, chosen, left = lists[0]
+    for rank, (its, _, _) in enumerate(lists):
+        if list(its) != list(seen_paths):
             raise MismatchError(
-                f"rank {rank} finds {len(its)} checkpoints and rank 0 {len(seen)}",
+                f"rank {rank} finds {len(its)} checkpoints and rank 0 {len(seen_paths)}",
                 expected="a folder that all hosts share",
             )
     return [Path(name) for name in chosen], [Path(name) for name in left]

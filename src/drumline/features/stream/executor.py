@@ -87,8 +87,8 @@ class StreamExecutor(Executor):
         self._partial: dict[nn.Parameter, Tensor] = {}
         for index, versions in self.versions.items():
             versions.clear()
-            self.stages[index].held.clear()
-        self._made.clear()
+            self.stages[index].passes.clear()
+        self._outputs.clear()
         self._gradients.clear()
         self.arrived.clear()
 
@@ -105,7 +105,7 @@ class StreamExecutor(Executor):
     @property
     def in_flight(self) -> int:
         """How many microbatches have run forward and not backward."""
-        return sum(len(stage.held) for stage in self.stages.values())
+        return sum(len(stage.passes) for stage in self.stages.values())
 
     def run(self, step: Step, draft: Draft, jobs: Iterable[Job]) -> Generator[Wait, None, None]:
         """Run the slice of a step."""
@@ -142,7 +142,7 @@ class StreamExecutor(Executor):
             earlier.grad = self._partial.pop(earlier, None)
         for index, stage in self.stages.items():
             stage.refresh()
-            stage.kept = step.outputs if step.wants_outputs else None
+            stage.outputs = step.outputs if step.wants_outputs else None
             self.versions[index].scale = self.scale
         draft.spent(BEGIN, draft.begin_ns, self.clock.now())
 
@@ -172,7 +172,7 @@ class StreamExecutor(Executor):
         """Yield the jobs of a pause; only after the backwards is it known which updates are due."""
         for index, stage in self.stages.items():
             op = Op.BACKWARD if self.program.backwards[index] is Backward.WHOLE else Op.BACKWARD_INPUT
-            for key in sorted(stage.held):
+            for key in sorted(stage.passes):
                 position, microbatch = self._unkeyed(key)
                 yield from self._jobs_of(Cell(op, index, self.position - position, microbatch))
         for cell in self._due():
@@ -257,25 +257,25 @@ class StreamExecutor(Executor):
             self.draft.renumber("messages", self.stream.shown(cell))
         return take(job, step)
 
-    def _forward(self, cell: Cell, microbatch: int, *given: Any) -> Any:
+    def _forward(self, cell: Cell, microbatch: int, *arguments: Any) -> Any:
         """Run a forward with the newest version."""
         stage, versions, key = self.stages[cell.stage], self.versions[cell.stage], self._key(cell)
         with versions.forward(key):
-            made = stage.forward(microbatch, *given)
+            output = stage.forward(microbatch, *arguments)
         self.draft.versions.append(versions.of(key))
-        if microbatch in stage.held:
-            stage.held[key] = stage.held.pop(microbatch)
+        if microbatch in stage.passes:
+            stage.passes[key] = stage.passes.pop(microbatch)
         else:
             versions.let_go(key)  # a frozen stage
-        return made
+        return output
 
-    def _backward(self, cell: Cell, microbatch: int, *given: Any) -> Any:
+    def _backward(self, cell: Cell, microbatch: int, *arguments: Any) -> Any:
         """Run a backward with the version that its forward used."""
         stage, versions, key = self.stages[cell.stage], self.versions[cell.stage], self._key(cell)
         self.draft.versions.append(versions.of(key))
-        stage.held[microbatch] = stage.held.pop(key)
+        stage.passes[microbatch] = stage.passes.pop(key)
         with versions.backward(key):
-            return stage.backward(microbatch, *given)
+            return stage.backward(microbatch, *arguments)
 
     def _gradients_of(self, job: Job, step: Step) -> tuple[Gradients]:
         """Return the gradients of a stage's output; a microbatch's loss counts by its share of its update."""
@@ -322,12 +322,12 @@ class StreamExecutor(Executor):
         if self.exchange.has_ties:
             self.channel.belongs(step.number)
             self.exchange.offer_tied(microbatch)
-        made = {param: param.grad for param in self._parameters() if param.grad is not None}
-        for param in made:
+        gradients = {param: param.grad for param in self._parameters() if param.grad is not None}
+        for param in gradients:
             param.grad = None
-        group = Group(made, settings, is_summed=not self.exchange.has_ties or not self._updates)
+        group = Group(gradients, settings, is_summed=not self.exchange.has_ties or not self._updates)
         losses = [step.losses[number] for number in self._with(microbatch) if number in step.losses]
-        group.is_finite = not self.check_finite or bool(all_finite([*made.values(), *losses]))
+        group.is_finite = not self.check_finite or bool(all_finite([*gradients.values(), *losses]))
         if group.is_summed:
             self._tell(group, position, microbatch)
         if self._updates:

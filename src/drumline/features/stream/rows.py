@@ -61,15 +61,15 @@ class StreamRows:
         steps = 4
         while True:
             program = build(steps)
-            found = [_slice(program, step, num_microbatches) for step in range(steps - 1)]
-            if found[-1] == found[-2]:
+            cells = [_slice(program, step, num_microbatches) for step in range(steps - 1)]
+            if cells[-1] == cells[-2]:
                 break
             if steps > 4 * program.num_ranks + 8:
                 raise ProgramError(f"the rows of {program.name!r} do not repeat", expected="a step like the one before")
             steps *= 2
-        while len(found) > 1 and found[-1] == found[-2]:
-            found.pop()
-        return StreamRows(program.name, num_microbatches, tuple(found))
+        while len(cells) > 1 and cells[-1] == cells[-2]:
+            cells.pop()
+        return StreamRows(program.name, num_microbatches, tuple(cells))
 
     def slice(self, position: int) -> Slice:
         """Return the rows of the step at a position, counted from where the stream began."""

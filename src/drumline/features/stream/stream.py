@@ -76,7 +76,7 @@ class Stream(Flow, Keeper):
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def called(self, step: Step) -> None:
+    def at_call(self, step: Step) -> None:
         """Prepare a step, which may fail from here on."""
         self._check()
         if not self._updates.optimizers():
@@ -90,12 +90,12 @@ class Stream(Flow, Keeper):
         step.program = self._programs.added(self.rows.program(first.position, first.since))
         self.is_broken = True
 
-    def told(self, step: Step, tally: Tally, each: Sequence[RankReport]) -> None:
+    def after_telling(self, step: Step, tally: Tally, each: Sequence[RankReport]) -> None:
         """Note that a step has not failed."""
         if step.train:
             self._ran()
 
-    def judge(self, step: Step, told: RankReport, losses: list[Tensor]) -> None:
+    def judge(self, step: Step, report: RankReport, losses: list[Tensor]) -> None:
         """Note nothing: every update checks its own gradients."""
 
     def pause(self, what: str) -> None:
@@ -120,9 +120,9 @@ class Stream(Flow, Keeper):
 
     def _ran(self) -> None:
         self.is_broken = False
-        called = self._updates.holdings.crew.called
+        naming = self._updates.holdings.crew.naming
         for executor in self.executors:  # all say the same
-            self.skipped |= {number: called.listed(ranks) for number, ranks in executor.verdicts.found()}
+            self.skipped |= {number: naming.listed(ranks) for number, ranks in executor.verdicts.skipped_updates()}
 
     def _check(self) -> None:
         if self.is_broken:
@@ -170,7 +170,10 @@ class Stream(Flow, Keeper):
     def settings(self) -> Settings:
         """Return what the optimizers' groups say now."""
         return [
-            [{key: _kept(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+            [
+                {key: _copy_of(value) for key, value in group.items() if key != "params"}
+                for group in optimizer.param_groups
+            ]
             for optimizer in self._updates.optimizers()
         ]
 
@@ -240,14 +243,16 @@ class Stream(Flow, Keeper):
             for group in by_rank[rank.rank]["groups"]:
                 position, microbatch = group["at"]
                 head = f"{_head(rank.rank, (position, microbatch))}/"
-                found = {
+                tensors_by_parameter = {
                     named[name.removeprefix(head).rpartition("/")[0]]: tensor.clone()
                     for name, tensor in tensors.items()
                     if name.startswith(head)
                 }
                 settings = [[_restored(item) for item in each] for each in group["settings"]]
                 is_finite = group.get("finite", True)
-                rank.pending[position, microbatch] = Group(found, settings, is_summed=True, is_finite=is_finite)
+                rank.pending[position, microbatch] = Group(
+                    tensors_by_parameter, settings, is_summed=True, is_finite=is_finite
+                )
 
     def restart(self) -> None:
         """Forget all that is in flight and due."""
@@ -287,7 +292,7 @@ def _as_json(settings: Settings) -> list[list[dict[str, Any]]]:
     return [[{key: plain(value, key) for key, value in group.items()} for group in each] for each in settings]
 
 
-def _kept(value: Any) -> Any:
+def _copy_of(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
@@ -303,6 +308,6 @@ def with_settings(optimizers: Sequence[Optimizer], settings: Settings) -> Abstra
     return put_in((group, key, _like(group.get(key), value)) for group, other in pairs for key, value in other.items())
 
 
-def _like(own: Any, value: Any) -> Any:
+def _like(own_value: Any, value: Any) -> Any:
     """Return a setting in the form that an optimizer has it: a number, or a tensor where it has one."""
-    return torch.as_tensor(value).to(own) if isinstance(own, Tensor) else value
+    return torch.as_tensor(value).to(own_value) if isinstance(own_value, Tensor) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeGuard
 
 from drumline.core.errors import ProgramError, RunError
-from drumline.core.settings.clash import Clash, Facts, Given, called, given
+from drumline.core.settings.clash import Clash, Facts, Given, call, fact
 from drumline.engine.together import AFTER, NAMED_PROGRAM, NO_FLUSH
 from drumline.schedules import find, schedules
 
@@ -29,31 +29,31 @@ def _is_apart(facts: Facts) -> bool:
     return NO_FLUSH.holds(facts) and is_named(schedule) and not is_synchronous(schedule, vertical_sync=sync)
 
 
-_ANY_MESH = Given("mesh", "a `mesh`", given("mesh").holds, "the mesh is {mesh_name}")
+_ANY_MESH = Given("mesh", "a `mesh`", fact("mesh").holds, "the mesh is {mesh_name}")
 _SEVERAL_STEPS = Given("share", "several steps for one update", lambda facts: facts.get("share", 1) != 1)
 _FROM_A_FILE = Given("schedule", "a program from a file", lambda facts: not is_named(facts.get("schedule")),
                      "the schedule is given as a program")  # fmt: skip
 _APART = Given("schedule", "`pipedream` without `vertical_sync`", _is_apart,
                "{program_name} makes an update at different times on different ranks")  # fmt: skip
 _NEEDS_A_FLUSH = {
-    given("capture"): "CUDA graphs are of whole steps",
-    given("compile"): "compiled code may keep weights of its own for the backward",
-    given("programs"): "its rows go on for ever, by one program",
+    fact("capture"): "CUDA graphs are of whole steps",
+    fact("compile"): "compiled code may keep weights of its own for the backward",
+    fact("programs"): "its rows go on for ever, by one program",
     NAMED_PROGRAM: "its rows go on for ever, by one program",
-    called("take_program"): "programs change where no microbatch is in flight",
-    given("adapt"): "programs and cuts change where no microbatch is in flight",
-    given("arrange"): "the order of microbatches goes on from step to step",
+    call("take_program"): "programs change where no microbatch is in flight",
+    fact("adapt"): "programs and cuts change where no microbatch is in flight",
+    fact("arrange"): "the order of microbatches goes on from step to step",
     _ANY_MESH: "an update takes what one line has",
     _SEVERAL_STEPS: "every step makes its own updates",
-    given("precision", "fp16"): "all ranks would have to agree on a loss scale before every update",
+    fact("precision", "fp16"): "all ranks would have to agree on a loss scale before every update",
     AFTER: "updates are made inside of a step",
 }
 CLASHES = (
     *(Clash(needs, NO_FLUSH, "a flushed schedule", why, ("schedule", "1f1b")) for needs, why in _NEEDS_A_FLUSH.items()),
     Clash(_FROM_A_FILE, NO_FLUSH, "the name of its schedule", "rows of a file cannot go on for ever",
           fix="pass schedule='{program_name}'", kind=ProgramError),
-    Clash(given("max_norm"), _APART, "updates at the same place in all rows",
+    Clash(fact("max_norm"), _APART, "updates at the same place in all rows",
           "ranks add up their norms where all of them update", ("vertical_sync", True)),
-    Clash(called("clip_grad_norm_"), NO_FLUSH, "no call of it", "the gradients of all ranks are never there at once",
+    Clash(call("clip_grad_norm_"), NO_FLUSH, "no call of it", "the gradients of all ranks are never there at once",
           fix="pass max_norm= to pipe.optimizer", kind=RunError),
 )  # fmt: skip

@@ -69,7 +69,7 @@ class Verdicts:
         self._check_finite, self.together = check_finite, together
         self._ends = sorted(ends) if together else [max(ends)]
         self._num_begun = 0
-        self._found: list[tuple[int, tuple[int, ...]]] = []
+        self._skipped_updates: list[tuple[int, tuple[int, ...]]] = []
         self.begin()
 
     def begin(self, position: int = 0) -> None:
@@ -103,22 +103,22 @@ class Verdicts:
     def hear(self, place: Place, stage: int) -> Generator[Wait, None, UpdateVerdict]:
         """Wait for what all ranks tell about an update, once."""
         action = Action(stage, Op.UPDATE, place[1])
-        told = self._channel.hear_now(self._topic(place))
-        while told is None:
+        hear_now = self._channel.hear_now(self._topic(place))
+        while hear_now is None:
             yield Wait(self._rank, action, action, (self._rank + 1) % self._channel.num_ranks)
-            told = self._channel.hear_now(self._topic(place))
-        judged = self._judge(told)
+            hear_now = self._channel.hear_now(self._topic(place))
+        judged = self._judge(hear_now)
         if place[0] >= self.decided:
             self._judged[place] = judged
         return judged
 
-    def _judge(self, told: list[Any]) -> UpdateVerdict:
-        bad = tuple(rank for rank, (is_finite, _) in enumerate(told) if not is_finite)
+    def _judge(self, parts: list[Any]) -> UpdateVerdict:
+        bad = tuple(rank for rank, (is_finite, _) in enumerate(parts) if not is_finite)
         if self._norms.max_norm is None:
             return UpdateVerdict(bad, None)
-        norm = self._norms.total([norms for _, norms in told])
+        norm = self._norms.total([norms for _, norms in parts])
         if self._check_finite and not bad and not math.isfinite(float(norm)):
-            bad = tuple(range(len(told)))  # too large to be added up
+            bad = tuple(range(len(parts)))  # too large to be added up
         return UpdateVerdict(bad, norm)
 
     def decide(self, until: int, stage: int) -> Generator[Wait, None, None]:
@@ -135,12 +135,12 @@ class Verdicts:
             self._wrong.discard(position)
             number = self._numbers.pop(position)
             if bad:
-                self._found.append((number, tuple(sorted(bad))))
+                self._skipped_updates.append((number, tuple(sorted(bad))))
 
-    def found(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+    def skipped_updates(self) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield the steps, by number, of which an update was left out, and on which ranks; each once."""
-        found, self._found = self._found, []
-        yield from found
+        skipped, self._skipped_updates = self._skipped_updates, []
+        yield from skipped
 
     def _topic(self, place: Place) -> str:
         return f"gradients/{self._num_begun}/{place[0]}/{place[1]}"

@@ -82,7 +82,7 @@ class Versions:
             (p, p.data) for segment in self.stage.segments if segment.checkpointed for p in segment.parameters
         ]
         user.places = {_place(tensor) for _, tensor in user.aliases}
-        with self._kept(user.places):
+        with self._keeping_versions(user.places):
             yield
         self._needed.update(user.places)
 
@@ -93,7 +93,7 @@ class Versions:
         moved = [(param, alias) for param, alias in user.aliases if _place(alias) != _place(param)]
         with _swapped(moved):
             if user.aliases:
-                with self._kept(set()):  # what runs again is kept until its backward, a moment later
+                with self._keeping_versions(set()):  # what runs again is kept until its backward, a moment later
                     yield
             else:
                 yield
@@ -105,13 +105,13 @@ class Versions:
         self._needed = +self._needed
 
     @contextmanager
-    def _kept(self, places: set[int]) -> Iterator[None]:
-        own = {_place(param) for param in self.stage.parameters}
+    def _keeping_versions(self, places: set[int]) -> Iterator[None]:
+        own_places = {_place(param) for param in self.stage.parameters}
         scale = self.scale
 
         def pack(tensor: Tensor) -> Any:
             place = _place(tensor)
-            if place in own:
+            if place in own_places:
                 places.add(place)
                 tensor = tensor.data  # with a count of changes of its own
             return _TensorVersion(tensor, tensor._version) if scale is None else SavedTensor(scale, tensor)
@@ -138,12 +138,12 @@ def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _taken(kept: Any) -> Tensor:
-    if isinstance(kept, SavedTensor):
-        return kept.taken()
-    if kept.tensor._version != kept.version:
+def _taken(saved: Any) -> Tensor:
+    if isinstance(saved, SavedTensor):
+        return saved.taken()
+    if saved.tensor._version != saved.version:
         raise RuntimeError("a tensor that a backward needs has been modified by an inplace operation")
-    tensor: Tensor = kept.tensor
+    tensor: Tensor = saved.tensor
     return tensor
 
 

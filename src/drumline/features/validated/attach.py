@@ -11,5 +11,5 @@ from drumline.model.catalogue import places_in
 def attach(site: Site) -> Validation:
     """Return what validates updates afterwards; it does nothing until an optimizer asks for it."""
     places = (place for block in site.engine.blocks() for place in places_in(block))
-    site.updates.validation = made = Validation(site, KeptBuffers(places))
-    return made
+    site.updates.validation = validation = Validation(site, KeptBuffers(places))
+    return validation

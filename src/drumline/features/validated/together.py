@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from drumline.core.settings.clash import Clash, called, given
+from drumline.core.settings.clash import Clash, call, fact
 from drumline.engine.together import AFTER, axis
 
 _NEEDS_A_VERDICT = {
-    given("precision", "fp16"): "the next step's loss scale follows from the verdict",
-    given("capture"): "a graph cannot be left after its opening",
-    given("zero"): "lines exchange parameters inside of the optimizer's step",
+    fact("precision", "fp16"): "the next step's loss scale follows from the verdict",
+    fact("capture"): "a graph cannot be left after its opening",
+    fact("zero"): "lines exchange parameters inside of the optimizer's step",
     axis("tp", "ep", "cp"): "only pp and dp were tried",
 }
 CLASHES = (
@@ -16,6 +16,6 @@ CLASHES = (
         Clash(AFTER, other, "updates that are validated before", why, ("validated", "before"))
         for other, why in _NEEDS_A_VERDICT.items()
     ),
-    Clash(called("clip_grad_norm_"), AFTER, "clipping after the step", "clip_grad_norm_ waits for all ranks",
+    Clash(call("clip_grad_norm_"), AFTER, "clipping after the step", "clip_grad_norm_ waits for all ranks",
           fix='pass max_norm={max_norm:g} to pipe.optimizer, beside validated="after"'),
 )  # fmt: skip

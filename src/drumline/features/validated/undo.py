@@ -27,9 +27,9 @@ class KeptOptimizer:
 
     >>> weight = torch.nn.Parameter(torch.ones(2)); weight.grad = torch.ones(2)
     >>> optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-    >>> kept = KeptOptimizer(optimizer)
-    >>> kept.take(); optimizer.step(); kept.stepped()
-    >>> with kept.given_back():
+    >>> kept_optimizer = KeptOptimizer(optimizer)
+    >>> kept_optimizer.take(); optimizer.step(); kept_optimizer.stepped()
+    >>> with kept_optimizer.given_back():
     ...     pass
     >>> weight.tolist(), dict(optimizer.state)
     ([1.0, 1.0], {})

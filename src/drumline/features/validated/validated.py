@@ -77,11 +77,11 @@ class _OptimizerStep:
     parameters: Sequence[nn.Parameter]
     apply: Callable[[], None]
     follow: Callable[[], None]  # lets parameters follow what the optimizer updates, such as float32 copies
-    kept: KeptOptimizer
+    optimizer: KeptOptimizer
 
     def take_back(self, gradients: dict[nn.Parameter, Tensor] | None) -> None:
         """Undo the step, and make it with these gradients if there are any."""
-        with self.kept.given_back():
+        with self.optimizer.given_back():
             if gradients is None:
                 self.follow()
                 return
@@ -107,8 +107,8 @@ class _Update:
     def topic(self) -> str:
         return f"norms/{self.number}"
 
-    def has(self, kept: KeptOptimizer) -> bool:
-        return any(step.kept is kept for step in self.stepped)
+    def has(self, kept_optimizer: KeptOptimizer) -> bool:
+        return any(step.optimizer is kept_optimizer for step in self.stepped)
 
     def release(self) -> None:
         """Keep nothing alive that the next step needs room for."""
@@ -129,7 +129,7 @@ class Validation(Observer, Validates):
         self.verdict: Verdict | None = None  # the last one
         self.num_amended = 0
         self.num_taken_back = 0
-        self._kept: WeakSet[KeptOptimizer] = WeakSet()
+        self._kept_optimizers: WeakSet[KeptOptimizer] = WeakSet()
         self._bad: dict[int, str] = {}  # steps with a NaN, and the ranks that had it, by name
         self._first = 0  # the first step of the next update
         self._update: _Update | None = None
@@ -170,41 +170,41 @@ class Validation(Observer, Validates):
 
     def keeping(self, optimizer: Optimizer) -> KeptOptimizer:
         """Return what keeps the state of an optimizer; the optimizer's own step holds it."""
-        kept = KeptOptimizer(optimizer)
-        self._kept.add(kept)
-        return kept
+        kept_optimizer = KeptOptimizer(optimizer)
+        self._kept_optimizers.add(kept_optimizer)
+        return kept_optimizer
 
     @property
     def num_bytes(self) -> int:
         """The memory that copies take in this process."""
-        return sum(optimizer.num_bytes for optimizer in self._kept)
+        return sum(optimizer.num_bytes for optimizer in self._kept_optimizers)
 
     # ---- what an optimizer does --------------------------------------------------------------------------------------
 
     def step(
         self,
-        kept: KeptOptimizer,
+        kept_optimizer: KeptOptimizer,
         parameters: Sequence[nn.Parameter],
         apply: Callable[[], None],
         follow: Callable[[], None],
     ) -> None:
         """Update now if nothing on this rank speaks against it, else once all ranks have told."""
         update = self._update
-        if update is None or update.has(kept):  # again without a step of the pipeline: one after the other
+        if update is None or update.has(kept_optimizer):  # again without a step of the pipeline: one after the other
             self._recording.settle()
             update = self._update = self._begun()
-        update.stepped.append(_OptimizerStep(parameters, apply, follow, kept))
+        update.stepped.append(_OptimizerStep(parameters, apply, follow, kept_optimizer))
         if update.is_settled:
             if not self._judged(update).skips:
                 apply()
             return
-        kept.take()
+        kept_optimizer.take()
         apply()
-        kept.stepped()
+        kept_optimizer.stepped()
         changed = [gradient._version for gradient in update.gradients.values()] != update.versions
         if changed:
             raise RunError(
-                f"{kept.name} changes gradients while it steps, so the step cannot be made again",
+                f"{kept_optimizer.name} changes gradients while it steps, so the step cannot be made again",
                 expected='an optimizer that leaves gradients as they are, or validated="before"',
             )
 
@@ -214,12 +214,12 @@ class Validation(Observer, Validates):
         last, trained = self._ledger.number - 1, self._ledger.num_trained - 1
         update = _Update(self._number, range(self._first, last + 1), trained, self._trusts, gradients)
         self._number, self._first = self._number + 1, last + 1
-        own: list[dict[str, float]] = []
+        own_norms: list[dict[str, float]] = []
         if self.max_norm is not None:
             with self._recording.between.during("clip"), self._crew.together("the norm of gradients"):
-                own = self._holdings.norms(_TWO)
-                self._crew.tell(update.topic, own)
-        if not (update.is_ahead and self._may_stand(own)):
+                own_norms = self._holdings.norms(_TWO)
+                self._crew.tell(update.topic, own_norms)
+        if not (update.is_ahead and self._may_stand(own_norms)):
             with self._recording.between.during("hear"):
                 verdict = self._judged(update)
             if verdict.clips and verdict.factor is not None:
@@ -228,9 +228,9 @@ class Validation(Observer, Validates):
         update.versions = [gradient._version for gradient in gradients.values()]
         return update
 
-    def _may_stand(self, own: Sequence[dict[str, float]]) -> bool:
+    def _may_stand(self, own_norms: Sequence[dict[str, float]]) -> bool:
         """Whether nothing that this process knows speaks against the update."""
-        norm = self._site.engine.assembly.total_norm(own, _TWO)
+        norm = self._site.engine.assembly.total_norm(own_norms, _TWO)
         return self._is_finite and (self.max_norm is None or bool(norm <= self.max_norm))
 
     def forget(self) -> None:
@@ -302,7 +302,7 @@ class Validation(Observer, Validates):
 
     # ---- what a step does --------------------------------------------------------------------------------------------
 
-    def given(self, step: Step, call: CalledWith) -> CalledWith:
+    def take_call(self, step: Step, call: CalledWith) -> CalledWith:
         """Let evaluations see parameters that all ranks agree on."""
         if not step.train:
             self._recording.settle()
@@ -345,7 +345,7 @@ class Validation(Observer, Validates):
         if self.is_on:
             self._buffers.learn()
 
-    def told(self, step: Step, tally: Tally, each: Sequence[RankReport]) -> None:
+    def after_telling(self, step: Step, tally: Tally, each: Sequence[RankReport]) -> None:
         """Remember whether this process's part of the step was finite."""
         if self.is_on and step.train:
             self._is_finite = all(bool(report.finite) for report in each)

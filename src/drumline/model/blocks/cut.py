@@ -100,12 +100,12 @@ def cut(
     balance: Sequence[int] | str | None = None,
     cuts: Sequence[str] | None = None,
     *,
-    held: Sequence[HeldPairs] = (),
+    held_pairs: Sequence[HeldPairs] = (),
 ) -> list[tuple[Block, ...]]:
     """Return the blocks of every stage, by the counts in `balance` or by the names in `cuts`.
 
     "even" distributes the blocks as evenly as possible. With "parameters", or without any, stages get similar numbers
-    of parameters, a first estimate of their costs. `held`, from `held_by`, says which stages share a rank.
+    of parameters, a first estimate of their costs. `held_pairs`, from `held_by`, says which stages share a rank.
 
     >>> from drumline.model.block import blocks_of
     >>> blocks = blocks_of([nn.Linear(2, 2) for _ in range(5)])
@@ -118,7 +118,9 @@ def cut(
             raise ModelError(f"balance is {balance!r} and cuts is {cuts!r}", expected="only one of them")
         balance = counts_of(blocks, num_stages, cuts)
     if balance is None or (isinstance(balance, str) and balance == PARAMETERS):
-        balance = partition([BlockCosts(cost) for cost in guessed_costs(blocks)], num_stages, held=held).counts
+        balance = partition(
+            [BlockCosts(cost) for cost in guessed_costs(blocks)], num_stages, held_pairs=held_pairs
+        ).counts
     elif isinstance(balance, str) and balance == "even":
         base, more = divmod(len(blocks), num_stages)
         balance = [base + (stage < more) for stage in range(num_stages)]

@@ -59,8 +59,8 @@ class Piece(nn.Module):
         kind, sealed, tensors = value
         code = self.script.codes(kind)[self._number]
         run = code.resume if sealed else code.run
-        made = (run if compiled is None else compiled(run))(self, *tensors)
-        return made if self._number == len(self.script.names) - 1 else Live(kind, False, made)
+        output = (run if compiled is None else compiled(run))(self, *tensors)
+        return output if self._number == len(self.script.names) - 1 else Live(kind, False, output)
 
     __call__ = forward  # not a module of the model, so global module hooks must not run on it
 
@@ -82,8 +82,8 @@ class Piece(nn.Module):
         self._shell(path)._modules.setdefault(last, module)
         # Code that a user's class runs around a module call was traced like everything else between blocks.
         kind = type(module)
-        own = kind.__call__ is not nn.Module.__call__ and not kind.__module__.startswith("transformers.")
-        self.callees[name] = partial(nn.Module.__call__, module) if own else module
+        has_own_call = kind.__call__ is not nn.Module.__call__ and not kind.__module__.startswith("transformers.")
+        self.callees[name] = partial(nn.Module.__call__, module) if has_own_call else module
 
     def lend(self, name: str, tensor: Tensor, *, stored: bool = True) -> None:
         """Add a parameter or buffer used outside its module; `stored` if state dicts contain it."""
@@ -240,11 +240,11 @@ def _rest(
         parent = name.rpartition(".")[0]
         if name not in inside and parent in inside and not any(name in piece.callees for piece in pieces):
             pieces[-1].adopt(name, module)
-    held = {id(param) for piece in pieces for param in (*piece.parameters(), *piece.buffers())}
+    held_ids = {id(param) for piece in pieces for param in (*piece.parameters(), *piece.buffers())}
     for name, tensor in named.items():
-        if id(tensor) not in held:
+        if id(tensor) not in held_ids:
             pieces[-1].lend(name, tensor, stored=name not in fleeting)
-            held.add(id(tensor))
+            held_ids.add(id(tensor))
 
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -259,11 +259,11 @@ def opened(model: nn.Module, cuts: Iterable[str] = ()) -> frozenset[str]:
     >>> sorted(opened(nn.ModuleDict({"body": body, "head": nn.Linear(2, 2)}), ["body.1.0"]))
     ['', 'body', 'body.1']
     """
-    found = {""}
+    prefixes = {""}
     for name in (*_outermost(model, ""), *cuts):
         parts = name.split(".")
-        found |= {".".join(parts[:length]) for length in range(len(parts))}
-    return frozenset(found | set(_outermost(model, "")))
+        prefixes |= {".".join(parts[:length]) for length in range(len(parts))}
+    return frozenset(prefixes | set(_outermost(model, "")))
 
 
 def _outermost(module: nn.Module, name: str) -> Iterator[str]:

@@ -109,7 +109,7 @@ class Script:
         if model is None:
             return False
         for name, buffer in self.watch.exchanged():
-            for exchange in (function for seen in self.exchanges if (function := seen()) is not None):
+            for exchange in (function for method in self.exchanges if (function := method()) is not None):
                 exchange(name, buffer)
         if not self.watch.has_changed():
             return False
@@ -122,22 +122,22 @@ class Script:
     def codes(self, kind: InputKind) -> list[Code]:
         """Return the code of every piece for inputs of a kind."""
         try:
-            found = self._codes.get(kind)
+            codes = self._codes.get(kind)
         except TypeError:
             refuse_objects(kind.form, "the model")
             raise
-        if found is None:
+        if codes is None:
             graph = self.graph(kind)
-            found = self.write(kind, graph, self._starts(graph))
-        return found
+            codes = self.write(kind, graph, self._starts(graph))
+        return codes
 
     def write(self, kind: InputKind, graph: CallGraph, starts: Sequence[int]) -> list[Code]:
         """Write the code of every piece for inputs of a kind; the pieces begin with these calls of its graph."""
         self._losses[kind] = loss = loss_of(graph, kind, starts)
         if loss is not None:
             scale(loss.walk, self.sheet)
-        found = self._codes[kind] = self._written(graph, starts, kind_text(self.epoch, *kind))
-        return found
+        codes = self._codes[kind] = self._written(graph, starts, kind_text(self.epoch, *kind))
+        return codes
 
     def loss(self, kind: InputKind) -> OwnLossParts | None:
         """Return the parts of the model's own loss for inputs of a kind; None if it returns no loss."""
@@ -180,11 +180,11 @@ class Script:
     def _code(self, graph: CallGraph, cut: Crossing, calls: range, after: Crossing | None) -> Code:
         emitter = Emitter(graph)
         if after is None:
-            kept, returns = graph.outputs, emitter.expression(graph.output_form, graph.outputs)
+            kept_outputs, returns = graph.outputs, emitter.expression(graph.output_form, graph.outputs)
         else:
-            kept = after.whole
-            returns = f"({''.join(f'v{value}, ' for value in kept)})"
-        write = partial(emitter.function, returns=returns, kept=kept)
+            kept_outputs = after.whole
+            returns = f"({''.join(f'v{value}, ' for value in kept_outputs)})"
+        write = partial(emitter.function, returns=returns, kept_values=kept_outputs)
         run = write(cut.whole, calls)
         resume = write(cut.sent, [*cut.again, *calls]) if cut.again else run
         sent = () if after is None else tuple(after.whole.index(value) for value in after.sent)
@@ -203,19 +203,19 @@ def loss_of(graph: CallGraph, kind: InputKind, starts: Sequence[int]) -> OwnLoss
 
 def states_of(graph: CallGraph, calls: range) -> set[str]:
     """Return the parameters and buffers that calls use and that none of their blocks holds."""
-    found: set[str] = set()
+    states: set[str] = set()
     for at in calls:
         call = graph.calls[at]
-        found.update(call.reads, (graph.values[number].state for number in call.takes))
-    return found - {""}
+        states.update(call.reads, (graph.values[number].state for number in call.takes))
+    return states - {""}
 
 
 def named_calls(graph: CallGraph) -> list[tuple[int, str]]:
     """Return the calls of blocks with their names; the second call of `x` is `x#2`."""
-    seen: dict[str, count[int]] = {}
-    found = []
+    counters: dict[str, count[int]] = {}
+    calls = []
     for at, call in enumerate(graph.calls):
         if call.block:
-            number = next(seen.setdefault(call.block, count(1)))
-            found.append((at, call.block if number == 1 else f"{call.block}#{number}"))
-    return found
+            number = next(counters.setdefault(call.block, count(1)))
+            calls.append((at, call.block if number == 1 else f"{call.block}#{number}"))
+    return calls

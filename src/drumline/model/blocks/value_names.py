@@ -41,7 +41,7 @@ class Names:
         self.values = [""] * len(graph.values)
         self.calls: list[str] = []
         self._versions: dict[int, str] = {}  # in-place changes of each storage
-        self._seen: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
         self._num_drawn = 0
         for number, value in enumerate(graph.values):
             if value.state:
@@ -71,7 +71,7 @@ class Names:
 
     def _once(self, name: str) -> str:
         """Return a name that no other call has: the second of the same kind is `name#2`."""
-        count = self._seen[name] = self._seen.get(name, 0) + 1
+        count = self._counts[name] = self._counts.get(name, 0) + 1
         return name if count == 1 else f"{name}#{count}"
 
     def now(self, number: int) -> str:
@@ -133,12 +133,12 @@ def described(names: Names, pieces: Sequence[str], calls: Sequence[range], cuts:
     lines: list[str] = []
     for piece, inside, crossing in zip(pieces, calls, cuts, strict=True):
         lines += [f"{piece} takes {graph.values[value].kind} {names.values[value]}" for value in crossing.sent]
-        made = [
+        makers = [
             (names.calls[at], graph.calls[at].block or function_name(graph.calls[at].function))
             for at in inside
             if at not in graph.idle
         ]
-        lines += [f"{piece} calls {what} ({name})" for name, what in sorted(made)]
+        lines += [f"{piece} calls {what} ({name})" for name, what in sorted(makers)]
     lines.append(f"the model returns {names.spelled(graph.output_form, graph.outputs)}")
     return lines
 

@@ -96,11 +96,11 @@ def names_of(inputs: Inputs, baked: Collection[str | int], places: Sequence[int]
     """Return the arguments that are the tensors at these positions; none unless all hold a few integers."""
     tensors = pack(inputs.packed(baked))[0]
     wanted = {id(tensors[place]) for place in places}
-    given: tuple[tuple[str | int, Any], ...] = (*enumerate(inputs.args), *inputs.kwargs.items())
-    found = {name: value for name, value in given if id(value) in wanted}
-    if len(found) < len(places) or any(value.is_floating_point() or value.numel() > _FEW for value in found.values()):
+    arguments: tuple[tuple[str | int, Any], ...] = (*enumerate(inputs.args), *inputs.kwargs.items())
+    names = {name: value for name, value in arguments if id(value) in wanted}
+    if len(names) < len(places) or any(value.is_floating_point() or value.numel() > _FEW for value in names.values()):
         return frozenset()
-    return frozenset(found)
+    return frozenset(names)
 
 
 def unchecked() -> AbstractContextManager[None]:
@@ -111,7 +111,7 @@ def unchecked() -> AbstractContextManager[None]:
 def _checking(replaced: Replacement) -> Any:
     def checked(kind: Any, cond: Any, message: Any = None) -> None:
         if replaced.watcher is None or not isinstance(cond, FakeTensor):
-            replaced.found(kind, cond, message)
+            replaced.original(kind, cond, message)
 
     return checked
 

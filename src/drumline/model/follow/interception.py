@@ -43,8 +43,8 @@ def coming_by(follower: Follower) -> Iterator[None]:
 
 
 def _module_calls(replaced: Replacement) -> Any:
-    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        module_call = replaced.found
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        module_call = replaced.original
         follower: Follower | None = replaced.watcher
         name = None if follower is None else follower.names.get(id(self))
         if follower is None or name is None or name in follower.inside or follower.within:
@@ -57,12 +57,12 @@ def _module_calls(replaced: Replacement) -> Any:
             )
         return follower.block(self, name, lambda *a, **k: module_call(self, *a, **k), args, kwargs)
 
-    return called
+    return call
 
 
 def _functions(replaced: Replacement) -> Any:
     def applied(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        apply = replaced.found.__get__(None, cls)
+        apply = replaced.original.__get__(None, cls)
         follower: Follower | None = replaced.watcher
         if follower is None or follower.within or follower.function:
             return apply(*args, **kwargs)
@@ -80,7 +80,7 @@ def _checkpointed(run: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
         return run(*args)
 
 
-def _told(replaced: Replacement) -> Attributes | None:
+def _listener(replaced: Replacement) -> Attributes | None:
     """Return the object to notify of attributes in this thread, if any."""
     follower: Follower | None = replaced.watcher
     return None if follower is None else follower.attributes
@@ -89,13 +89,13 @@ def _told(replaced: Replacement) -> Attributes | None:
 def _reading(replaced: Replacement) -> Any:
     def read(self: nn.Module, key: str) -> Any:
         try:
-            value = replaced.found(self, key)
+            value = replaced.original(self, key)
         except AttributeError:
-            if (told := _told(replaced)) is not None and not _is_part(self, key):
-                told.read(self, key, MISSING)
+            if (attributes := _listener(replaced)) is not None and not _is_part(self, key):
+                attributes.read(self, key, MISSING)
             raise
-        if (not callable(value) or can_change(value)) and (told := _told(replaced)) is not None:
-            told.read(self, key, value)
+        if (not callable(value) or can_change(value)) and (attributes := _listener(replaced)) is not None:
+            attributes.read(self, key, value)
         return value
 
     return read
@@ -105,10 +105,10 @@ def _changing(replaced: Replacement) -> Any:
     def change(self: nn.Module, key: str, *value: Any) -> None:
         """Set an attribute to the one given value, or delete it if there is none."""
         before = object.__getattribute__(self, "__dict__").get(key, MISSING)
-        replaced.found(self, key, *value)
-        now, told = value[0] if value else MISSING, _told(replaced)
-        if told is not None and not _is_part(self, key) and not isinstance(now, nn.Module):
-            told.set(self, key, before, now)
+        replaced.original(self, key, *value)
+        now, attributes = value[0] if value else MISSING, _listener(replaced)
+        if attributes is not None and not _is_part(self, key) and not isinstance(now, nn.Module):
+            attributes.set(self, key, before, now)
 
     return change
 
@@ -124,8 +124,8 @@ _PATCHES = (
 
 def _is_part(module: nn.Module, key: str) -> bool:
     """Whether a name is that of a parameter, a buffer or a child."""
-    own = object.__getattribute__(module, "__dict__")
-    return any(key in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
+    attributes = object.__getattribute__(module, "__dict__")
+    return any(key in attributes.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
 
 
 def node_like(node: Any) -> Any:

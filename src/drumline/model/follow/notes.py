@@ -35,7 +35,7 @@ class Notes:
         self.skeleton = skeleton
         self.graph = CallGraph()
         self.numbers: dict[int, int] = {}  # numbers of values, by the tensor's id
-        self.kept: list[Any] = []  # kept alive, so that no id is reused
+        self.kept_objects: list[Any] = []  # kept alive, so that no id is reused
         self.storages: dict[int, int] = {}
         self.made_by: dict[int, int] = {}  # the call that created a value
         self.where: dict[int, int] = {}  # tensors created inside blocks: the call
@@ -46,7 +46,7 @@ class Notes:
         """Return the number of a new value."""
         number = len(self.graph.values)
         storage = id(tensor.untyped_storage())
-        self.kept += [tensor, tensor.untyped_storage()]
+        self.kept_objects += [tensor, tensor.untyped_storage()]
         kind = f"{tensor.dtype}{tuple(tensor.shape)}".removeprefix("torch.")
         self.graph.values.append(Value(tensor.nbytes, self.storages.setdefault(storage, number), kind=kind, **more))
         self.numbers[id(tensor)] = number
@@ -67,9 +67,9 @@ class Notes:
                     fix="register it: self.scale = nn.Parameter(scale)",
                 )
             return self.new(tensor, constant=tensor)
-        if (made := self.where.get(id(tensor))) is not None:
-            block = self.graph.calls[made].block
-            self.bar(made, f"{what} uses a tensor that {block!r} created but did not return{self.kept_in(tensor)}")
+        if (call := self.where.get(id(tensor))) is not None:
+            block = self.graph.calls[call].block
+            self.bar(call, f"{what} uses a tensor that {block!r} created but did not return{self.kept_in(tensor)}")
             raise Unseen(
                 self.graph.barriers[-1].reason,
                 expected="blocks that return every tensor used elsewhere",
@@ -99,7 +99,7 @@ class Notes:
         func: Callable[..., Any] | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        made: Any,
+        result: Any,
         changed: Sequence[Tensor] = (),
         block: str = "",
         reads: Sequence[str] = (),
@@ -111,7 +111,7 @@ class Notes:
         takes = tuple(self.number(tensor, what) for tensor in tensors)
         for tensor in changed:
             self._alone(self.number(tensor, what), what)
-        makes = tuple((path, self.new(tensor)) for path, tensor in found_in(made) if id(tensor) not in self.numbers)
+        makes = tuple((path, self.new(tensor)) for path, tensor in found_in(result) if id(tensor) not in self.numbers)
         self.made_by.update((value, len(self.graph.calls)) for _, value in makes)
         self.graph.calls.append(
             Call(

@@ -36,19 +36,19 @@ def around() -> list[str]:
     ...     around()
     ['torch.autograd.graph.saved_tensors_hooks']
     """
-    found = []
+    lines = []
     if transformed():
-        found.append("a torch.func transform, such as torch.vmap")
+        lines.append("a torch.func transform, such as torch.vmap")
     saved: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if saved is not None and getattr(saved[0], "__module__", "") not in _HARMLESS:
-        found.append("torch.autograd.graph.saved_tensors_hooks")
+        lines.append("torch.autograd.graph.saved_tensors_hooks")
     if parametrize._cache_enabled:
-        found.append("torch.nn.utils.parametrize.cached")
+        lines.append("torch.nn.utils.parametrize.cached")
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]  # type: ignore[no-untyped-call]
-    found += [f"the mode {type(mode).__name__}" for mode in modes if not isinstance(mode, DeviceContext)]
+    lines += [f"the mode {type(mode).__name__}" for mode in modes if not isinstance(mode, DeviceContext)]
     if torch.get_default_dtype() is not torch.float32:
-        found.append(f"the default dtype {torch.get_default_dtype()}")
-    return found
+        lines.append(f"the default dtype {torch.get_default_dtype()}")
+    return lines
 
 
 def refuse_around(block: str, known: Collection[str]) -> None:
@@ -171,10 +171,10 @@ def refuse_others(module: nn.Module, name: str, states: Mapping[int, str]) -> No
             )
 
 
-def refuse_marked(tensors: Iterable[Tensor], own: Collection[str], what: str) -> None:
+def refuse_marked(tensors: Iterable[Tensor], own_names: Collection[str], what: str) -> None:
     """Refuse custom attributes on tensors: they do not travel, and no piece sets them."""
     for tensor in tensors:
-        marks = [key for key in vars(tensor) if key not in own and not key.startswith("__")]
+        marks = [key for key in vars(tensor) if key not in own_names and not key.startswith("__")]
         if marks:
             raise ModelError(
                 f"{what} a tensor with the attribute {marks[0]!r} on it",
@@ -213,6 +213,8 @@ def line_here() -> str:
 
 
 def _own_line(frames: traceback.StackSummary) -> str:
-    own = [summary for summary in frames if not any(others in Path(summary.filename).parents for others in _OTHERS)]
-    frame = own[-1] if own else None
+    own_frame_summaries = [
+        summary for summary in frames if not any(others in Path(summary.filename).parents for others in _OTHERS)
+    ]
+    frame = own_frame_summaries[-1] if own_frame_summaries else None
     return "" if frame is None else f", in `{frame.line}` ({Path(frame.filename).name}:{frame.lineno})"

@@ -45,44 +45,50 @@ def copied(model: M, memo: dict[int, Any]) -> M:
     >>> class Keeps(nn.Module):
     ...     def __init__(self):
     ...         super().__init__()
-    ...         self.kept = kept = []
-    ...         self.keep = lambda x: kept.append(x)
-    >>> made = copied(Keeps(), {})
-    >>> made.keep(1)
-    >>> made.kept
+    ...         self.kept = result = []
+    ...         self.keep = lambda x: result.append(x)
+    >>> copy = copied(Keeps(), {})
+    >>> copy.keep(1)
+    >>> copy.kept
     [1]
     """
-    held = (value for module in model.modules() for value in (module, *vars(module).values()))
-    own = {id(value) for value in held if isinstance(value, nn.Module | Tensor) or can_change(value)}
-    own |= memo.keys()
-    with _FUNCTIONS.by(own), _METHODS.by(own):
+    held_values = (value for module in model.modules() for value in (module, *vars(module).values()))
+    own_ids = {id(value) for value in held_values if isinstance(value, nn.Module | Tensor) or can_change(value)}
+    own_ids |= memo.keys()
+    with _FUNCTIONS.by(own_ids), _METHODS.by(own_ids):
         return copy.deepcopy(model, memo)
 
 
 def _of_function(replaced: Replacement) -> Any:
     def copy_function(fn: FunctionType, memo: dict[int, Any]) -> Any:
-        own, cells = replaced.watcher or (), fn.__closure__ or ()
-        if not any(id(content_of(cell)) in own for cell in cells):
-            return replaced.found(fn, memo)
-        made = FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, tuple(CellType() for _ in cells))
-        made.__kwdefaults__, made.__module__, made.__qualname__ = fn.__kwdefaults__, fn.__module__, fn.__qualname__
-        made.__dict__.update(fn.__dict__)
-        memo[id(fn)] = made
-        for cell, before in zip(made.__closure__ or (), cells, strict=True):
+        own_watcher, cells = replaced.watcher or (), fn.__closure__ or ()
+        if not any(id(content_of(cell)) in own_watcher for cell in cells):
+            return replaced.original(fn, memo)
+        function = FunctionType(
+            fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, tuple(CellType() for _ in cells)
+        )
+        function.__kwdefaults__, function.__module__, function.__qualname__ = (
+            fn.__kwdefaults__,
+            fn.__module__,
+            fn.__qualname__,
+        )
+        function.__dict__.update(fn.__dict__)
+        memo[id(fn)] = function
+        for cell, before in zip(function.__closure__ or (), cells, strict=True):
             content = content_of(before)
             if content is not MISSING:
-                cell.cell_contents = copy.deepcopy(content, memo) if id(content) in own else content
-        return made
+                cell.cell_contents = copy.deepcopy(content, memo) if id(content) in own_watcher else content
+        return function
 
     return copy_function
 
 
 def _of_method(replaced: Replacement) -> Any:
     def copy_method(method: MethodType, memo: dict[int, Any]) -> Any:
-        own = replaced.watcher
-        if own is None:
-            return replaced.found(method, memo)
-        if id(method.__self__) not in own:
+        own_watcher = replaced.watcher
+        if own_watcher is None:
+            return replaced.original(method, memo)
+        if id(method.__self__) not in own_watcher:
             return method
         return MethodType(method.__func__, copy.deepcopy(method.__self__, memo))
 
@@ -136,16 +142,16 @@ class Skeleton:
                 expected="a model that copy.deepcopy can copy: Drumline traces the copy to see where it can cut",
                 fix="pass an nn.Sequential or a list of blocks, which Drumline does not copy",
             ) from error
-        for original, made in zip(model.modules(), self.model.modules(), strict=True):
-            sketch(original, made)
+        for original, module in zip(model.modules(), self.model.modules(), strict=True):
+            sketch(original, module)
         _without_cache(self.model)
         self.names = {id(module): name for name, module in self.model.named_modules()}
         # Results of blocks that cannot run on stand-ins, by what such blocks have in common.
         self._known: dict[Any, tuple[Any, tuple[int | Meta, ...]]] = {}
 
     def _like(self, tensor: Tensor) -> Tensor:
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        like = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
 
     def fakes(self, metas: Iterable[Meta]) -> list[Tensor]:
         """Return new stand-ins for tensors like these; one that requires grad has a place in a graph."""
@@ -155,10 +161,10 @@ class Skeleton:
     def _fake(self, meta: Meta) -> Tensor:
         shape, dtype, strides, wants_gradient = meta
         if strides is None:
-            made = torch.empty(shape, dtype=dtype, device=self.device)
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
         else:
-            made = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
-        return made.requires_grad_().clone() if wants_gradient and torch.is_grad_enabled() else made
+            tensor = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+        return tensor.requires_grad_().clone() if wants_gradient and torch.is_grad_enabled() else tensor
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Return the output of a block with its hooks: on stand-ins, else on zeros or from memory."""
@@ -177,8 +183,13 @@ class Skeleton:
         made_form, outputs = self._known[key]
 
         def remembered(*args: Any, **kwargs: Any) -> Any:
-            given, fakes = pack((args, kwargs))[0], iter(self.fakes(meta for meta in outputs if isinstance(meta, Meta)))
-            return unpack([next(fakes) if isinstance(output, Meta) else given[output] for output in outputs], made_form)
+            given_tensors, fakes = (
+                pack((args, kwargs))[0],
+                iter(self.fakes(meta for meta in outputs if isinstance(meta, Meta))),
+            )
+            return unpack(
+                [next(fakes) if isinstance(output, Meta) else given_tensors[output] for output in outputs], made_form
+            )
 
         with put_in([(vars(module), "forward", remembered)]):  # so that the call still runs its hooks
             return call(*args, **kwargs)
@@ -189,7 +200,7 @@ class Skeleton:
         Return the form of the result and, for each tensor in it, the input that it is, or its description.
         """
         tensors, form = pack((args, kwargs))
-        own: list[tuple[dict[str, Any], str, Tensor]] = [
+        own_places: list[tuple[dict[str, Any], str, Tensor]] = [
             (places, name, place)
             for part in module.modules()
             for places in (part._parameters, part._buffers)
@@ -200,22 +211,26 @@ class Skeleton:
             # Tensors that are not stand-ins have values, on which the block may branch.
             zeros = {
                 id(tensor): self._zeros(tensor) if isinstance(tensor, FakeTensor) else tensor
-                for tensor in (*tensors, *(tensor for _, _, tensor in own))
+                for tensor in (*tensors, *(tensor for _, _, tensor in own_places))
             }
-            entries: list[tuple[dict[str, Any], str, Any]] = [(table, name, zeros[id(t)]) for table, name, t in own]
+            entries: list[tuple[dict[str, Any], str, Any]] = [
+                (table, name, zeros[id(t)]) for table, name, t in own_places
+            ]
             # Hooks must see stand-ins.
             entries += [(vars(module), kind, OrderedDict()) for kind in (*FORWARD, *BACKWARD)]
             with put_in(entries):
-                given, named = unpack([zeros[id(tensor)] for tensor in tensors], form)
-                made, made_form = pack(module(*given, **named))
+                arguments, named = unpack([zeros[id(tensor)] for tensor in tensors], form)
+                new_tensors, made_form = pack(module(*arguments, **named))
         inputs = {id(zeros[id(tensor)]): at for at, tensor in enumerate(tensors)}
-        return made_form, tuple(inputs[id(tensor)] if id(tensor) in inputs else Meta.of(tensor) for tensor in made)
+        return made_form, tuple(
+            inputs[id(tensor)] if id(tensor) in inputs else Meta.of(tensor) for tensor in new_tensors
+        )
 
     def _zeros(self, like: Tensor) -> Any:
-        made = torch.zeros(tuple(like.shape), dtype=like.dtype, device=self.device)
+        tensor = torch.zeros(tuple(like.shape), dtype=like.dtype, device=self.device)
         if isinstance(like, nn.Parameter):
-            return nn.Parameter(made, like.requires_grad)
-        return made.requires_grad_().clone() if like.requires_grad else made
+            return nn.Parameter(tensor, like.requires_grad)
+        return tensor.requires_grad_().clone() if like.requires_grad else tensor
 
 
 def _without_cache(model: nn.Module) -> None:

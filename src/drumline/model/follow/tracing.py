@@ -67,14 +67,14 @@ def trace(skeleton: Skeleton, inside: frozenset[str], kind: InputKind) -> tuple[
         args, kwargs = Inputs(*unpack(inputs, kind.form)).unpacked(skeleton.device)
         tracer = _Tracer(skeleton, inside, inputs)
         everywhere = Surroundings(skeleton.model.modules())
-        with chance.kept(), everywhere.kept(), unchecked(), tracer.watching(train=kind.train):
+        with chance.keeping_state(), everywhere.keeping_contents(), unchecked(), tracer.watching(train=kind.train):
             try:
-                made = skeleton.model(*args, **kwargs)
+                result = skeleton.model(*args, **kwargs)
             except ModelError:
                 raise
             except Exception as error:
                 raise tracer.failed(error) from error
-            tracer.finish(made)
+            tracer.finish(result)
     return tracer.graph, tracer.attributes.read_between()
 
 
@@ -124,26 +124,26 @@ class _Tracer(Notes, TorchFunctionMode):
 
     def _inside(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function inside a block, looking for tensors that are not among its arguments."""
-        given = tensors_in((args, kwargs))
-        for tensor in given:
+        tensors = tensors_in((args, kwargs))
+        for tensor in tensors:
             self._look(tensor)
-        self._ask(func, given)
-        made = func(*args, **kwargs)
-        known = {id(tensor) for tensor in given}
-        for tensor in tensors_in(made):
+        self._ask(func, tensors)
+        result = func(*args, **kwargs)
+        known = {id(tensor) for tensor in tensors}
+        for tensor in tensors_in(result):
             if id(tensor) not in known:
                 self.where.setdefault(id(tensor), len(self.graph.calls))
-                self.kept.append(tensor)
-        return made
+                self.kept_objects.append(tensor)
+        return result
 
-    def _ask(self, func: Callable[..., Any], given: Sequence[Tensor]) -> None:
+    def _ask(self, func: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
         """Forbid cuts before a block that asks how its input was computed: after a cut, the input has no history."""
         asked = property_of(func)
-        if asked not in ("grad_fn", "is_leaf") or id(given[0]) not in self.taken:
+        if asked not in ("grad_fn", "is_leaf") or id(tensors[0]) not in self.taken:
             return
         with torch._C.DisableTorchFunction():
-            has_past = given[0].grad_fn is not None
-        number = self.numbers.get(id(given[0]))
+            has_past = tensors[0].grad_fn is not None
+        number = self.numbers.get(id(tensors[0]))
         if has_past and number is not None:
             reason = f"{self.within[-1]!r} reads {asked} of its input, which a cut would change"
             self.bar(self.made_by.get(number, 0), reason)
@@ -159,65 +159,67 @@ class _Tracer(Notes, TorchFunctionMode):
                 reason = f"{block!r} uses a tensor that is not among its arguments{self.kept_in(tensor)}"
                 self.bar(self.made_by.get(number, 0), reason)
                 self.taken.add(id(tensor))
-        elif (made := self.where.get(id(tensor))) is not None:
-            other = self.graph.calls[made].block
+        elif (count := self.where.get(id(tensor))) is not None:
+            other = self.graph.calls[count].block
             reason = f"{block!r} reads a tensor that {other!r} created but did not return{self.kept_in(tensor)}"
-            self.bar(made, reason)
+            self.bar(count, reason)
             self.taken.add(id(tensor))
 
     def _noted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if transformed():
             return func(*args, **kwargs)
         refuse_function(func)
-        given = tensors_in((args, kwargs))
-        if self.drawn and name_of(func) in _READS and any(id(tensor) in self.drawn for tensor in given):
+        tensors = tensors_in((args, kwargs))
+        if self.drawn and name_of(func) in _READS and any(id(tensor) in self.drawn for tensor in tensors):
             raise ModelError(
                 f"the model's forward branches on a random number between its blocks{line_here()}",
                 expected="the same branches in every step, between blocks",
                 fix="draw it inside a block, or switch it off (layerdrop=0)",
             )
-        for tensor in given:
+        for tensor in tensors:
             if id(tensor) in self.where and not isinstance(tensor, FakeTensor):
                 self.number(tensor, f"the model, in {name_of(func)}")  # raises unless the block returned it
         if name_of(func) in _READS:
-            self.read = tuple(given)
-        versions = [version_of(tensor) for tensor in given]
-        made = func(*args, **kwargs)
+            self.read = tuple(tensors)
+        versions = [version_of(tensor) for tensor in tensors]
+        result = func(*args, **kwargs)
         if property_of(func) == "grad_fn":
-            return None if made is None else self.nodes.setdefault(id(made), node_like(made))
-        changed = [tensor for tensor, before in zip(given, versions, strict=True) if version_of(tensor) != before]
+            return None if result is None else self.nodes.setdefault(id(result), node_like(result))
+        changed = [tensor for tensor, before in zip(tensors, versions, strict=True) if version_of(tensor) != before]
         if func is Tensor.requires_grad_ or property_of(func, "__set__") == "requires_grad":
-            func, changed = Tensor.requires_grad_, [given[0]]
-        if changed or any(id(tensor) not in self.numbers for tensor in tensors_in(made)):
-            self.note(func, args, kwargs, made, changed)
-        self._follow_chance(func, args, made)
-        return made
+            func, changed = Tensor.requires_grad_, [tensors[0]]
+        if changed or any(id(tensor) not in self.numbers for tensor in tensors_in(result)):
+            self.note(func, args, kwargs, result, changed)
+        self._follow_chance(func, args, result)
+        return result
 
-    def _follow_chance(self, func: Callable[..., Any], args: tuple[Any, ...], made: Any) -> None:
+    def _follow_chance(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
         """Remember random tensors on which Python could branch, and what is computed from them."""
-        given = [tensor for tensor in tensors_in(args) if id(tensor) in self.drawn]
-        if name_of(func).strip("_") in _COMPARES and given and self.drawn[id(given[0])] and len(args) == 2:
-            bound = args[1] if args[0] is given[0] else args[0]
+        tensors = [tensor for tensor in tensors_in(args) if id(tensor) in self.drawn]
+        if name_of(func).strip("_") in _COMPARES and tensors and self.drawn[id(tensors[0])] and len(args) == 2:
+            bound = args[1] if args[0] is tensors[0] else args[0]
             if isinstance(bound, int | float) and not 0 < bound < 1:
                 return  # the result is the same whatever is drawn
-        if given or may_draw(func):
+        if tensors or may_draw(func):
             evenly = func is torch.rand
-            self.drawn.update((id(tensor), evenly) for tensor in tensors_in(made) if not isinstance(tensor, FakeTensor))
+            self.drawn.update(
+                (id(tensor), evenly) for tensor in tensors_in(result) if not isinstance(tensor, FakeTensor)
+            )
 
     def block(self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a block and record it as one call."""
         self._begin(module, name)
         before = pack((args, kwargs))
-        given = tensors_in((args, kwargs))
-        refuse_marked(self._unmarked(given), self.marks, f"the model's forward gives {name!r}")
+        tensors = tensors_in((args, kwargs))
+        refuse_marked(self._unmarked(tensors), self.marks, f"the model's forward gives {name!r}")
         with torch._C.DisableTorchFunction():
-            versions = [version_of(tensor) for tensor in given]
-        self.taken = {id(tensor) for tensor in given}
-        own = {self.skeleton.states.get(id(param), "") for param in (*module.parameters(), *module.buffers())}
+            versions = [version_of(tensor) for tensor in tensors]
+        self.taken = {id(tensor) for tensor in tensors}
+        own_names = {self.skeleton.states.get(id(param), "") for param in (*module.parameters(), *module.buffers())}
         self.reads = set()
         self.within.append(name)
         try:
-            made = self.skeleton.run(module, call, args, kwargs)
+            result = self.skeleton.run(module, call, args, kwargs)
             self.attributes.look()
         except Exception:
             self.broken = name
@@ -226,11 +228,11 @@ class _Tracer(Notes, TorchFunctionMode):
             self.within.pop()
         self.chance = HostChance()
         refuse_changed(name, before, pack((args, kwargs)))
-        refuse_marked(self._unmarked(tensors_in(made)), self.marks, f"{name!r} returns")
+        refuse_marked(self._unmarked(tensors_in(result)), self.marks, f"{name!r} returns")
         with torch._C.DisableTorchFunction():
-            changed = [tensor for tensor, before in zip(given, versions, strict=True) if version_of(tensor) != before]
-            self.note(None, args, kwargs, made, changed, block=name, reads=sorted(self.reads - own))
-        return made
+            changed = [tensor for tensor, before in zip(tensors, versions, strict=True) if version_of(tensor) != before]
+            self.note(None, args, kwargs, result, changed, block=name, reads=sorted(self.reads - own_names))
+        return result
 
     def _begin(self, module: nn.Module, name: str) -> None:
         """Refuse to run a block in different surroundings than its own."""
@@ -261,24 +263,31 @@ class _Tracer(Notes, TorchFunctionMode):
 
     def applied(self, cls: Any, apply: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a custom autograd function and record it as one call."""
-        given = tensors_in((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         self.function = cls.__name__
         try:
             with torch._C.DisableTorchFunction():
-                versions = [version_of(tensor) for tensor in given]
-                made = apply(*args, **kwargs)
-                changed = [value for value, before in zip(given, versions, strict=True) if version_of(value) != before]
-                self.note(cls.apply, args, kwargs, made, changed)
+                versions = [version_of(tensor) for tensor in tensors]
+                result = apply(*args, **kwargs)
+                changed = [
+                    value for value, before in zip(tensors, versions, strict=True) if version_of(value) != before
+                ]
+                self.note(cls.apply, args, kwargs, result, changed)
         finally:
             self.function = ""
-        return made
+        return result
 
     @contextmanager
     def watching(self, *, train: bool) -> Iterator[None]:
         """Watch everything that happens, in the requested mode."""
         model = self.skeleton.model
         before = [(module, dict(vars(module))) for module in model.modules()]
-        parts = [(own[kind], dict(own[kind])) for _, own in before for kind in _PARTS if kind in own]
+        parts = [
+            (attributes[kind], dict(attributes[kind]))
+            for _, attributes in before
+            for kind in _PARTS
+            if kind in attributes
+        ]
         buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
         self.hooks = LocalHooks(model)
         if not train:
@@ -290,9 +299,9 @@ class _Tracer(Notes, TorchFunctionMode):
                 yield
             self._refuse_exchanged(buffers)
         finally:
-            for module, own in before:
+            for module, attributes in before:
                 vars(module).clear()
-                vars(module).update(own)
+                vars(module).update(attributes)
             for part, content in parts:
                 part.clear()
                 part.update(content)
@@ -309,11 +318,11 @@ class _Tracer(Notes, TorchFunctionMode):
                         fix=f"write self.{key}.copy_(...), or do it inside a block",
                     )
 
-    def finish(self, made: Any) -> None:
+    def finish(self, output: Any) -> None:
         """Record what the model returned, and refuse what cannot be repeated."""
         self._look_around()
         self.attributes.judge(lambda call: self.graph.calls[call].block, self.bar)
-        tensors, self.graph.output_form = pack(made)
+        tensors, self.graph.output_form = pack(output)
         refuse_objects(self.graph.output_form, "the model's output")
         self.graph.outputs = tuple(self.number(tensor, "the model's output") for tensor in tensors)
 
@@ -330,8 +339,8 @@ class _Tracer(Notes, TorchFunctionMode):
                 fix="move it into a block",
                 inputs=sorted(self.graph.inputs.index(origin) for origin in self.graph.origins(read)[0]),
             )
-        told = f"while Drumline traced it: {kind}: {error}{line_of(error)}"
-        return ModelError(f"the model's forward failed{where} {told}")
+        reason = f"while Drumline traced it: {kind}: {error}{line_of(error)}"
+        return ModelError(f"the model's forward failed{where} {reason}")
 
 
 _READS = ("__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy", "__array__")

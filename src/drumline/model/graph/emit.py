@@ -31,7 +31,9 @@ class Emitter:
         self.names: dict[str, Any] = {"gradients": torch.set_grad_enabled, "autocast": torch.autocast}
         self.lines: list[str] = []
 
-    def function(self, takes: Sequence[int], calls: Iterable[int], returns: str, kept: Iterable[int] = ()) -> Any:
+    def function(
+        self, takes: Sequence[int], calls: Iterable[int], returns: str, kept_values: Iterable[int] = ()
+    ) -> Any:
         """Return a function of a piece and the values `takes` that runs `calls` and returns an expression."""
         order = [at for at in calls if at not in self.graph.idle]
         self.lines = [f"def run({', '.join(['piece', *(f'v{value}' for value in takes)])}):"]
@@ -40,7 +42,7 @@ class Emitter:
             last.update(
                 dict.fromkeys((*self.graph.calls[at].takes, *(number for _, number in self.graph.calls[at].makes)), at)
             )
-        for value in kept:
+        for value in kept_values:
             last.pop(value, None)
         for at in order:
             self._call(self.graph.calls[at])
@@ -51,9 +53,9 @@ class Emitter:
         source = "\n".join(self.lines)
         space = dict(self.names)
         exec(compile(source, "<a piece of the model>", "exec"), space)
-        made = space["run"]
-        made.source = source
-        return made
+        function = space["run"]
+        function.source = source
+        return function
 
     def expression(self, form: Any, values: Sequence[int]) -> str:
         """Return code that rebuilds a value from its form."""
@@ -83,12 +85,12 @@ class Emitter:
 
     def _call(self, call: Call) -> None:
         _, args, kwargs = call.form
-        given = [self.expression(part, call.takes) for part in args[1:]]
+        expressions = [self.expression(part, call.takes) for part in args[1:]]
         for name, part in zip(kwargs[1], kwargs[2:], strict=True):
-            made = self.expression(part, call.takes)
-            given.append(f"{name}={made}" if name.isidentifier() else f"**{{{name!r}: {made}}}")
+            expression = self.expression(part, call.takes)
+            expressions.append(f"{name}={expression}" if name.isidentifier() else f"**{{{name!r}: {expression}}}")
         target = f"piece.callees[{call.block!r}]" if call.block else self._constant(call.function)
-        text = f"{target}({', '.join(given)})"
+        text = f"{target}({', '.join(expressions)})"
         indent = "    "
         for context in self._contexts(call):
             self.lines.append(f"{indent}with {context}:")
@@ -102,11 +104,11 @@ class Emitter:
             self.lines.append("    o = None")
 
     def _contexts(self, call: Call) -> list[str]:
-        found = [] if call.has_grad is None else [f"gradients({call.has_grad})"]
+        contexts = [] if call.has_grad is None else [f"gradients({call.has_grad})"]
         if call.autocast is not None:
             device, enabled, dtype = call.autocast
-            found.append(f"autocast({device!r}, enabled={enabled}, dtype={self._constant(dtype)})")
-        return found
+            contexts.append(f"autocast({device!r}, enabled={enabled}, dtype={self._constant(dtype)})")
+        return contexts
 
     def _path(self, path: Path) -> str:
         return "".join(f".{key}" if kind == "field" else f"[{self._plain(key)}]" for kind, key in path)

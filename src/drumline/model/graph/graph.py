@@ -79,33 +79,33 @@ class CallGraph:
     @cached_property
     def made_at(self) -> dict[int, int]:
         """The call that creates each carried value; -1 for inputs."""
-        found = dict.fromkeys(self.inputs, -1)
+        calls_by_value = dict.fromkeys(self.inputs, -1)
         for at, call in enumerate(self.calls):
-            found.update((value, at) for _, value in call.makes)
-        return found
+            calls_by_value.update((value, at) for _, value in call.makes)
+        return calls_by_value
 
     @cached_property
     def last_use(self) -> dict[int, int]:
         """The last call that uses each value, `len(calls)` for those of the output."""
-        found: dict[int, int] = {}
+        last_use: dict[int, int] = {}
         for at, call in enumerate(self.calls):
             if at not in self.idle:
-                found.update(dict.fromkeys(call.takes, at))
-        found.update(dict.fromkeys(self.outputs, len(self.calls)))
-        return found
+                last_use.update(dict.fromkeys(call.takes, at))
+        last_use.update(dict.fromkeys(self.outputs, len(self.calls)))
+        return last_use
 
     @cached_property
     def idle(self) -> frozenset[int]:
         """The calls without effect: nobody uses their results, and they change and draw nothing."""
         wanted = set(self.outputs)
-        found = set()
+        idle_calls = set()
         for at in reversed(range(len(self.calls))):
             call = self.calls[at]
             if call.is_plain and wanted.isdisjoint(number for _, number in call.makes):
-                found.add(at)
+                idle_calls.add(at)
             else:
                 wanted.update(call.takes)
-        return frozenset(found)
+        return frozenset(idle_calls)
 
     def live(self, at: int) -> list[int]:
         """Return the values created before call `at` and used there or later, in order of creation."""
@@ -115,12 +115,12 @@ class CallGraph:
     def repeatable(self) -> frozenset[int]:
         """The values that plain functions, without state or randomness, compute from the inputs alone."""
         changed = {self.values[value].storage for call in self.calls for value in call.changes}
-        found = {value for value in self.inputs if self.values[value].storage not in changed}
+        values_now = {value for value in self.inputs if self.values[value].storage not in changed}
         for call in self.calls:
-            fits = all(value in found or self.values[value].constant is not None for value in call.takes)
+            fits = all(value in values_now or self.values[value].constant is not None for value in call.takes)
             if call.is_plain and fits and not any(self.values[value].storage in changed for _, value in call.makes):
-                found |= {value for _, value in call.makes}
-        return frozenset(found)
+                values_now |= {value for _, value in call.makes}
+        return frozenset(values_now)
 
     def bytes_of(self, values: Iterable[int]) -> int:
         """Return the total bytes of some values."""
@@ -133,18 +133,18 @@ class CallGraph:
 
         `changes`, if given, are the calls that change values in place, by value: they count too.
         """
-        seen: set[int] = set()
+        seen_values: set[int] = set()
         calls: set[int] = set()
         todo, changed = list(wanted), changes or {}
         while todo:
             value = todo.pop()
-            if value not in seen and (self.is_carried(value) or value in changed):
-                seen.add(value)
+            if value not in seen_values and (self.is_carried(value) or value in changed):
+                seen_values.add(value)
                 here = {*changed.get(value, ()), self.made_at.get(value, -1)} - {-1}
                 calls |= here
                 todo += [number for at in here for number in self.calls[at].takes]
                 todo += [number for at in here if changed for _, number in self.calls[at].makes]
-        return seen & set(self.inputs), calls
+        return seen_values & set(self.inputs), calls
 
 
 _CHANCE = (
@@ -175,15 +175,15 @@ _EFFORT = 16  # how many bytes to recompute at most for each byte not sent
 
 def crossings(graph: CallGraph, starts: Sequence[int]) -> list[Crossing]:
     """Return what is passed on before each of the calls in `starts`, which are in order."""
-    found: list[Crossing] = []
-    kept: set[int] = set()  # inputs that a later cut sends, so that earlier ones must too
+    found_crossings: list[Crossing] = []
+    kept_inputs: set[int] = set()  # inputs that a later cut sends, so that earlier ones must too
     for at in reversed(starts):
         live = graph.live(at)
-        whole = [*live, *sorted(kept - set(live))]
+        whole = [*live, *sorted(kept_inputs - set(live))]
         crossing = _made_again(graph, whole)
-        kept |= set(crossing.sent) & set(graph.inputs)
-        found.append(crossing)
-    return found[::-1]
+        kept_inputs |= set(crossing.sent) & set(graph.inputs)
+        found_crossings.append(crossing)
+    return found_crossings[::-1]
 
 
 def _made_again(graph: CallGraph, whole: Sequence[int]) -> Crossing:

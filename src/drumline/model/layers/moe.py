@@ -58,10 +58,10 @@ class Experts(nn.Module):
         pairs = SortedPairs.of(index, self.num_experts)
         rows = torch.split_with_sizes(pairs.rows(tokens), pairs.counts)
         # An expert without tokens takes part too: its gradient is zero, as in one process.
-        made = [self._one(*each) for each in zip(rows, self.w1.unbind(), self.w2.unbind(), strict=True)]
-        return pairs.combined(torch.cat(made), weights, tokens.dtype)
+        tensors = [self._expert_output(*each) for each in zip(rows, self.w1.unbind(), self.w2.unbind(), strict=True)]
+        return pairs.combined(torch.cat(tensors), weights, tokens.dtype)
 
-    def _one(self, rows: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    def _expert_output(self, rows: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         inner = nn.functional.linear(rows, w1)
         if self.gated:
             gate, up = inner.chunk(2, -1)
@@ -118,9 +118,9 @@ class MoE(nn.Module):
         # Pairs that each expert got since it was last read, and behind them pairs that were dropped.
         self.load: Tensor | None = None
 
-    def forward(self, given: Tensor | Pair, aux: Tensor | None = None) -> Any:
+    def forward(self, inputs: Tensor | Pair, aux: Tensor | None = None) -> Any:
         """Return the output for x, or (x, aux); takes a pair as one argument or as two."""
-        x, aux = given if isinstance(given, tuple) else (given, aux)
+        x, aux = inputs if isinstance(inputs, tuple) else (inputs, aux)
         if x.shape[-1] != self.router.in_features:
             raise ModelError(
                 f"the mixture of experts gets a tensor of shape {tuple(x.shape)}",
@@ -132,15 +132,15 @@ class MoE(nn.Module):
         if self.top_k > 1:  # a single weight of 1 would give the router no gradient
             weights = weights / weights.sum(-1, keepdim=True)
         if self.aux:
-            own = self._imbalance(chances, index).expand(x.shape[0])
-            aux = own if aux is None else aux + own
-        kept = index
+            own_tensor = self._imbalance(chances, index).expand(x.shape[0])
+            aux = own_tensor if aux is None else aux + own_tensor
+        kept_tensor = index
         if self.capacity is not None:
             most = math.ceil(self.capacity * index.numel() / self.num_experts)
-            kept = limited(index, self.num_experts, most)
-        self._count(kept)
-        made = self.experts(tokens, kept, weights).view(x.shape)
-        return made if aux is None else (made, aux)
+            kept_tensor = limited(index, self.num_experts, most)
+        self._count(kept_tensor)
+        output = self.experts(tokens, kept_tensor, weights).view(x.shape)
+        return output if aux is None else (output, aux)
 
     def _imbalance(self, chances: Tensor, index: Tensor) -> Tensor:
         """Return the load-balancing loss of these tokens."""
@@ -149,9 +149,9 @@ class MoE(nn.Module):
         return self.num_experts * (part / max(index.numel(), 1) * chances.mean(0)).sum()
 
     @torch.no_grad()
-    def _count(self, kept: Tensor) -> None:
-        if self.training and not is_traced(kept):
-            counts = torch.bincount(kept.reshape(-1), minlength=self.num_experts + 1)
+    def _count(self, kept_choices: Tensor) -> None:
+        if self.training and not is_traced(kept_choices):
+            counts = torch.bincount(kept_choices.reshape(-1), minlength=self.num_experts + 1)
             self.load = counts if self.load is None else self.load + counts
 
 
@@ -167,8 +167,8 @@ class PassAux(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, given: Tensor | Pair, aux: Tensor | None = None) -> Any:
+    def forward(self, inputs: Tensor | Pair, aux: Tensor | None = None) -> Any:
         """Return the module's output, or (output, aux)."""
-        x, aux = given if isinstance(given, tuple) else (given, aux)
-        made = self.module(x)
-        return made if aux is None else (made, aux)
+        x, aux = inputs if isinstance(inputs, tuple) else (inputs, aux)
+        module = self.module(x)
+        return module if aux is None else (module, aux)

@@ -34,8 +34,8 @@ class SortedPairs:
     def of(index: Tensor, num_experts: int) -> SortedPairs:
         """Sort the pairs of an index of shape (tokens, choices).
 
-        >>> found = SortedPairs.of(torch.tensor([[2, 0], [0, 1], [2, 3]]), 3)
-        >>> found.order.tolist(), found.counts
+        >>> pairs = SortedPairs.of(torch.tensor([[2, 0], [0, 1], [2, 3]]), 3)
+        >>> pairs.order.tolist(), pairs.counts
         ([1, 2, 3, 0, 4], [2, 1, 2])
         """
         flat = index.reshape(-1)
@@ -53,11 +53,11 @@ class SortedPairs:
         each = tokens.unsqueeze(1).expand(-1, self.shape[1], -1).reshape(-1, tokens.shape[-1])
         return each.index_select(0, self.order)
 
-    def combined(self, made: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    def combined(self, outputs: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """Return each token's weighted sum of what its experts made of it."""
         tokens, choices = self.shape
-        placed = made.new_zeros((tokens * choices, made.shape[-1])).index_copy(0, self.order, made)
-        return (placed.view(tokens, choices, made.shape[-1]) * weights.unsqueeze(-1)).sum(1).to(dtype)
+        placed = outputs.new_zeros((tokens * choices, outputs.shape[-1])).index_copy(0, self.order, outputs)
+        return (placed.view(tokens, choices, outputs.shape[-1]) * weights.unsqueeze(-1)).sum(1).to(dtype)
 
 
 def limited(index: Tensor, num_experts: int, most: int) -> Tensor:
@@ -75,5 +75,5 @@ def limited(index: Tensor, num_experts: int, most: int) -> Tensor:
     experts = flat[order]
     firsts = torch.searchsorted(experts, torch.arange(num_experts, device=index.device))
     place = torch.arange(len(flat), device=index.device) - firsts[experts]
-    kept = torch.empty_like(flat).index_copy(0, order, torch.where(place < most, experts, num_experts))
-    return kept.view(index.shape[1], index.shape[0]).t().contiguous()
+    kept_tensor = torch.empty_like(flat).index_copy(0, order, torch.where(place < most, experts, num_experts))
+    return kept_tensor.view(index.shape[1], index.shape[0]).t().contiguous()

@@ -103,7 +103,7 @@ _EXPECTED = f"one of {', '.join(STYLES)}, dl.Colwise(...), dl.Rowwise(...), or t
 _FIX = "pass tensor_parallel={PATTERN: STYLE, ...}, such as {'*.q_proj': 'colwise', '*.o_proj': 'rowwise'}"
 
 
-def style_named(pattern: str, given: Any) -> Style:
+def style_named(pattern: str, style: Any) -> Style:
     """Return the style that a plan gives to a pattern.
 
     >>> style_named("*.q_proj", "colwise"), style_named("lm_head", "colwise_rep")
@@ -112,33 +112,33 @@ def style_named(pattern: str, given: Any) -> Style:
     Traceback (most recent call last):
     drumline.core.errors.UsageError: tensor_parallel gives '*.q_proj' the style 'colwize'; expected ...
     """
-    if isinstance(given, str) and not isinstance(given, PlainStyle):
-        found = STYLES.get(given) or _THEIRS.get(given)
-        if found is None:
+    if isinstance(style, str) and not isinstance(style, PlainStyle):
+        colwise = STYLES.get(style) or _THEIRS.get(style)
+        if colwise is None:
             raise UsageError(
-                f"tensor_parallel gives {pattern!r} the style {given!r}", expected=_EXPECTED, fix=_hint(given)
+                f"tensor_parallel gives {pattern!r} the style {style!r}", expected=_EXPECTED, fix=_hint(style)
             )
-        return found
-    if isinstance(given, Style):
-        parts = getattr(given, "parts", 1)
+        return colwise
+    if isinstance(style, Style):
+        parts = getattr(style, "parts", 1)
         if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
             raise UsageError(f"tensor_parallel gives {pattern!r} parts={parts!r}", expected="an integer of at least 1")
-        return given
-    return _of_torch(pattern, given)
+        return style
+    return _of_torch(pattern, style)
 
 
-def _hint(given: str) -> str:
-    if "ep_" in given or "gemm" in given:
+def _hint(style: str) -> str:
+    if "ep_" in style or "gemm" in style:
         return "leave experts out of the plan: the axis ep divides them"
-    return nearest(given, STYLES)
+    return nearest(style, STYLES)
 
 
-def _of_torch(pattern: str, given: Any) -> Style:
+def _of_torch(pattern: str, style: Any) -> Style:
     """Translate an object of torch.distributed.tensor.parallel."""
-    kind = type(given).__name__
+    kind = type(style).__name__
     if kind not in ("ColwiseParallel", "RowwiseParallel"):
-        raise UsageError(f"tensor_parallel gives {pattern!r} the style {given!r:.60}", expected=_EXPECTED)
-    takes, makes = (_layout(getattr(given, name, None)) for name in ("input_layouts", "output_layouts"))
+        raise UsageError(f"tensor_parallel gives {pattern!r} the style {style!r:.60}", expected=_EXPECTED)
+    takes, makes = (_layout(getattr(style, name, None)) for name in ("input_layouts", "output_layouts"))
     styles: dict[tuple[str, str, str], Style] = {
         ("ColwiseParallel", "R", "S(-1)"): Colwise(),
         ("ColwiseParallel", "R", "R"): Colwise(gather=True),
@@ -168,7 +168,7 @@ class StylePlan:
     is_own: bool = False
 
     @staticmethod
-    def of(given: Any, model: Any) -> StylePlan:
+    def of(plan: Any, model: Any) -> StylePlan:
         """Return the plan that the user gives or the model brings.
 
         >>> from torch import nn
@@ -176,18 +176,18 @@ class StylePlan:
         Traceback (most recent call last):
         drumline.core.errors.ModelError: the mesh has an axis tp, and Linear has no tensor_parallel_plan; ...
         """
-        if given is None:
-            own = getattr(model, "tensor_parallel_plan", None) or _hugging_face_plan(model)
-            if not own:
+        if plan is None:
+            own_plan = getattr(model, "tensor_parallel_plan", None) or _hugging_face_plan(model)
+            if not own_plan:
                 raise ModelError(
                     f"the mesh has an axis tp, and {type(model).__name__} has no tensor_parallel_plan",
                     expected="a plan that says which layers to divide, and how",
                     fix=_FIX,
                 )
-            return StylePlan(tuple((name, style_named(name, style)) for name, style in own.items()), is_own=True)
-        if not isinstance(given, Mapping) or not given or not all(isinstance(style, str) for style in given):
-            raise UsageError(f"tensor_parallel is {given!r:.80}", expected="a dict from patterns to styles", fix=_FIX)
-        return StylePlan(tuple((value, style_named(value, style)) for value, style in given.items()))
+            return StylePlan(tuple((name, style_named(name, style)) for name, style in own_plan.items()), is_own=True)
+        if not isinstance(plan, Mapping) or not plan or not all(isinstance(style, str) for style in plan):
+            raise UsageError(f"tensor_parallel is {plan!r:.80}", expected="a dict from patterns to styles", fix=_FIX)
+        return StylePlan(tuple((value, style_named(value, style)) for value, style in plan.items()))
 
     def style_of(self, name: str) -> Style | None:
         """Return the style of the module with a name, None if no pattern matches.

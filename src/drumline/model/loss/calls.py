@@ -49,15 +49,15 @@ def arguments_of(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def labels_in(call: Call, is_known: Callable[[int], bool], is_fixed: Callable[[int], bool]) -> Labels | None:
     """Return the labels that a call of one of torch's losses counts, if they are known and their weights fixed."""
-    given = bound(call)
-    if given is None:
+    arguments = bound(call)
+    if arguments is None:
         return None
-    target, weight = given["target"], given.get("weight")
+    target, weight = arguments["target"], arguments.get("weight")
     if not isinstance(target, Ref) or not is_known(target.value):
         return None
     if weight is not None and not is_fixed(weight.value):
         return None
-    return Labels(target.value, int(given["ignore_index"]), None if weight is None else weight.value)
+    return Labels(target.value, int(arguments["ignore_index"]), None if weight is None else weight.value)
 
 
 def bound(call: Call) -> dict[str, Any] | None:

@@ -47,12 +47,12 @@ class Counter:
         self._places = {value: at for at, value in enumerate(wanted)}
         # Return everything that is needed, including parameters and constants.
         returns = f"({''.join(f'{emitter.expression(None, [value])}, ' for value in wanted)})"
-        self._run = emitter.function(graph.inputs, sorted(calls(wanted)), returns, kept=wanted)
+        self._run = emitter.function(graph.inputs, sorted(calls(wanted)), returns, kept_values=wanted)
 
     def values(self, inputs: Sequence[Tensor], piece: Any = None) -> Callable[[int], Tensor]:
         """Return a function that returns the values for these inputs, by number."""
-        made = self._run(piece, *inputs)
-        return lambda value: made[self._places[value]]
+        values_made = self._run(piece, *inputs)
+        return lambda value: values_made[self._places[value]]
 
 
 class Counts:
@@ -110,13 +110,13 @@ def labels_counted(target: Tensor, ignored: int, weight: Tensor | None = None) -
 
 def mixed_by(walk: Walk) -> list[str]:
     """Return the calls on the path to a loss that may not work row by row, for a closer look."""
-    found = dict.fromkeys(
+    names = dict.fromkeys(
         name_of(walk.graph.calls[at])
         for term in walk.terms
         for at in walk.data_calls(term)
         if not _is_row_by_row(walk, at)
     )
-    return list(found)
+    return list(names)
 
 
 def _is_row_by_row(walk: Walk, at: int) -> bool:
@@ -189,7 +189,7 @@ def joined(parts: Sequence[Sequence[float]], base: Sequence[float], *, others: b
         return Weighing(parts[0])
     if all(alike(base, part) for part in parts):
         return Weighing(base)
-    factors = {at: [_over(column[at], own) for column in parts] for at, own in enumerate(base)}
+    factors = {at: [_over(column[at], own_count) for column in parts] for at, own_count in enumerate(base)}
     return Weighing(base, factors)
 
 

@@ -35,8 +35,8 @@ class Sheet:
 
     def factor(self, part: int) -> float | Tensor | None:
         """Return the current factor of a part; None for no factor."""
-        found = self.factors.get(-1 if self.now is None else self.now)
-        return None if found is None else found[part]
+        tensors = self.factors.get(-1 if self.now is None else self.now)
+        return None if tensors is None else tensors[part]
 
 
 class ScaledCall:
@@ -51,11 +51,11 @@ class ScaledCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the call, and multiply its result."""
         factor = self.sheet.factor(self.part)
-        made = _multiplied(self.function, args, kwargs, factor)
+        tensor = _multiplied(self.function, args, kwargs, factor)
         # The only part, of which nobody on the host may know whether it counts anything.
-        if factor is None and isinstance(made, Tensor) and not made.dim() and not made.is_cpu:
-            guard(pack((args, kwargs))[0], made)
-        return made
+        if factor is None and isinstance(tensor, Tensor) and not tensor.dim() and not tensor.is_cpu:
+            guard(pack((args, kwargs))[0], tensor)
+        return tensor
 
 
 def stay_out_of_compiled_code() -> None:
@@ -70,10 +70,10 @@ def _multiplied(
 ) -> Any:
     """Run a call and multiply its value; if the part counts nothing, return zero instead of an empty mean's NaN."""
     if isinstance(factor, float) and factor == 0.0:
-        given = [tensor for tensor in pack((args, dict(kwargs)))[0] if tensor.requires_grad]
-        return sum(((tensor.float() * 0.0).nan_to_num().sum() for tensor in given), torch.zeros(()))
-    made = function(*args, **kwargs)
-    return made if factor is None else made * factor
+        tensors = [tensor for tensor in pack((args, dict(kwargs)))[0] if tensor.requires_grad]
+        return sum(((tensor.float() * 0.0).nan_to_num().sum() for tensor in tensors), torch.zeros(()))
+    new_function = function(*args, **kwargs)
+    return new_function if factor is None else new_function * factor
 
 
 class Multiplying(TorchFunctionMode):
@@ -86,7 +86,7 @@ class Multiplying(TorchFunctionMode):
     def __init__(self, walk: Walk, factors: Factors, model: nn.Module | None = None) -> None:
         super().__init__()
         calls = walk.graph.calls
-        named = [] if model is None else [name for name in dict.fromkeys(made.block for made in calls) if name]
+        named = [] if model is None else [name for name in dict.fromkeys(new_call.block for new_call in calls) if name]
         self._blocks = [model.get_submodule(name) for name in named if model is not None]
         self._depth = 0
         self._handles: list[RemovableHandle] = []

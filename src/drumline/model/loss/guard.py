@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-def guard(given: Iterable[Tensor], loss: Tensor) -> None:
+def guard(tensors: Iterable[Tensor], loss: Tensor) -> None:
     """Let tensors that nothing but this loss uses get no gradient where the loss has none.
 
     >>> x = torch.ones(2, requires_grad=True)
@@ -26,13 +26,13 @@ def guard(given: Iterable[Tensor], loss: Tensor) -> None:
         return
     counts: list[Tensor] = []
 
-    def seen(gradient: Tensor) -> None:
+    def check_gradient(gradient: Tensor) -> None:
         counts[:] = [gradient != 0]
 
     def without(gradient: Tensor) -> Tensor:
         return torch.where(counts[0], gradient, 0.0) if counts else gradient
 
-    loss.register_hook(seen)  # type: ignore[no-untyped-call]
-    for tensor in given:
+    loss.register_hook(check_gradient)  # type: ignore[no-untyped-call]
+    for tensor in tensors:
         if tensor.requires_grad:
             tensor.register_hook(without)  # type: ignore[no-untyped-call]

@@ -118,11 +118,11 @@ class Walk:
         if value not in self.changes and self.is_fixed(value):
             self.has_constant = True  # a penalty on parameters
             return
-        made = self.graph.made_at.get(value, -1)
-        if made >= 0:
+        maker = self.graph.made_at.get(value, -1)
+        if maker >= 0:
             # Zeros to which a loss is added depend on nothing.
-            if value not in self.changes or self.graph.calls[made].takes:
-                self._call(made)
+            if value not in self.changes or self.graph.calls[maker].takes:
+                self._call(maker)
         elif self.graph.is_carried(value):
             self.others.append("an input")
 
@@ -172,8 +172,8 @@ class Walk:
     def _inside(self, value: int) -> float:
         """Return the number that all elements are multiplied by before a part adds them up."""
         factor = 1.0
-        while (made := self.graph.made_at.get(value, -1)) >= 0 and value not in self.changes:
-            call = self.graph.calls[made]
+        while (maker := self.graph.made_at.get(value, -1)) >= 0 and value not in self.changes:
+            call = self.graph.calls[maker]
             name = name_of(call)
             varying = [number for number in call.takes if not self.is_known(number) and not self.is_fixed(number)]
             if len(varying) != 1 or name not in _PASSED_ON | _PRODUCTS | _QUOTIENTS | _LINEAR:
@@ -191,10 +191,10 @@ class Walk:
 
     def _number_of(self, value: int) -> Any:
         """Return the number that was made a tensor of: torch.tensor(len(labels))."""
-        made = self.graph.made_at.get(value, -1)
-        if made < 0 or self.graph.calls[made].takes or value in self.changes:
+        maker = self.graph.made_at.get(value, -1)
+        if maker < 0 or self.graph.calls[maker].takes or value in self.changes:
             return None
-        return next((at for at in arguments_of(self.graph.calls[made])[0] if isinstance(at, int | float)), None)
+        return next((at for at in arguments_of(self.graph.calls[maker])[0] if isinstance(at, int | float)), None)
 
     def _stacked(self, call: Call) -> tuple[int, ...]:
         """Return the losses over which a mean is taken."""
@@ -216,10 +216,10 @@ class Walk:
 
     def _is_of_losses(self, call: Call) -> bool:
         """Whether a mean or sum is taken over a few losses that were combined."""
-        made = self.graph.made_at.get(call.takes[0], -1) if call.takes else -1
-        if made < 0 or name_of(self.graph.calls[made]) not in ("stack", "cat"):
+        maker = self.graph.made_at.get(call.takes[0], -1) if call.takes else -1
+        if maker < 0 or name_of(self.graph.calls[maker]) not in ("stack", "cat"):
             return False
-        return all(self.graph.values[number].num_bytes <= _SCALAR for number in self.graph.calls[made].takes)
+        return all(self.graph.values[number].num_bytes <= _SCALAR for number in self.graph.calls[maker].takes)
 
     def _quotient(self, at: int, call: Call) -> Term | None:
         """Return the term of a sum divided by a sum over the inputs: a mean over what that counts."""
@@ -234,10 +234,10 @@ class Walk:
 
     def _count(self, value: int) -> int | None:
         """Return the sum that a value is, up to factors and a minimum; None if it is not a sum."""
-        made = self.graph.made_at.get(value, -1)
-        if made < 0 or value in self.changes:
+        maker = self.graph.made_at.get(value, -1)
+        if maker < 0 or value in self.changes:
             return None
-        call = self.graph.calls[made]
+        call = self.graph.calls[maker]
         if name_of(call) in ("sum", "count_nonzero"):
             return value
         varying = [number for number in call.takes if not self.is_fixed(number)]
@@ -245,11 +245,11 @@ class Walk:
 
     def _of_torch(self, at: int, call: Call) -> Term | None:
         """Return the term of one of torch's losses."""
-        given = bound(call)
-        if given is None or given.get("size_average") is not None or given.get("reduce") is not None:
+        arguments = bound(call)
+        if arguments is None or arguments.get("size_average") is not None or arguments.get("reduce") is not None:
             return None
         data = tuple(number for number in call.takes if not self.is_known(number) and not self.is_fixed(number))
-        reduction = given.get("reduction", "mean")
+        reduction = arguments.get("reduction", "mean")
         if reduction == "sum":
             return Term(at, data=data)
         if reduction not in ("mean", "batchmean"):
@@ -279,21 +279,21 @@ class Walk:
         inputs, calls = self.graph.origins([value])
         if not inputs <= set(allowed):
             return False
-        seen = {value, *inputs, *(number for at in calls for _, number in self.graph.calls[at].makes)}
-        if any(self.graph.values[number].storage in self._changed_storages for number in seen):
+        seen_values = {value, *inputs, *(number for at in calls for _, number in self.graph.calls[at].makes)}
+        if any(self.graph.values[number].storage in self._changed_storages for number in seen_values):
             return False
         return all(self.graph.calls[at].is_plain for at in calls)
 
     def data_calls(self, term: Term) -> Iterator[int]:
         """Yield the calls between a term and the results of blocks or unknown inputs."""
-        todo, seen = list(term.data), set()
+        todo, seen_values = list(term.data), set()
         while todo:
             value = todo.pop()
-            if value in seen or not self.graph.is_carried(value) or self.is_known(value):
+            if value in seen_values or not self.graph.is_carried(value) or self.is_known(value):
                 continue
-            seen.add(value)
-            made = self.graph.made_at.get(value, -1)
-            if made >= 0 and not self.graph.calls[made].block:
-                yield made
-                todo += self.graph.calls[made].takes
+            seen_values.add(value)
+            maker = self.graph.made_at.get(value, -1)
+            if maker >= 0 and not self.graph.calls[maker].block:
+                yield maker
+                todo += self.graph.calls[maker].takes
             yield from self.changes.get(value, ())

@@ -53,9 +53,9 @@ class Recipe:
         return packed
 
     def _packed(self, weight: Tensor) -> nn.Parameter:
-        made: Any
+        new_weight: Any
         if self.base in _FOUR_BITS:
-            made = (
+            new_weight = (
                 _library("bitsandbytes")
                 .nn.Params4bit(
                     weight,
@@ -69,13 +69,13 @@ class Recipe:
             )
         elif self.base == _EIGHT_BITS:
             kind = _library("bitsandbytes").nn.Int8Params
-            made = kind(weight, requires_grad=False, has_fp16_weights=False)._quantize(weight.device)
+            new_weight = kind(weight, requires_grad=False, has_fp16_weights=False)._quantize(weight.device)
         else:
             layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
             layer.weight = nn.Parameter(weight, requires_grad=False)
             _library("torchao.quantization").quantize_(layer, self.config)
-            made = layer.weight
-        parameter: nn.Parameter = made
+            new_weight = layer.weight
+        parameter: nn.Parameter = new_weight
         return parameter
 
 
@@ -181,18 +181,18 @@ def _replaced(layer: nn.Linear, recipe: Recipe) -> nn.Linear:
         layer.weight = packed
         return layer
     library = _library("bitsandbytes").nn
-    made: Any
+    linear4bit: Any
     sizes = layer.in_features, layer.out_features
     with torch.device("meta"):
         if recipe.base in _FOUR_BITS:
-            made = library.Linear4bit(*sizes, bias=False, compute_dtype=recipe.dtype, quant_type=recipe.base)
+            linear4bit = library.Linear4bit(*sizes, bias=False, compute_dtype=recipe.dtype, quant_type=recipe.base)
         else:
-            made = library.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False, threshold=_THRESHOLD)
-    made.weight = packed
-    made.bias = layer.bias
-    made.train(layer.training)
-    settle([made])
-    linear: nn.Linear = made
+            linear4bit = library.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False, threshold=_THRESHOLD)
+    linear4bit.weight = packed
+    linear4bit.bias = layer.bias
+    linear4bit.train(layer.training)
+    settle([linear4bit])
+    linear: nn.Linear = linear4bit
     return linear
 
 

@@ -59,9 +59,9 @@ def packed_value(tensor: Tensor, name: str, known: Collection[str], read: Read, 
             )
         return recipe.pack(value.to(device))
     parts = {text: read(text).to(device) for text in (name, *stored) if text in known}
-    made = _joined(tensor, name, parts, device)
-    made.requires_grad_(False)
-    return made
+    parameter = _joined(tensor, name, parts, device)
+    parameter.requires_grad_(False)
+    return parameter
 
 
 def _check_shape(tensor: Tensor, name: str, value: Tensor) -> None:
@@ -75,25 +75,25 @@ def _check_shape(tensor: Tensor, name: str, value: Tensor) -> None:
 def _joined(tensor: Tensor, name: str, parts: dict[str, Tensor], device: torch.device) -> nn.Parameter:
     """Return a parameter of parts that are quantised already."""
     library: Any = sys.modules.get("bitsandbytes")
-    made: Any
+    new_tensor: Any
     if library is not None and isinstance(tensor, library.nn.Params4bit):
         data = _part(parts, name, name)
         statistics = {text: part for text, part in parts.items() if text != name}
-        made = type(tensor).from_prequantized(data, statistics, requires_grad=False, device=device)
+        new_tensor = type(tensor).from_prequantized(data, statistics, requires_grad=False, device=device)
     elif library is not None and isinstance(tensor, library.nn.Int8Params):
         scales = stored_names(tensor, name)[0]
-        made = like(tensor, {"data": _part(parts, name, name), "SCB": _part(parts, scales, name)})
+        new_tensor = like(tensor, {"data": _part(parts, name, name), "SCB": _part(parts, scales, name)})
     else:
         names = dict(zip(parts_of(tensor), stored_names(tensor, name), strict=True))
-        made = like(tensor, {part: _part(parts, text, name) for part, text in names.items()})
+        new_tensor = like(tensor, {part: _part(parts, text, name) for part, text in names.items()})
     for part, before in parts_of(tensor).items():
-        now = parts_of(made)[part]
+        now = parts_of(new_tensor)[part]
         if (now.shape, now.dtype) != (before.shape, before.dtype):
             raise ModelError(
                 f"{part} of {name!r} has shape {tuple(now.shape)} and dtype {now.dtype} in the files",
                 expected=f"{tuple(before.shape)} and {before.dtype}, as the model has it",
             )
-    parameter: nn.Parameter = made
+    parameter: nn.Parameter = new_tensor
     return parameter
 
 

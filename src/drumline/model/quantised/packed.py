@@ -203,15 +203,15 @@ def refuse_strange(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def _wrapped_parts(tensor: Any) -> Parts:
-    found: Parts = {}
+    tensors: Parts = {}
     names, _ = tensor.__tensor_flatten__()
     for name in names:
         inner = getattr(tensor, name)
         if is_traceable_wrapper_subclass(inner):
-            found.update({f"{name}.{below}": part for below, part in _wrapped_parts(inner).items()})
+            tensors.update({f"{name}.{below}": part for below, part in _wrapped_parts(inner).items()})
         else:
-            found[name] = inner
-    return found
+            tensors[name] = inner
+    return tensors
 
 
 def _put_wrapped(tensor: Any, parts: Mapping[str, Tensor]) -> None:
@@ -224,12 +224,12 @@ def _put_wrapped(tensor: Any, parts: Mapping[str, Tensor]) -> None:
 
 
 def _wrapped_like(tensor: Any, parts: Mapping[str, Tensor]) -> Tensor:
-    made = _unflattened(tensor, parts)
+    parameter = _unflattened(tensor, parts)
     if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-    others = {name: value for name, value in tensor.__dict__.items() if name not in made.__dict__}
-    made.__dict__.update(others)
-    return made
+        parameter = nn.Parameter(parameter, requires_grad=tensor.requires_grad)
+    others = {name: value for name, value in tensor.__dict__.items() if name not in parameter.__dict__}
+    parameter.__dict__.update(others)
+    return parameter
 
 
 def _unflattened(tensor: Any, parts: Mapping[str, Tensor]) -> Tensor:
@@ -238,8 +238,8 @@ def _unflattened(tensor: Any, parts: Mapping[str, Tensor]) -> Tensor:
     for name in names:
         below = {path.removeprefix(f"{name}."): part for path, part in parts.items() if path.startswith(f"{name}.")}
         inner[name] = _unflattened(getattr(tensor, name), below) if below else parts[name]
-    made: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
-    return made
+    new_tensor: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+    return new_tensor
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -248,25 +248,25 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _tensors_in(state: Any) -> Parts:
     """Return the tensors of a state of bitsandbytes, and those of a state in it."""
-    found: Parts = {}
+    tensors: Parts = {}
     for name, value in vars(state).items():
         if isinstance(value, Tensor):
-            found[name] = value
+            tensors[name] = value
         elif isinstance(value, type(state)):
-            found.update({f"{name}.{below}": part for below, part in _tensors_in(value).items()})
-    return found
+            tensors.update({f"{name}.{below}": part for below, part in _tensors_in(value).items()})
+    return tensors
 
 
 def _state_with(state: Any, parts: Mapping[str, Tensor]) -> Any:
     """Return a copy of such a state with other tensors."""
-    made = copy.copy(state)
+    new_state = copy.copy(state)
     for name, value in vars(state).items():
         if isinstance(value, type(state)):
             below = {path.removeprefix(f"{name}."): part for path, part in parts.items() if path.startswith(f"{name}.")}
-            setattr(made, name, _state_with(value, below))
+            setattr(new_state, name, _state_with(value, below))
         elif name in parts:
-            setattr(made, name, parts[name])
-    return made
+            setattr(new_state, name, parts[name])
+    return new_state
 
 
 def _four_parts(tensor: Any) -> Parts:
@@ -283,16 +283,16 @@ def _put_four(tensor: Any, parts: Mapping[str, Tensor]) -> None:
 
 
 def _subclass_like(tensor: Any, data: Tensor) -> Any:
-    made = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
-    made.__dict__.update(tensor.__dict__)
-    return made
+    subclass_like = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
+    subclass_like.__dict__.update(tensor.__dict__)
+    return subclass_like
 
 
 def _four_like(tensor: Any, parts: Mapping[str, Tensor]) -> Tensor:
-    made: Tensor = _subclass_like(tensor, parts[_DATA])
-    made.__dict__["module"] = None  # `settle` says which one has it
-    _put_four(made, parts)
-    return made
+    subclass_like: Tensor = _subclass_like(tensor, parts[_DATA])
+    subclass_like.__dict__["module"] = None  # `settle` says which one has it
+    _put_four(subclass_like, parts)
+    return subclass_like
 
 
 def _eight_parts(tensor: Any) -> Parts:
@@ -307,9 +307,9 @@ def _put_eight(tensor: Any, parts: Mapping[str, Tensor]) -> None:
 
 
 def _eight_like(tensor: Any, parts: Mapping[str, Tensor]) -> Tensor:
-    made: Tensor = _subclass_like(tensor, parts[_DATA])
-    _put_eight(made, parts)
-    return made
+    subclass_like: Tensor = _subclass_like(tensor, parts[_DATA])
+    _put_eight(subclass_like, parts)
+    return subclass_like
 
 
 _WRAPPED = Packing(_wrapped_parts, _put_wrapped, _wrapped_like, lambda tensor: tensor.shape)

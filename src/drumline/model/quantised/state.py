@@ -41,11 +41,11 @@ def flattened(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     >>> flattened({"a": torch.ones(1)})
     {'a': tensor([1.])}
     """
-    found: dict[str, Tensor] = {}
+    table: dict[str, Tensor] = {}
     for name, tensor in state.items():
         parts = parts_of(tensor).values() if is_traceable_wrapper_subclass(tensor) else [tensor]
-        found.update(zip(file_names(name, tensor), (part.detach().as_subclass(Tensor) for part in parts), strict=True))
-    return found
+        table.update(zip(file_names(name, tensor), (part.detach().as_subclass(Tensor) for part in parts), strict=True))
+    return table
 
 
 def joined(state: Mapping[str, Any], name: str, tensor: Tensor) -> Tensor | None:

@@ -79,19 +79,19 @@ def undisturbed(modules: Iterable[nn.Module] = (), loss: Any = None) -> Iterator
 def nothing_left(modules: Sequence[nn.Module], randomness: Randomness, loss: Any = None) -> Iterator[HostChance]:
     """Restore that and the state of random generators afterwards; yield those of Python and numpy."""
     chance = HostChance()
-    with undisturbed(modules, loss), randomness.kept_aside(), chance.kept():
+    with undisturbed(modules, loss), randomness.kept_aside(), chance.keeping_state():
         yield chance
 
 
 def _behind(loss: Any) -> list[Any]:
     """Return what a loss consists of: functions, objects of methods, and modules and generators that they use."""
-    found: dict[int, Any] = {}
+    objects: dict[int, Any] = {}
     waiting = [loss]
     while waiting:
         method_type = waiting.pop()
-        if id(method_type) in found:
+        if id(method_type) in objects:
             continue
-        found[id(method_type)] = method_type
+        objects[id(method_type)] = method_type
         if isinstance(method_type, partial):
             waiting += [method_type.func, *method_type.args, *method_type.keywords.values()]
         elif isinstance(method_type, MethodType):
@@ -101,7 +101,7 @@ def _behind(loss: Any) -> list[Any]:
             values = [content_of(cell) for cell in method_type.__closure__ or ()]
             values += [space[name] for name in method_type.__code__.co_names if name in space]
             waiting += [value for value in values if isinstance(value, _USED)]
-    return list(found.values())
+    return list(objects.values())
 
 
 def _fields_of(cls: type) -> dict[str, Any]:
@@ -114,18 +114,18 @@ class Memory:
     """What values hold, and functions that put it back."""
 
     def __init__(self) -> None:
-        self._seen: set[int] = set()
+        self._seen_ids: set[int] = set()
         self._alive: list[Any] = []  # so that no id is used again
         self._puts: list[PutBack] = []
 
     def note(self, values: Iterable[Any], depth: int = _DEPTH) -> None:
         """Take note of what values hold."""
         for value in values:
-            if isinstance(value, _WHOLE) or id(value) in self._seen:
+            if isinstance(value, _WHOLE) or id(value) in self._seen_ids:
                 continue
-            self._seen.add(id(value))
+            self._seen_ids.add(id(value))
             self._alive.append(value)
-            put, inside = _held(value)
+            put, inside = _contents_of(value)
             if put is not None:
                 self._puts.append(put)
             if isinstance(value, nn.Module):
@@ -139,7 +139,7 @@ class Memory:
             put()
 
 
-def _held(value: Any) -> tuple[PutBack | None, Sequence[Any]]:
+def _contents_of(value: Any) -> tuple[PutBack | None, Sequence[Any]]:
     """Return a function that puts back what a value holds, and what it holds."""
     if isinstance(value, Tensor):
         return _of_tensor(value), ()

@@ -109,7 +109,7 @@ class Surroundings:
         return next((name for name, then, now in states if then != now), "")
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def keeping_contents(self) -> Iterator[None]:
         """Restore the contents of lists, dicts and sets afterwards, and clear function caches."""
         values = [read() for read in self._readers.values()]
         copies = [(value, copy(value)) for value in values if isinstance(value, list | dict | set)]
@@ -167,8 +167,8 @@ def _has_memory(value: Any) -> bool:
 
     Only its type and its own attributes are asked: some objects answer to any name, by code of their own.
     """
-    own = vars(value) if isinstance(value, FunctionType) else {}
-    return all(hasattr(type(value), name) or name in own for name in ("cache_info", "cache_clear"))
+    own_entries = vars(value) if isinstance(value, FunctionType) else {}
+    return all(hasattr(type(value), name) or name in own_entries for name in ("cache_info", "cache_clear"))
 
 
 def _plain(value: Any) -> Any:

@@ -46,12 +46,12 @@ def global_hooks() -> list[Any]:
 def code_of(module: nn.Module) -> list[Any]:
     """Return the functions of a module, its own and those of its classes, without libraries' functions."""
     kind = type(module)
-    found: list[Any] = [kind]
-    found += [function for function in vars(module).values() if isinstance(function, FunctionType | MethodType)]
+    functions: list[Any] = [kind]
+    functions += [function for function in vars(module).values() if isinstance(function, FunctionType | MethodType)]
     for cls in kind.__mro__:
         if not is_known(cls):
-            found += [attribute for attribute in vars(cls).values() if not isinstance(attribute, PLAIN)]
-    return [Same(found), *[fingerprint(tensor) for tensor in found if isinstance(tensor, Tensor)]]
+            functions += [attribute for attribute in vars(cls).values() if not isinstance(attribute, PLAIN)]
+    return [Same(functions), *[fingerprint(tensor) for tensor in functions if isinstance(tensor, Tensor)]]
 
 
 class Watch:
@@ -139,9 +139,9 @@ class Watch:
 
     def exchanged(self) -> list[tuple[str, Tensor]]:
         """Return the buffers between blocks that were replaced by another tensor; refuse replaced parameters."""
-        found = []
-        for at, (name, seen, parameters, buffers) in enumerate(self._tables):
-            module = seen()
+        tensors = []
+        for at, (name, reference, parameters, buffers) in enumerate(self._tables):
+            module = reference()
             if module is None:
                 continue
             for key, param in module._parameters.items():
@@ -153,9 +153,9 @@ class Watch:
                     )
             new = [(key, buffer) for key, buffer in module._buffers.items() if buffer is not buffers.get(key)]
             if new:
-                found += [(whole_name(name, key), tensor) for key, tensor in new if tensor is not None]
-                self._tables[at] = (name, seen, parameters, dict(module._buffers))
-        return found
+                tensors += [(whole_name(name, key), tensor) for key, tensor in new if tensor is not None]
+                self._tables[at] = (name, reference, parameters, dict(module._buffers))
+        return tensors
 
 
 def _living(references: Iterable[ref[nn.Module]]) -> list[nn.Module]:

@@ -49,19 +49,19 @@ def base_name(name: str) -> str:
 def base_model(root: nn.Module) -> nn.Module:
     """Return the user's own model inside of what PEFT wraps around it; a model that it has only changed as it is."""
     inner = getattr(root, "get_base_model", None)
-    found = inner() if callable(inner) and hasattr(root, "peft_config") else root
-    return found if isinstance(found, nn.Module) else root
+    module = inner() if callable(inner) and hasattr(root, "peft_config") else root
+    return module if isinstance(module, nn.Module) else root
 
 
 def base_names(root: nn.Module, names: Collection[str]) -> dict[str, list[str]]:
     """Return the tensors of an adapted model that files of its base have, by their names there."""
     paths = {module: path for path, module in root.named_modules()}
     drawn = {name for layer in adapter_layers(paths) for name in _slots(paths[layer], layer)}
-    found: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}
     for name in names:
         if name not in drawn:
-            found.setdefault(base_name(name), []).append(name)
-    return found
+            texts.setdefault(base_name(name), []).append(name)
+    return texts
 
 
 def adapter_entries(catalogue: Catalogue, entries: Sequence[Entry]) -> list[Entry]:
@@ -108,9 +108,9 @@ def adapter_tensors(layer: Any) -> Iterator[Tensor]:
 
 def _slots(path: str, layer: Any) -> Iterator[str]:
     """Yield the names of the tensors that a layer's adapters have."""
-    own = {id(tensor) for tensor in adapter_tensors(layer)}
+    own_ids = {id(tensor) for tensor in adapter_tensors(layer)}
     for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-        if id(tensor) in own:
+        if id(tensor) in own_ids:
             yield f"{path}.{name}" if path else name
 
 
@@ -124,8 +124,8 @@ def _adapters(layer: Any) -> list[str]:
 def _configs(root: nn.Module | None) -> Mapping[str, Any]:
     """Return the configuration of every adapter by its name."""
     modules = () if root is None else root.modules()
-    found: Any = next((config for module in modules if (config := getattr(module, "peft_config", None))), {})
-    return found if isinstance(found, Mapping) else {}
+    configs: Any = next((config for module in modules if (config := getattr(module, "peft_config", None))), {})
+    return configs if isinstance(configs, Mapping) else {}
 
 
 def _reset(layer: Any, adapter: str, config: Any, name: str) -> None:

@@ -59,9 +59,9 @@ class StoredTensor:
     def read(self) -> Tensor:
         """Return the tensor on the host."""
         if self.stride is None:
-            made = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-            self.into(made)
-            return made
+            tensor = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+            self.into(tensor)
+            return tensor
         reach = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         flat = torch.empty(reach if math.prod(self.shape) else 0, dtype=self.dtype, device="cpu")
         with self.file.open("rb", buffering=0) as source:
@@ -119,7 +119,7 @@ class Weights:
         self.ignore = _patterns(ignore, "ignore")
         self.fresh = _patterns(fresh, "fresh")
         self.tensors: dict[str, StoredTensor] = {}
-        for tensor in _found(self.path):
+        for tensor in _stored_tensors(self.path):
             first = self.tensors.setdefault(tensor.name, tensor)
             if first is not tensor:
                 raise ModelError(f"{first} is in {tensor.file} too", expected="each tensor in only one file")
@@ -137,13 +137,13 @@ class Weights:
         return [(name, tensor.shape, str(tensor.dtype)) for name, tensor in sorted(self.tensors.items())]
 
 
-def _patterns(given: Sequence[str], what: str) -> tuple[str, ...]:
-    if isinstance(given, str):
-        raise ModelError(f"{what} is {given!r}", expected="a list of names or patterns", fix=f"write [{given!r}]")
-    return tuple(given)
+def _patterns(patterns: Sequence[str], what: str) -> tuple[str, ...]:
+    if isinstance(patterns, str):
+        raise ModelError(f"{what} is {patterns!r}", expected="a list of names or patterns", fix=f"write [{patterns!r}]")
+    return tuple(patterns)
 
 
-def _found(path: Path) -> Iterator[StoredTensor]:
+def _stored_tensors(path: Path) -> Iterator[StoredTensor]:
     """Yield every tensor of a file or a folder."""
     if path.is_dir():
         yield from _in_folder(path)
@@ -242,21 +242,25 @@ def _in_torch(file: Path) -> Iterator[StoredTensor]:
         pass  # torch would wait for a pipe
     try:
         # On the meta device, torch reads only the names, and records where in the file each storage begins.
-        found = torch.load(file, map_location="meta", weights_only=True, mmap=True)
+        content = torch.load(file, map_location="meta", weights_only=True, mmap=True)
     except Exception as error:
         raise ModelError(
             f"torch cannot read {file}: {str(error).splitlines()[0]}",
             expected="a dict of tensors written by torch.save in its current format",
             fix="save it again: torch.save(model.state_dict(), file)",
         ) from error
-    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
-        what = f"a dict with {', '.join(map(str, found))}"[:200] if isinstance(found, Mapping) else type(found).__name__
+    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
+        what = (
+            f"a dict with {', '.join(map(str, content))}"[:200]
+            if isinstance(content, Mapping)
+            else type(content).__name__
+        )
         raise ModelError(
             f"{file} holds {what}",
             expected="a dict from names to tensors",
             fix="save model.state_dict() and nothing else",
         )
-    for name, value in found.items():
+    for name, value in content.items():
         start = value.untyped_storage()._checkpoint_offset
         assert start is not None, "torch notes where storages begin"
         yield StoredTensor(

@@ -77,15 +77,15 @@ class _Initialisation:
 
     def module(self, module: nn.Module) -> None:
         """Run a module's initialisers, for the tensors that it owns and those below it."""
-        above, own = self.above[module], _own(module)
-        if above is None and own is None:
+        above, own_function = self.above[module], _own_method(module)
+        if above is None and own_function is None:
             return
         with self._unpacked(module), self._values_kept(module), self._foreign_put_aside(module):
             if above is not None:
                 self._call(module, "above", above, module)
             left = any(self.untouched(entry) for entry in self.owned.get(module, ()))
-            if own is not None and (above is None or left):
-                self._call(module, "own", own)
+            if own_function is not None and (above is None or left):
+                self._call(module, "own", own_function)
                 if above is not None:
                     self._call(module, "above", above, module)
 
@@ -119,11 +119,11 @@ class _Initialisation:
         """Adopt buffers that an initialiser replaced."""
         for entry in self.owned.get(module, ()):
             place = entry.places[0]
-            found = place.table[place.key]
-            if found is not None and found is not entry.tensor:
-                made = found.to(self.device)
-                self.entries[id(made)] = entry
-                entry.put(made)
+            tensor = place.table[place.key]
+            if tensor is not None and tensor is not entry.tensor:
+                moved = tensor.to(self.device)
+                self.entries[id(moved)] = entry
+                entry.put(moved)
                 self.versions[entry] = -1
 
     def _foreign_put_aside(self, module: nn.Module) -> AbstractContextManager[None]:
@@ -156,11 +156,11 @@ class _Initialisation:
 
 
 def _children_first(modules: Mapping[nn.Module, str]) -> Iterator[nn.Module]:
-    seen: set[nn.Module] = set()
+    seen_modules: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:
-        if module not in seen:
-            seen.add(module)
+        if module not in seen_modules:
+            seen_modules.add(module)
             for child in module.children():
                 yield from visit(child)
             yield module
@@ -171,19 +171,19 @@ def _children_first(modules: Mapping[nn.Module, str]) -> Iterator[nn.Module]:
 
 def _above(catalogue: Catalogue) -> dict[nn.Module, Initialiser | None]:
     """Return the nearest `_init_weights` of every module, its own or that of a parent."""
-    found: dict[nn.Module, Initialiser | None] = {}
+    methods: dict[nn.Module, Initialiser | None] = {}
 
     def visit(module: nn.Module, inherited: Initialiser | None) -> None:
         mine = getattr(module, "_init_weights", None)
         method = mine if callable(mine) and _takes_one(mine) else inherited
-        if found.get(module) is None:
-            found[module] = method
+        if methods.get(module) is None:
+            methods[module] = method
             for child in module.children():
                 visit(child, method)
 
     for top in ([catalogue.root] if catalogue.root is not None else []) + [block.module for block in catalogue.blocks]:
         visit(top, None)
-    return found
+    return methods
 
 
 def _takes_one(function: Callable[..., Any]) -> bool:
@@ -194,7 +194,7 @@ def _takes_one(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _own(module: nn.Module) -> Callable[[], Any] | None:
+def _own_method(module: nn.Module) -> Callable[[], Any] | None:
     named = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
     return next(filter(callable, named), None)
 

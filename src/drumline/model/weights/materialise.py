@@ -70,10 +70,10 @@ def _of_base(
     stored: Mapping[str, StoredTensor], places: Mapping[str, Sequence[str]], base: nn.Module
 ) -> tuple[Sources, list[StoredTensor]]:
     """Return the sources of an adapted model by its own names; files have the names of its base."""
-    found, left = _of_plain(stored, places, base)
-    renamed = {source: source.renamed(places) for source in found.values() if isinstance(source, Conversion)}
+    copies, left = _of_plain(stored, places, base)
+    renamed = {source: source.renamed(places) for source in copies.values() if isinstance(source, Conversion)}
     sources: Sources = {}
-    for name, source in found.items():
+    for name, source in copies.items():
         sources.update(dict.fromkeys(places[name], renamed[source] if isinstance(source, Conversion) else source))
     return sources, left
 
@@ -160,11 +160,11 @@ class _Rules:
             for pattern, stored in sources:
                 copied.add_tensor(target, stored.name, pattern, stored.read)
             try:
-                made = copied.convert(target, model=self.model, config=self.model.config)
+                converted = copied.convert(target, model=self.model, config=self.model.config)
             except Exception as error:
                 listed = ", ".join(str(stored) for _, stored in sources[:3])
                 raise ModelError(f"cannot build {target!r} from {listed}, ...: {error}") from error
-            return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+            return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in converted.items()}
 
         return Conversion(names, make)
 
@@ -325,10 +325,10 @@ def _load(entries: Iterable[Entry], sources: Sources, device: torch.device) -> N
         else:
             together.setdefault(source, []).append((name, entry))
     for conversion, places in together.items():
-        made = conversion.make()
+        converted = conversion.make()
         for name, entry in places:
-            _check_fit(entry, name, tuple(made[name].shape), made[name].dtype)
-            entry.tensor.detach().copy_(made[name])
+            _check_fit(entry, name, tuple(converted[name].shape), converted[name].dtype)
+            entry.tensor.detach().copy_(converted[name])
 
 
 def _read(sources: Sources, name: str) -> Tensor:
@@ -339,12 +339,12 @@ def _read(sources: Sources, name: str) -> Tensor:
 
 def _check_same(entry: Entry, sources: Sources) -> None:
     """Refuse files that give one tensor different values under its two names."""
-    found = [source for name in entry.names if isinstance(source := sources.get(name), StoredTensor)]
-    for other in found[1:]:
-        alike = (other.file, other.start, other.shape) == (found[0].file, found[0].start, found[0].shape)
+    copies = [source for name in entry.names if isinstance(source := sources.get(name), StoredTensor)]
+    for other in copies[1:]:
+        alike = (other.file, other.start, other.shape) == (copies[0].file, copies[0].start, copies[0].shape)
         if not alike and not torch.equal(other.read().to(entry.tensor.device, entry.tensor.dtype), entry.tensor):
             raise ModelError(
-                f"the model has one tensor for {found[0].name} and {other.name}, but {other.file} has two that differ",
+                f"the model has one tensor for {copies[0].name} and {other.name}, but {other.file} has two that differ",
                 fix="build the model with untied weights",
             )
 

@@ -60,14 +60,14 @@ def stand_in(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor like another, with its hooks and attributes, and without its memory."""
     if is_packed(tensor):
         return mapped_parts(tensor, lambda part: without_memory(part.shape, part.dtype, device))
-    made = without_memory(tensor.shape, tensor.dtype, device)
+    stand = without_memory(tensor.shape, tensor.dtype, device)
     if isinstance(tensor, nn.Parameter):
-        made = torch.Tensor._make_subclass(type(tensor), made, tensor.requires_grad)
-    made.__dict__.update(tensor.__dict__)
+        stand = torch.Tensor._make_subclass(type(tensor), stand, tensor.requires_grad)
+    stand.__dict__.update(tensor.__dict__)
     for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if (hooks := getattr(tensor, kind, None)) is not None:
-            setattr(made, kind, hooks)
-    return made
+            setattr(stand, kind, hooks)
+    return stand
 
 
 class Absent:
@@ -83,9 +83,13 @@ class Absent:
     """
 
     def __init__(
-        self, blocks: Mapping[int, Block], own: Mapping[str, Tensor], first: Callable[[str], str], device: torch.device
+        self,
+        blocks: Mapping[int, Block],
+        own_tensors: Mapping[str, Tensor],
+        first: Callable[[str], str],
+        device: torch.device,
     ) -> None:
-        self._made: dict[int, Block] = {}
+        self._new_blocks: dict[int, Block] = {}
         self._problems: dict[int, ModelError] = {}
         self.copies: dict[int, list[Twin]] = {}  # of modules that have come here, with the user's, by block
         modules = [module for block in blocks.values() for module in block.module.modules()]
@@ -93,7 +97,7 @@ class Absent:
         memo: dict[int, Any] = {
             id(tensor): tensor for each in modules for tensor in vars(each).values() if isinstance(tensor, Tensor)
         }
-        known = dict(own)
+        known = dict(own_tensors)
         for place in (place for block in blocks.values() for place in places_in(block)):
             name = first(place.name)
             assert place.tensor is not None
@@ -106,27 +110,27 @@ class Absent:
 
     def _copy(self, number: int, block: Block, memo: dict[int, Any]) -> None:
         try:
-            made = copied(block.module, memo)
+            module = copied(block.module, memo)
         except Exception as error:  # of the user's own classes
             self._problems[number] = ModelError(
                 f"block {block.name!r} cannot move: {type(error).__name__}: {error}",
                 expected="a block that copy.deepcopy can copy",
             )
             return
-        settle(made.modules())
+        settle(module.modules())
         twins = self.copies[number] = []
-        for original, ours in zip(block.module.modules(), made.modules(), strict=True):
+        for original, ours in zip(block.module.modules(), module.modules(), strict=True):
             if isinstance(ours, Piece):
                 ours.join()
             else:
                 twins.append(Twin(original, ours))
-        self._made[number] = replace(block, module=made)
+        self._new_blocks[number] = replace(block, module=module)
 
     def block(self, number: int) -> Block:
         """Return the copy of a block; raise if it could not be made."""
         if number in self._problems:
             raise self._problems[number]
-        return self._made[number]
+        return self._new_blocks[number]
 
     def arrived(self, number: int) -> None:
         """Begin to follow the user's block from its current state."""
@@ -137,4 +141,4 @@ class Absent:
         """Let the copies of these blocks follow the user's modes and plain attributes, and what the user freezes."""
         for number in numbers:
             for twin in self.copies.get(number, ()):
-                twin.follow(self._made[number].name, since="the block moved here")
+                twin.follow(self._new_blocks[number].name, since="the block moved here")

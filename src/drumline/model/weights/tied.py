@@ -89,13 +89,13 @@ class Ties:
             for name, tensor in named_tensors(model):
                 self._known.setdefault(id(tensor), []).append(name)
             self._unsaved.update(place.name for place in places_in(Block("", model)) if not place.saved)
-        found: dict[int, list[tuple[int, Place]]] = {}
+        places: dict[int, list[tuple[int, Place]]] = {}
         for number, block in enumerate(block for blocks in cuts for block in blocks):
             for place in places_in(block):
-                found.setdefault(id(place.tensor), []).append((number, place))
+                places.setdefault(id(place.tensor), []).append((number, place))
                 if not place.saved:
                     self._unsaved.add(place.name)
-        self._uses = [self._use(where) for where in found.values()]
+        self._uses = [self._use(where) for where in places.values()]
         self._lay_out([len(blocks) for blocks in cuts])
 
     def _use(self, where: Sequence[tuple[int, Place]]) -> _Use:
@@ -111,7 +111,7 @@ class Ties:
     def _lay_out(self, counts: Sequence[int]) -> None:
         """Find who holds what, with so many blocks in each stage."""
         stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
-        self.tensors = [self._held(use, stage_of) for use in self._uses]
+        self.tensors = [self._held_tensor(use, stage_of) for use in self._uses]
         self._by_name = {name: tensor for tensor in self.tensors for name in tensor.names}
         self._refuse_statistics()
 
@@ -123,11 +123,11 @@ class Ties:
         >>> ties.find("0.weight").ranks, ties.recut([2, 1]).find("0.weight").ranks
         ((0, 1), (0,))
         """
-        made = copy.copy(self)
-        made._lay_out(counts)
-        return made
+        ties = copy.copy(self)
+        ties._lay_out(counts)
+        return ties
 
-    def _held(self, use: _Use, stage_of: Sequence[int]) -> HeldTensor:
+    def _held_tensor(self, use: _Use, stage_of: Sequence[int]) -> HeldTensor:
         stages = tuple(dict.fromkeys(stage_of[number] for number in use.blocks))
         return HeldTensor(
             use.names,
@@ -140,10 +140,10 @@ class Ties:
 
     def _refuse_statistics(self) -> None:
         """Refuse running statistics that several stages change: each would see part of the batch, or another order."""
-        for use, held in zip(self._uses, self.tensors, strict=True):
-            if use.is_statistic and held.is_tied:
+        for use, held_tensor in zip(self._uses, self.tensors, strict=True):
+            if use.is_statistic and held_tensor.is_tied:
                 raise ModelError(
-                    f"stages {', '.join(map(str, held.stages))} share running statistics, {held.name}",
+                    f"stages {', '.join(map(str, held_tensor.stages))} share running statistics, {held_tensor.name}",
                     expected="a separate normalisation layer in each stage, or one without running statistics",
                 )
 
@@ -163,8 +163,8 @@ class Ties:
 
     def first(self, name: str) -> str:
         """Return the first name of a tensor."""
-        held = self._by_name.get(name)
-        return name if held is None else held.name
+        held_tensor = self._by_name.get(name)
+        return name if held_tensor is None else held_tensor.name
 
     def stored_as(self, name: str) -> tuple[str, ...]:
         """Return the names under which the unsplit model's state has a tensor: all of a tied one's, as in torch.
@@ -173,13 +173,13 @@ class Ties:
         >>> Ties([[Block("0", layer)], [Block("1", layer)]], Placement.linear(2)).stored_as("1.weight")
         ('0.weight', '1.weight')
         """
-        held = self._by_name.get(name)
-        return (name,) if held is None else tuple(text for text in held.names if text not in self._unsaved)
+        tensor = self._by_name.get(name)
+        return (name,) if tensor is None else tuple(text for text in tensor.names if text not in self._unsaved)
 
     def home(self, name: str, stage: int) -> int:
         """Return the owner of a tensor that a stage holds under this name."""
-        held = self._by_name.get(name)
-        return self.placement.homes[stage] if held is None else held.home
+        held_tensor = self._by_name.get(name)
+        return self.placement.homes[stage] if held_tensor is None else held_tensor.home
 
     def copied(self, rank: int) -> list[HeldTensor]:
         """Return the tensors of a rank that other ranks hold too, in the unsplit model's order."""
@@ -190,28 +190,32 @@ class Ties:
 
         Refuse a tensor that was one and is now two.
         """
-        found: dict[str, tuple[int, Tensor]] = {}
+        tensors_by_name: dict[str, tuple[int, Tensor]] = {}
         names: dict[int, str] = {}
         for stage, block in blocks:
             for place in places_in(block):
                 tensor, first = place.tensor, self.first(place.name)
                 assert tensor is not None
                 name = names.setdefault(id(tensor), first)
-                _, value = found.setdefault(name, (self.home(place.name, stage), tensor))
+                _, value = tensors_by_name.setdefault(name, (self.home(place.name, stage), tensor))
                 if value is not tensor or (first != name and place.name in self._by_name):
                     raise ModelError(
                         f"{name} and {place.name} were one tensor when the pipeline was created, and are two now",
                         fix="tie them again, or create a new pipeline",
                     )
-        return found
+        return tensors_by_name
 
     def join(self, blocks: Iterable[Block]) -> None:
         """Let blocks of one rank share one object again, if moving them has created two."""
         first: dict[str, Tensor] = {}
         for place in (spot for block in blocks for spot in places_in(block)):
-            held, tensor = self._by_name.get(place.name), place.tensor
-            if held is not None and tensor is not None and first.setdefault(held.name, tensor) is not tensor:
-                setattr(place.module, place.key, first[held.name])
+            held_tensor, tensor = self._by_name.get(place.name), place.tensor
+            if (
+                held_tensor is not None
+                and tensor is not None
+                and first.setdefault(held_tensor.name, tensor) is not tensor
+            ):
+                setattr(place.module, place.key, first[held_tensor.name])
 
 
 class TiedCopies:
@@ -221,22 +225,22 @@ class TiedCopies:
     >>> first, last = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> last.weight = first.weight
     >>> cuts = [[Block("0", first)], [Block("1", last)]]
-    >>> (made,) = TiedCopies(1, Ties(cuts, Placement.linear(2)), cuts).of(1, cuts[1])
-    >>> made.module.weight is last.weight, made.module.bias is last.bias
+    >>> (ties,) = TiedCopies(1, Ties(cuts, Placement.linear(2)), cuts).of(1, cuts[1])
+    >>> ties.module.weight is last.weight, ties.module.bias is last.bias
     (False, True)
     """
 
     def __init__(self, rank: int, ties: Ties, cuts: Sequence[Sequence[Block]]) -> None:
         self.rank = rank
         self.ties = ties
-        own = (
+        own_tensors = (
             place.tensor
             for stage, blocks in enumerate(cuts)
             for block in blocks
             for place in places_in(block)
             if ties.home(place.name, stage) == rank
         )
-        self._memo: dict[int, Any] = {id(tensor): tensor for tensor in own}
+        self._memo: dict[int, Any] = {id(tensor): tensor for tensor in own_tensors}
         self._tables: list[tuple[str, Table, Table, frozenset[str]]] = []  # the user's, ours, and what they share
         self.modules: list[tuple[nn.Module, nn.Module]] = []  # the user's, and ours
         self._twins: list[tuple[str, Twin]] = []  # the same without pieces, by the names of blocks
@@ -251,16 +255,16 @@ class TiedCopies:
 
     def _copied(self, block: Block) -> Block:
         settle(block.module.modules())
-        made = copy.deepcopy(block.module, self._memo)
-        settle(made.modules())
-        for original, ours in zip(block.module.modules(), made.modules(), strict=True):
+        ties = copy.deepcopy(block.module, self._memo)
+        settle(ties.modules())
+        for original, ours in zip(block.module.modules(), ties.modules(), strict=True):
             self.modules.append((original, ours))
             if not isinstance(original, Piece):  # which is not the user's
                 self._twins.append((block.name, Twin(original, ours)))
-            for theirs, own in ((original._parameters, ours._parameters), (original._buffers, ours._buffers)):
-                common = frozenset(key for key, tensor in theirs.items() if tensor is own[key])
-                self._tables.append((block.name, theirs, own, common))
-        return replace(block, module=made)
+            for theirs, own_tensors in ((original._parameters, ours._parameters), (original._buffers, ours._buffers)):
+                common = frozenset(key for key, tensor in theirs.items() if tensor is own_tensors[key])
+                self._tables.append((block.name, theirs, own_tensors, common))
+        return replace(block, module=ties)
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -273,8 +277,8 @@ class TiedCopies:
 
     def _follow_tensors(self) -> None:
         done: set[int] = set()
-        for block, theirs, own, common in self._tables:
-            if theirs.keys() != own.keys():
+        for block, theirs, own_tensors, common in self._tables:
+            if theirs.keys() != own_tensors.keys():
                 raise ModelError(
                     f"block {block!r} no longer has the parameters or buffers it had when the pipeline was created",
                     expected="the same tensors, because ranks in this process hold copies of the block",
@@ -282,10 +286,10 @@ class TiedCopies:
                 )
             for key, tensor in theirs.items():
                 if key in common:
-                    own[key] = tensor
-                elif tensor is not None and id(own[key]) not in done:
-                    done.add(id(own[key]))
-                    _follow(own[key], tensor)
+                    own_tensors[key] = tensor
+                elif tensor is not None and id(own_tensors[key]) not in done:
+                    done.add(id(own_tensors[key]))
+                    _follow(own_tensors[key], tensor)
 
 
 def _follow(copied: Tensor, original: Tensor) -> None:

@@ -51,10 +51,12 @@ class Twin:
             )
         before, now = self._plain, plain_in(vars(original))
         if fingerprint(now) != fingerprint(before):
-            self._plain, own = now, vars(self.ours)
-            own.update((key, entry) for key, entry in now.items() if key not in before or before[key] is not entry)
+            self._plain, attributes = now, vars(self.ours)
+            attributes.update(
+                (key, entry) for key, entry in now.items() if key not in before or before[key] is not entry
+            )
             for key in before.keys() - now.keys():
-                own.pop(key, None)
+                attributes.pop(key, None)
         if (trains := _trains(original)) != self._trains and trains.keys() == self.ours._parameters.keys():
             self._trains = trains
             for name, param in self.ours._parameters.items():

@@ -52,7 +52,7 @@ def output_of(step: Step) -> Any:
         return None
     if step.order:  # as they were given
         order = sorted(order, key=step.order.__getitem__)
-    made = [step.outputs[number] for number in order]
-    if step.apart or len({tuple(tensor.shape[1:] for tensor in pack(value)[0]) for value in made}) > 1:
-        return Microbatches(made)
-    return joined(made, [step.shares[number] for number in order] if len(step.shares) else [])
+    outputs = [step.outputs[number] for number in order]
+    if step.is_split or len({tuple(tensor.shape[1:] for tensor in pack(value)[0]) for value in outputs}) > 1:
+        return Microbatches(outputs)
+    return joined(outputs, [step.shares[number] for number in order] if len(step.shares) else [])

@@ -42,10 +42,10 @@ class StepRun(Site):
     followed: TracedKinds
     balance: Balance | None
 
-    def prepared(self, step: Step, given: CalledWith, program: Any) -> CalledWith:
+    def prepared(self, step: Step, user_call: CalledWith, program: Any) -> CalledWith:
         """Prepare a training step, by a program if it names one; return what this process takes of its arguments."""
-        call, observers = given, self.observers
-        for part_of in observers.given:
+        call, observers = user_call, self.observers
+        for part_of in observers.take_call:
             call = part_of(step, call)
         self._refuse(step)
         for before in observers.before:
@@ -53,12 +53,12 @@ class StepRun(Site):
         self.run_by(step, program)
         self.catch_up(step)
         for ahead in observers.ahead:
-            ahead(step, call, given)
+            ahead(step, call, user_call)
         return call
 
     def evaluate(self, step: Step, call: CalledWith) -> Tally:
         """Run the forwards alone; return a tally of what all ranks will tell about it."""
-        for part_of in self.observers.given:
+        for part_of in self.observers.take_call:
             call = part_of(step, call)
         self.catch_up(step)
         self.recording.evaluating(step)
@@ -66,7 +66,7 @@ class StepRun(Site):
 
     def run_by(self, step: Step, program: Any) -> None:
         """Have a step run by the program that it names, or by the pipeline's own; all ranks call it alike."""
-        step.program = self.programs.own
+        step.program = self.programs.own_number
         if program is not None or self.engine.number != step.program:
             self.choice.run_by(step, program)
 
@@ -101,18 +101,18 @@ class StepRun(Site):
     def run(self, step: Step, call: CalledWith) -> Tally:
         """Run a step on this process's ranks, and return a tally of what all ranks will tell about it."""
         observers = self.observers if step.train else _NOBODY
-        for called in observers.called:
-            called(step)
+        for called_function in observers.at_call:
+            called_function(step)
         with self.crew.together("the start of a step", lambda: self.engine.action):
             if step.train:
                 self.frozen.check_still(self.engine.stages())
-            batch = self.intake.called(call.batch, call.named)
+            batch = self.intake.first_value(call.batch, call.named)
             self.intake.take(step, batch, call.target, self.engine.ends, self.crew)
             # Other ranks compare their batches with this; ranks in one process share one batch.
-            given = None if self.crew.alone else begun((call.batch, call.named), call.target)
-            if given is not None:
+            function = None if self.crew.alone else begun((call.batch, call.named), call.target)
+            if function is not None:
                 for compared in self.observers.compared:
-                    compared(step, given)
+                    compared(step, function)
             for taken in observers.taken:
                 taken(step)
             self.cut(step)
@@ -121,44 +121,44 @@ class StepRun(Site):
             self.run_rows(step)
             for end in observers.end:
                 end(step)
-            return self._tell(step, given and given())
+            return self._tell(step, function and function())
 
-    def _tell(self, step: Step, given: ArgumentPrint | None) -> Tally:
+    def _tell(self, step: Step, fingerprint: ArgumentPrint | None) -> Tally:
         """Tell all ranks the outcome of the step here; return a tally of what all ranks tell."""
-        told = self._told(step)
-        told.given, told.followed = given, self.followed.fresh()
+        report = self._report(step)
+        report.arguments, report.followed = fingerprint, self.followed.fresh()
         program = self.frozen.program
         if step.program:
             program = self.programs[step.program]
-            told.program = (digest_of(program), program.name)
-        told.order = step.order
-        each = [told] + [RankReport(train=step.train, program=told.program) for _ in self.crew.channels[1:]]
+            report.program = (digest_of(program), program.name)
+        report.order = step.order
+        each = [report] + [RankReport(train=step.train, program=report.program) for _ in self.crew.channels[1:]]
         for tell in self.observers.tell:
             tell(step, each)
         topic = step_topic(step.number)
         self.crew.tell(topic, each)
         if not step.train:
             program = self.engine.forwards
-        tally = Tally(step.number, lambda: self.crew.heard(topic), program, self.updates.handler, self.crew.called)
+        tally = Tally(step.number, lambda: self.crew.heard(topic), program, self.updates.handler, self.crew.naming)
         tally.program_number, tally.trained = step.program, step.draw
         self.ledger.add(tally, trained=step.train, alone=self.crew.alone)
-        for heard in self.observers.told:
+        for heard in self.observers.after_telling:
             heard(step, tally, each)
         return tally
 
-    def _told(self, step: Step) -> RankReport:
+    def _report(self, step: Step) -> RankReport:
         """Return the outcome of a step on this process: its parts of the loss, and any problem."""
-        told = RankReport(sorted(step.losses), train=step.train, share=step.share, stop=asked())
-        told.num_rows, told.num_tokens = counted_in(step.batch)
+        report = RankReport(sorted(step.losses), train=step.train, share=step.share, stop=asked())
+        report.num_rows, report.num_tokens = counted_in(step.batch)
         losses = []
-        if told.microbatches:
-            parts = self._losses(step, told.microbatches)
+        if report.microbatches:
+            parts = self._losses(step, report.microbatches)
             losses.append(parts)
-            told.dtype = str(parts.dtype).removeprefix("torch.")
-            told.losses = parts.unbind() if self.crew.alone else parts.tolist()
+            report.dtype = str(parts.dtype).removeprefix("torch.")
+            report.losses = parts.unbind() if self.crew.alone else parts.tolist()
         if step.train:
-            self.flow.judge(step, told, losses)
-        return told
+            self.flow.judge(step, report, losses)
+        return report
 
     def _losses(self, step: Step, microbatches: Sequence[int]) -> Tensor:
         """Return the microbatches' parts of the loss, over all lines of a mesh; these call it alike."""

@@ -120,7 +120,7 @@ def device_bytes(transformer: Transformer, layout: Layout, rank: Alike) -> Bytes
     whole, part = sum(parameters), sharded(layout, parameters)
     frozen = sharded(layout, base) if layout.zero >= 3 else sum(base)
     pairs = pairs_held(layout.schedule, rank.first, layout.pipeline, layout.num_microbatches, layout.stages_per_rank)
-    kept = _activations(layers, layout, [slice_ for slice_, _ in rank.slices]) / len(rank.slices)
+    kept_bytes = _activations(layers, layout, [slice_ for slice_, _ in rank.slices]) / len(rank.slices)
     whole_gradients = layout.zero < 2 or keeps_gradients(layout)
     return Bytes(
         weights=WEIGHT_BYTES * (part if layout.zero >= 3 else whole)
@@ -128,7 +128,7 @@ def device_bytes(transformer: Transformer, layout: Layout, rank: Alike) -> Bytes
         + FP8_BYTES * held_fp8(transformer, layout, rank),
         gradients=layout.practice.gradient_bytes * (whole if whole_gradients else part),
         optimizer=OPTIMIZER_BYTES * (part if layout.zero >= 1 else whole),
-        activations=pairs * kept,
+        activations=pairs * kept_bytes,
         buffers=_buffers(transformer, layout, rank, layers),
     )
 
@@ -162,14 +162,14 @@ def _activations(layers: Sequence[Layer], layout: Layout, slices: Sequence[Stage
     for slice_ in slices:
         for count, experts, recomputed in slice_.parts(layout):
             counts[experts, recomputed] = counts.get((experts, recomputed), 0) + count
-    return sum(count * _kept(layers[experts], recomputed) for (experts, recomputed), count in counts.items())
+    return sum(count * _kept_bytes(layers[experts], recomputed) for (experts, recomputed), count in counts.items())
 
 
-def _kept(layer: Layer, recomputed: Sequence[str]) -> float:
+def _kept_bytes(layer: Layer, recomputed: Sequence[str]) -> float:
     """Return the bytes that a layer keeps for one microbatch, if these operations are `recomputed`."""
     if recomputed == WHOLE:
         return layer.input_bytes
-    return sum(op.kept for op in layer.operations if op.name not in recomputed and op.within not in recomputed)
+    return sum(op.kept_bytes for op in layer.operations if op.name not in recomputed and op.within not in recomputed)
 
 
 def _buffers(transformer: Transformer, layout: Layout, rank: Alike, layers: Sequence[Layer]) -> float:
@@ -184,9 +184,9 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, layers: Sequ
     layer = layers[has_experts]
     size = 2 * WORD * wide if layout.pipeline > 1 else 0.0
     if layout.recompute.startswith("full"):
-        size += _kept(layer, ())
+        size += _kept_bytes(layer, ())
     elif "projections" in recomputed_ops(layout):
-        size += sum(operation.kept for operation in layer.operations if operation.name == "projections")
+        size += sum(operation.kept_bytes for operation in layer.operations if operation.name == "projections")
     if layout.context > 1 and not layout.practice.overlap_context:
         size += 2 * ring_bytes(transformer, layout)
     if layout.zero >= 3 and layout.data * layout.context > 1:

@@ -104,8 +104,8 @@ def estimate(
     >>> from drumline.plan.cluster.hardware import cluster
     >>> from drumline.plan.cluster.models import model
     >>> layout = Layout(batch=1536, tensor=8, pipeline=8, data=24, recompute="selective", sequence_parallel=True)
-    >>> found = estimate(model("gpt-175b"), cluster("a100-80", 1536), layout)
-    >>> found.bytes.total < 80 * 2**30
+    >>> found_estimate = estimate(model("gpt-175b"), cluster("a100-80", 1536), layout)
+    >>> found_estimate.bytes.total < 80 * 2**30
     True
     """
     check(transformer, cluster, layout)
@@ -117,10 +117,10 @@ def estimate(
     sent = max(load.exchange.bytes for load in loads) + tied.bytes
     volumes = device_volumes(transformer, layout, busiest.alike, sent)
     taken = pipeline_seconds(transformer, cluster, layout, loads, exact=exact, rough=rough)
-    held = max((device_bytes(transformer, layout, load.alike) for load in loads), key=lambda memory: memory.total)
+    memory = max((device_bytes(transformer, layout, load.alike) for load in loads), key=lambda memory: memory.total)
     return Estimate(
         _seconds(cluster, layout, loads, taken, tied.once),
-        held,
+        memory,
         volumes,
         model_flops(transformer, layout.batch) / layout.num_devices,
         1.0 - busy / max(taken, busy),
@@ -141,8 +141,8 @@ def least_seconds(transformer: Transformer, cluster: Cluster, layout: Layout) ->
     >>> from drumline.plan.cluster.models import model
     >>> gpt, machines = model("gpt-7.5b"), cluster("a100-80", 8)
     >>> layout = Layout(batch=16, pipeline=8)
-    >>> bound, found = least_seconds(gpt, machines, layout), estimate(gpt, machines, layout, exact=True)
-    >>> bound.even < found.seconds.compute, 0.95 < bound.total / found.seconds.total <= 1
+    >>> bound, found_estimate = least_seconds(gpt, machines, layout), estimate(gpt, machines, layout, exact=True)
+    >>> bound.even < found_estimate.seconds.compute, 0.95 < bound.total / found_estimate.seconds.total <= 1
     (True, True)
     """
     loads = loads_of(transformer, cluster, layout)
@@ -189,10 +189,10 @@ def _least_taken(layout: Layout, loads: Sequence[Load], hop: float) -> float:
         forwards, whole = times * pace.forward, down[-1] + up[-1]
         for first, last in _ends(layout.schedule, load.alike.ranks, layout.pipeline, layout.stages_per_rank):
             after = 0.0 if schedule.splits_backward else up[first]
-            own = all_ + down[first] + after
+            own_after = all_ + down[first] + after
             back = backwards + whole - up[last + 1] + after
             ahead = forwards + down[first] + whole - down[last + 1]
-            least = max(least, own, back, ahead)
+            least = max(least, own_after, back, ahead)
     return least
 
 

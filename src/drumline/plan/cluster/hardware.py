@@ -201,12 +201,12 @@ def cluster(name: str, num_devices: int) -> Cluster:
     Traceback (most recent call last):
     drumline.core.errors.PlanError: unknown hardware 'h1000'; did you mean h100?
     """
-    found = MACHINES.get(name.lower())
-    if found is None and name.endswith(".json"):
-        found = load(name)
-    if found is None:
+    found_machine = MACHINES.get(name.lower())
+    if found_machine is None and name.endswith(".json"):
+        found_machine = load(name)
+    if found_machine is None:
         raise PlanError(f"unknown hardware {name[:60]!r}", fix=nearest(name[:60], MACHINES))
-    return found.cluster(num_devices)
+    return found_machine.cluster(num_devices)
 
 
 def load(path: str | Path) -> Machine:
@@ -238,12 +238,12 @@ def machine(table: Any) -> Machine:
             expected=" and ".join(sorted(kinds)) + (" for each" if len(missing) > 1 else ""),
         )
     device = Device(**{key: value for key, value in values.items() if key in _DEVICE}, reach=replace(REACH, **reach))
-    found = Machine(device, **{key: value for key, value in values.items() if key in _LINKS})
+    found_machine = Machine(device, **{key: value for key, value in values.items() if key in _LINKS})
     for key, value in [*values.items(), *reach.items()]:
         least, most = _BOUNDS.get(key, (1.0, 1e30))
         if key != "name" and value > 0 and not least <= value <= most:
             raise PlanError(f"{key} of the machine is {value:g}", expected=f"a number from {least:g} to {most:g}")
-    return found
+    return found_machine
 
 
 _SHARE = (1e-6, 1.0)

@@ -60,18 +60,18 @@ def transformer_of(config: Any, *, name: str) -> Transformer:
     >>> llama = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
     ...          "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
     ...          "max_position_embeddings": 8192, "tie_word_embeddings": False}
-    >>> found = transformer_of(llama, name="mine")
-    >>> found.num_layers, found.gated, found.num_key_value_heads
+    >>> transformer = transformer_of(llama, name="mine")
+    >>> transformer.num_layers, transformer.gated, transformer.num_key_value_heads
     (32, True, 8)
     """
     if not isinstance(config, Mapping):
         raise PlanError(f"the config is a {type(config).__name__}", expected="an object")
     if isinstance(config.get("text_config"), Mapping):  # multimodal models
         config = {**config, **config["text_config"]}
-    found = {key: _number(config, key) for key in _NAMES}
-    assumed = () if found["sequence"] else (f"no length of sequences: planned with {_ASSUMED} tokens",)
-    found["sequence"] = found["sequence"] or _ASSUMED
-    lacking = [key for key in _NEEDED if not found[key]]
+    sizes = {key: _number(config, key) for key in _NAMES}
+    assumed = () if sizes["sequence"] else (f"no length of sequences: planned with {_ASSUMED} tokens",)
+    sizes["sequence"] = sizes["sequence"] or _ASSUMED
+    lacking = [key for key in _NEEDED if not sizes[key]]
     if lacking:
         raise PlanError(
             f"the config of {name} has no {' or '.join(_NAMES[lacking[0]])}",
@@ -80,32 +80,32 @@ def transformer_of(config: Any, *, name: str) -> Transformer:
     family = str(config.get("model_type", ""))
     plain = family in _PLAIN
     experts = None
-    if found["num_experts"] > 1:
-        width = found["expert_width"] or found["feedforward"]
+    if sizes["num_experts"] > 1:
+        width = sizes["expert_width"] or sizes["feedforward"]
         wide = _whole(config, _SHARED, _MOST)
-        num_shared = found["num_shared"] or -(-wide // max(width, 1))
-        experts = ExpertShape(found["num_experts"], max(found["per_token"], 1), width, num_shared)
-    shared, latent = found["num_key_value_heads"], _latent(config)
+        num_shared = sizes["num_shared"] or -(-wide // max(width, 1))
+        experts = ExpertShape(sizes["num_experts"], max(sizes["per_token"], 1), width, num_shared)
+    shared, latent = sizes["num_key_value_heads"], _latent(config)
     if config.get("multi_query") is True and config.get("new_decoder_architecture") is not True:
         shared = 1
     if latent is None and (narrow := _whole(config, "kv_lora_rank", _MOST)):  # its other widths are not named
-        width = found["head_width"] or max(found["hidden"] // found["num_heads"], 1)
+        width = sizes["head_width"] or max(sizes["hidden"] // sizes["num_heads"], 1)
         shared = _shared_heads(width, narrow + _whole(config, "qk_rope_head_dim", _MOST))
     return Transformer(
         name,
-        found["num_layers"],
-        found["hidden"],
-        found["num_heads"],
-        found["vocabulary"],
-        found["sequence"],
+        sizes["num_layers"],
+        sizes["hidden"],
+        sizes["num_heads"],
+        sizes["vocabulary"],
+        sizes["sequence"],
         shared,
-        found["feedforward"],
+        sizes["feedforward"],
         gated=family not in _UNGATED,
         tied=bool(config.get("tie_word_embeddings", family in _TIED)),
         learned_positions=family in _LEARNED,
         experts=experts,
-        num_dense_layers=found["num_dense_layers"] if experts else 0,
-        head_width=found["head_width"],
+        num_dense_layers=sizes["num_dense_layers"] if experts else 0,
+        head_width=sizes["head_width"],
         latent=latent,
         biased=plain,
         dropout=any(config.get(key) for key in _DROPOUTS),
@@ -179,8 +179,8 @@ _ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activ
 def details_of(config: Mapping[str, Any], *, read: frozenset[str], gated: bool) -> Details:
     """Return the details of a config; `read` holds the keys that the sizes came from.
 
-    >>> found = details_of({"rope_theta": 1e6, "sliding_window": 4096}, read=frozenset(), gated=True)
-    >>> found.rotary_base, found.others
+    >>> details = details_of({"rope_theta": 1e6, "sliding_window": 4096}, read=frozenset(), gated=True)
+    >>> details.rotary_base, details.others
     (1000000.0, ('sliding_window 4096',))
     """
     family = str(config.get("model_type", ""))

@@ -294,8 +294,8 @@ def layer_ops(
     layer, ops, base = layers_of(transformer, share)[experts], Ops(), transformer.frozen_base
     times = [operation_times(cluster, share, operation, base) for operation in layer.operations]
     whole = KernelTimes(*map(sum, zip(*times, strict=True)))
-    for operation, own in zip(layer.operations, times, strict=True):
-        ops = ops + _operation_ops(cluster, share, operation, own, whole, repeats=operation.name in recomputed)
+    for operation, own_times in zip(layer.operations, times, strict=True):
+        ops = ops + _operation_ops(cluster, share, operation, own_times, whole, repeats=operation.name in recomputed)
     parameters = layer.parameters + layer.expert_parameters
     if base is not None:
         parameters *= base.trainable_share
@@ -310,13 +310,13 @@ def layer_ops(
 
 
 def _operation_ops(
-    cluster: Cluster, share: Share, op: Operation, own: KernelTimes, whole: KernelTimes, *, repeats: bool
+    cluster: Cluster, share: Share, op: Operation, own_times: KernelTimes, whole: KernelTimes, *, repeats: bool
 ) -> Ops:
-    """Return the seconds of an operation with its messages; `own` and `whole` are its compute and the whole layer's."""
-    forward, again, back = Spent(own.forward), Spent(own.forward), Spent(own.by_input)
+    """Return an operation's seconds with its messages; `own_times` and `whole` are its compute and the layer's."""
+    forward, again, back = Spent(own_times.forward), Spent(own_times.forward), Spent(own_times.by_input)
     if (message := op.message) is not None:
         seconds = message_seconds(cluster, share, message)
-        hidden, hidden_back = _hidden(share, message, own, whole)
+        hidden, hidden_back = _hidden(share, message, own_times, whole)
         there = message.forward * seconds
         sent = exposed(there, hidden)
         sent_back = exposed(message.backward * seconds, hidden_back) + message.waited * seconds
@@ -324,10 +324,10 @@ def _operation_ops(
         again = again + Spent(**{message.axis: there if message.axis == "expert" else sent})
     if op.output and share.practice.fp8 and share.practice.keeps_fp8_inputs:
         again = again + Spent(cast_seconds(cluster, op.output))
-    return Ops(forward, again if repeats else Spent(), back, Spent(own.by_weight))
+    return Ops(forward, again if repeats else Spent(), back, Spent(own_times.by_weight))
 
 
-def _hidden(share: Share, message: AxisMessage, own: KernelTimes, whole: KernelTimes) -> tuple[float, float]:
+def _hidden(share: Share, message: AxisMessage, own_times: KernelTimes, whole: KernelTimes) -> tuple[float, float]:
     """Return the compute that an operation's messages travel behind, forward and backward.
 
     Tokens travel to experts and back beside as much compute of another microbatch.
@@ -337,7 +337,7 @@ def _hidden(share: Share, message: AxisMessage, own: KernelTimes, whole: KernelT
         forward = whole.products if practice.overlap_forward else 0.0
         return forward, whole.by_weight if share.hides_tensor else 0.0
     if message.axis == "context":
-        return (own.forward, own.by_input) if practice.overlap_context else (0.0, 0.0)
+        return (own_times.forward, own_times.by_input) if practice.overlap_context else (0.0, 0.0)
     return (whole.forward, whole.by_input) if practice.overlap_experts else (0.0, 0.0)
 
 

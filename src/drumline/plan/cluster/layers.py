@@ -70,7 +70,7 @@ class Operation(NamedTuple):
     """A part of a layer, by the name that recomputation knows it by; pairs are of the forward and of the backward.
 
     It multiplies `products` with weights and `scores` without, runs `flops` of fused attention in one kernel, and reads
-    and writes `bytes` in `num_kernels` more. Until the backward it leaves `kept` bytes, unless it is recomputed or lies
+    and writes `bytes` in `num_kernels` more. Until the backward it leaves `kept_bytes`, unless it is recomputed or lies
     `within` something that is. `output` is how many numbers a recomputation casts to 8 bits again.
     """
 
@@ -81,7 +81,7 @@ class Operation(NamedTuple):
     bytes: tuple[float, float] = (0.0, 0.0)
     num_kernels: int = 0
     message: AxisMessage | None = None
-    kept: float = 0.0
+    kept_bytes: float = 0.0
     within: str = ""
     output: float = 0.0
 
@@ -191,7 +191,7 @@ def _between(transformer: Transformer, share: Share) -> list[Operation]:
             "norms",
             bytes=(WORD * (4 * wide + 2 * latents), WORD * (6 * wide + 3 * latents)),
             num_kernels=2,
-            kept=_input_bytes(share) * (2 * wide + latents),
+            kept_bytes=_input_bytes(share) * (2 * wide + latents),
             output=2.0 * tokens * transformer.hidden + latents,
         ),
         Operation(
@@ -199,7 +199,7 @@ def _between(transformer: Transformer, share: Share) -> list[Operation]:
             bytes=(WORD * (6 + masks) * wide, WORD * (6 + masks) * wide),
             num_kernels=6,
             message=exchange(transformer, share),
-            kept=(4.0 + 2.0 * masks) * wide,
+            kept_bytes=(4.0 + 2.0 * masks) * wide,
         ),
     ]
 
@@ -227,13 +227,13 @@ def _projections(transformer: Transformer, share: Share) -> list[Operation]:
     rearranged = (WORD * 2 * tokens * width, WORD * 2 * tokens * width)
     if (latent := transformer.latent) is None:
         product = Product(tokens, width, hidden)
-        return [Operation("heads", [product], bytes=rearranged, num_kernels=2, kept=WORD * tokens * width)]
+        return [Operation("heads", [product], bytes=rearranged, num_kernels=2, kept_bytes=WORD * tokens * width)]
     down = [Product(tokens, outputs, inputs) for inputs, outputs in latent.down(hidden)]
     up = [Product(tokens, transformer.num_heads / share.tensor * each, inputs) for inputs, each in latent.up(hidden)]
-    kept = WORD * tokens * (width - latent.rotary_head)
+    kept_bytes = WORD * tokens * (width - latent.rotary_head)
     return [
-        Operation("latents", down, kept=WORD * tokens * (latent.narrow + latent.rotary_head)),
-        Operation("projections", up, bytes=rearranged, num_kernels=2, kept=kept),
+        Operation("latents", down, kept_bytes=WORD * tokens * (latent.narrow + latent.rotary_head)),
+        Operation("projections", up, bytes=rearranged, num_kernels=2, kept_bytes=kept_bytes),
     ]
 
 
@@ -259,7 +259,7 @@ def _attention(transformer: Transformer, share: Share) -> list[Operation]:
             num_kernels=0 if share.context == 1 else 1,
             message=_ring(transformer, share),
             # The output, which the product after it may keep in 8 bits besides, and a 32-bit sum of exponentials a row.
-            kept=(2.0 if word == 2.0 else 2.0 + word) * width + 4.0 * tokens * heads,
+            kept_bytes=(2.0 if word == 2.0 else 2.0 + word) * width + 4.0 * tokens * heads,
             output=width,
         )
         return [attention, Operation("out", [out])]
@@ -269,10 +269,10 @@ def _attention(transformer: Transformer, share: Share) -> list[Operation]:
         scores=[Product(rows, columns, keys, num_scored), Product(rows, values, columns, num_scored)],
         bytes=((2 + masked) * size, (3 + masked) * size),
         message=_ring(transformer, share),
-        kept=(5.0 if transformer.dropout else 2.0) * tokens * heads * transformer.sequence,
+        kept_bytes=(5.0 if transformer.dropout else 2.0) * tokens * heads * transformer.sequence,
         output=width,
     )
-    return [attention, Operation("out", [out], kept=word * width)]
+    return [attention, Operation("out", [out], kept_bytes=word * width)]
 
 
 def _ring(transformer: Transformer, share: Share) -> AxisMessage:
@@ -289,8 +289,10 @@ def _feedforward(transformer: Transformer, share: Share) -> list[Operation]:
     """Return the feed-forward block of a dense layer."""
     tokens, width = tokens_of(transformer, share), transformer.feedforward / share.tensor
     return [
-        Operation("feed-forward", _up_down(transformer, tokens, width), kept=_up_bytes(transformer) * tokens * width),
-        _activation(transformer, tokens * width, kept=_input_bytes(share) * tokens * width),
+        Operation(
+            "feed-forward", _up_down(transformer, tokens, width), kept_bytes=_up_bytes(transformer) * tokens * width
+        ),
+        _activation(transformer, tokens * width, kept_bytes=_input_bytes(share) * tokens * width),
     ]
 
 
@@ -305,28 +307,28 @@ def _routed(transformer: Transformer, share: Share, experts: ExpertShape) -> lis
     inputs = tokens * experts.per_token * transformer.hidden / share.tensor
     copies = WORD * 2.0 * experts.per_token * wide_of(transformer, share)
     sent = routed_bytes(transformer, share)
-    found = [
+    operations = [
         Operation(
             "experts",
             _up_down(transformer, tokens * experts.per_token / local, width, local),
             message=AxisMessage("expert", share.expert, share.tensor, sent, sent, forward=2, backward=2),
-            kept=word * inputs + _up_bytes(transformer) * routed,
+            kept_bytes=word * inputs + _up_bytes(transformer) * routed,
         ),
         Operation("copies", bytes=(copies, copies)),
         Operation("router", [Product(tokens, experts.num_experts, transformer.hidden, fp8=False)]),
-        _activation(transformer, shared + routed, kept=word * shared),
-        Operation("activation", kept=word * routed, within="experts"),
+        _activation(transformer, shared + routed, kept_bytes=word * shared),
+        Operation("activation", kept_bytes=word * routed, within="experts"),
     ]
     if experts.num_shared:
         products = _up_down(transformer, tokens, experts.num_shared * width)
-        found.append(Operation("feed-forward", products, kept=_up_bytes(transformer) * shared))
-    return found
+        operations.append(Operation("feed-forward", products, kept_bytes=_up_bytes(transformer) * shared))
+    return operations
 
 
-def _activation(transformer: Transformer, inner: float, kept: float) -> Operation:
+def _activation(transformer: Transformer, inner: float, kept_bytes: float) -> Operation:
     reads = 2 if transformer.gated else 1
     passes = WORD * (reads + 1) * inner, WORD * (2 * reads + 1) * inner
-    return Operation("activation", bytes=passes, num_kernels=2, kept=kept, output=inner)
+    return Operation("activation", bytes=passes, num_kernels=2, kept_bytes=kept_bytes, output=inner)
 
 
 def _up_down(transformer: Transformer, tokens: float, width: float, times: float = 1.0) -> list[Product]:

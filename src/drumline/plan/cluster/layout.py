@@ -187,13 +187,13 @@ class Layout:
         'zb-v with 2 stages per rank, microbatches of 1, ZeRO 1, no recomputation'
         """
         stages = f" with {self.stages_per_rank} stages per rank" if self.stages_per_rank > 1 else ""
-        found = {
+        settings = {
             "schedule": self.schedule + stages,
             "microbatch": f"microbatches of {self.microbatch}",
             "zero": f"ZeRO {self.zero}",
             "recompute": self.recomputation,
         }
-        return {**found, "precision": "FP8 products"} if self.practice.fp8 else found
+        return {**settings, "precision": "FP8 products"} if self.practice.fp8 else settings
 
 
 def recomputed_ops(layout: Layout | Share) -> tuple[str, ...]:

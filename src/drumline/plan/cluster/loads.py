@@ -178,18 +178,18 @@ def loads_of(transformer: Transformer, cluster: Cluster, layout: Layout) -> list
     known = {slice_: slice_ops(transformer, cluster, share, slice_) for slice_ in slices}
     if transformer.frozen_base is not None:  # its backwards run whole, whatever the schedule splits
         known = {slice_: ops.whole for slice_, ops in known.items()}
-    layers, found = layers_of(transformer, share), []
+    layers, loads = layers_of(transformer, share), []
     for rank in ranks:
         parts, ops = tuple(known[slice_] for slice_, _ in rank.slices), Ops()
-        for own, (_, part) in zip(parts, rank.slices, strict=True):
-            ops = ops + own.times(part)
+        for own_ops, (_, part) in zip(parts, rank.slices, strict=True):
+            ops = ops + own_ops.times(part)
         forward, backward = ops.forward.total, ops.backward.total
         cast, parameters = held_fp8(transformer, layout, rank), trained_parameters(transformer, layout, rank, layers)
         base = base_bytes(transformer, layout, rank, layers)
         num_layers = sum(slice_.num_layers for slice_, _ in rank.slices)
         exchange = data_exchange(cluster, layout, parameters, forward, backward, num_layers, base)
-        found.append(Load(rank, ops, parts, waiting * rank.sides, parameters, exchange, cast))
-    return found
+        loads.append(Load(rank, ops, parts, waiting * rank.sides, parameters, exchange, cast))
+    return loads
 
 
 def pipeline_seconds(
@@ -214,15 +214,15 @@ def stage_ops(
 ) -> list[Ops]:
     """Return the seconds of a microbatch in every stage, including everything that delays its rank."""
     _, waiting = hop_seconds(transformer, cluster, layout)
-    found = [Ops()] * layout.num_stages
+    ops = [Ops()] * layout.num_stages
     for load in loads or loads_of(transformer, cluster, layout):
         forward, backward = (item / layout.stages_per_rank for item in (load.exchange.forward, load.exchange.backward))
         for rank in load.alike.ranks:
             stages = stages_of(layout.schedule, rank, layout.pipeline, layout.stages_per_rank)
-            for (stage, _), own in zip(stages, load.parts, strict=True):
+            for (stage, _), own_ops in zip(stages, load.parts, strict=True):
                 wait = waiting * num_sides(layout.schedule, stage, layout.pipeline, layout.num_stages) / 2
-                found[stage] = own + Ops(Spent(wait + forward), Spent(), Spent(wait), Spent(backward))
-    return found
+                ops[stage] = own_ops + Ops(Spent(wait + forward), Spent(), Spent(wait), Spent(backward))
+    return ops
 
 
 def hop_seconds(transformer: Transformer, cluster: Cluster, layout: Layout) -> tuple[float, float]:

@@ -97,7 +97,7 @@ def model(name: str) -> Transformer:
     Traceback (most recent call last):
     drumline.core.errors.PlanError: unknown model 'lama-3-405b'; did you mean llama-3-405b?
     """
-    found = MODELS.get(name.lower())
-    if found is None:
+    transformer = MODELS.get(name.lower())
+    if transformer is None:
         raise PlanError(f"unknown model {name[:60]!r}", fix=nearest(name[:60], MODELS))
-    return found
+    return transformer

@@ -115,12 +115,12 @@ class Alike:
 @lru_cache(maxsize=1024)
 def slices_of(transformer: Transformer, counts: tuple[int, ...]) -> tuple[StageLayers, ...]:
     """Return the stages with these numbers of layers."""
-    found, first = [], 0
+    method, first = [], 0
     for stage, count in enumerate(counts):
         dense = min(max(transformer.num_dense_layers - first, 0), count)
-        found.append(StageLayers(dense, count - dense, stage == 0, stage == len(counts) - 1))
+        method.append(StageLayers(dense, count - dense, stage == 0, stage == len(counts) - 1))
         first += count
-    return tuple(found)
+    return tuple(method)
 
 
 def counts_of(transformer: Transformer, layout: Layout) -> tuple[int, ...]:
@@ -134,10 +134,10 @@ def alike(
 ) -> tuple[Alike, ...]:
     """Return the ranks of a pipeline, grouped by equal stages."""
     slices = slices_of(transformer, counts)
-    found: dict[tuple[tuple[StageLayers, float], ...], list[int]] = {}
+    ranks_by_load: dict[tuple[tuple[StageLayers, float], ...], list[int]] = {}
     for rank in range(num_ranks):
         key = tuple((slices[stage], part) for stage, part in stages_of(schedule, rank, num_ranks, stages_per_rank))
-        found.setdefault(key, []).append(rank)
+        ranks_by_load.setdefault(key, []).append(rank)
     sides = [num_sides(schedule, stage, num_ranks, len(counts)) for stage in range(len(counts))]
     return tuple(
         Alike(
@@ -145,7 +145,7 @@ def alike(
             key,
             sum(part * sides[stage] for stage, part in stages_of(schedule, ranks[0], num_ranks, stages_per_rank)),
         )
-        for key, ranks in found.items()
+        for key, ranks in ranks_by_load.items()
     )
 
 
@@ -181,10 +181,10 @@ def pairs_held(schedule: str, rank: int, num_ranks: int, num_microbatches: int, 
     """
     formula = find(schedule).peak_pairs
     if formula is not None:
-        found = formula(rank, num_ranks, num_microbatches, stages_per_rank)
+        num_pairs = formula(rank, num_ranks, num_microbatches, stages_per_rank)
     else:
-        found = _counted(schedule, num_ranks, _few(num_ranks, num_microbatches), stages_per_rank)[rank]
-    return min(found, num_microbatches * stages_per_rank)
+        num_pairs = _counted(schedule, num_ranks, _few(num_ranks, num_microbatches), stages_per_rank)[rank]
+    return min(num_pairs, num_microbatches * stages_per_rank)
 
 
 def simulated(
@@ -214,14 +214,14 @@ def simulated_few(
 
     >>> from drumline.plan.cluster.kernels import Spent
     >>> stages = [Ops(Spent(1.0), Spent(), Spent(1.0), Spent(1.0))] * 4
-    >>> [found("1f1b", stages, 4, 100) for found in (simulated_few, lambda *all: simulated(*all).makespan)]
+    >>> [method("1f1b", stages, 4, 100) for method in (simulated_few, lambda *all: simulated(*all).makespan)]
     [309.0, 309.0]
     """
     few = _few(num_ranks, num_microbatches)
-    found = simulated(schedule, stages, num_ranks, few, hop_seconds=hop_seconds)
+    simulation = simulated(schedule, stages, num_ranks, few, hop_seconds=hop_seconds)
     if few == num_microbatches:
-        return found.makespan
-    return found.makespan + (num_microbatches - few) * _final_pace(found, schedule, stages, hop_seconds)
+        return simulation.makespan
+    return simulation.makespan + (num_microbatches - few) * _final_pace(simulation, schedule, stages, hop_seconds)
 
 
 EVEN = 0.02  # share by which stages may differ for a formula that takes them as equal
@@ -253,7 +253,7 @@ def _final_pace(simulation: Simulation, schedule: str, stages: Sequence[Ops], ho
         return (simulation.makespan - before) / (few - fewer)
     each = _totals(stages)
     every = (stages_of(schedule, rank, num_ranks, len(stages) // num_ranks) for rank in range(num_ranks))
-    busiest = max(sum(each[stage] for stage, _ in own) for own in every)
+    busiest = max(sum(each[stage] for stage, _ in own_parts) for own_parts in every)
     middle = _first_forward(simulation, few // 2 + num_ranks) - _first_forward(simulation, few // 2)
     return max(middle / num_ranks, busiest)
 
@@ -261,8 +261,8 @@ def _final_pace(simulation: Simulation, schedule: str, stages: Sequence[Ops], ho
 def _first_forward(simulation: Simulation, microbatch: int) -> float:
     """Return when a microbatch leaves the first stage."""
     work = simulation.program.timed_columns
-    found = (work.stage == 0) & (work.microbatch == microbatch) & (work.code == CODE[Op.FORWARD])
-    return float(simulation.ended[simulation.graph.node[found.argmax()]])
+    flags = (work.stage == 0) & (work.microbatch == microbatch) & (work.code == CODE[Op.FORWARD])
+    return float(simulation.ended[simulation.graph.node[flags.argmax()]])
 
 
 def _few(num_ranks: int, num_microbatches: int) -> int:

@@ -58,7 +58,12 @@ class BlockTable:
         self.seconds, self._full, self._static = (
             sums([getattr(block, name) for block in blocks]) for name in ("seconds", "activation_bytes", "static_bytes")
         )
-        self._until = sums([full if own is None else own for full, own in zip(np.diff(self._full), until, strict=True)])
+        self._until = sums(
+            [
+                full if own_bytes is None else own_bytes
+                for full, own_bytes in zip(np.diff(self._full), until, strict=True)
+            ]
+        )
         self._start, self._checkpoint, self._again, outputs = (
             np.array([float(getattr(block, name)) for block in blocks])
             for name in ("start_bytes", "checkpoint_bytes", "again_bytes", "output_bytes")
@@ -78,15 +83,15 @@ class BlockTable:
 
     def received(self, firsts: Ints) -> Floats:
         """Return the input of a run; nothing for the first run."""
-        found: Floats = self._outputs[firsts]
-        return found
+        sizes: Floats = self._outputs[firsts]
+        return sizes
 
     def pairs(self, firsts: Ints, ends: Ints, again: Again = False) -> Floats:
         """Return the bytes of a pair, (..., 3): as kept, what its backward adds, and between I and W."""
         full = self._full[ends] - self._full[firsts] + self._start[firsts]
-        kept = np.where(again, self.received(firsts) + self._checkpoint[ends - 1], full)
-        more = full + self._again[ends - 1] * again - kept
-        return np.stack([kept, more, self._until[ends] - self._until[firsts]], axis=-1)
+        kept_bytes = np.where(again, self.received(firsts) + self._checkpoint[ends - 1], full)
+        more = full + self._again[ends - 1] * again - kept_bytes
+        return np.stack([kept_bytes, more, self._until[ends] - self._until[firsts]], axis=-1)
 
     def rank_bytes(self, rank: HeldPairs, firsts: Ints, ends: Ints, again: Again = False) -> Floats:
         """Return the peak of a rank whose stages are the runs along the last axis; tied weights count once."""
@@ -100,25 +105,25 @@ class CutChain:
     """The blocks on ranks, with what each rank holds of its stages; some stages may be recomputed."""
 
     def __init__(
-        self, table: BlockTable, num_stages: int, held: Sequence[HeldPairs], recompute: Sequence[bool] = ()
+        self, table: BlockTable, num_stages: int, held_pairs: Sequence[HeldPairs], recompute: Sequence[bool] = ()
     ) -> None:
         self.table = table
         self.num_stages = num_stages
-        self.held = held or [HeldPairs((stage,), np.zeros((1, 1, 3))) for stage in range(num_stages)]
+        self.held_pairs = held_pairs or [HeldPairs((stage,), np.zeros((1, 1, 3))) for stage in range(num_stages)]
         self._again = np.array(recompute or (False,) * num_stages)
-        self.shares_ranks = any(len(rank.stages) > 1 for rank in self.held)
-        self.shares = np.zeros((len(self.held), num_stages))
-        named = {stage for rank in self.held for stage in rank.stages}
+        self.shares_ranks = any(len(rank.stages) > 1 for rank in self.held_pairs)
+        self.shares = np.zeros((len(self.held_pairs), num_stages))
+        named = {stage for rank in self.held_pairs for stage in rank.stages}
         if named != set(range(num_stages)):
             raise PlanError(f"held covers the stages {sorted(named)}", expected=f"all of 0 to {num_stages - 1}")
-        for rank, row in zip(self.held, self.shares, strict=True):
+        for rank, row in zip(self.held_pairs, self.shares, strict=True):
             row[list(rank.stages)] = rank.shares or 1.0
 
     def stage_bytes(self, stage: int) -> Floats:
         """Return what every slice would cost as this stage, alone on its ranks; infinite if it is empty."""
         firsts, ends = self.table.grid
         runs = firsts[..., None], ends[..., None], self._again[[stage]]
-        alone = [rank.only([stage]) for rank in self.held if stage in rank.stages]
+        alone = [rank.only([stage]) for rank in self.held_pairs if stage in rank.stages]
         size = np.max([self.table.rank_bytes(rank, *runs) for rank in alone], axis=0)
         return np.where(firsts < ends, size, np.inf)
 
@@ -126,7 +131,7 @@ class CutChain:
         """Return every rank's peak under each of these cuts, (cuts, ranks)."""
         ends = np.array([ends_of(counts) for counts in many])
         columns = []
-        for rank in self.held:
+        for rank in self.held_pairs:
             here = np.array(rank.stages)
             columns.append(self.table.rank_bytes(rank, ends[:, here], ends[:, here + 1], self._again[here]))
         return np.stack(columns, axis=1)

@@ -69,14 +69,14 @@ def shortest_step(seconds: Sequence[Floats], num_microbatches: int) -> Counts | 
     if least_largest == np.inf:
         return None
     least_sum = float(suffixes(seconds, np.add)[0][0])
-    best, found = np.inf, None
+    best, numbers = np.inf, None
     for largest in lengths[lengths >= least_largest * (1 - SLACK)].tolist():
         if least_sum + (num_microbatches - 1) * largest >= best:
             break
         whole, counts = _shortest_sum(seconds, largest * (1 + SLACK))
         if whole + (num_microbatches - 1) * largest < best:
-            best, found = whole + (num_microbatches - 1) * largest, counts
-    return found
+            best, numbers = whole + (num_microbatches - 1) * largest, counts
+    return numbers
 
 
 def _shortest_sum(
@@ -104,11 +104,11 @@ def dealt(num_blocks: int, owners: Sequence[int], extra: Sequence[float], *, lat
     ((1, 2, 2, 1), (1, 1, 2, 2))
     """
     counts = [1] * len(owners)
-    middle, seen = (len(owners) - 1) / 2, [0] * (max(owners) + 1)
+    middle, num_seen = (len(owners) - 1) / 2, [0] * (max(owners) + 1)
     ties = []
     for stage, owner in enumerate(owners):
-        ties.append((-seen[owner] if late else 0, abs(stage - middle), stage))
-        seen[owner] += 1
+        ties.append((-num_seen[owner] if late else 0, abs(stage - middle), stage))
+        num_seen[owner] += 1
     stages = [1 + more for more in extra]
     ranks = [0.0] * (max(owners) + 1)
     for stage, owner in enumerate(owners):

@@ -61,9 +61,13 @@ class Partition:
 
 
 def partition(
-    blocks: Sequence[BlockCosts], num_stages: int, *, held: Sequence[HeldPairs] = (), max_bytes: float | None = None
+    blocks: Sequence[BlockCosts],
+    num_stages: int,
+    *,
+    held_pairs: Sequence[HeldPairs] = (),
+    max_bytes: float | None = None,
 ) -> Partition:
-    """Return the best cut of `blocks` into stages; `held`, from `held_by`, says what each rank holds at once.
+    """Return the best cut of `blocks` into stages; `held_pairs`, from `held_by`, says what each rank holds at once.
 
     >>> partition([BlockCosts(seconds) for seconds in (3, 1, 2, 2, 4)], 3).counts
     (2, 2, 1)
@@ -76,11 +80,11 @@ def partition(
             if num_stages > len(blocks)
             else "",
         )
-    if max_bytes is not None and not held:
+    if max_bytes is not None and not held_pairs:
         raise PlanError("max_bytes needs held", expected="what every rank holds, from held_by(program)")
-    chain = CutChain(BlockTable(blocks), num_stages, held)
+    chain = CutChain(BlockTable(blocks), num_stages, held_pairs)
     counts, is_exact = _best(chain, Limit(max_bytes=max_bytes).most_bytes)
-    return partition_at(chain, counts, is_exact, knows_bytes=bool(held))
+    return partition_at(chain, counts, is_exact, knows_bytes=bool(held_pairs))
 
 
 def partition_at(chain: CutChain, counts: Counts, is_exact: bool, *, knows_bytes: bool = True) -> Partition:
@@ -96,9 +100,9 @@ def partition_at(chain: CutChain, counts: Counts, is_exact: bool, *, knows_bytes
 def _best(chain: CutChain, limit: float) -> tuple[Counts, bool]:
     """Return the best cut within the limit, and whether it is proven."""
     bounds = Bounds(chain, limit)
-    found = bounds.best_cut()
-    if found is not None and not chain.shares_ranks:
-        return found, True
+    counts = bounds.best_cut()
+    if counts is not None and not chain.shares_ranks:
+        return counts, True
     even = even_cut(chain.table.num_blocks, chain.num_stages)
 
     def sizes(many: Sequence[Counts]) -> list[Any]:
@@ -111,8 +115,8 @@ def _best(chain: CutChain, limit: float) -> tuple[Counts, bool]:
         return list(zip(excess, chain.quality(many), strict=True))
 
     least = even if limit == math.inf else _climbed(even, sizes)
-    if found is not None:
-        begun = [_climbed(entry, fitting) for entry in (found, least)]
+    if counts is not None:
+        begun = [_climbed(entry, fitting) for entry in (counts, least)]
         (excess, _), start = min(zip(fitting(begun), begun, strict=True), key=lambda pair: pair[0])
         search = Search(bounds, None if excess > 0 else start)
         if search.best is not None:
@@ -182,24 +186,24 @@ class Search:
         stages = range(chain.num_stages)
         # The ranks that have each stage, with what they have so far.
         self._holders = [
-            [rank.only([at for at in rank.stages if at <= stage]) for rank in chain.held if stage in rank.stages]
+            [rank.only([at for at in rank.stages if at <= stage]) for rank in chain.held_pairs if stage in rank.stages]
             for stage in stages
         ]
         # The ranks that have a stage after each one: the remaining work goes to them.
         self._open = [
-            [at for at, rank in enumerate(chain.held) if any(n > stage for n in rank.stages)] for stage in stages
+            [at for at, rank in enumerate(chain.held_pairs) if any(n > stage for n in rank.stages)] for stage in stages
         ]
         if self.best is not None:
             largest = float(chain.rank_bytes([self.best]).max())
             self.value = (largest, 0.0) if self.smallest else chain.quality([self.best])[0]
-        self._extend([0], np.zeros(len(chain.held)), 0.0, 0.0)
+        self._extend([0], np.zeros(len(chain.held_pairs)), 0.0, 0.0)
 
     @property
     def is_exact(self) -> bool:
         """Whether the search was complete, or the bound proves that the largest rank cannot be shorter."""
         if self.nodes <= _MAX_NODES:
             return True
-        least = max(float(self.bounds.largest[0][0]), float(self.chain.table.seconds[-1]) / len(self.chain.held))
+        least = max(float(self.bounds.largest[0][0]), float(self.chain.table.seconds[-1]) / len(self.chain.held_pairs))
         return not self.smallest and self.value[0] <= least * (1 + SLACK)
 
     def _extend(self, ends: list[int], loads: Floats, squares: float, size: float) -> None:
@@ -249,5 +253,5 @@ class Search:
             self.chain.table.rank_bytes(rank, placed[:, np.array(rank.stages)], placed[:, np.array(rank.stages) + 1])
             for rank in self._holders[len(ends) - 1]
         ]
-        found: Floats = np.max(peaks, axis=0)
-        return found
+        sizes: Floats = np.max(peaks, axis=0)
+        return sizes

@@ -49,8 +49,8 @@ class HeldPairs:
         [11.0, 10.0]
         """
         flat = pairs.reshape(*pairs.shape[:-2], -1)
-        found: Floats = (flat @ self.moments.reshape(len(self.moments), -1).T).max(axis=-1)
-        return found
+        stashes: Floats = (flat @ self.moments.reshape(len(self.moments), -1).T).max(axis=-1)
+        return stashes
 
     def only(self, stages: Sequence[int]) -> HeldPairs:
         """Return what the rank holds of only some of its stages."""
@@ -64,20 +64,20 @@ def held_by(program: Program) -> tuple[HeldPairs, ...]:
     >>> [rank.moments.tolist() for rank in held_by(Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1"))]
     [[[[2.0, 1.0, 0.0]]], [[[1.0, 1.0, 0.0]]]]
     """
-    found = []
+    held_pairs = []
     for rank, row in enumerate(program.rows):
         stages = program.placement.stages_of(rank)
         moments = _largest(_moments(row, stages, program.backwards)) or [(0,) * 3 * len(stages)]
         forwards = Counter(part.stage for action in row for part in action.work if part.op is Op.FORWARD)
         shares = tuple(forwards[stage] / program.num_microbatches for stage in stages)
-        found.append(HeldPairs(stages, np.array(moments, dtype=float).reshape(-1, len(stages), 3), shares))
-    return tuple(found)
+        held_pairs.append(HeldPairs(stages, np.array(moments, dtype=float).reshape(-1, len(stages), 3), shares))
+    return tuple(held_pairs)
 
 
 def _moments(row: Sequence[Action], stages: Sequence[int], backwards: Sequence[Backward]) -> Iterator[_Moment]:
     """Yield the counts while each action of a row runs."""
     place = {stage: at for at, stage in enumerate(stages)}
-    held, until = [0] * len(stages), [0] * len(stages)
+    held_counts, until = [0] * len(stages), [0] * len(stages)
     for action in row:
         if action.op not in TIMED_OPS:
             continue
@@ -85,25 +85,25 @@ def _moments(row: Sequence[Action], stages: Sequence[int], backwards: Sequence[B
         split = [at for at, op, kind in parts if op is Op.BACKWARD_INPUT and kind is Backward.WHOLE]
         running = [at for at, op, _ in parts if op in (Op.BACKWARD, Op.BACKWARD_INPUT)]
         for at, op, _ in parts:
-            held[at] += op is Op.FORWARD
+            held_counts[at] += op is Op.FORWARD
         # While I runs, its pair counts as the larger of what F left and what W will need.
         for turned in product((False, True), repeat=len(split)):
             moved = [at for at, turn in zip(split, turned, strict=True) if turn]
-            counts = zip(range(len(stages)), held, until, strict=True)
+            counts = zip(range(len(stages)), held_counts, until, strict=True)
             yield tuple(
                 number
                 for at, pairs, later in counts
                 for number in (pairs - moved.count(at), running.count(at) - moved.count(at), later + moved.count(at))
             )
         for at, op, kind in parts:
-            held[at] -= op in (Op.BACKWARD, Op.BACKWARD_INPUT) or (op is Op.FORWARD and kind is Backward.NONE)
+            held_counts[at] -= op in (Op.BACKWARD, Op.BACKWARD_INPUT) or (op is Op.FORWARD and kind is Backward.NONE)
             until[at] += (at in split and op is Op.BACKWARD_INPUT) - (op is Op.BACKWARD_WEIGHT)
 
 
 def _largest(moments: Iterable[_Moment]) -> list[_Moment]:
     """Drop moments at which nothing is larger than at some other moment."""
-    found: list[_Moment] = []
+    moments_left: list[_Moment] = []
     for moment in sorted(set(moments), reverse=True):
-        if not any(all(a >= b for a, b in zip(other, moment, strict=True)) for other in found):
-            found.append(moment)
-    return found
+        if not any(all(a >= b for a, b in zip(other, moment, strict=True)) for other in moments_left):
+            moments_left.append(moment)
+    return moments_left

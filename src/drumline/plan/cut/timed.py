@@ -96,24 +96,24 @@ class TimedCuts:
         alike: dict[tuple[bool, ...], list[Counts]] = {}
         for counts in many:
             alike.setdefault(self._trained(counts), []).append(counts)
-        found: dict[Counts, TimedCut] = {}
+        timed_cuts: dict[Counts, TimedCut] = {}
         limits = np.array(self.limits or [np.inf])
         for trained, cuts in alike.items():
             program = _pruned(self.program, trained)
             seconds, sizes = self.steps(program, cuts), self.chain(program).rank_bytes(cuts)
             over = (np.maximum(sizes - limits, 0.0) / np.where(np.isfinite(limits), limits, 1.0)).max(axis=1)
             each = zip(cuts, seconds.tolist(), map(tuple, sizes.tolist()), over.tolist(), strict=True)
-            found.update((counts, TimedCut(counts, *taken)) for counts, *taken in each)
-        return [found[counts] for counts in many]
+            timed_cuts.update((counts, TimedCut(counts, *taken)) for counts, *taken in each)
+        return [timed_cuts[counts] for counts in many]
 
     def moved(self, starts: Sequence[Counts], value: Callable[[TimedCut], Any], **how: Any) -> TimedCut:
         """Return the cut with the smallest value reachable from the best of `starts`; `how` is for `climb`."""
         tried: dict[Counts, TimedCut] = {}
 
         def values(many: Sequence[Counts]) -> list[Any]:
-            found = self.timed(many)
-            tried.update((cut.counts, cut) for cut in found)
-            return [value(cut) for cut in found]
+            timed_cuts = self.timed(many)
+            tried.update((cut.counts, cut) for cut in timed_cuts)
+            return [value(cut) for cut in timed_cuts]
 
         return tried[climb(starts, values, **how)]
 
@@ -138,22 +138,22 @@ class TimedCuts:
         start = min(fitting, key=seconds).counts
         actions = sum(map(len, self.program.rows)) * sum(1 for _ in neighbours(start))
         rounds = _MAX_TIMED // max(actions, 1)
-        found = self.moved([start], seconds, rounds=rounds, better=lambda value, now: value < now * (1 - _GAIN)).counts
+        counts = self.moved([start], seconds, rounds=rounds, better=lambda value, now: value < now * (1 - _GAIN)).counts
         is_exact = next(value.is_exact for value in begun if value.counts == start)
-        return partition_at(self.chain(self.pruned(found)), found, is_exact)
+        return partition_at(self.chain(self.pruned(counts)), counts, is_exact)
 
     def _evenest(self, max_bytes: float | None) -> tuple[list[Partition], PlanError | None]:
         """Return the cut with the most even ranks for each number of stages without a backward, or why none exists."""
         stages = self.program.num_stages
         frozen = 0 if any(self._trains) and self._trains[0] else stages - 1
-        found, problem = [], None
+        partitions, problem = [], None
         for number in range(frozen + 1) if any(self._trains) else [0]:
-            held = held_by(_pruned(self.program, (False,) * number + (True,) * (stages - number)))
+            held_pairs = held_by(_pruned(self.program, (False,) * number + (True,) * (stages - number)))
             try:
-                found.append(partition(self.blocks, stages, held=held, max_bytes=max_bytes))
+                partitions.append(partition(self.blocks, stages, held_pairs=held_pairs, max_bytes=max_bytes))
             except PlanError as error:
                 problem = problem or error
-        return found, problem
+        return partitions, problem
 
 
 @once_per_program

@@ -127,15 +127,15 @@ class Profile:
         stages = [self.layers[i:j] for i, j in pairwise(ends)]
 
         def seconds(op: str) -> list[float]:
-            own = self.overhead.of(op, split=split)
-            return [own + sum(block.times.of(op, split=split) for block in stage) for stage in stages]
+            own_seconds = self.overhead.of(op, split=split)
+            return [own_seconds + sum(block.times.of(op, split=split) for block in stage) for stage in stages]
 
         def size(what: str) -> list[float]:
             return [sum(getattr(block, what) for block in stage) for stage in stages]
 
         weights, gradients = _static(stages, placement)
         again = [False] * len(stages) if recompute is None else list(recompute)
-        kept = [stage[-1].checkpoint_bytes if flag else 0 for flag, stage in zip(again, stages, strict=True)]
+        kept_bytes = [stage[-1].checkpoint_bytes if flag else 0 for flag, stage in zip(again, stages, strict=True)]
         twice = [stage[-1].again_bytes if flag else 0 for flag, stage in zip(again, stages, strict=True)]
         received = [0.0, *(float(self.layers[end - 1].output_bytes) for end in ends[1:-1])]
         return Costs(
@@ -145,12 +145,12 @@ class Profile:
             backward_weight=seconds("backward_weight"),
             message_bytes=[*(float(stage[-1].output_bytes) for stage in stages[:-1]), 0.0],
             activation_bytes=[
-                held + stage[0].start_bytes + more
-                for held, stage, more in zip(size("activation_bytes"), stages, twice, strict=True)
+                held_bytes + stage[0].start_bytes + more
+                for held_bytes, stage, more in zip(size("activation_bytes"), stages, twice, strict=True)
             ],
             held_until_weight_bytes=size("held_until_weight_bytes"),
             recompute=tuple(again) if any(again) else False,
-            checkpoint_bytes=tuple(map(sum, zip(received, kept, strict=True))) if any(again) else 0.0,
+            checkpoint_bytes=tuple(map(sum, zip(received, kept_bytes, strict=True))) if any(again) else 0.0,
             weight_bytes=weights,
             gradient_bytes=gradients,
             optimizer_bytes=[optimizer_states * gradient for gradient in gradients],
@@ -242,12 +242,12 @@ def _static(stages: Sequence[Sequence[ProfiledBlock]], placement: Placement | No
     ranks = [{stage} if placement is None else set(placement.ranks_of(stage)) for stage in range(len(stages))]
     for stage, layers in enumerate(stages):
         before = (stages[number] for number in range(stage) if ranks[number] & ranks[stage])
-        seen = {name for other in before for layer in other for name, _, _ in layer.tied}
+        seen_names = {name for other in before for layer in other for name, _, _ in layer.tied}
         weight, gradient = sum(layer.weight_bytes for layer in layers), sum(layer.gradient_bytes for layer in layers)
         for name, again, trained in (tied for layer in layers for tied in layer.tied):
-            if name in seen:
+            if name in seen_names:
                 weight, gradient = weight - again, gradient - trained
-            seen.add(name)
+            seen_names.add(name)
         weights.append(float(weight))
         gradients.append(float(gradient))
     return weights, gradients

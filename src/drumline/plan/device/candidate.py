@@ -136,13 +136,15 @@ class Candidate:
         """Every rank's peak, item by item."""
         counts, stages = self.cut.counts, self.program.num_stages
         program, table = self.stages.cuts.pruned(counts), self.stages.cuts.table
-        ends, held = np.array(ends_of(counts)), held_by(program)
+        ends, held_pairs = np.array(ends_of(counts)), held_by(program)
         pairs = table.pairs(ends[:-1], ends[1:], np.array(self.stages.recompute))
         received = table.received(ends[:-1])[:, None]
-        kept, running, until = np.split(pairs, 3, axis=-1)
-        bare = [np.maximum(array - received, 0.0) for array in (kept, kept + running, until)]
+        kept_bytes, running, until = np.split(pairs, 3, axis=-1)
+        bare = [np.maximum(array - received, 0.0) for array in (kept_bytes, kept_bytes + running, until)]
         own_pairs = np.concatenate([bare[0], bare[1] - bare[0], bare[2]], axis=-1)
-        whole, own = ([float(rank.stash(array[list(rank.stages)])) for rank in held] for array in (pairs, own_pairs))
+        whole, own_bytes = (
+            [float(rank.stash(array[list(rank.stages)])) for rank in held_pairs] for array in (pairs, own_pairs)
+        )
         trained = [kind.name == "WHOLE" for kind in program.backwards]
         weight, gradient, optimizer = (
             self.costs.per_stage(f"{name}_bytes", stages) for name in ("weight", "gradient", "optimizer")
@@ -152,10 +154,10 @@ class Candidate:
                 sum(weight[number] for number in here),
                 sum(gradient[number] * trained[number] for number in here),
                 sum(optimizer[number] * trained[number] for number in here),
-                own[rank],
-                whole[rank] - own[rank],
+                own_bytes[rank],
+                whole[rank] - own_bytes[rank],
             )
-            for rank, here in enumerate(each.stages for each in held)
+            for rank, here in enumerate(each.stages for each in held_pairs)
         )
 
     def plan(self, profile: ModelProfile, optimizer: str) -> Plan:
@@ -199,7 +201,7 @@ class Candidate:
     def summary(self, best: Candidate | None = None) -> dict[str, Any]:
         """Return the candidate as plain values, with why `best` is better."""
         placement = self.program.placement
-        found = {
+        summary = {
             "schedule": self.program.name,
             "searched": self.searched,
             "stages": self.program.num_stages,
@@ -213,4 +215,4 @@ class Candidate:
             "rank_bytes": list(self.cut.rank_bytes),
             "sent_bytes": self.sent_bytes,
         }
-        return found if best is None or best is self else {**found, "why_not": str(self.why_not(best))}
+        return summary if best is None or best is self else {**summary, "why_not": str(self.why_not(best))}

@@ -88,19 +88,19 @@ class Question:
         if self.only:
             return list(self.only)
         low, high = self.profile.rows[0], self.profile.rows[-1]
-        found = [
+        sizes = [
             rows
             for rows in range(low, min(high, self.batch) + 1)
             if self.batch % rows == 0 and self.batch // rows <= _MOST_MICROBATCHES
         ]
-        if not found:
+        if not sizes:
             few = "no measured microbatch size divides it"
             raise PlanError(
                 f"cannot split a batch of {self.batch} rows: {'any microbatch is larger' if self.batch < low else few}",
                 expected=f"a multiple of a size from {low} to {high}, in at most {_MOST_MICROBATCHES} microbatches",
                 fix="profile other sizes with --microbatch-sizes, or plan for another batch",
             )
-        return found
+        return sizes
 
     def _programs(self, num_microbatches: int) -> Iterator[Program]:
         """Yield the program of every schedule that supports the counts."""

@@ -120,8 +120,8 @@ class ModelProfile(Saved):
         """Return the blocks at a microbatch size between the smallest and the largest measured ones.
 
         >>> value, four = (Profile((), OpTimes(rows, rows, rows, rows), "cpu", 5) for rows in (1.0, 4.0))
-        >>> found = ModelProfile(Identity("m", 0, ""), "cpu", 1, 1, ((1, value), (4, four)))
-        >>> found.at(2).overhead.forward
+        >>> profile = ModelProfile(Identity("m", 0, ""), "cpu", 1, 1, ((1, value), (4, four)))
+        >>> profile.at(2).overhead.forward
         2.0
         """
         known = self.rows
@@ -239,8 +239,8 @@ def _blend(profiles: Sequence[Profile], how: Callable[[Sequence[float]], float],
 
     def times(each: Sequence[OpTimes]) -> OpTimes:
         taped = [op_times.taped for op_times in each if op_times.taped is not None]
-        told = {name: pace * how([getattr(op_times, name) for op_times in each]) for name in _TIMES}
-        return OpTimes(**told, taped=pace * how(taped) if len(taped) == len(each) else None)
+        seconds = {name: pace * how([getattr(op_times, name) for op_times in each]) for name in _TIMES}
+        return OpTimes(**seconds, taped=pace * how(taped) if len(taped) == len(each) else None)
 
     first = profiles[0]
     if any([layer.name for layer in other.layers] != [layer.name for layer in first.layers] for other in profiles):

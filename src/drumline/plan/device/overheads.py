@@ -92,9 +92,9 @@ class Overheads:
     def fitted(measured: Sequence[tuple[float, Handling]], ends: Sequence[tuple[float, float]]) -> Overheads:
         """Fit the handling of messages of some sizes, and the ends of steps with some bytes of gradients.
 
-        >>> told = [(0.0, Handling(send=1.0, action=0.5)), (10.0, Handling(send=2.0, action=0.5))]
-        >>> found = Overheads.fitted(told, [(0.0, 1.0)])
-        >>> round(found.send.at(20.0), 9), found.action
+        >>> samples = [(0.0, Handling(send=1.0, action=0.5)), (10.0, Handling(send=2.0, action=0.5))]
+        >>> overheads = Overheads.fitted(samples, [(0.0, 1.0)])
+        >>> round(overheads.send.at(20.0), 9), overheads.action
         (3.0, 0.5)
         """
         middle = {

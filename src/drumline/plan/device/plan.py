@@ -160,15 +160,15 @@ class Plan(Saved):
         rank_bytes = tuple(RankBytes(**peak) for peak in peaks)
         limits = None if table["limits"].value is None else tuple(float(e.number()) for e in table["limits"].each())
         stages, ranks = (program.num_stages, "stages"), (program.num_ranks, "ranks")
-        for name, given, (wanted, of) in (
+        for name, values, (wanted, of) in (
             ("counts", counts, stages),
             ("checkpoint", checkpoint, stages),
             ("cuts", (*cuts, ""), stages),
             ("rank_bytes", rank_bytes, ranks),
             ("limits", limits, ranks),
         ):
-            if given is not None and len(given) != wanted:
-                raise cls.KIND.refuse(f"a damaged plan: {name} has {len(given)} items for {wanted} {of}")
+            if values is not None and len(values) != wanted:
+                raise cls.KIND.refuse(f"a damaged plan: {name} has {len(values)} items for {wanted} {of}")
         seconds = table["seconds"].only(_SECONDS)
         return cls(
             identity_from(table["model"]),

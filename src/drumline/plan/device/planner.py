@@ -100,8 +100,8 @@ def plan(
     question = Question(
         known, ranks, batch, optimizer, _names(schedules), tuple(checkpoint), seconds, progress, stages_per_rank
     )
-    found = list(question.combinations())
-    fitting, rejected = [candidate for candidate in found if candidate.fits], [c for c in found if not c.fits]
+    candidates = list(question.combinations())
+    fitting, rejected = [candidate for candidate in candidates if candidate.fits], [c for c in candidates if not c.fits]
     if not fitting:
         raise _nothing_fits(question, sorted(rejected, key=lambda candidate: candidate.largest_share))
     fitting.sort(key=lambda candidate: candidate.step_seconds)
@@ -118,7 +118,7 @@ def _with_searched(question: Question, fitting: list[Candidate]) -> list[Candida
     for candidate in fitting:
         kinds.setdefault((candidate.rows, candidate.program.placement.homes, candidate.stages.recompute), candidate)
     wanted = [kind for kind in kinds.values() if _is_whole(kind)][:_SEARCHED]
-    found, began = list(fitting), time.monotonic()
+    candidates, began = list(fitting), time.monotonic()
     for number, candidate in enumerate(wanted):
         left = (question.seconds - (time.monotonic() - began)) / (len(wanted) - number)
         if left <= 0:
@@ -126,8 +126,8 @@ def _with_searched(question: Question, fitting: list[Candidate]) -> list[Candida
         question.say(f"searching programs like {candidate.program.name} ({number + 1} of {len(wanted)}) ...")
         better = _searched(question, candidate, left)
         if better is not None:
-            found.append(better)
-    return sorted(found, key=lambda candidate: candidate.step_seconds)
+            candidates.append(better)
+    return sorted(candidates, key=lambda candidate: candidate.step_seconds)
 
 
 def _searched(question: Question, start: Candidate, seconds: float) -> Candidate | None:
@@ -138,16 +138,16 @@ def _searched(question: Question, start: Candidate, seconds: float) -> Candidate
         # The search takes one limit for all ranks; ranks with a smaller limit count as already holding the difference.
         most = max(value for value in question.ranks.limits if value < math.inf)
         weights = list(costs.per_stage("weight_bytes", placement.num_stages))
-        for rank, own in enumerate(question.ranks.limits):
-            if own < most:
-                weights[placement.stages_of(rank)[0]] += most - own
+        for rank, own_limit in enumerate(question.ranks.limits):
+            if own_limit < most:
+                weights[placement.stages_of(rank)[0]] += most - own_limit
         costs, limit = replace(costs, weight_bytes=weights), Limit(max_bytes=most)
     try:
-        found = search(costs, placement, num_microbatches=start.program.num_microbatches, limit=limit, seconds=seconds)
+        result = search(costs, placement, num_microbatches=start.program.num_microbatches, limit=limit, seconds=seconds)
     except PlanError:
         return None  # a single limit for all ranks is tighter than theirs
-    assert not validate(found.program), "the search returns programs that can run"
-    program = Program(found.program.rows, f"searched, {placement.name}")
+    assert not validate(result.program), "the search returns programs that can run"
+    program = Program(result.program.rows, f"searched, {placement.name}")
     stages = replace(start.stages, program=program)
     candidate = Candidate(stages, stages.cuts.timed([start.cut.counts])[0], start.rows, question.batch, searched=True)
     return candidate if candidate.fits and candidate.step_seconds < start.step_seconds * (1 - 1e-6) else None
@@ -204,7 +204,7 @@ def _nothing_fits(question: Question, rejected: Sequence[Candidate]) -> PlanErro
         f"{over / _MIB:.1f} MiB less: weights, gradients and optimizer state alone take"
         f" {(items.total - items.stash) / _MIB:.1f} MiB"
     )
-    share = max(size / own for size, own in zip(nearest.cut.rank_bytes, question.ranks.memory, strict=True))
+    share = max(size / own_bytes for size, own_bytes in zip(nearest.cut.rank_bytes, question.ranks.memory, strict=True))
     enough = math.ceil(max(question.ranks.memory) * share / (1 - question.ranks.headroom))
     error = PlanError(
         f"nothing fits: the smallest of {counted(len(rejected), 'combination')}"

@@ -79,10 +79,10 @@ class Ranks:
         ([(0, 1, 2)], [(0, 1), (1, 0)])
         """
         alike = len(set(zip(self.speeds, self.memory, strict=True))) == 1 and not self.edges
-        seen = set()
+        seen_orders = set()
         every = permutations(range(self.num_ranks)) if not alike and self.num_ranks <= _MOST_PERMUTED else []
         for order in [tuple(range(self.num_ranks)), *every]:
             kind = tuple((self.speeds[number], self.memory[number], number if self.edges else 0) for number in order)
-            if kind not in seen:
-                seen.add(kind)
+            if kind not in seen_orders:
+                seen_orders.add(kind)
                 yield order

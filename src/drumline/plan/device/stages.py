@@ -57,9 +57,11 @@ class Stages:
         plain, taped = (self.costs(counts, split=share) for share in (0.0, 1.0))
         names = ("forward", "backward_input")
         stages = self.program.num_stages
-        (forward, own), (longer, _) = ([costs.per_stage(name, stages) for name in names] for costs in (plain, taped))
+        (forward, own_seconds), (longer, _) = (
+            [costs.per_stage(name, stages) for name in names] for costs in (plain, taped)
+        )
         tape = [max(b - a, 0.0) for a, b in zip(forward, longer, strict=True)]
-        return replace(plain, backward_input=[value + more for value, more in zip(own, tape, strict=True)])
+        return replace(plain, backward_input=[value + more for value, more in zip(own_seconds, tape, strict=True)])
 
     def costs(self, counts: Counts, *, messages: bool = True, split: float | None = None) -> Costs:
         """Return the costs of a cut's stages, including handling; without `messages`, as if messages were free.
@@ -98,30 +100,30 @@ class Stages:
         Runs of blocks from `firsts` to before `ends` belong to one stage, or along their last axis to all stages.
         """
         share = split_share(self.program) if split is None else split
-        own, homes = overheads or self.overheads, self.program.placement.homes
+        own_overheads, homes = overheads or self.overheads, self.program.placement.homes
         speed = np.array([self.ranks.speeds[home] for home in homes])[stage]
         earlier, later = (crossed[stage] for crossed in crossings(self.program))
         plain = {op: self._plain(op, firsts, ends, split=share) / speed for op in OPS}
         sent, received = self.cuts.table.sent(ends), self.cuts.table.received(firsts)
         # A stage sends its gradient to where its input came from.
         back = plain[Op.FORWARD] * np.array(self.recompute)[stage]
-        back = back + own.take.at(sent) * later + own.send.at(received) * earlier
-        ahead = own.send.at(sent) * later + own.take.at(received) * earlier
+        back = back + own_overheads.take.at(sent) * later + own_overheads.send.at(received) * earlier
+        ahead = own_overheads.send.at(sent) * later + own_overheads.take.at(received) * earlier
         extra = dict(zip(OPS, (ahead, back, back, np.zeros_like(back)), strict=True))
-        return np.stack([plain[op] + extra[op] + own.action for op in OPS])
+        return np.stack([plain[op] + extra[op] + own_overheads.action for op in OPS])
 
     def _plain(self, op: Op, firsts: Ints, ends: Ints, *, split: float) -> Floats:
         """Return the seconds of an op, with the cost of calling a stage; `split` is the share of split backwards."""
         whole = sums([layer.times.of(FIELD[op], split=split) for layer in self.profile.layers])
-        found: Floats = whole[ends] - whole[firsts] + self.profile.overhead.of(FIELD[op], split=split)
-        return found
+        seconds: Floats = whole[ends] - whole[firsts] + self.profile.overhead.of(FIELD[op], split=split)
+        return seconds
 
     def _steps(self, program: Program, many: Sequence[Counts]) -> Floats:
         """Return the predicted step of every cut: the simulated time, plus the time before and after it."""
         ends = np.array([ends_of(counts) for counts in many])
         gradients = np.diff(sums([layer.gradient_bytes for layer in self.profile.layers])[ends], axis=1)
-        held = (list(program.placement.stages_of(rank)) for rank in range(program.num_ranks))
-        around: Floats = self._around(np.max([gradients[:, stages].sum(axis=1) for stages in held], axis=0))
+        held_stages = (list(program.placement.stages_of(rank)) for rank in range(program.num_ranks))
+        around: Floats = self._around(np.max([gradients[:, stages].sum(axis=1) for stages in held_stages], axis=0))
         if self.ranks.edges:
             return makespans(program, [self.costs(counts) for counts in many]) + around
         ops, stages = ops_and_stages(program)
@@ -131,8 +133,8 @@ class Stages:
     def around(self, costs: Costs, program: Program) -> float:
         """Return the time of a step before its first action and after its last."""
         gradients = costs.per_stage("gradient_bytes", program.num_stages)
-        held = (program.placement.stages_of(rank) for rank in range(program.num_ranks))
-        return self._around(max(sum(gradients[stage] for stage in stages) for stages in held))
+        held_stages = (program.placement.stages_of(rank) for rank in range(program.num_ranks))
+        return self._around(max(sum(gradients[stage] for stage in stages) for stages in held_stages))
 
     def _around(self, gradient_bytes: Numbers) -> Numbers:
         return self.overheads.begin + self.overheads.end.at(gradient_bytes)
@@ -144,8 +146,8 @@ class Stages:
         """
         num_blocks, num_stages = len(self.profile.layers), self.program.num_stages
         if math.comb(num_blocks - 1, num_stages - 1) <= _EVERY:
-            found = self.cuts.timed(every_cut(num_blocks, num_stages))
-            return min(found, key=lambda cut: cut.order), min(found, key=lambda cut: cut.seconds)
+            timed_cuts = self.cuts.timed(every_cut(num_blocks, num_stages))
+            return min(timed_cuts, key=lambda cut: cut.order), min(timed_cuts, key=lambda cut: cut.seconds)
         free = self._moved(even_cut(num_blocks, num_stages), self.tables(limited=False), lambda cut: cut.seconds)
         if free.excess == 0:
             return free, free
@@ -160,14 +162,14 @@ class Stages:
     def tables(self, *, limited: bool = True) -> list[Floats]:
         """Return the seconds of every run of blocks as each stage, [first, end]; infinite if it does not fit."""
         split, chain = split_share(self.program), self.cuts.chain(self.program)
-        found = []
+        tables = []
         for stage, home in enumerate(self.program.placement.homes):
             forward, backward, by_input, by_weight = self._seconds(*chain.table.grid, stage)
             seconds = forward + (1 - split) * backward + split * (by_input + by_weight)
             limit = self.ranks.limits[home] if limited else math.inf
             size = chain.stage_bytes(stage)
-            found.append(np.where((size <= limit) & (size < math.inf), seconds, np.inf))
-        return found
+            tables.append(np.where((size <= limit) & (size < math.inf), seconds, np.inf))
+        return tables
 
 
 @once_per_program

@@ -67,10 +67,10 @@ class Launch:
 
     def of(self, framework: str) -> Config:
         """Return the config for a framework."""
-        found = {config.framework: config for config in self.configs}
-        if framework not in found:
-            raise PlanError(f"unknown framework {framework!r}", fix=nearest(framework, found))
-        return found[framework]
+        configs = {config.framework: config for config in self.configs}
+        if framework not in configs:
+            raise PlanError(f"unknown framework {framework!r}", fix=nearest(framework, configs))
+        return configs[framework]
 
     def written_to(self, framework: str, file: str) -> Launch:
         """Return the same with the config of a framework in a file of another name.
@@ -78,9 +78,9 @@ class Launch:
         >>> Launch((Config("drumline", "drumline train plan.toml", "plan.toml", ""),)).written_to("drumline", "a.toml")
         Launch(configs=(Config(framework='drumline', command='drumline train a.toml', file='a.toml', ...),))
         """
-        own = self.of(framework)
-        named = replace(own, command=own.command.replace(own.file, shlex.quote(file)), file=file)
-        return Launch(tuple(named if config is own else config for config in self.configs))
+        own_config = self.of(framework)
+        named = replace(own_config, command=own_config.command.replace(own_config.file, shlex.quote(file)), file=file)
+        return Launch(tuple(named if config is own_config else config for config in self.configs))
 
     def to_json(self) -> dict[str, Any]:
         """Return the configs by name."""
@@ -98,23 +98,23 @@ def launch(
 
     `program_file` holds a searched program, which only `drumline train` runs, as it alone trains adapters.
     """
-    own = _own(transformer, cluster, layout, source, program_file)
+    own_config = _own_config(transformer, cluster, layout, source, program_file)
     if program_file or transformer.frozen_base is not None:
-        return Launch((own,))
+        return Launch((own_config,))
     start = torchrun(cluster)
     by_titan = f"{start} -m torchtitan.train --job.config_file plan.toml"
     connections = f"CUDA_DEVICE_MAX_CONNECTIONS={MANY if shards_by_fsdp(layout) else 1}"
     by_megatron = f"grep -v '^#' plan.args | {connections} xargs {start} pretrain_gpt.py"
     return Launch(
         (
-            own,
+            own_config,
             Config("torchtitan", by_titan, "plan.toml", *titan(transformer, layout)),
             Config("megatron", by_megatron, "plan.args", *megatron(transformer, layout)),
         )
     )
 
 
-def _own(transformer: Transformer, cluster: Cluster, layout: Layout, source: str, program_file: str) -> Config:
+def _own_config(transformer: Transformer, cluster: Cluster, layout: Layout, source: str, program_file: str) -> Config:
     """Return what Drumline itself is told."""
     reasons = tuple(not_run(transformer, cluster, layout, source=source))
     others = tuple(differs(transformer, layout, source=source))
@@ -191,8 +191,8 @@ def train_config(
     for name, part in (("experts", transformer.experts), ("latent", transformer.latent)):
         if part is not None:
             model |= {f"{name}_{text}": value for text, value in asdict(part).items()}
-    own = (field.name for field in fields(details))
-    model |= {name: getattr(details, name) for name in own if getattr(details, name) != getattr(PLAIN, name)}
+    own_names = (field.name for field in fields(details))
+    model |= {name: getattr(details, name) for name in own_names if getattr(details, name) != getattr(PLAIN, name)}
     if drops_less(transformer, layout, source=source):
         model["attention_dropout"] = 0.0
     inner = "expert, context" if layout.expert > 1 and layout.context > 1 else "context"
@@ -274,12 +274,12 @@ def links(layout: Layout, cluster: Cluster) -> dict[str, str]:
     >>> links(Layout(batch=4, tensor=4, pipeline=2, data=2), cluster("h100", 16))
     {'tensor': 'inside a node', 'data': 'inside a node', 'pipeline': 'between nodes'}
     """
-    inside, found = 1, {}
+    inside, names = 1, {}
     for axis in AXES:
         size = getattr(layout, axis)
         inside *= size
         if size > 1:
             # A group that does not divide a node evenly crosses into the next one somewhere.
             stays = inside <= cluster.devices_per_node and cluster.devices_per_node % inside == 0
-            found[axis] = "inside a node" if stays else "between nodes"
-    return found
+            names[axis] = "inside a node" if stays else "between nodes"
+    return names

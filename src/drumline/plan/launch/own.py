@@ -107,11 +107,11 @@ def more_bytes(transformer: Transformer, layout: Layout) -> float:
     lines = lines_that_share(layout)
     if zero_of(layout) == 0 or lines == 0:
         return 0.0
-    held, whole, counts = [], replace(layout, zero=0), counts_of(transformer, layout)
+    held_totals, whole, counts = [], replace(layout, zero=0), counts_of(transformer, layout)
     for twin in alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank):
         saved = OPTIMIZER_BYTES * sum(trained_parameters(transformer, layout, twin)) * (1 - 1 / lines)
-        held.append(device_bytes(transformer, whole, twin).total - saved)
-    return max(held) - peak_bytes(transformer, layout)
+        held_totals.append(device_bytes(transformer, whole, twin).total - saved)
+    return max(held_totals) - peak_bytes(transformer, layout)
 
 
 def differs(transformer: Transformer, layout: Layout, *, source: str = "") -> Iterator[str]:

@@ -61,10 +61,10 @@ class Choice:
     @property
     def settings(self) -> dict[str, str]:
         """Return all settings except the degrees of parallelism, in words."""
-        found = self.layout.settings
+        settings = self.layout.settings
         if self.program is not None:
-            found["schedule"] = f"a searched program on the stages of {found['schedule']}"
-        return found
+            settings["schedule"] = f"a searched program on the stages of {settings['schedule']}"
+        return settings
 
     @property
     def sent_bytes(self) -> float:

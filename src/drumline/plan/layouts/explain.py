@@ -163,11 +163,11 @@ def _reasons_json(plan: ClusterPlan, reasons: Reasons) -> dict[str, Any]:
     }
 
 
-def _searched_json(plan: ClusterPlan, found: LayoutProgram) -> dict[str, Any]:
-    assert found.choice.program is not None, "a search finds a program"
-    lines = found.choice.program.format().split("\n")
-    more = {"start": found.start.layout.schedule, "gain": found.gain, "gap": found.gap, "program": lines}
-    return {**_layout_json(plan, found.choice), **more}
+def _searched_json(plan: ClusterPlan, program: LayoutProgram) -> dict[str, Any]:
+    assert program.choice.program is not None, "a search finds a program"
+    lines = program.choice.program.format().split("\n")
+    more = {"start": program.start.layout.schedule, "gain": program.gain, "gap": program.gap, "program": lines}
+    return {**_layout_json(plan, program.choice), **more}
 
 
 def _curve_json(plan: ClusterPlan, points: Sequence[ScalePoint]) -> list[dict[str, Any]]:

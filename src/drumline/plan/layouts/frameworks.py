@@ -48,8 +48,8 @@ class Runs(NamedTuple):
         """
         if self == FRAMEWORKS[""]:
             return ZERO
-        found = {0, *(self.zero_staged if staged else self.zero)}
-        return tuple(sorted(found | {3} if self.shares_along_data else found))
+        pinned_zero = {0, *(self.zero_staged if staged else self.zero)}
+        return tuple(sorted(pinned_zero | {3} if self.shares_along_data else pinned_zero))
 
     def schedule(self, name: str) -> bool:
         """Whether it runs a schedule.

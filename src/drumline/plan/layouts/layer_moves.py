@@ -37,15 +37,15 @@ def moves(counts: Counts) -> list[Counts]:
     >>> moves((1, 2, 1))
     [(2, 1, 1), (1, 1, 2)]
     """
-    found = []
-    for source, held in enumerate(counts):
-        for target in range(len(counts)) if held > 1 else ():
+    moves_found = []
+    for source, num_layers in enumerate(counts):
+        for target in range(len(counts)) if num_layers > 1 else ():
             if target != source:
                 moved = list(counts)
                 moved[source] -= 1
                 moved[target] += 1
-                found.append(tuple(moved))
-    return found
+                moves_found.append(tuple(moved))
+    return moves_found
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class MovedLayers:
 
     def _each(self, many: Sequence[Counts]) -> Floats:
         """Return the seconds of every cut's ops, as in `plan.device.stages.OPS`, and stages: cut, op, stage."""
-        own = np.array([[self._of(part) for part in slices_of(self.transformer, counts)] for counts in many])
-        forward, by_input, by_weight = np.moveaxis(own + np.array(self._beside), 2, 0)
+        own_loads = np.array([[self._of(part) for part in slices_of(self.transformer, counts)] for counts in many])
+        forward, by_input, by_weight = np.moveaxis(own_loads + np.array(self._beside), 2, 0)
         return np.stack([forward, by_input + by_weight, by_input, by_weight], axis=1)
 
     @cached_property
@@ -102,10 +102,10 @@ class MovedLayers:
     @cached_property
     def _beside(self) -> list[_Seconds]:
         """What the stages take besides their own work: waits and exchanges."""
-        found = []
+        neighbours = []
         slices = slices_of(self.transformer, self.layout.counts)
         for ops, slice_ in zip(stage_ops(self.transformer, self.cluster, self.layout), slices, strict=True):
             whole = (ops.forward.total, ops.again.total + ops.backward_input.total, ops.backward_weight.total)
             forward, by_input, by_weight = (a - b for a, b in zip(whole, self._of(slice_), strict=True))
-            found.append((forward, by_input, by_weight))
-        return found
+            neighbours.append((forward, by_input, by_weight))
+        return neighbours

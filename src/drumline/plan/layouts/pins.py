@@ -103,10 +103,10 @@ class Pins:
         if self.is_fp8 and not runs.fp8:
             others = (text for text, other in FRAMEWORKS.items() if text and other.fp8)
             raise PlanError(f"{name} has no FP8 products", expected=" or ".join(others), fix="or plan in bf16")
-        own = [schedule for schedule in tried_schedules() if runs.schedule(schedule)]
+        own_schedules = [schedule for schedule in tried_schedules() if runs.schedule(schedule)]
         if self.schedules and not any(runs.schedule(schedule) for schedule in self.schedules):
             raise PlanError(
-                f"{name} does not run the schedule {' or '.join(self.schedules)}", expected=" or ".join(own)
+                f"{name} does not run the schedule {' or '.join(self.schedules)}", expected=" or ".join(own_schedules)
             )
         whole = self.recompute or "none"
         every = runs.recomputations(latent=True)
@@ -134,8 +134,8 @@ class Pins:
         """
         changes = {f"overlap_{name}": True for name in self.overlaps}
         if self.is_fp8:
-            kept = self.runs.keeps_fp8
-            changes |= {"fp8": True, "keeps_fp8_inputs": kept, "keeps_fp8_weights": kept}
+            kept_keeps_fp8 = self.runs.keeps_fp8
+            changes |= {"fp8": True, "keeps_fp8_inputs": kept_keeps_fp8, "keeps_fp8_weights": kept_keeps_fp8}
         return replace(PRACTICE, **changes) if changes else PRACTICE
 
     @property

@@ -115,13 +115,13 @@ def plan(
     best, near = _answer(survey, limit, top, _PAIRS)
     if not best:
         raise nothing_fits(survey, limit, headroom)
-    found = searched(transformer, cluster, near, limit, search_seconds, say) if search_seconds else []
-    if found:
-        near = band([*near, *(program.choice for program in found)])
+    programs = searched(transformer, cluster, near, limit, search_seconds, say) if search_seconds else []
+    if programs:
+        near = band([*near, *(program.choice for program in programs)])
         best = [near[0], *(choice for choice in best if choice.mesh != near[0].mesh)][:top]
     took = clock() - began
     return ClusterPlan(
-        transformer, cluster, batch, survey.pins, headroom, tuple(best), survey, took, tuple(near), tuple(found)
+        transformer, cluster, batch, survey.pins, headroom, tuple(best), survey, took, tuple(near), tuple(programs)
     )
 
 
@@ -132,7 +132,7 @@ def fastest(survey: Survey, limit: float) -> Choice | None:
 
 def _answer(survey: Survey, limit: float, top: int, pairs: int) -> tuple[list[Choice], list[Choice]]:
     """Return the best layouts, one per mesh, and the band."""
-    found, exact = _near_best(survey, limit, top, pairs)
+    choices, exact = _near_best(survey, limit, top, pairs)
     if not exact:
         return [], []
     first: dict[Degrees, Choice] = {}
@@ -140,7 +140,7 @@ def _answer(survey: Survey, limit: float, top: int, pairs: int) -> tuple[list[Ch
         first.setdefault(choice.mesh, choice)
     near = band(exact)
     chosen = near[0]
-    for choice in found:
+    for choice in choices:
         if choice.mesh not in first and len(first) < top:
             known = survey.cut(choice.layout, limit)
             if known.bytes <= limit:
@@ -156,9 +156,9 @@ def _near_best(survey: Survey, limit: float, top: int, pairs: int) -> tuple[list
     """
     margin, exact, spent = (1 + BAND) / (1 - MISS) - 1, dict[Layout, Choice](), 0
     while True:
-        found = survey.best(limit, top=top, margin=margin)
-        for choice in found:
-            if choice.layout in exact or choice.seconds > found[0].seconds * (1 + margin):
+        choices = survey.best(limit, top=top, margin=margin)
+        for choice in choices:
+            if choice.layout in exact or choice.seconds > choices[0].seconds * (1 + margin):
                 continue
             if spent > pairs and any(other.bytes <= limit for other in exact.values()):
                 break
@@ -166,12 +166,12 @@ def _near_best(survey: Survey, limit: float, top: int, pairs: int) -> tuple[list
             if known.is_exact and choice.layout.pipeline > 1:
                 spent += choice.layout.num_stages * choice.layout.num_microbatches
         within = [other for other in exact.values() if other.bytes <= limit]
-        if not found or (not within and margin > _WIDEST):
-            return found, []
-        needed = _WIDEST * 2 if not within else min(choice.seconds for choice in within) / found[0].seconds
+        if not choices or (not within and margin > _WIDEST):
+            return choices, []
+        needed = _WIDEST * 2 if not within else min(choice.seconds for choice in within) / choices[0].seconds
         needed = needed * (1 + BAND) / (1 - MISS) - 1
         if within and (needed <= margin or spent > pairs):
-            return found, within
+            return choices, within
         margin = max(needed, margin)
 
 

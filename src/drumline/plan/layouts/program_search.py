@@ -61,13 +61,13 @@ def searched(
         if small and not schedule.two_directions:
             homes = _placement(layout).homes
             kinds.setdefault((pick.mesh, layout.microbatch, layout.zero, layout.recompute, layout.counts, homes), pick)
-    wanted, began, found = list(kinds.values())[:MOST_LAYOUTS], time.monotonic(), []
+    wanted, began, programs = list(kinds.values())[:MOST_LAYOUTS], time.monotonic(), []
     for number, choice in enumerate(wanted):
         say(f"searching programs for {choice.mesh} ({number + 1} of {len(wanted)}) ...")
         left = (seconds - (time.monotonic() - began)) / (len(wanted) - number)
         if left > 0 and (better := _searched(transformer, cluster, choice, limit, left)) is not None:
-            found.append(better)
-    return found
+            programs.append(better)
+    return programs
 
 
 def _searched(
@@ -79,7 +79,7 @@ def _searched(
     layout, costs = start.layout, costs_of(transformer, cluster, start.layout)
     placement = _placement(layout)
     try:
-        found = search(
+        result = search(
             costs,
             placement,
             num_microbatches=layout.num_microbatches,
@@ -88,9 +88,9 @@ def _searched(
         )
     except PlanError:  # not even one microbatch after another fits
         return None
-    program = Program(found.program.rows, f"searched, {placement.name}")
+    program = Program(result.program.rows, f"searched, {placement.name}")
     estimate = estimate_of(transformer, cluster, start, program, costs)
-    return LayoutProgram(Choice(layout, estimate, is_exact=True, program=program), start, found.gap)
+    return LayoutProgram(Choice(layout, estimate, is_exact=True, program=program), start, result.gap)
 
 
 def costs_of(transformer: Transformer, cluster: Cluster, layout: Layout) -> Costs:
@@ -100,12 +100,12 @@ def costs_of(transformer: Transformer, cluster: Cluster, layout: Layout) -> Cost
     ones, which run later.
     """
     hop, _ = hop_seconds(transformer, cluster, layout)
-    apart = replace(layout, practice=replace(layout.practice, overlap_tensor=False))
-    whole, split = (stage_ops(transformer, cluster, other_layout) for other_layout in (layout, apart))
+    separate_layout = replace(layout, practice=replace(layout.practice, overlap_tensor=False))
+    whole, split = (stage_ops(transformer, cluster, other_layout) for other_layout in (layout, separate_layout))
     slices = slices_of(transformer, counts_of(transformer, layout))
     state = [0.0] * layout.num_stages
-    for rank, held in _held(transformer, layout).items():
-        state[_placement(layout).stages_of(rank)[0]] = held.total - held.activations
+    for rank, held_memory in _device_bytes(transformer, layout).items():
+        state[_placement(layout).stages_of(rank)[0]] = held_memory.total - held_memory.activations
     return Costs(
         forward=[ops.forward.total for ops in split],
         backward_input=[(ops.again + ops.backward_input).total for ops in split],
@@ -126,16 +126,16 @@ def estimate_of(transformer: Transformer, cluster: Cluster, start: Choice, progr
     now = simulate(program, costs).makespan
     peaks = [holding.peak_bytes or 0.0 for holding in holdings(program, costs)]
     fullest = max(range(layout.pipeline), key=peaks.__getitem__)
-    held = _held(transformer, layout)[fullest]
+    held_memory = _device_bytes(transformer, layout)[fullest]
     return replace(
         known,
         seconds=replace(known.seconds, bubble=max(known.seconds.bubble + now - before, 0.0)),
-        bytes=replace(held, activations=peaks[fullest] - (held.total - held.activations)),
+        bytes=replace(held_memory, activations=peaks[fullest] - (held_memory.total - held_memory.activations)),
         bubble=1 - (1 - known.bubble) * before / now,
     )
 
 
-def _held(transformer: Transformer, layout: Layout) -> dict[int, Bytes]:
+def _device_bytes(transformer: Transformer, layout: Layout) -> dict[int, Bytes]:
     """Return what the device of each rank holds with the layout's own schedule."""
     counts = counts_of(transformer, layout)
     kinds = alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)

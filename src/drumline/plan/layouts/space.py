@@ -48,10 +48,10 @@ def meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) -
     TP1 PP1 DP4, TP1 PP2 DP2, TP2 PP1 DP2, TP2 PP2 DP1, TP4 PP1 DP1
     """
     check_recomputation(transformer, pins.recompute or "")
-    found = list(_meshes(transformer, cluster, batch, pins))
-    if not found:
+    degrees = list(_meshes(transformer, cluster, batch, pins))
+    if not degrees:
         raise _contradiction(transformer, cluster, batch, pins)
-    return found
+    return degrees
 
 
 def _meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) -> Iterator[Degrees]:
@@ -127,20 +127,22 @@ def _contradiction(transformer: Transformer, cluster: Cluster, batch: int, pins:
     """Return which pins contradict each other, and what would work."""
     devices = cluster.num_devices
     named = {"TP": pins.tensor, "PP": pins.pipeline, "DP": pins.data, "CP": pins.context}
-    given = {name: degree for name, degree in named.items() if degree is not None}
-    written = " x ".join(f"{name} {degree}" for name, degree in given.items())
-    product = prod(given.values())
-    is_whole = {"TP", "PP", "DP"} <= given.keys()
+    degrees = {name: degree for name, degree in named.items() if degree is not None}
+    written = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+    product = prod(degrees.values())
+    is_whole = {"TP", "PP", "DP"} <= degrees.keys()
     if devices % product or (is_whole and product != devices):
-        told = f"{written} {'does not divide' if len(given) == 1 else f'= {product} does not divide'} {devices} devices"
+        reason = (
+            f"{written} {'does not divide' if len(degrees) == 1 else f'= {product} does not divide'} {devices} devices"
+        )
         if product > devices:
-            told = f"{written} needs {counted(product, 'device')}, but the cluster has {devices}"
+            reason = f"{written} needs {counted(product, 'device')}, but the cluster has {devices}"
         elif devices % product == 0:
-            told = f"{written} uses {counted(product, 'device')}, but the cluster has {devices}"
+            reason = f"{written} uses {counted(product, 'device')}, but the cluster has {devices}"
         return PlanError(
-            told,
+            reason,
             expected=f"degrees whose product {'is' if is_whole else 'divides'} the number of devices",
-            fix=_instead(transformer, devices, batch, given, is_whole=is_whole),
+            fix=_instead(transformer, devices, batch, degrees, is_whole=is_whole),
         )
     if pins.pipeline is not None and pins.pipeline > transformer.num_layers:
         return PlanError(
@@ -165,10 +167,10 @@ def _contradiction(transformer: Transformer, cluster: Cluster, batch: int, pins:
     )
 
 
-def _instead(transformer: Transformer, devices: int, batch: int, given: dict[str, int], *, is_whole: bool) -> str:
+def _instead(transformer: Transformer, devices: int, batch: int, degrees: dict[str, int], *, is_whole: bool) -> str:
     """Return which degree to change, the last that will do, and to what: the nearest below and above."""
-    for name in sorted(given, key=lambda text: (text == "DP", list(given).index(text)), reverse=True):
-        rest, odd = divmod(devices, prod(degree for text, degree in given.items() if text != name))
+    for name in sorted(degrees, key=lambda text: (text == "DP", list(degrees).index(text)), reverse=True):
+        rest, odd = divmod(devices, prod(degree for text, degree in degrees.items() if text != name))
         fits: dict[str, Callable[[int], bool]] = {
             "TP": lambda degree: _unfit(transformer, degree) is None,
             "PP": lambda degree: degree <= transformer.num_layers,
@@ -178,7 +180,10 @@ def _instead(transformer: Transformer, devices: int, batch: int, given: dict[str
         if odd or not rest:
             continue
         good = [degree for degree in ((rest,) if is_whole else divisors(rest)) if fits[name](degree)]
-        near = [*[index for index in good if index < given[name]][-1:], *[at for at in good if at > given[name]][:1]]
+        near = [
+            *[index for index in good if index < degrees[name]][-1:],
+            *[at for at in good if at > degrees[name]][:1],
+        ]
         if near:
             return f"use {name} {' or '.join(map(str, near))}"
     return ""
@@ -227,11 +232,11 @@ def stages_to_try(name: str, pipeline: int, num_layers: int) -> tuple[int, ...]:
     >>> stages_to_try("interleaved-1f1b", 4, 80), stages_to_try("zb-v", 4, 8)
     ((2, 3, 4, 5, 6, 8, 10, 20), (2,))
     """
-    found = set(tried_schedules()[name])
+    stages = set(tried_schedules()[name])
     if find(name).stage_counts == "any":
         for count in (num_layers, num_layers + 2):
-            found |= set(divisors(count // pipeline)[1:]) if count % pipeline == 0 else set()
-    return tuple(sorted(found))
+            stages |= set(divisors(count // pipeline)[1:]) if count % pipeline == 0 else set()
+    return tuple(sorted(stages))
 
 
 def _admits(name: str, stages: int, pipeline: int, num_microbatches: int, num_layers: int) -> bool:

@@ -58,7 +58,7 @@ class _Family:
     schedules: list[tuple[str, int]]
     floor: float | None = None
     weighed: dict[_Key, float] = field(default_factory=dict)
-    seen: dict[_Key, Choice] = field(default_factory=dict)
+    choices: dict[_Key, Choice] = field(default_factory=dict)
     bounded: dict[_Key, Least] = field(default_factory=dict)
 
 
@@ -78,7 +78,7 @@ class _Best:
     def __init__(self, top: int, margin: float) -> None:
         self.top, self.margin = top, margin
         self._least = self._last = math.inf
-        self._held: dict[Degrees, list[Choice]] = {}
+        self._choices: dict[Degrees, list[Choice]] = {}
 
     @property
     def threshold(self) -> float:
@@ -91,24 +91,24 @@ class _Best:
 
     def bound(self, mesh: Degrees) -> float:
         """Return the seconds above which no layout of this mesh counts."""
-        held = self._held.get(mesh)
-        return max(min(self._last, held[0].seconds), self._near) if held else self.threshold
+        held_choices = self._choices.get(mesh)
+        return max(min(self._last, held_choices[0].seconds), self._near) if held_choices else self.threshold
 
     def add(self, choice: Choice) -> None:
         """Keep a layout if it is the best of its mesh or near the best of all."""
-        held = self._held.setdefault(choice.mesh, [])
-        insort(held, choice, key=lambda option: option.rank)
+        held_choices = self._choices.setdefault(choice.mesh, [])
+        insort(held_choices, choice, key=lambda option: option.rank)
         self._least = min(self._least, choice.seconds)
-        held[1:] = [option for option in held[1:] if self.margin and option.seconds <= self._near]
-        firsts = sorted(held[0].seconds for held in self._held.values())
+        held_choices[1:] = [option for option in held_choices[1:] if self.margin and option.seconds <= self._near]
+        firsts = sorted(held_choices[0].seconds for held_choices in self._choices.values())
         if len(firsts) >= self.top:
             self._last = firsts[self.top - 1]
 
     def candidates(self) -> list[Choice]:
         """Return the first of each of the best meshes, and all that are near the best, in order."""
-        chosen = sorted(self._held.values(), key=lambda held: held[0].rank)
-        near = [choice for held in chosen for choice in held if self.margin and choice.seconds <= self._near]
-        firsts = [held[0] for held in chosen[: self.top]]
+        chosen = sorted(self._choices.values(), key=lambda held_choices: held_choices[0].rank)
+        near = [choice for choices in chosen for choice in choices if self.margin and choice.seconds <= self._near]
+        firsts = [held_choices[0] for held_choices in chosen[: self.top]]
         return sorted({choice.layout: choice for choice in [*firsts, *near]}.values(), key=lambda choice: choice.rank)
 
 
@@ -120,11 +120,11 @@ def other_cuts(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
     >>> other_cuts(10, 4)
     [(2, 3, 3, 2)]
     """
-    found = [even_counts(num_layers, num_stages)] if num_stages <= num_layers else []
+    cuts = [even_counts(num_layers, num_stages)] if num_stages <= num_layers else []
     each, odd = divmod(num_layers + 2, num_stages)
     if not odd and num_stages > 1:
-        found.append((each - 1, *(each,) * (num_stages - 2), each - 1))
-    return list(dict.fromkeys(found))
+        cuts.append((each - 1, *(each,) * (num_stages - 2), each - 1))
+    return list(dict.fromkeys(cuts))
 
 
 @dataclass(eq=False)
@@ -193,21 +193,21 @@ class Survey:
         if (layout, limit_bytes) not in self._cuts:
             if layout not in self._timed:  # which serves for every limit
                 self._timed[layout] = MovedLayers(self.transformer, self.cluster, layout)
-            timed, left, found, now = self._timed[layout], _MOVED, layout, math.inf
-            while (tried := moves(found.counts)) and (left := left - timed.actions(found.counts)) >= 0:
-                now = min(now, timed.seconds([found.counts])[0])
+            timed, left, layout_found, now = self._timed[layout], _MOVED, layout, math.inf
+            while (tried := moves(layout_found.counts)) and (left := left - timed.actions(layout_found.counts)) >= 0:
+                now = min(now, timed.seconds([layout_found.counts])[0])
                 shorter = sorted(zip(timed.seconds(tried), tried, strict=True))
                 within = (
                     (took, other)
                     for took, counts in shorter
                     if took < now * (1 - _GAIN)
-                    and self.weigh(self.transformer, other := replace(found, counts=counts)) <= limit_bytes
+                    and self.weigh(self.transformer, other := replace(layout_found, counts=counts)) <= limit_bytes
                 )
                 better = next(within, None)
                 if better is None:
                     break
-                now, found = better
-            self._cuts[layout, limit_bytes] = found
+                now, layout_found = better
+            self._cuts[layout, limit_bytes] = layout_found
         return self._cuts[layout, limit_bytes]
 
     @property
@@ -230,23 +230,23 @@ class Survey:
 
         With a margin, there are also all layouts that take at most that share longer than the best.
         """
-        found = _Best(top, margin)
+        best = _Best(top, margin)
         numbers = count()
         opened = [_Open(self._floor(family), next(numbers), family) for family in self._families]
         heapify(opened)
-        while opened and _BOUNDED * opened[0].least <= found.threshold:
+        while opened and _BOUNDED * opened[0].least <= best.threshold:
             branch = heappop(opened)
-            bound = found.bound(branch.family.mesh)
+            bound = best.bound(branch.family.mesh)
             if _BOUNDED * branch.least > bound:
                 continue
             if branch.key is not None and branch.is_weighed:
-                choice = self._seen(branch.family, branch.key)
+                choice = self._choice(branch.family, branch.key)
                 if choice.seconds <= bound:
-                    found.add(choice)
+                    best.add(choice)
                 continue
             for least, key in self._weighed(branch, limit_bytes) if branch.key else self._split(branch.family):
                 heappush(opened, _Open(least, next(numbers), branch.family, key, branch.key is not None))
-        return found.candidates()
+        return best.candidates()
 
     def smallest(self) -> Choice | None:
         """Return the layout that holds the least, or None if the pins allow none."""
@@ -257,8 +257,8 @@ class Survey:
             for zero in self.pins.zero_stages(family.mesh)[-2:]
             for most in self._kinds[:-3:-1]
         )
-        found = min(every, key=lambda entry: entry[:2], default=None)
-        return None if found is None else self._seen(found[2], found[3])
+        smallest = min(every, key=lambda entry: entry[:2], default=None)
+        return None if smallest is None else self._choice(smallest[2], smallest[3])
 
     def _enumerated(self) -> Iterator[_Family]:
         for mesh in meshes(self.transformer, self.cluster, self.batch, self.pins):
@@ -292,11 +292,16 @@ class Survey:
 
     def _recomputations(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> Iterator[str]:
         """Yield the least recomputations of every layer within the limit, and that of the fewest whole layers."""
-        found = self._least_within(family, schedule, zero, limit)
-        if not found or found == ["none"] or self.pins.recompute is not None or not self.pins.runs.some_layers:
-            yield from found
+        operations = self._least_within(family, schedule, zero, limit)
+        if (
+            not operations
+            or operations == ["none"]
+            or self.pins.recompute is not None
+            or not self.pins.runs.some_layers
+        ):
+            yield from operations
             return
-        yield from (name for name in found if name != "full")
+        yield from (name for name in operations if name != "full")
         fewest = self._fewest_within(family, schedule, zero, limit)
         if self._bytes(family, (schedule, zero, fewest)) <= limit:
             yield fewest
@@ -323,29 +328,29 @@ class Survey:
                 self._bytes(tried, (schedule, zero, name)) > limit for name in again[:-3:-1]
             ):
                 return []
-        found: list[str] = []
+        names: list[str] = []
         over: list[str] = []
         for name in (again[0], *again[:0:-1]):  # what is included in something that does not fit does not fit either
             if not any(includes(more, name) for more in over):
                 if self._bytes(family, (schedule, zero, name)) <= limit:
-                    found.append(name)
+                    names.append(name)
                 elif name != "full":
                     over.append(name)
-            if found == [again[0]]:
+            if names == [again[0]]:
                 break
-        return [name for name in found if not any(includes(name, less) for less in found if less != name)]
+        return [name for name in names if not any(includes(name, less) for less in names if less != name)]
 
     def _bytes(self, family: _Family, key: _Key) -> float:
         if key not in family.weighed:
             family.weighed[key] = self.weigh(self.transformer, self._layout(family, key))
         return family.weighed[key]
 
-    def _seen(self, family: _Family, key: _Key) -> Choice:
-        if key not in family.seen:
+    def _choice(self, family: _Family, key: _Key) -> Choice:
+        if key not in family.choices:
             layout = self._layout(family, key)
-            family.seen[key] = Choice(layout, self.evaluate(self.transformer, self.cluster, layout))
+            family.choices[key] = Choice(layout, self.evaluate(self.transformer, self.cluster, layout))
             self.num_evaluated += 1
-        return family.seen[key]
+        return family.choices[key]
 
     def _took_least(self, family: _Family, key: _Key) -> Least:
         """Return what a layout takes at least."""

@@ -31,10 +31,10 @@ _ROOMIEST = 1.5  # multiple of the limit at which that plot ends
 
 def margins(plan: ClusterPlan) -> list[Remedy]:
     """Return what one more device, one more node, a larger cluster, and more memory would gain."""
-    found = [_devices(plan, 1, "one more GPU")]
+    remedies = [_devices(plan, 1, "one more GPU")]
     per_node, devices = plan.cluster.devices_per_node, plan.cluster.num_devices
     if devices % per_node == 0 and per_node > 1:
-        found.append(_devices(plan, per_node, "one more node"))
+        remedies.append(_devices(plan, per_node, "one more node"))
     for times in _STEPS:
         nodes = max(round(devices / per_node * times), 1)
         more = nodes * per_node - devices
@@ -42,11 +42,11 @@ def margins(plan: ClusterPlan) -> list[Remedy]:
             continue
         remedy = _devices(plan, more, f"{more} more GPUs")
         if remedy.gain >= _NOTHING:
-            found.append(remedy)
+            remedies.append(remedy)
             break
     roomier = plan.limit_bytes + _GIB
-    found.append(_margin(plan, "one more GiB per device", devices, roomier, fastest(plan.survey, roomier)))
-    return found + _next_memory(plan)
+    remedies.append(_margin(plan, "one more GiB per device", devices, roomier, fastest(plan.survey, roomier)))
+    return remedies + _next_memory(plan)
 
 
 def _devices(plan: ClusterPlan, more: int, what: str) -> Remedy:
@@ -57,13 +57,13 @@ def _devices(plan: ClusterPlan, more: int, what: str) -> Remedy:
 
 def _margin(plan: ClusterPlan, what: str, devices: int, limit: float, best: Choice | None) -> Remedy:
     """Return the gain of the best plan with additional resources, if a plan uses them."""
-    given = {"devices": devices, "limit_bytes": limit}
+    fields = {"devices": devices, "limit_bytes": limit}
     if best is None:
-        return Remedy(what, f"{what}: no gain, no layout uses them all", settings=given)
+        return Remedy(what, f"{what}: no gain, no layout uses them all", settings=fields)
     gain = max(plan.chosen.seconds / best.seconds - 1, 0.0)
     bought = f"{gain:.1%} more tokens per second, with {settings(best, plan.chosen)}"
     said = bought if gain >= _NOTHING else "no gain, no layout is faster"
-    return Alternative(what, f"{what}: {said}", gain, given, choice=best)
+    return Alternative(what, f"{what}: {said}", gain, fields, choice=best)
 
 
 def planned(plan: ClusterPlan, devices: int, batch: int) -> Choice | None:
@@ -87,8 +87,8 @@ def _next_memory(plan: ClusterPlan) -> list[Remedy]:
         if point.bytes > plan.limit_bytes and gain > 5e-3:
             more = point.bytes - plan.limit_bytes
             what = f"{more / _GIB:.1f} GiB more per device"
-            found = _margin(plan, what, plan.cluster.num_devices, point.bytes, point)
-            return [found] if more > _GIB else []
+            remedy = _margin(plan, what, plan.cluster.num_devices, point.bytes, point)
+            return [remedy] if more > _GIB else []
     return []
 
 
@@ -98,9 +98,9 @@ def pareto(plan: ClusterPlan) -> list[Choice]:
     assert smallest is not None, "a plan has a layout"
     low, high = smallest.bytes, _ROOMIEST * plan.limit_bytes
     limits = [low + (high - low) * at / (_LIMITS - 1) for at in range(_LIMITS)]
-    found = [plan.chosen, *filter(None, (fastest(plan.survey, limit) for limit in limits))]
+    choices = [plan.chosen, *filter(None, (fastest(plan.survey, limit) for limit in limits))]
     front: list[Choice] = []
-    for choice in sorted(found, key=lambda choice: (choice.bytes, choice.seconds)):
+    for choice in sorted(choices, key=lambda choice: (choice.bytes, choice.seconds)):
         if not front or choice.seconds < front[-1].seconds:
             front.append(choice)
     return front
@@ -109,8 +109,8 @@ def pareto(plan: ClusterPlan) -> list[Choice]:
 def changes(plan: ClusterPlan) -> list[Alternative]:
     """Return the chosen layout with every single setting changed, whether it fits or not, the fastest first."""
     limit = plan.limit_bytes
-    found = [why_not(plan.chosen, plan.survey.cut(layout, limit), limit, what) for what, layout in _changed(plan)]
-    return sorted(found, key=lambda alternative: (alternative.choice.bytes > limit, alternative.choice.seconds))
+    why_nots = [why_not(plan.chosen, plan.survey.cut(layout, limit), limit, what) for what, layout in _changed(plan)]
+    return sorted(why_nots, key=lambda alternative: (alternative.choice.bytes > limit, alternative.choice.seconds))
 
 
 def _changed(plan: ClusterPlan) -> Iterator[tuple[str, Layout]]:
@@ -176,7 +176,7 @@ def scaling(plan: ClusterPlan) -> dict[str, list[ScalePoint]]:
 
 def _scaled(plan: ClusterPlan, growing: int) -> list[ScalePoint]:
     """Return plans for multiples of the devices, with the batch times that multiple to the power of `growing`."""
-    found, first = [], 0.0
+    points, first = [], 0.0
     for times in TIMES:
         devices, batch = plan.cluster.num_devices * times, plan.batch * times**growing
         if not devices.denominator == batch.denominator == 1:
@@ -187,5 +187,5 @@ def _scaled(plan: ClusterPlan, growing: int) -> list[ScalePoint]:
             rate = int(batch) / best.seconds / int(devices)
             first = first or rate
             share = rate / first
-        found.append(ScalePoint(int(devices), int(batch), best, share))
-    return found
+        points.append(ScalePoint(int(devices), int(batch), best, share))
+    return points

@@ -115,9 +115,9 @@ def _not_admitted(survey: Survey) -> PlanError:
             expected="microbatches that divide the batch",
         )
     named = {"schedule": " or ".join(pins.schedules), "stages per rank": pins.stages_per_rank, "PP": pins.pipeline}
-    given = ", ".join(f"{name} {value}" for name, value in named.items() if value)
+    wanted = ", ".join(f"{name} {value}" for name, value in named.items() if value)
     return PlanError(
-        f"no layout on {counted(survey.cluster.num_devices, 'device')} allows {given or f'a batch of {survey.batch}'}",
+        f"no layout on {counted(survey.cluster.num_devices, 'device')} allows {wanted or f'a batch of {survey.batch}'}",
         expected="stages per rank that the schedule supports, at least one layer per stage, and a step of at most "
         f"{MAX_PAIRS} (stage, microbatch) pairs",
         fix="use these stages per rank: "
@@ -131,17 +131,17 @@ def described(choice: Choice) -> str:
 
 
 def _short_of(smallest: Choice, limit: float) -> str:
-    over, held = smallest.bytes - limit, smallest.estimate.bytes
-    if (less := less_activations(over, held.activations)) is not None:
+    over, held_memory = smallest.bytes - limit, smallest.estimate.bytes
+    if (less := less_activations(over, held_memory.activations)) is not None:
         return f"it needs {less}"
-    state = (held.weights + held.gradients + held.optimizer) / _GIB
+    state = (held_memory.weights + held_memory.gradients + held_memory.optimizer) / _GIB
     return f"weights, gradients and optimizer alone take {state:.1f} GiB"
 
 
 def _mends(survey: Survey, limit: float) -> Iterator[str]:
-    found = list(_unpinned(survey, limit))
-    if found:
-        yield f"{', '.join(found[:-1]) + ' or ' if found[:-1] else ''}{found[-1]} would fit"
+    mends = list(_unpinned(survey, limit))
+    if mends:
+        yield f"{', '.join(mends[:-1]) + ' or ' if mends[:-1] else ''}{mends[-1]} would fit"
 
 
 def _unpinned(survey: Survey, limit: float) -> Iterator[str]:
@@ -164,9 +164,9 @@ def _unpinned(survey: Survey, limit: float) -> Iterator[str]:
         if getattr(survey.pins, pin) == getattr(default, pin):
             continue
         pins = replace(survey.pins, **{pin: getattr(default, pin)})
-        found = fits(survey, survey.cluster, pins, limit)
-        if found is not None:
-            yield words.format(**asdict(found.layout))
+        choice = fits(survey, survey.cluster, pins, limit)
+        if choice is not None:
+            yield words.format(**asdict(choice.layout))
 
 
 def _larger(survey: Survey, limit: float) -> Iterator[str]:
@@ -174,9 +174,9 @@ def _larger(survey: Survey, limit: float) -> Iterator[str]:
     pins, times = replace(survey.pins, data=None), 2
     while times <= _LARGEST:
         cluster = replace(survey.cluster, num_devices=survey.cluster.num_devices * times)
-        found = fits(survey, cluster, pins, limit)
-        if found is not None:
-            yield f"the smallest that fits: {found.mesh} on {cluster.num_devices} devices"
+        choice = fits(survey, cluster, pins, limit)
+        if choice is not None:
+            yield f"the smallest that fits: {choice.mesh} on {cluster.num_devices} devices"
             return
         times *= 2
 
@@ -187,5 +187,5 @@ def fits(survey: Survey, cluster: Cluster, pins: Pins, limit: float) -> Choice |
         other = replace(survey, cluster=cluster, pins=pins)
     except PlanError:  # this cluster cannot satisfy the pins
         return None
-    found = other.smallest()
-    return found if found is not None and found.bytes <= limit else None
+    choice = other.smallest()
+    return choice if choice is not None and choice.bytes <= limit else None

@@ -31,7 +31,7 @@ class _BeamState:
 
     done: list[int]
     free: list[float]
-    held: list[float]
+    stash: list[float]
     ready: list[float]
     passed: frozenset[int]
     parent: _BeamState | None
@@ -113,7 +113,7 @@ class Beam:
             yield self._after(state, lane, start, number)
         if self.num_resources and rivals and all(number & 3 == F for _, _, number in rivals):
             passed = state.passed | {lane for lane, _, _ in rivals}
-            held_back = _BeamState(state.done, state.free, state.held, state.ready, passed, state.parent, state.last)
+            held_back = _BeamState(state.done, state.free, state.stash, state.ready, passed, state.parent, state.last)
             yield from self._children(held_back)
 
     def _offers(self, state: _BeamState, lane: int) -> Iterator[tuple[float, int]]:
@@ -135,23 +135,23 @@ class Beam:
 
     def _fits(self, state: _BeamState, rank: int, number: int) -> bool:
         for at, resource in enumerate(self.instance.resources):
-            held = state.held[rank * self.num_resources + at]
-            if resource.always[rank] + (held + resource.during[number]) > resource.most:
+            stash = state.stash[rank * self.num_resources + at]
+            if resource.always[rank] + (stash + resource.during[number]) > resource.most:
                 return False
         return True
 
     def _after(self, state: _BeamState, lane: int, start: float, number: int) -> _BeamState:
         rank, op = self.lanes[lane][0], number & 3
-        done, free, held, ready = state.done.copy(), state.free.copy(), state.held, state.ready.copy()
+        done, free, stash, ready = state.done.copy(), state.free.copy(), state.stash, state.ready.copy()
         done[3 * lane + op] += 1
         free[rank] = end = start + self.instance.seconds[number]
         ready[number] = end + self.instance.latency[number]
         if self.num_resources:
-            held = held.copy()
+            stash = stash.copy()
             for at, resource in enumerate(self.instance.resources):
-                held[rank * self.num_resources + at] += resource.after[number]
+                stash[rank * self.num_resources + at] += resource.after[number]
         passed = state.passed and state.passed.difference(self.of_rank[rank])
-        return _BeamState(done, free, held, ready, passed, state, number)
+        return _BeamState(done, free, stash, ready, passed, state, number)
 
     def _promise(self, state: _BeamState) -> float:
         done, free, left = state.done, state.free, self.left

@@ -90,12 +90,12 @@ class Builder:
 
 def _room(resource: Resource, lanes: Sequence[Sequence[int]]) -> float:
     """Return what the F of the first of these lanes takes, plus room for the lanes to finish the largest microbatch."""
-    held = most = 0.0
+    stash = most = 0.0
     path = [(lane, F) for lane in lanes] + [(lane, op) for lane in reversed(lanes) for op in (I, W)]
     for lane, op in path:
         number = max(lane, key=resource.during.__getitem__) + op
-        most = max(most, held + resource.during[number])
-        held += resource.after[number]
+        most = max(most, stash + resource.during[number])
+        stash += resource.after[number]
     return most
 
 
@@ -132,7 +132,7 @@ class _Build:
         self.ordered = [0] * num_ranks
         self.rows: Rows = [[] for _ in range(num_ranks)]
         self.begun = [0.0] * num_ranks
-        self.held = [[0.0] * len(self.limits) for _ in range(num_ranks)]
+        self.stash = [[0.0] * len(self.limits) for _ in range(num_ranks)]
         self.ready = [_UNKNOWN] * instance.num_actions + [0.0]
         self.free, self.wakes = [0.0] * num_ranks, [0.0] * num_ranks
         self.idle = [policy.idle for policy in policies]
@@ -201,14 +201,14 @@ class _Build:
         return offers
 
     def _fits(self, rank: int, number: int) -> bool:
-        for held, (during, _, always, most) in zip(self.held[rank], self.limits, strict=True):
-            if always[rank] + (held + during[number]) > most:
+        for stash, (during, _, always, most) in zip(self.stash[rank], self.limits, strict=True):
+            if always[rank] + (stash + during[number]) > most:
                 return False
         return True
 
     def _has_room(self, rank: int, room: list[float]) -> bool:
-        for held, more, (_, _, always, most) in zip(self.held[rank], room, self.limits, strict=True):
-            if always[rank] + (held + more) > most:
+        for stash, more, (_, _, always, most) in zip(self.stash[rank], room, self.limits, strict=True):
+            if always[rank] + (stash + more) > most:
                 return False
         return True
 
@@ -237,7 +237,7 @@ class _Build:
             self.begun[rank] = time
         self.rows[rank].append(number)
         for at, (_, after, _, _) in enumerate(self.limits):
-            self.held[rank][at] += after[number]
+            self.stash[rank][at] += after[number]
         time += self.seconds[number]
         self.free[rank] = self.wakes[rank] = time
         heapq.heappush(self.queue, (time, rank))

@@ -72,8 +72,8 @@ class Neighbourhood:
     def repaired(self, row: list[int], rank: int) -> list[int] | None:
         """Return the row with W moved ahead of whatever would hold too much; None if that is not enough."""
         limits = [(device.during, device.after, device.always[rank], device.most) for device in self.instance.resources]
-        held = [0.0] * len(limits)
-        made: list[int] = []
+        stash = [0.0] * len(limits)
+        row_made: list[int] = []
         owed: list[int] = []
         paid: set[int] = set()
         for number in row:
@@ -81,20 +81,20 @@ class Neighbourhood:
                 continue
             while any(
                 always + (has + during[number]) > most
-                for has, (during, _, always, most) in zip(held, limits, strict=True)
+                for has, (during, _, always, most) in zip(stash, limits, strict=True)
             ):
                 if not owed:
                     return None
-                made.append(owed.pop(0))
-                paid.add(made[-1])
-                held = [has + after[made[-1]] for has, (_, after, _, _) in zip(held, limits, strict=True)]
-            made.append(number)
-            held = [has + after[number] for has, (_, after, _, _) in zip(held, limits, strict=True)]
+                row_made.append(owed.pop(0))
+                paid.add(row_made[-1])
+                stash = [has + after[row_made[-1]] for has, (_, after, _, _) in zip(stash, limits, strict=True)]
+            row_made.append(number)
+            stash = [has + after[number] for has, (_, after, _, _) in zip(stash, limits, strict=True)]
             if number % 4 == I:
                 owed.append(number + 1)
             elif number % 4 == W:
                 owed.remove(number)
-        return made
+        return row_made
 
     def rejoined(self, row: list[int], rank: int, at: int) -> list[int] | None:
         """Return the row with the backward at `at` joined if it was split, and split if it was whole."""

@@ -54,12 +54,12 @@ class Pareto:
     @property
     def front(self) -> tuple[Point, ...]:
         """The searched programs that no other beats in both memory and bubble, the smallest first."""
-        best, found = float("inf"), []
+        best, points = float("inf"), []
         for point in sorted(self.searched, key=lambda other: (other.memory, other.bubble)):
             if point.bubble < best:
                 best = point.bubble
-                found.append(point)
-        return tuple(found)
+                points.append(point)
+        return tuple(points)
 
     def possible(self, memory: float) -> float:
         """Return the smallest bubble that any placement's bound allows within this memory.
@@ -141,7 +141,7 @@ def pareto(
             progress(f"{instance.placement.name} within {size_text(memory) if in_bytes else number(memory)}")
         per_rank = instance.num_stages // num_ranks
         limit = Limit(max_bytes=memory) if in_bytes else Limit(max_activations=round(memory * per_rank))
-        found = search(
+        result = search(
             instance.costs,
             instance.placement,
             num_microbatches=num_microbatches,
@@ -151,8 +151,8 @@ def pareto(
             tries=tries,
             seed=seed,
         )
-        bubble, bound = (_bubble(instance, found.program, value) for value in (found.value, found.bound.value))
-        peak = _peak(instance, found.program, in_bytes)
+        bubble, bound = (_bubble(instance, result.program, value) for value in (result.value, result.bound.value))
+        peak = _peak(instance, result.program, in_bytes)
         searched.append(Point("searched", instance.placement.name, peak, bubble, memory, max(bound, 0.0)))
     unit = "bytes" if in_bytes else "microbatches"
     left_out = {name: str(error) for name, error in refused.items()}
@@ -166,17 +166,17 @@ def _limits(instance: Instance, in_bytes: bool, peaks: Sequence[float]) -> list[
     most = alone * min(instance.num_microbatches, 2 * instance.num_ranks)
     step = least / 4 if in_bytes else instance.num_ranks / instance.num_stages
     count = round((most - least) / step) + 1
-    kept = sorted({round(at * (count - 1) / (_MOST_LIMITS - 1)) for at in range(_MOST_LIMITS)}) if count > 1 else [0]
-    spaced = [least + step * at for at in kept]
+    places = sorted({round(at * (count - 1) / (_MOST_LIMITS - 1)) for at in range(_MOST_LIMITS)}) if count > 1 else [0]
+    spaced = [least + step * at for at in places]
     return sorted({round(limit, 9) for limit in (*spaced, *peaks) if limit <= most * (1 + 1e-9)})
 
 
 def _peak(instance: Instance, program: Program, in_bytes: bool) -> float:
     """Return the largest rank's peak: bytes, or pairs divided by the stages per rank."""
-    found = holdings(program, instance.costs)
+    held_by_rank = holdings(program, instance.costs)
     if in_bytes:
-        return max(holding.peak_bytes or 0.0 for holding in found)
-    return max(holding.peak_pairs for holding in found) * instance.num_ranks / instance.num_stages
+        return max(holding.peak_bytes or 0.0 for holding in held_by_rank)
+    return max(holding.peak_pairs for holding in held_by_rank) * instance.num_ranks / instance.num_stages
 
 
 def _bubble(instance: Instance, program: Program, value: float) -> float:

@@ -95,8 +95,8 @@ def _with_latency(instance: Instance) -> Clock:
 def _firsts(instance: Instance, rows: Rows, ready: list[float], last: Sequence[float]) -> Ends:
     """Return every rank's first start beside its last end."""
     first = [row[0] for row in rows]
-    made = [ready[n - 2 if n % 4 == B else n] - instance.latency[n] - instance.seconds[n] for n in first]
-    return list(zip(made, last, strict=True))
+    starts = [ready[n - 2 if n % 4 == B else n] - instance.latency[n] - instance.seconds[n] for n in first]
+    return list(zip(starts, last, strict=True))
 
 
 def _with_links(instance: Instance) -> Clock:

@@ -87,8 +87,8 @@ def search(
     the best program so far. A program of tens of thousands of actions takes seconds to set up and to prove, whatever
     the budget.
 
-    >>> found = search(Costs(), Placement.linear(4), num_microbatches=8, limit=Limit(max_activations=4))
-    >>> found.value, found.bound.value, found.gap
+    >>> result = search(Costs(), Placement.linear(4), num_microbatches=8, limit=Limit(max_activations=4))
+    >>> result.value, result.bound.value, result.gap
     (27.0, 27.0, 0.0)
     """
     began = time.monotonic()
@@ -139,11 +139,11 @@ def _check_limit(instance: Instance) -> None:
     size = min(max(rank.peak_bytes or 0.0 for rank in ranks) for ranks in holding)
     if limit.max_activations is not None and not limit.admits_pairs(pairs):
         most = limit.max_activations
-        given, least = f"{number(most)} pair{'' if most == 1 else 's'}", f"max_activations={pairs}"
+        limit_text, least = f"{number(most)} pair{'' if most == 1 else 's'}", f"max_activations={pairs}"
     else:
-        given, least = f"{limit.max_bytes:,.0f} bytes", f"max_bytes={math.ceil(size)}"
+        limit_text, least = f"{limit.max_bytes:,.0f} bytes", f"max_bytes={math.ceil(size)}"
     error = PlanError(
-        f"no program keeps every rank within {given}: one microbatch alone holds more",
+        f"no program keeps every rank within {limit_text}: one microbatch alone holds more",
         expected=f"{least} or more",
         fix="use more ranks or smaller microbatches",
     )
@@ -185,14 +185,14 @@ def admitted(
     names: Iterable[str], num_ranks: int, num_microbatches: int, stages_per_rank: int | None
 ) -> tuple[dict[str, Placement], dict[str, PlanError]]:
     """Return the placements that support the counts, by name, and why the others are left out."""
-    found, left_out = {}, {}
+    placements, left_out = {}, {}
     for name in names:
         try:
             per_rank = None if name in ("linear", "bidirectional") else stages_per_rank
-            found[name] = placement_named(name, num_ranks, num_microbatches, per_rank)
+            placements[name] = placement_named(name, num_ranks, num_microbatches, per_rank)
         except PlanError as error:
             left_out[name] = error
-    return found, left_out
+    return placements, left_out
 
 
 class Everywhere(list[SearchResult]):
@@ -225,21 +225,21 @@ def search_all(
     The placements share the seconds evenly, 10 unless given; `options` are those of `search`. `left_out` holds the
     placements that do not support the counts or the limit, each with the reason.
 
-    >>> [found.placement for found in search_all(Costs(), 2, num_microbatches=4, seconds=2)]
+    >>> [result.placement for result in search_all(Costs(), 2, num_microbatches=4, seconds=2)]
     ['bidirectional', 'loop', 'v', 'linear']
     """
     share = shared(seconds, options.get("tries"), len(PLACEMENTS))
-    found, options = [], {"num_microbatches": num_microbatches, "seconds": share, **options}
+    results, options = [], {"num_microbatches": num_microbatches, "seconds": share, **options}
     placements, left_out = admitted(PLACEMENTS, num_ranks, num_microbatches, stages_per_rank)
     limit = limit or Limit()
     for name, placement in placements.items():
         v = placement.num_stages // num_ranks
         pairs = None if limit.max_activations is None else limit.max_activations * v
         try:
-            found.append(search(cut_finer(costs, v), placement, limit=Limit(pairs, limit.max_bytes), **options))
+            results.append(search(cut_finer(costs, v), placement, limit=Limit(pairs, limit.max_bytes), **options))
         except PlanError as error:
             left_out[name] = error
     in_order = {name: left_out[name] for name in PLACEMENTS if name in left_out}
-    if not found:
+    if not results:
         raise next(iter(in_order.values()))
-    return Everywhere(sorted(found, key=lambda result: result.value), in_order)
+    return Everywhere(sorted(results, key=lambda result: result.value), in_order)

@@ -176,27 +176,27 @@ class SearchRun:
 
     def construct(self) -> None:
         """Climb over styles: first with fewer microbatches, if there are many and all are alike."""
-        instance, given = self.instance, None
+        instance, styles = self.instance, None
         share = self.units * _CONSTRUCTING
         small = self.smaller(3 * instance.num_ranks)
         if small is not None:
-            given = self._climb(small, Objective(small, self.objective.name), share * 2 / 3, None)
+            styles = self._climb(small, Objective(small, self.objective.name), share * 2 / 3, None)
             share /= 3
-        self._climb(instance, self.objective, share, given)
+        self._climb(instance, self.objective, share, styles)
 
     def _climb(
         self,
         instance: Instance,
         objective: Objective,
         units: float,
-        given: Sequence[Style] | None,
+        given_styles: Sequence[Style] | None,
         *,
         order: Rows | None = None,
     ) -> list[Style]:
         """Try styles for this many units, and return the best of them."""
         styles = Styles(instance, may_join=self.may_join and order is None)
         best: list[tuple[float, Style]] = []
-        own = instance is self.instance
+        is_own = instance is self.instance
 
         def value(built: TimedRows) -> float:
             exact = objective.jitter is None and objective.name != "steady" and not instance.costs.has_finite_links
@@ -207,12 +207,14 @@ class SearchRun:
 
         cost = _BUILD * 3 * len(instance.rank)
         tries = int(min(units / cost, _MOST_BUILDS))
-        drawn = {} if given is None else {"num_drawn": 0}
-        made = climb(styles, value, self.rng, given=given or FIRST, order=order, is_late=self.is_late, **drawn)
-        for found, style, built in islice(made, tries):
-            best.append((found, style))
-            if own:
-                self.offer(found, built.rows)
+        drawn = {} if given_styles is None else {"num_drawn": 0}
+        climbs = climb(
+            styles, value, self.rng, starts=given_styles or FIRST, order=order, is_late=self.is_late, **drawn
+        )
+        for value_found, style, built in islice(climbs, tries):
+            best.append((value_found, style))
+            if is_own:
+                self.offer(value_found, built.rows)
             if not self.keep_on(cost):
                 break
         return [style for _, style in sorted(best, key=lambda pair: pair[0])[:6]]

@@ -60,12 +60,12 @@ def starts(instance: Instance, objective: Objective, *, is_late: Callable[[], bo
     >>> [start.name for start in starts(value, Objective(value), is_late=lambda: True)]
     ['zb-h1', 'one by one', 'one by one, joined']
     """
-    found: dict[int, Start] = {}
+    starts_by_size: dict[int, Start] = {}
     num_built = 0
     plainest = [Program(instance.plain.rows, "one by one"), Program(instance.joined.rows, "one by one, joined")]
     for place, program in chain(enumerate(plainest), _hand_made(instance, len(plainest))):
         num_built += place >= len(plainest)
-        if found and is_late() and (max(found) >= len(plainest) or num_built > _FEW):
+        if starts_by_size and is_late() and (max(starts_by_size) >= len(plainest) or num_built > _FEW):
             break
         rows = instance.rows_of(program) if program.placement == instance.placement else None
         # Proving a large program takes seconds; a recipe's program is legal, so only its memory is checked here.
@@ -74,8 +74,11 @@ def starts(instance: Instance, objective: Objective, *, is_late: Callable[[], bo
             continue
         value = _value(instance, objective, program, rows)
         if value is not None:
-            found[place] = Start(program.name, program, value, rows)
-    return [found[place] for place in sorted(found, key=lambda place: (found[place].value, place))]
+            starts_by_size[place] = Start(program.name, program, value, rows)
+    return [
+        starts_by_size[place]
+        for place in sorted(starts_by_size, key=lambda place: (starts_by_size[place].value, place))
+    ]
 
 
 def _hand_made(instance: Instance, first: int) -> Iterator[tuple[int, Program]]:
@@ -142,14 +145,14 @@ def stretched(few: Instance, rows: Rows, more: Instance) -> Iterator[Rows]:
     assert times is not None, "only a program that runs can be stretched"
     ends, ready = times
     last = max(end for _, end in ends)
-    seen = set()
+    seen_rows = set()
     for moment in range(_MOMENTS):
         begin = last * (0.2 + 0.6 * moment / _MOMENTS)
         cuts = tuple(_first_since(few, row, ready, begin) for row in rows)
-        made = [_repeated(few, row, cut, more) for row, cut in zip(rows, cuts, strict=True)]
-        if cuts not in seen and all(row is not None for row in made):
-            seen.add(cuts)
-            yield [row or [] for row in made]
+        new_rows = [_repeated(few, row, cut, more) for row, cut in zip(rows, cuts, strict=True)]
+        if cuts not in seen_rows and all(row is not None for row in new_rows):
+            seen_rows.add(cuts)
+            yield [row or [] for row in new_rows]
 
 
 def _first_since(few: Instance, row: list[int], ready: list[float], begin: float) -> int:
@@ -168,7 +171,7 @@ def _repeated(few: Instance, row: list[int], cut: int, more: Instance) -> list[i
     longer = [*word[:cut], *period * (more.num_microbatches - few.num_microbatches), *word[cut:]]
     turns: dict[tuple[int, int], int] = {}
     owed: dict[int, deque[int]] = defaultdict(deque)
-    made = []
+    new_row = []
     for stage, op in longer:
         if op == W:
             turn = owed[stage].popleft()
@@ -178,8 +181,8 @@ def _repeated(few: Instance, row: list[int], cut: int, more: Instance) -> list[i
             turns[kind] = turn + 1
             if op == I:
                 owed[stage].append(turn)
-        made.append(more.number(stage, op, turn))
-    return made
+        new_row.append(more.number(stage, op, turn))
+    return new_row
 
 
 def _period(word: list[Step], cut: int) -> list[Step] | None:
@@ -188,11 +191,11 @@ def _period(word: list[Step], cut: int) -> list[Step] | None:
     >>> _period([(0, F), (0, F), (0, B), (0, F), (0, I), (0, W)], 1)
     [(0, 0), (0, 3)]
     """
-    seen: dict[int, set[int]] = {stage: set() for stage, _ in word}
+    seen_microbatches: dict[int, set[int]] = {stage: set() for stage, _ in word}
     for at, (stage, op) in enumerate(word[cut:], start=cut + 1):
-        if op in seen[stage]:
+        if op in seen_microbatches[stage]:
             return None
-        seen[stage].add(op)
-        if all(ops in ({F, B}, {F, I, W}) for ops in seen.values()):
+        seen_microbatches[stage].add(op)
+        if all(ops in ({F, B}, {F, I, W}) for ops in seen_microbatches.values()):
             return word[cut:at]
     return None

@@ -74,7 +74,7 @@ class Styles:
 
     def policies(self, style: Style) -> list[Policy]:
         """Return every rank's policy."""
-        found, last = [], max(len(self._fewest) - 1, 1)
+        policies, last = [], max(len(self._fewest) - 1, 1)
         for rank, fewest in enumerate(self._fewest):
             rules = tuple(
                 LaneRule(
@@ -87,8 +87,8 @@ class Styles:
                 for at, few in enumerate(fewest)
             )
             share = 1 + style.tilt * (2 * rank / last - 1)
-            found.append(Policy(rules, style.idle * share * self._weight, style.late_idle * share * self._weight))
-        return found
+            policies.append(Policy(rules, style.idle * share * self._weight, style.late_idle * share * self._weight))
+        return policies
 
     def drawn(self, rng: random.Random) -> Style:
         """Return a random style."""
@@ -132,7 +132,7 @@ def climb(
     value: Callable[[TimedRows], float],
     rng: random.Random,
     *,
-    given: Sequence[Style] = FIRST,
+    starts: Sequence[Style] = FIRST,
     num_drawn: int = 18,
     order: Rows | None = None,
     is_late: Callable[[], bool] = lambda: False,
@@ -144,25 +144,25 @@ def climb(
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.placement import Placement
     >>> value = Styles(Instance(Costs(), Placement.linear(2), 4), may_join=False)
-    >>> made = climb(value, lambda built: max(end for _, end in built.ends), random.Random(0))
-    >>> min(next(made)[0] for _ in range(20))
+    >>> climbed = climb(value, lambda built: max(end for _, end in built.ends), random.Random(0))
+    >>> min(next(climbed)[0] for _ in range(20))
     13.0
     """
     best: list[tuple[float, Style]] = []
     turn = 0
     while not is_late():
-        if turn < len(given):
-            style = given[turn]
-        elif not best or turn < len(given) + num_drawn or rng.random() < 0.1:
+        if turn < len(starts):
+            style = starts[turn]
+        elif not best or turn < len(starts) + num_drawn or rng.random() < 0.1:
             style = styles.drawn(rng)
         else:
             style = styles.varied(rng.choice(best[:4])[1], rng)
         turn += 1
         built = styles.build(style, order)
         if built is None:
-            if turn > len(given) + num_drawn and not best:
+            if turn > len(starts) + num_drawn and not best:
                 return  # nothing fits except one microbatch after another
             continue
-        found = value(built)
-        best = sorted([*best, (found, style)], key=lambda pair: pair[0])[:8]
-        yield found, style, built
+        value_now = value(built)
+        best = sorted([*best, (value_now, style)], key=lambda pair: pair[0])[:8]
+        yield value_now, style, built

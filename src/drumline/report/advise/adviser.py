@@ -18,11 +18,11 @@ from drumline.report.advise.waits import lost_time, slow_link, time_outside
 _REMEDIES = (recut, equal_stages, other_counts, slow_link, other_schedule, lost_time, time_outside)
 
 
-def advise(seen: Evidence) -> Advice:
+def advise(evidence: Evidence) -> Advice:
     """Return the changes that are predicted to shorten a step; those that rely on assumptions count half."""
-    found = [remedy for remedies in _REMEDIES for remedy in remedies(seen)]
-    ordered = tuple(sorted(found, key=lambda remedy: -remedy.weight))
-    if seen.plan is not None:
+    remedies = [remedy for remedies in _REMEDIES for remedy in remedies(evidence)]
+    ordered = tuple(sorted(remedies, key=lambda remedy: -remedy.weight))
+    if evidence.plan is not None:
         return Advice(ordered)
     return Advice(
         ordered,

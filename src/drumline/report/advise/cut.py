@@ -42,32 +42,32 @@ _SLOWER = 0.02  # smaller differences between ranks do not count
 _NAMED_MOVES = 3
 
 
-def recut(seen: Evidence) -> Iterator[Remedy]:
+def recut(evidence: Evidence) -> Iterator[Remedy]:
     """Yield the best other cut, if one is faster."""
-    program = seen.program
-    blocks = blocks_of(seen.plan or {}, program, seen.costs)
+    program = evidence.program
+    blocks = blocks_of(evidence.plan or {}, program, evidence.costs)
     if blocks is None or set(program.backwards) != {Backward.WHOLE}:
         return
     each = [BlockCosts(sum(seconds)) for seconds in zip(*blocks.seconds.values(), strict=True)]
     cuts = TimedCuts(each, program, steps_of(blocks.costs))
     try:
-        found = cuts.best().counts
+        counts = cuts.best().counts
     except PlanError:
         return
-    before, after = (cut.seconds for cut in cuts.timed([blocks.counts, found]))
-    gain = (before - after) / seen.measured.makespan
+    before, after = (cut.seconds for cut in cuts.timed([blocks.counts, counts]))
+    gain = (before - after) / evidence.measured.makespan
     if gain < LEAST_GAIN:
         return
-    moved = list(moves(blocks, found))
+    moved = list(moves(blocks, counts))
     listed = ", ".join(moved[:_NAMED_MOVES]) + (f" and {len(moved) - _NAMED_MOVES} more" if moved[3:] else "")
-    sentence = f"{slowest_rank(seen.rank_seconds)}: move {listed} (balance={list(found)}), {predicted(gain)}"
-    yield Remedy("cut", sentence, gain, {"balance": list(found)}, _ASSUMES[blocks.basis])
+    sentence = f"{slowest_rank(evidence.rank_seconds)}: move {listed} (balance={list(counts)}), {predicted(gain)}"
+    yield Remedy("cut", sentence, gain, {"balance": list(counts)}, _ASSUMES[blocks.basis])
 
 
-def equal_stages(seen: Evidence) -> Iterator[Remedy]:
+def equal_stages(evidence: Evidence) -> Iterator[Remedy]:
     """Yield what equal stages would save, if only stages are known."""
-    ideal, level, stages = seen.simulated, seen.simulated.balanced, seen.stage_seconds
-    if seen.plan is not None or level is None or len(stages) < 2:
+    ideal, level, stages = evidence.simulated, evidence.simulated.balanced, evidence.stage_seconds
+    if evidence.plan is not None or level is None or len(stages) < 2:
         return
     slowest = max(range(len(stages)), key=stages.__getitem__)
     sentence = (
@@ -75,7 +75,7 @@ def equal_stages(seen: Evidence) -> Iterator[Remedy]:
         f"{ms(sum(stages) / len(stages))} on average. With equal stages, the same order would take "
         f"{ms(level.makespan)} at best instead of {ms(ideal.makespan)}"
     )
-    yield Remedy("stages", sentence, (ideal.makespan - level.makespan) / seen.measured.makespan)
+    yield Remedy("stages", sentence, (ideal.makespan - level.makespan) / evidence.measured.makespan)
 
 
 def slowest_rank(seconds: Sequence[float]) -> str:
@@ -133,11 +133,14 @@ class RunBlocks:
     def costs(self, counts: Counts) -> Costs:
         """Return the costs of the stages of a cut."""
         speeds = [self.speed[home] for home in self.program.placement.homes]
-        found: dict[str, Any] = {
-            op: [sum(own) * speed for own, speed in zip(_by_stage(self.seconds[op], counts), speeds, strict=True)]
+        fields: dict[str, Any] = {
+            op: [
+                sum(own_seconds) * speed
+                for own_seconds, speed in zip(_by_stage(self.seconds[op], counts), speeds, strict=True)
+            ]
             for op in OPS
         }
-        return replace(self.measured, **found, activation_bytes=None, held_until_weight_bytes=None)
+        return replace(self.measured, **fields, activation_bytes=None, held_until_weight_bytes=None)
 
 
 def blocks_of(plan: Mapping[str, Any], program: Program, costs: Costs) -> RunBlocks | None:
@@ -172,7 +175,7 @@ def blocks_of(plan: Mapping[str, Any], program: Program, costs: Costs) -> RunBlo
 def _shared(stages: Sequence[float], shares: Sequence[float], counts: Counts) -> tuple[float, ...]:
     """Return every block's share of its stage's seconds."""
     each = zip(stages, _by_stage(shares, counts), strict=True)
-    return tuple(taken * share / sum(own) for taken, own in each for share in own)
+    return tuple(taken * share / sum(own_seconds) for taken, own_seconds in each for share in own_seconds)
 
 
 def _by_stage(values: Sequence[float], counts: Counts) -> list[Sequence[float]]:
@@ -184,10 +187,10 @@ def _speed(
     blocks: Mapping[str, Sequence[float]], stages: Mapping[str, Sequence[float]], counts: Counts, program: Program
 ) -> tuple[float, ...]:
     """Return the factor by which each rank is slower than its blocks' own seconds predict."""
-    alone = {op: [sum(own) for own in _by_stage(blocks[op], counts)] for op in OPS}
-    found = []
+    alone = {op: [sum(own_seconds) for own_seconds in _by_stage(blocks[op], counts)] for op in OPS}
+    speeds = []
     for rank in range(program.num_ranks):
-        own = program.placement.stages_of(rank)
-        took, expected = (sum(seconds[op][stage] for op in OPS for stage in own) for seconds in (stages, alone))
-        found.append(took / expected if expected > 0 else 1.0)
-    return tuple(found)
+        own_stages = program.placement.stages_of(rank)
+        took, expected = (sum(seconds[op][stage] for op in OPS for stage in own_stages) for seconds in (stages, alone))
+        speeds.append(took / expected if expected > 0 else 1.0)
+    return tuple(speeds)

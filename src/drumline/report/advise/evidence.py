@@ -66,9 +66,9 @@ class Evidence:
     @cached_property
     def rank_seconds(self) -> tuple[float, ...]:
         """Seconds that each rank computes per microbatch, on average."""
-        found = [0.0] * self.program.num_ranks
+        rank_seconds = [0.0] * self.program.num_ranks
         for stage, seconds in enumerate(self.stage_seconds):
             ranks = self.program.placement.ranks_of(stage)
             for rank in ranks:
-                found[rank] += seconds / len(ranks)
-        return tuple(found)
+                rank_seconds[rank] += seconds / len(ranks)
+        return tuple(rank_seconds)

@@ -31,64 +31,64 @@ _SHARES = "assuming that W takes as long as I, times the share of weights that t
 _LINEAR = "assuming that a microbatch's time is proportional to its rows"
 
 
-def other_counts(seen: Evidence) -> Iterator[Remedy]:
+def other_counts(evidence: Evidence) -> Iterator[Remedy]:
     """Yield the number of microbatches that is predicted to be the best, if it differs."""
-    if seen.plan is None:
+    if evidence.plan is None:
         return
-    program, now = seen.program, seen.program.num_microbatches
+    program, now = evidence.program, evidence.program.num_microbatches
     best: tuple[float, int] = (LEAST_GAIN, now)
     for factor in _FACTORS:
         count = int(now * factor)
-        if not 1 <= count <= rows_of_batch(seen, most=4 * now):
+        if not 1 <= count <= rows_of_batch(evidence, most=4 * now):
             continue
         changed = made_by(program.name, program, count)
         if changed is not None:
-            simulated = simulate(changed, _scaled(seen.costs, program.num_stages, now / count))
-            best = max(best, (_gain(seen, simulated, count / now), count))
+            simulated = simulate(changed, _scaled(evidence.costs, program.num_stages, now / count))
+            best = max(best, (_gain(evidence, simulated, count / now), count))
     gain, count = best
     if count == now:
         return
     settings = {"num_microbatches": count}
     if count > now:
-        said = f"With {now} microbatches, {seen.simulated.bubble:.0%} is bubble: split the batch into {count}"
+        said = f"With {now} microbatches, {evidence.simulated.bubble:.0%} is bubble: split the batch into {count}"
     else:
-        share = seen.overhead / seen.measured.makespan
+        share = evidence.overhead / evidence.measured.makespan
         said = f"With {now} microbatches, {share:.0%} is overhead: split the batch into {count}"
     yield Remedy("microbatches", f"{said}, {predicted(gain)}", gain, settings, _LINEAR)
 
 
-def other_schedule(seen: Evidence) -> Iterator[Remedy]:
+def other_schedule(evidence: Evidence) -> Iterator[Remedy]:
     """Yield the schedule that is predicted to be the best, if it differs, and one that holds less.
 
     If the pipeline is not ours, the executor's own time may change: then both schedules are compared at their best, and
     only schedules that hold no more count.
     """
-    program, ours, shares = seen.program, seen.plan is not None, _trained_shares(seen)
+    program, ours, shares = evidence.program, evidence.plan is not None, _trained_shares(evidence)
     light = [is_light(share, 1.0) for share in shares]
     if ours and (program.num_updates or program.placement.mirrored or _recipe(program, light) != program):
         return
     split = any(part.op is Op.BACKWARD_WEIGHT for part in program.work())
-    costs = seen.costs if split else _divided(seen.costs, shares)
+    costs = evidence.costs if split else _divided(evidence.costs, shares)
     now = simulate(program, costs)
     others = [simulate(join(other, light), costs) for other in _others(program, elsewhere=not ours)]
     if ours:
         assumes = "" if split or all(light) else _HALVES if set(shares) == {1.0} else _SHARES
-        yield from _faster(seen, now, others, assumes)
+        yield from _faster(evidence, now, others, assumes)
         yield from _smaller(now, others)
     else:
-        yield from _at_best(seen, now, others, split)
+        yield from _at_best(evidence, now, others, split)
 
 
-def _trained_shares(seen: Evidence) -> list[float]:
+def _trained_shares(evidence: Evidence) -> list[float]:
     """Return which share of its weights each stage trains; all of them if that is unknown."""
-    shares: Sequence[float] = (seen.plan or {}).get("trained_shares") or ()
-    return list(shares) if len(shares) == seen.program.num_stages else [1.0] * seen.program.num_stages
+    shares: Sequence[float] = (evidence.plan or {}).get("trained_shares") or ()
+    return list(shares) if len(shares) == evidence.program.num_stages else [1.0] * evidence.program.num_stages
 
 
 def _recipe(program: Program, light: Sequence[bool]) -> Program | None:
     """Return what the schedule of a program makes for these stages; None if it is unknown."""
-    made = made_by(program.name, program)
-    return None if made is None else join(made, light)
+    new_program = made_by(program.name, program)
+    return None if new_program is None else join(new_program, light)
 
 
 def _others(program: Program, *, elsewhere: bool) -> Iterator[Program]:
@@ -101,13 +101,13 @@ def _others(program: Program, *, elsewhere: bool) -> Iterator[Program]:
             yield other
 
 
-def _faster(seen: Evidence, now: Simulation, others: list[Simulation], assumes: str) -> Iterator[Remedy]:
-    gains = [(_gain(seen, other, other.program.num_actions / now.program.num_actions), other) for other in others]
+def _faster(evidence: Evidence, now: Simulation, others: list[Simulation], assumes: str) -> Iterator[Remedy]:
+    gains = [(_gain(evidence, other, other.program.num_actions / now.program.num_actions), other) for other in others]
     # Among equal gains, to a thousandth, the one that holds the least.
     gain, best = max(gains, key=lambda pair: (round(pair[0], 3), -max(pair[1].peak_activations)), default=(0.0, now))
     if gain >= LEAST_GAIN:
-        name, held, holds = best.program.name, max(now.peak_activations), max(best.peak_activations)
-        memory = f", holding {holds} activations instead of {held}" if holds > held else ""
+        name, num_held, holds = best.program.name, max(now.peak_activations), max(best.peak_activations)
+        memory = f", holding {holds} activations instead of {num_held}" if holds > num_held else ""
         sentence = f"Run {name} instead of {now.program.name}, {predicted(gain)}{memory}"
         yield Remedy("schedule", sentence, gain, {"schedule": name}, assumes)
 
@@ -116,15 +116,15 @@ def _smaller(now: Simulation, others: list[Simulation]) -> Iterator[Remedy]:
     """Yield the schedule that holds the least in the same time."""
     as_fast = [other for other in others if other.makespan <= now.makespan * 1.005]
     least = min(as_fast, key=lambda simulation: max(simulation.peak_activations), default=now)
-    held, holds = max(now.peak_activations), max(least.peak_activations)
-    if holds < held:
+    num_held, holds = max(now.peak_activations), max(least.peak_activations)
+    if holds < num_held:
         sentence = (
-            f"To save memory, run {least.program.name}: it holds {holds} activations, not {held}, in the same time"
+            f"To save memory, run {least.program.name}: it holds {holds} activations, not {num_held}, in the same time"
         )
         yield Remedy("memory", sentence, 0.0, {"schedule": least.program.name})
 
 
-def _at_best(seen: Evidence, now: Simulation, others: list[Simulation], split: bool) -> Iterator[Remedy]:
+def _at_best(evidence: Evidence, now: Simulation, others: list[Simulation], split: bool) -> Iterator[Remedy]:
     """Yield the fastest schedule that holds no more, both without transfer and overhead."""
     smaller = [other for other in others if max(other.peak_activations) <= max(now.peak_activations)]
     best = min(smaller, key=lambda simulation: simulation.makespan, default=now)
@@ -135,19 +135,21 @@ def _at_best(seen: Evidence, now: Simulation, others: list[Simulation], split: b
             f"{now.program.name} {ms(now.makespan)}, with no more activations held"
             + (", assuming that both halves of the backward take equally long" if guessed else "")
         )
-        gain = (now.makespan - best.makespan) / seen.measured.makespan
+        gain = (now.makespan - best.makespan) / evidence.measured.makespan
         yield Remedy("schedule", sentence, gain, {"schedule": best.program.name})
 
 
-def rows_of_batch(seen: Evidence, *, most: int) -> int:
+def rows_of_batch(evidence: Evidence, *, most: int) -> int:
     """Return how many rows a batch has, according to the metrics; `most` if they do not say."""
-    rate, seconds = seen.line.get("throughput(rows/s)"), seen.line.get("time_metrics/end_to_end(s)")
+    rate, seconds = evidence.line.get("throughput(rows/s)"), evidence.line.get("time_metrics/end_to_end(s)")
     return int(rate * seconds + 0.5) if rate and seconds else most
 
 
-def _gain(seen: Evidence, changed: Simulation, actions: float) -> float:
+def _gain(evidence: Evidence, changed: Simulation, actions: float) -> float:
     """Return the gain of a changed program; it has `actions` times as many actions, each with its overhead."""
-    return (seen.middle.makespan - changed.makespan + seen.overhead * (1 - actions)) / seen.measured.makespan
+    return (
+        evidence.middle.makespan - changed.makespan + evidence.overhead * (1 - actions)
+    ) / evidence.measured.makespan
 
 
 def _scaled(costs: Costs, num_stages: int, factor: float) -> Costs:

@@ -33,16 +33,16 @@ _WAYS = {
 _OUTSIDE = 0.2  # share of the time from step to step; updates and data always take some
 
 
-def slow_link(seen: Evidence) -> Iterator[Remedy]:
+def slow_link(evidence: Evidence) -> Iterator[Remedy]:
     """Yield the edge whose messages delay the step the most."""
-    program, costs, measured = seen.program, seen.costs, seen.measured.makespan
-    before = seen.middle.makespan
+    program, costs, measured = evidence.program, evidence.costs, evidence.measured.makespan
+    before = evidence.middle.makespan
     slowest = sorted(costs.edges, key=lambda edge: -costs.edges[edge].latency)[:_EDGES]
     without = [replace(costs, edges={**costs.edges, edge: Edge()}) for edge in slowest]
-    found = [(before - after) / measured for after in makespans(program, without).tolist()]
-    gain = max(found, default=0.0)
+    gains = [(before - after) / measured for after in makespans(program, without).tolist()]
+    gain = max(gains, default=0.0)
     if gain >= LEAST_GAIN:
-        source, target = slowest[found.index(gain)]
+        source, target = slowest[gains.index(gain)]
         took = duration(costs.edges[source, target].latency)
         sentence = (
             f"A message from rank {source} to rank {target} takes {took}, and the step waits for it: "
@@ -51,14 +51,14 @@ def slow_link(seen: Evidence) -> Iterator[Remedy]:
         yield Remedy("link", sentence, gain, {}, "assuming that messages take no time at all")
 
 
-def time_outside(seen: Evidence) -> Iterator[Remedy]:
+def time_outside(evidence: Evidence) -> Iterator[Remedy]:
     """Yield how much of the time from step to step is spent outside steps, if it is a lot."""
-    if not isinstance(seen.measured, Measured):
+    if not isinstance(evidence.measured, Measured):
         return
-    whole, inside = seen.line.get("time_metrics/end_to_end(s)"), seen.measured.parts[0].total
+    whole, inside = evidence.line.get("time_metrics/end_to_end(s)"), evidence.measured.parts[0].total
     if whole and whole - inside > _OUTSIDE * whole:
         share = (whole - inside) / whole
-        taken = {what: seen.line.get(f"pp/rank0/{kind}_seconds") or 0.0 for kind, what in _KINDS.items()}
+        taken = {what: evidence.line.get(f"pp/rank0/{kind}_seconds") or 0.0 for kind, what in _KINDS.items()}
         most = sorted((seconds, what) for what, seconds in taken.items() if seconds > _OUTSIDE * (whole - inside))
         named = ", ".join(f"{what} {duration(seconds)}" for seconds, what in reversed(most))
         took = duration(whole - inside)
@@ -66,14 +66,14 @@ def time_outside(seen: Evidence) -> Iterator[Remedy]:
         yield Remedy("outside", f"{sentence}: {named}" if named else sentence)
 
 
-def lost_time(seen: Evidence) -> Iterator[Remedy]:
+def lost_time(evidence: Evidence) -> Iterator[Remedy]:
     """Yield the cost of transfer, overhead and unexplained time, if the pipeline is not ours to configure.
 
     The loss is measured against the step's own order and times in the simulator; idle time by cause divides it.
     """
-    if seen.plan is not None:
+    if evidence.plan is not None:
         return
-    timeline, lost = seen.measured, seen.measured.makespan - seen.simulated.makespan
+    timeline, lost = evidence.measured, evidence.measured.makespan - evidence.simulated.makespan
     by_cause = dict.fromkeys((Cause.TRANSFER, Cause.OVERHEAD, Cause.UNEXPLAINED), 0.0)
     for idle in timeline.causes:
         if idle.cause in by_cause:
@@ -82,11 +82,11 @@ def lost_time(seen: Evidence) -> Iterator[Remedy]:
     for cause, seconds in by_cause.items():
         gain = lost * seconds / total if total else 0.0
         cost = f"costs about {ms(gain)} of the {ms(timeline.makespan)}"
-        yield Remedy(cause.value, _LOST[cause](seen, cost), gain / timeline.makespan)
+        yield Remedy(cause.value, _LOST[cause](evidence, cost), gain / timeline.makespan)
 
 
-def _transfer(seen: Evidence, cost: str) -> str:
-    transfers = seen.measured.transfers
+def _transfer(evidence: Evidence, cost: str) -> str:
+    transfers = evidence.measured.transfers
     sizes = [transfer.num_bytes for transfer in transfers if transfer.num_bytes]
     each = f", {size_text(max(sizes))} each" if sizes else ""
     return (
@@ -95,13 +95,13 @@ def _transfer(seen: Evidence, cost: str) -> str:
     )
 
 
-def _overhead(seen: Evidence, cost: str) -> str:
-    kind = next(iter(seen.kinds), "")
+def _overhead(evidence: Evidence, cost: str) -> str:
+    kind = next(iter(evidence.kinds), "")
     hint = f": {_WAYS[kind]}" if kind in _WAYS else ""
     return f"The ranks' own overhead is the bottleneck: it {cost}, most of it {kind}{hint}"
 
 
-def _unexplained(seen: Evidence, cost: str) -> str:
+def _unexplained(evidence: Evidence, cost: str) -> str:
     return (
         f"Look at what the traces do not name: it {cost}. "
         "Record with with_stack=True, or label the rest of the step with record_function"

@@ -87,8 +87,8 @@ def grid(
         body = _row(timeline, rank, canvas, name_of, colour)
         lines.append(f"{prefix[rank]}|{body}|{suffix[rank]}".rstrip() if room > 0 else body)
         if memory:
-            held = _held(timeline, rank, canvas)
-            lines.append(f"{'held'[: len(prefix[rank])]:<{len(prefix[rank])}}|{held}|" if room > 0 else held)
+            held_row = _held_row(timeline, rank, canvas)
+            lines.append(f"{'held'[: len(prefix[rank])]:<{len(prefix[rank])}}|{held_row}|" if room > 0 else held_row)
     below = [*(_figures(timeline) if figures and not suffix[0] else ()), _note(timeline, canvas, window)]
     return "\n".join([*lines, *(piece for line in below for piece in textwrap.wrap(line, width))])
 
@@ -203,18 +203,18 @@ def _row(timeline: Timeline, rank: int, canvas: _Canvas, name_of: Callable[[int,
     return _painted(text, paint) if colour else "".join(text)
 
 
-def _held(timeline: Timeline, rank: int, canvas: _Canvas) -> str:
+def _held_row(timeline: Timeline, rank: int, canvas: _Canvas) -> str:
     """Return the pairs held in every column: a number if labels fit, otherwise a digit (9 means 9 or more)."""
     track, holding = timeline.tracks[rank], timeline.memory[rank]
     text = [" "] * (canvas.num_slots * canvas.cell)
     ends = [*track.starts[1:], timeline.end]
     for index, (during, after) in enumerate(holding.pairs):
-        for low, high, held in (
+        for low, high, num_held in (
             (*canvas.columns(track.starts[index], track.ends[index]), during),
             (*canvas.columns(track.ends[index], ends[index]), after),
         ):
             for at in range(low, high, canvas.cell):
-                shown = str(held) if canvas.cell > 1 else str(min(held, 9))
+                shown = str(num_held) if canvas.cell > 1 else str(min(num_held, 9))
                 text[at : at + canvas.cell] = shown[: canvas.cell].ljust(canvas.cell)
     return "".join(text)
 

@@ -60,7 +60,7 @@ def pareto_svg(picture: Pareto, *, width: int = 800, height: int = 420) -> str:
     labels = _Labels(plane, [*dots, *(plane.place(point.memory, point.bubble) for point in front)])
     (left, down), (right, _) = max(pairwise(corners), key=lambda pair: pair[1][0] - pair[0][0])
     lines += labels.put((left + right) / 2, down, "lower bound")
-    notes = (f"{point.name}: {_held(point.memory, picture.unit)}, {point.bubble:.2%}" for point in others)
+    notes = (f"{point.name}: {_memory_text(point.memory, picture.unit)}, {point.bubble:.2%}" for point in others)
     lines.append(grouped(circle(*dot, 4, _DOT, note=note) for dot, note in zip(dots, notes, strict=True)))
     for (x, y), point in zip(dots, others, strict=True):
         above = " ↑" if point.bubble > plane.bubble.high else ""
@@ -108,10 +108,10 @@ def pareto_table(picture: Pareto, *, width: int = 120) -> str:
 
 def _shown(picture: Pareto) -> list[Point]:
     """Return the hand-made schedules to draw; only the first of several at the same place."""
-    seen: dict[tuple[float, float], Point] = {}
+    seen_points: dict[tuple[float, float], Point] = {}
     for point in picture.hand_made:
-        seen.setdefault((round(point.memory, 9), round(point.bubble, 9)), point)
-    return list(seen.values())
+        seen_points.setdefault((round(point.memory, 9), round(point.bubble, 9)), point)
+    return list(seen_points.values())
 
 
 def _axes(plane: _Plane, unit: str) -> Iterator[str]:
@@ -153,7 +153,7 @@ def _drawn_bound(plane: _Plane, corners: Sequence[tuple[float, float]], picture:
     yield f'<path d="{_path(corners)}" fill="none" stroke="{_LIMIT}" stroke-width="1.5" stroke-dasharray="5 4"/>'
     for limit in sorted({point.limit or 0.0 for point in picture.searched}):
         least = picture.possible(limit)
-        note = f"lower bound: within {_held(limit, picture.unit)}, no program idles less than {least:.2%}"
+        note = f"lower bound: within {_memory_text(limit, picture.unit)}, no program idles less than {least:.2%}"
         yield circle(*plane.place(limit, least), 2.5, _LIMIT, note=note)
 
 
@@ -168,11 +168,14 @@ def _front(plane: _Plane, front: Sequence[Point], unit: str) -> Iterator[str]:
     yield f'<path d="{path}H{px(plane.memory.end)}" fill="none" stroke="{_LINE}" stroke-width="2"/>'
     for place, point in zip(places, front, strict=True):
         yield circle(
-            *place, 4, _LINE, note=f"searched, {point.placement}: {_held(point.memory, unit)}, {point.bubble:.2%}"
+            *place,
+            4,
+            _LINE,
+            note=f"searched, {point.placement}: {_memory_text(point.memory, unit)}, {point.bubble:.2%}",
         )
 
 
-def _held(memory: float, unit: str) -> str:
+def _memory_text(memory: float, unit: str) -> str:
     return size_text(memory) if unit == "bytes" else f"{number(memory)} microbatches"
 
 

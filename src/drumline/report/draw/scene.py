@@ -245,22 +245,22 @@ def _words(timeline: Timeline, idle: Idle) -> str:
 def _memory(timeline: Timeline, rank: int, clock: PageTime) -> dict[str, Any]:
     """Return what the rank holds after each change: bytes if known, otherwise pairs."""
     track, holding = timeline.tracks[rank], timeline.memory[rank]
-    held = holding.pairs if holding.bytes is None else holding.bytes
+    amounts = holding.pairs if holding.bytes is None else holding.bytes
     in_flight = 0 if timeline.in_flight is None else max(timeline.in_flight[rank], 0)
     before = in_flight if holding.bytes is None else holding.static_bytes
     times = np.stack([track.starts, track.ends], axis=1)
-    return clock.steps(np.append(timeline.start, times), np.append(before, np.asarray(held, float)))
+    return clock.steps(np.append(timeline.start, times), np.append(before, np.asarray(amounts, float)))
 
 
 def _queues(timeline: Timeline, clock: PageTime) -> list[dict[str, Any]]:
     """Return the edges on which a message ever waited, with their depth after each change."""
-    found = []
+    queues = []
     for (source, target), curve in timeline.queue_depths.items():
         times, depths = zip(*curve, strict=True)
         if any(depths):
             steps = clock.steps([timeline.start, *times], [0, *depths])
-            found.append({"source": source, "target": target, **steps})
-    return found
+            queues.append({"source": source, "target": target, **steps})
+    return queues
 
 
 def _critical(timeline: Timeline) -> dict[str, Any]:

@@ -163,12 +163,12 @@ def rect(
     return _closed(f'<rect {place}{rounded} fill="{fill}"{line}{faint}', "rect", note)
 
 
-def hatched(x: float, y: float, width: float, height: float, lines: str, *, apart: float = APART) -> str:
+def hatched(x: float, y: float, width: float, height: float, lines: str, *, distance: float = APART) -> str:
     """Return the path of lines across a rectangle: `/`, a backslash, `-` and `|`, or several of them at once.
 
     All lines lie on one grid of the sheet, so that those of neighbours meet.
 
-    >>> hatched(0, 0, 10, 10, "/", apart=10), hatched(0, 0, 10, 10, "|", apart=5)
+    >>> hatched(0, 0, 10, 10, "/", distance=10), hatched(0, 0, 10, 10, "|", distance=5)
     ('M0 10L10 0', 'M5 0V10')
     """
     right, bottom = x + width, y + height
@@ -177,8 +177,8 @@ def hatched(x: float, y: float, width: float, height: float, lines: str, *, apar
         low, high = {"/": (x + y, right + bottom), "\\": (y - right, bottom - x), "|": (x, right), "-": (y, bottom)}[
             kind
         ]
-        for step in range(math.floor(low / apart) + 1, math.ceil(high / apart)):
-            at = step * apart
+        for step in range(math.floor(low / distance) + 1, math.ceil(high / distance)):
+            at = step * distance
             if kind == "|":
                 drawn.append(f"M{px(at)} {px(y)}V{px(bottom)}")
             elif kind == "-":

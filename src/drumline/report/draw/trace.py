@@ -48,11 +48,11 @@ def traces(timelines: Mapping[str, Timeline]) -> bytes:
     >>> from drumline.core.program import Program
     >>> from drumline.core.simulate.simulate import simulate
     >>> step = simulate(Program.parse("0F0,0B0"))
-    >>> found = json.loads(gzip.decompress(traces({"measured": step, "simulated": step})))["traceEvents"]
-    >>> [event["args"]["name"] for event in found if event["name"] == "process_name"]
+    >>> events = json.loads(gzip.decompress(traces({"measured": step, "simulated": step})))["traceEvents"]
+    >>> [event["args"]["name"] for event in events if event["name"] == "process_name"]
     ['measured, rank 0 (stage 0)', 'simulated, rank 0 (stage 0)']
     """
-    found: list[Event] = []
+    events: list[Event] = []
     first_rank = first_id = 0
     for name, timeline in timelines.items():
         for event in _events(timeline):
@@ -63,10 +63,10 @@ def traces(timelines: Mapping[str, Timeline]) -> bytes:
                 moved["args"] = {"name": f"{name}, {event['args']['name']}"}
             if event["name"] == "process_sort_index":
                 moved["args"] = {"sort_index": moved["pid"]}
-            found.append(moved)
+            events.append(moved)
         first_rank += timeline.num_ranks
         first_id += len(timeline.transfers)
-    return _zipped(found, {"timelines": list(timelines)})
+    return _zipped(events, {"timelines": list(timelines)})
 
 
 def _zipped(listed: list[Event], other: Event) -> bytes:
@@ -162,11 +162,11 @@ def _transfers(timeline: Timeline, clock: _TraceTime, threads: list[int]) -> Ite
         args = {"bytes": transfer.num_bytes}
         name = str(transfer.action)
         yield clock.slice(transfer.source, thread, name, transfer.start, transfer.end, category="transfer", args=args)
-        made = _producer_start(timeline, transfer.action)
+        ready = _producer_start(timeline, transfer.action)
         used = _next_start(timeline, transfer.target, transfer.consumed)
-        if made is not None and used is not None:
+        if ready is not None and used is not None:
             flow = {"name": name, "cat": "message", "id": index + 1, "tid": _COMPUTE}
-            yield {**flow, "ph": "s", "pid": transfer.source, "ts": clock.at(made)}
+            yield {**flow, "ph": "s", "pid": transfer.source, "ts": clock.at(ready)}
             yield {**flow, "ph": "f", "bp": "e", "pid": transfer.target, "ts": clock.at(used)}
 
 
@@ -184,8 +184,8 @@ def _next_start(timeline: Timeline, rank: int, time: float) -> float | None:
 
 def _counters(timeline: Timeline, clock: _TraceTime) -> Iterator[Event]:
     for rank, (track, holding) in enumerate(zip(timeline.tracks, timeline.memory, strict=True)):
-        for name, held in (("pairs held", holding.pairs), ("bytes held", holding.bytes)):
-            for index, (during, after) in enumerate(held or ()):
+        for name, amounts in (("pairs held", holding.pairs), ("bytes held", holding.bytes)):
+            for index, (during, after) in enumerate(amounts or ()):
                 yield _count(rank, name, clock.at(track.starts[index]), during)
                 yield _count(rank, name, clock.at(track.ends[index]), after)
     for (source, target), curve in timeline.queue_depths.items():

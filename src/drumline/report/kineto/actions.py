@@ -58,14 +58,14 @@ def spelled(marks: Iterable[Mark]) -> list[LabelledAction]:
     >>> spelled([Mark("PP:2F0", 0, 5), Mark("PP:warmup", 5, 6)])
     [LabelledAction(action=2F0, start=0, end=5)]
     """
-    found = []
+    actions = []
     for name, start, end in marks:
         if name.startswith("PP:"):
             try:
-                found.append(LabelledAction(Action.parse(name.removeprefix("PP:")), start, end))
+                actions.append(LabelledAction(Action.parse(name.removeprefix("PP:")), start, end))
             except ProgramError:
                 continue
-    return found
+    return actions
 
 
 def numbered(marks: Iterable[Mark], stage: int) -> list[LabelledAction]:
@@ -91,17 +91,17 @@ def numbered_on(labelled: Sequence[LabelledAction]) -> list[LabelledAction]:
     """
     parts = (part.microbatch for action in labelled for part in action.action.work)
     count = 1 + max((number for number in parts if number is not None), default=-1)
-    seen: Counter[Action] = Counter()
-    found = []
+    seen_counts: Counter[Action] = Counter()
+    actions = []
     for action in labelled:
-        found.append(action._replace(action=action.action.later(seen[action.action] * count)))
-        seen[action.action] += 1
-    return found
+        actions.append(action._replace(action=action.action.later(seen_counts[action.action] * count)))
+        seen_counts[action.action] += 1
+    return actions
 
 
 def unlabelled(recording: RankTrace, stage: int, start: int, end: int) -> list[LabelledAction]:
     """Return the forwards and backwards that a rank with only the stage `stage` ran from `start` to `end`."""
-    forwards, backwards = _found(recording, start, end)
+    forwards, backwards = _intervals(recording, start, end)
     if backwards and len(forwards) != len(backwards):
         error = f"{recording.path} has {len(forwards)} forwards and {len(backwards)} backwards, but no labels"
         raise TraceError(error, expected=_EXPECTED, fix=_FIX)
@@ -111,7 +111,7 @@ def unlabelled(recording: RankTrace, stage: int, start: int, end: int) -> list[L
 def until_the_end(recording: RankTrace, stage: int) -> list[LabelledAction]:
     """Return the same for a whole trace, which may end within a step; for stage 0, also unfinished forwards."""
     start, end = recording.bounds
-    forwards, backwards = _found(recording, start, end + 1)
+    forwards, backwards = _intervals(recording, start, end + 1)
     if stage == 0 and not recording.frames:
         forwards = [*forwards, *_under_way(recording)]
     return _in_order(recording, stage, forwards, backwards)
@@ -136,15 +136,15 @@ def _under_way(recording: RankTrace) -> Stretches:
 def _in_order(recording: RankTrace, stage: int, forwards: Stretches, backwards: Stretches) -> list[LabelledAction]:
     """Return forwards and backwards as actions in order; reject a trace whose links contradict this."""
     _check_links(recording, forwards, backwards)
-    found = [
+    actions = [
         LabelledAction(Action(stage, op, number), *stretch)
         for op, stretches in ((Op.FORWARD, forwards), (Op.BACKWARD, backwards))
         for number, stretch in enumerate(stretches)
     ]
-    return sorted(found, key=lambda action: action.start)
+    return sorted(actions, key=lambda action: action.start)
 
 
-def _found(recording: RankTrace, start: int, end: int) -> tuple[Stretches, Stretches]:
+def _intervals(recording: RankTrace, start: int, end: int) -> tuple[Stretches, Stretches]:
     """Return the intervals of forwards and backwards; reject a trace that begins with a backward."""
     forwards, backwards = _sought(recording, start, end)
     if backwards and (not forwards or backwards[0] < forwards[0]):
@@ -196,8 +196,8 @@ def _covered(moments: Ints, stretches: Ints) -> np.ndarray[tuple[int], np.dtype[
 
 def _check_links(recording: RankTrace, forwards: Stretches, backwards: Stretches) -> None:
     """Reject a trace whose n-th backward does not belong to its n-th forward."""
-    made, used = recording.links.pairs.T
-    ahead, behind = _places(forwards, made), _places(backwards, used)
+    actions_made, used = recording.links.pairs.T
+    ahead, behind = _places(forwards, actions_made), _places(backwards, used)
     crossed = np.flatnonzero((ahead >= 0) & (behind >= 0) & (ahead != behind))
     if len(crossed):
         error = f"{recording.path}: backward {behind[crossed[0]]} belongs to forward {ahead[crossed[0]]}"

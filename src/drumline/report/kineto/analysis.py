@@ -82,9 +82,9 @@ class Analysis:
     @property
     def costs(self) -> Costs:
         """The stages' seconds as costs; a backward that was never split counts as its first half."""
-        found = stage_costs(self._medians, len(self.stages))
+        fields = stage_costs(self._medians, len(self.stages))
         whole = [s.total - (s.forward or 0.0) if s.backward is None else s.backward for s in self.stages]
-        return Costs(**found, backward=whole)
+        return Costs(**fields, backward=whole)
 
     @property
     def slowest(self) -> StageSeconds:
@@ -94,12 +94,12 @@ class Analysis:
     @cached_property
     def overhead(self) -> dict[str, list[float]]:
         """The seconds of every rank's overhead, by its source; the largest first."""
-        found: dict[str, list[float]] = {}
+        seconds: dict[str, list[float]] = {}
         for idle in self.timeline.causes:
             if idle.cause is Cause.OVERHEAD:
-                ranks = found.setdefault(_kind(idle), [0.0] * self.timeline.num_ranks)
+                ranks = seconds.setdefault(_kind(idle), [0.0] * self.timeline.num_ranks)
                 ranks[idle.rank] += idle.seconds
-        return dict(sorted(found.items(), key=lambda item: -sum(item[1])))
+        return dict(sorted(seconds.items(), key=lambda item: -sum(item[1])))
 
     @cached_property
     def advice(self) -> Advice:

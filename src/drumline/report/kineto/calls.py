@@ -116,8 +116,8 @@ def shape_bytes(event: dict[str, Any]) -> float | None:
     shape = shapes[0]
     if size is None or not shape or not isinstance(shape, list) or not all(map(_is_size, shape)):
         return None
-    found = math.prod(shape) * size
-    return float(found) if _is_size(found) else None
+    size_found = math.prod(shape) * size
+    return float(size_found) if _is_size(size_found) else None
 
 
 def args_of(event: dict[str, Any]) -> dict[str, Any]:

@@ -134,7 +134,7 @@ class _Text:
             raise self.cut_off()
         while True:
             try:
-                found, end = _DECODER.raw_decode(self.text, self.at)
+                value, end = _DECODER.raw_decode(self.text, self.at)
             except json.JSONDecodeError as error:
                 fault, at = error.msg, error.pos
             except RecursionError:
@@ -146,7 +146,7 @@ class _Text:
                 # A number at the very end of the window may continue after it: 1, 1.5, 1e-5.
                 if len(self.text) - end > _LONGEST_ESCAPE or not self.more():
                     self.at += length
-                    return found
+                    return value
                 continue
             # A value that merely continues after the window fails at its very end, or inside a string or a word.
             rest, open_string = self.text[at : at + 20], "Unterminated" in fault or "escape" in fault
@@ -162,13 +162,13 @@ def _events(text: _Text, header: Event) -> Iterator[Event]:
         return
     if not text.take("{"):
         raise text.not_json("it begins with neither { nor [")
-    found, names = False, 0
+    has_events, names = False, 0
     while not text.take("}"):
         key = text.value()
         if not isinstance(key, str) or not text.take(":"):
             raise text.not_json("a name is missing")
         if key == "traceEvents" and text.take("["):
-            found = True
+            has_events = True
             yield from _listed(text)
         else:
             before = text.num_read - len(text.text) + text.at
@@ -179,7 +179,7 @@ def _events(text: _Text, header: Event) -> Iterator[Event]:
             if names > _MOST_NAMES:
                 raise text.refused(f"it has more than {_MOST_NAMES} names besides its events")
         text.take_comma("}")
-    if not found:
+    if not has_events:
         there = ", ".join(key[:40] for key in list(header)[:10])
         raise text.refused(f"it has no traceEvents, only {there or 'nothing'}")
 

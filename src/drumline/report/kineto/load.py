@@ -202,10 +202,12 @@ def _alignment(members: Sequence[Member], timelines: Sequence[TracedStep]) -> Al
         for source, target, sent, received in timeline.messages.values()
         if received.done is not None
     ]
-    found = align(len(clocks), messages)
+    alignment = align(len(clocks), messages)
     of_rank = [clocks[name] for name in names]
     return Alignment(
-        tuple(found.shifts[at] for at in of_rank), tuple(found.errors[index] for index in of_rank), found.contradiction
+        tuple(alignment.shifts[at] for at in of_rank),
+        tuple(alignment.errors[index] for index in of_rank),
+        alignment.contradiction,
     )
 
 

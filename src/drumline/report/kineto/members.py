@@ -42,10 +42,10 @@ def trace_files(paths: Sequence[Path]) -> list[Path]:
     >>> trace_files([Path("rank0.json"), Path("rank1.json")])
     [PosixPath('rank0.json'), PosixPath('rank1.json')]
     """
-    found: list[Path] = []
+    found_paths: list[Path] = []
     for path in paths:
         if not os.path.isdir(path):
-            found.append(path)
+            found_paths.append(path)
             continue
         try:
             names = os.listdir(path)
@@ -60,8 +60,8 @@ def trace_files(paths: Sequence[Path]) -> list[Path]:
                 expected="files that end in .json or .json.gz, one per rank",
                 fix=f"pass {deeper[-1]}" if deeper else record,
             )
-        found += inside
-    return found
+        found_paths += inside
+    return found_paths
 
 
 def crew_of(paths: Sequence[Path]) -> tuple[list[Member], int]:
@@ -82,23 +82,23 @@ def crew_of(paths: Sequence[Path]) -> tuple[list[Member], int]:
     wanted = groups[members[0].rank]
     if wanted is None:
         return members, 0
-    given = {member.rank: member for member in members}
-    if missing := [rank for rank in wanted if rank not in given]:
+    by_rank = {member.rank: member for member in members}
+    if missing := [rank for rank in wanted if rank not in by_rank]:
         raise TraceError(
             f"there is no trace of {_ranks(missing)}, but the pipeline has {_ranks(wanted)}",
             expected=ONE_RUN,
             fix="pass the traces of all ranks of the pipeline",
         )
-    return [given[rank] for rank in wanted], len(set(groups.values())) - 1
+    return [by_rank[rank] for rank in wanted], len(set(groups.values())) - 1
 
 
 def check_recorded_together(members: Sequence[Member], bounds: Sequence[tuple[int, int]]) -> None:
     """Reject traces that were recorded at very different times; `bounds` are their first start and last end."""
     for other, (starts, stops) in zip(members, bounds, strict=True):
-        apart = max(starts - bounds[0][1], bounds[0][0] - stops)
-        if apart > _APART_NS:
+        distance = max(starts - bounds[0][1], bounds[0][0] - stops)
+        if distance > _APART_NS:
             raise TraceError(
-                f"{other.path} was recorded {apart / 1e9:.0f} s apart from {members[0].path}", expected=ONE_RUN
+                f"{other.path} was recorded {distance / 1e9:.0f} s apart from {members[0].path}", expected=ONE_RUN
             )
 
 

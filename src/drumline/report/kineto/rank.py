@@ -99,16 +99,16 @@ def _by_neighbour(
         assert action is not None
         awaited = [call for call in receives if freed <= call.start < action.end]
         handed = [call for call in sends if action.start <= call.start < (after.start if after else end)]
-        need, made = next(_needs(action.action, num_stages), None), rules.message(action.action, num_stages)
+        need, message = next(_needs(action.action, num_stages), None), rules.message(action.action, num_stages)
         if action.action.op is Op.FORWARD:
             if awaited and need is None:
                 raise _no_neighbour(f"{path}: {action.action} receives its input", "before", num_stages)
-            if handed and made is None:
+            if handed and message is None:
                 raise _no_neighbour(f"{path}: the output of {action.action} is sent on", "after", num_stages)
         if awaited and need is not None:
             yield need, _together(awaited)
-        if handed and made is not None:
-            yield made.send, _together(handed)
+        if handed and message is not None:
+            yield message.send, _together(handed)
         freed = action.end
 
 
@@ -134,9 +134,9 @@ def _needs(action: Action, num_stages: int) -> Iterator[Action]:
     """Yield the receives that bring what `action` needs from neighbouring stages."""
     for part in action.work:
         for alternatives in rules.needs(part, num_stages):
-            made = rules.message(alternatives[0], num_stages) if alternatives[0].stage != part.stage else None
-            if made is not None:
-                yield made.recv
+            message = rules.message(alternatives[0], num_stages) if alternatives[0].stage != part.stage else None
+            if message is not None:
+                yield message.recv
 
 
 def _on_host(
@@ -159,8 +159,8 @@ def _on_device(computed: Sequence[LabelledAction], kernels: Kernels) -> Iterator
     """Yield each action from the start of its first kernel to the end of its last; without kernels it takes no time."""
     for action, start, end in computed:
         first, last = np.searchsorted(kernels.launch, (start, end + 1))
-        own = kernels.moves[first:last] == 0
-        starts, ends = kernels.start[first:last][own].tolist(), kernels.end[first:last][own].tolist()
+        is_own = kernels.moves[first:last] == 0
+        starts, ends = kernels.start[first:last][is_own].tolist(), kernels.end[first:last][is_own].tolist()
         yield Ran(action, min(starts, default=start), max(ends, default=start), _union(starts, ends))
 
 

@@ -218,8 +218,8 @@ class _Reader:
 
     def _linked(self, zero: int) -> Ints:
         sources, targets = self.links["s"], self.links["f"]
-        found = sorted((sources[number] + zero, targets[number] + zero) for number in sources.keys() & targets.keys())
-        return np.array(found, dtype=np.int64).reshape(-1, 2)
+        pairs = sorted((sources[number] + zero, targets[number] + zero) for number in sources.keys() & targets.keys())
+        return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
 def _launched(kernels: Kernels, marks: Sequence[Mark]) -> list[tuple[int, int, int]]:

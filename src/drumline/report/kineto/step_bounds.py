@@ -61,12 +61,12 @@ def found_by(recordings: Sequence[RankTrace]) -> str:
                 fix="profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], or without activities=",
             )
         kinds[recording.path] = kind
-    if (found := set(kinds.values())) == {_FRAMES, _LINKS}:
+    if (kinds_found := set(kinds.values())) == {_FRAMES, _LINKS}:
         return _FRAMES
-    if len(found) > 1:
+    if len(kinds_found) > 1:
         said = "; ".join(f"{path}: {kind}" for path, kind in kinds.items())
         raise TraceError(f"the ranks' actions are identified in different ways ({said})", expected=ONE_RUN)
-    return found.pop()
+    return kinds_found.pop()
 
 
 def _kind(recording: RankTrace) -> str | None:
@@ -95,22 +95,22 @@ def _marked(recording: RankTrace, place: int, known_by: str) -> dict[int, HostSt
     if not bounds:
         starts = _turns(recording) if known_by in LABELS else [recording.bounds[0]]
         bounds = dict(enumerate(pairwise([*starts, recording.bounds[1] + 1])))
-    found = {}
+    marks = {}
     for number, (start, end) in bounds.items():
         labelled = numbered_on(_labelled(recording, place, known_by, start, end))
         if any(action.action.is_compute for action in labelled):
-            found[number] = HostStep(labelled, start, end)
-    return found
+            marks[number] = HostStep(labelled, start, end)
+    return marks
 
 
 def _turns(recording: RankTrace) -> list[int]:
     """Return when each turn of the schedule begins: at the first label that repeats."""
-    seen: Counter[str] = Counter()
+    seen_counts: Counter[str] = Counter()
     starts: list[int] = []
     for mark in recording.actions:
-        if seen[mark.name] == len(starts):
+        if seen_counts[mark.name] == len(starts):
             starts.append(mark.start)
-        seen[mark.name] += 1
+        seen_counts[mark.name] += 1
     return starts
 
 
@@ -123,11 +123,11 @@ def _labelled(recording: RankTrace, place: int, known_by: str, start: int, end: 
 
 def _empty_after(row: Sequence[LabelledAction]) -> set[int]:
     """Return after how many microbatches a rank had run every backward; `row` holds its forwards and backwards."""
-    held, done, empty = 0, 0, set[int]()
+    num_held, done, empty = 0, 0, set[int]()
     for action in row:
         forward = action.action.op is Op.FORWARD
-        held, done = held + (1 if forward else -1), done + (not forward)
-        if held == 0:
+        num_held, done = num_held + (1 if forward else -1), done + (not forward)
+        if num_held == 0:
             empty.add(done)
     return empty
 
@@ -137,7 +137,7 @@ def _cut(
 ) -> dict[int, HostStep]:
     """Return a rank's steps, with microbatches renumbered in each; after the last flush there may be a partial one."""
     receives = sorted(call.start for call in calls if not call.sends)
-    found: dict[int, HostStep] = {}
+    steps: dict[int, HostStep] = {}
     first, start, last = 0, bounds[0], bounds[1] + 1
     for number, (before, count) in enumerate(pairwise([0, *counts, len(row)])):
         behind = 2 * count if number < len(counts) else len(row)
@@ -147,9 +147,9 @@ def _cut(
         after += receives[bisect_left(receives, row[behind - 1].end) :][:1]
         end = min([*after, last])
         step = [action._replace(action=action.action.later(-before)) for action in row[first:behind]]
-        found[number] = HostStep(step, start, end)
+        steps[number] = HostStep(step, start, end)
         first, start = behind, end
-    return found
+    return steps
 
 
 def num_flushes(program: Program) -> int:

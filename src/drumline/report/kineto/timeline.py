@@ -119,32 +119,32 @@ class TracedStep(Timeline):
     def messages(self) -> Mapping[Action, tuple[int, int, MessageEnd, MessageEnd]]:
         """By send: source and target rank of every message, and its two ends."""
         receives = {action: (rank, half) for rank, s in enumerate(self.ranks) for action, half in s.halves.items()}
-        found = {}
+        messages = {}
         for source, rank in enumerate(self.ranks):
             for send, half in rank.halves.items():
                 message = rules.message_of(send)
                 if message.send == send and message.recv in receives:
                     target, other = receives[message.recv]
-                    found[send] = (source, target, half, other)
-        return found
+                    messages[send] = (source, target, half, other)
+        return messages
 
     @cached_property
     def transfers(self) -> Sequence[Transfer]:
         """The messages between ranks: on their way once both ends could move them."""
-        found = []
+        transfers = []
         for send, (source, target, sent, received) in self.messages.items():
-            made, taken = self._made(send), self._taken(send)
-            if made is None or taken is None:
+            ready, taken = self._ready_time(send), self._taken(send)
+            if ready is None or taken is None:
                 continue
             end = taken
             if received.done is not None:
-                end = _within(self.seconds(target, received.done), made, max(taken, made))
-            start = min(max(made, self.seconds(source, sent.begun), self.seconds(target, received.begun)), end)
+                end = _within(self.seconds(target, received.done), ready, max(taken, ready))
+            start = min(max(ready, self.seconds(source, sent.begun), self.seconds(target, received.begun)), end)
             size = sent.num_bytes if sent.num_bytes is not None else received.num_bytes
-            found.append(Transfer(send, source, target, made, start, end, max(taken, end), size or 0.0))
-        return sorted(found, key=lambda transfer: (transfer.source, transfer.start))
+            transfers.append(Transfer(send, source, target, ready, start, end, max(taken, end), size or 0.0))
+        return sorted(transfers, key=lambda transfer: (transfer.source, transfer.start))
 
-    def _made(self, send: Action) -> float | None:
+    def _ready_time(self, send: Action) -> float | None:
         """Return when what `send` carries was made."""
         places = (self.located.get(producer[:3]) for producer in rules.producers(send))
         return next((self.tracks[rank].ends[at] for rank, at in filter(None, places)), None)
@@ -187,13 +187,13 @@ class _IdleWalk:
         if latest is None:
             yield from self.named(low, high, action)
             return
-        made, on_rank, needed = latest
-        made = _within(made, low, high)
-        sent, moving, arrived = self.moved(index, needed, made, high)
-        if made > low:
-            yield Idle(self.rank, low, made, waiting, action, needed, on_rank)
-        if sent > made:
-            yield NamedIdle(self.rank, made, sent, Cause.OVERHEAD, action, needed, on_rank)
+        ready, on_rank, needed = latest
+        ready = _within(ready, low, high)
+        sent, moving, arrived = self.moved(index, needed, ready, high)
+        if ready > low:
+            yield Idle(self.rank, low, ready, waiting, action, needed, on_rank)
+        if sent > ready:
+            yield NamedIdle(self.rank, ready, sent, Cause.OVERHEAD, action, needed, on_rank)
         if moving > sent:
             yield from self.named(sent, moving, action)
         if arrived > moving:
@@ -201,16 +201,16 @@ class _IdleWalk:
         if high > arrived:
             yield from self.named(arrived, high, action)
 
-    def moved(self, index: int, needed: Action, made: float, high: float) -> tuple[float, float, float]:
+    def moved(self, index: int, needed: Action, ready: float, high: float) -> tuple[float, float, float]:
         """Return when the message from `needed` was sent, when both ends could move it, and when it arrived."""
         message = rules.message(needed, self.timeline.program.num_stages)
         known = None if message is None else self.timeline.messages.get(message.send)
         done = None if known is None else known[3].done
         if known is None or done is None:
-            return made, made, made
+            return ready, ready, ready
         (source, target, sending, receiving), seconds = known, self.timeline.seconds
-        arrived = _within(seconds(target, done), made, high)
-        sent = _within(seconds(source, sending.begun), made, arrived)
+        arrived = _within(seconds(target, done), ready, high)
+        sent = _within(seconds(source, sending.begun), ready, arrived)
         taking = max(receiving.begun, self.step.ran[index].waiting)
         return sent, _within(seconds(target, taking), sent, arrived), arrived
 

@@ -39,9 +39,9 @@ HUES = {
 _time = partial(duration, micro="µs")
 
 
-def plan_page(told: Explanation, reasons: Reasons) -> str:
+def plan_page(explanation: Explanation, reasons: Reasons) -> str:
     """Return the page of a plan with its reasons."""
-    title, *choice = text.headline(told.plan)
+    title, *choice = text.headline(explanation.plan)
     drawn = reasons.drawing
     data = document(
         [] if drawn is None else [drawn.timeline],
@@ -50,38 +50,40 @@ def plan_page(told: Explanation, reasons: Reasons) -> str:
         names=None if drawn is None else [drawn.shows],
         seconds=True,
     )
-    if drawn is not None and drawn.timeline.program.num_microbatches < told.plan.chosen.layout.num_microbatches:
+    if drawn is not None and drawn.timeline.program.num_microbatches < explanation.plan.chosen.layout.num_microbatches:
         data["timelines"][0]["bubble_of"] = "idle in this drawing"
     data["strips"] = drawn is not None and drawn.timeline.num_ranks <= _STRIPS  # the toolbar shows and hides them
     style = asset("report.css") + asset("plan.css")
     if drawn is None:
         style += ".toolbar, #overview, .legend, footer { display: none; }"
-    return page_with(data, panel=_above(told), below=_below(told, reasons), style=style, extra=told.to_json())
+    return page_with(
+        data, panel=_above(explanation), below=_below(explanation, reasons), style=style, extra=explanation.to_json()
+    )
 
 
-def _above(told: Explanation) -> str:
-    pair = f'<div class="pair">{_seconds(told.plan)}{_bytes(told.plan)}</div>'
-    return f'<section class="report plan">{_cards(told)}{pair}</section>'
+def _above(explanation: Explanation) -> str:
+    pair = f'<div class="pair">{_seconds(explanation.plan)}{_bytes(explanation.plan)}</div>'
+    return f'<section class="report plan">{_cards(explanation)}{pair}</section>'
 
 
-def _below(told: Explanation, reasons: Reasons) -> str:
-    plan = told.plan
+def _below(explanation: Explanation, reasons: Reasons) -> str:
+    plan = explanation.plan
     header = ["", "mesh", *text.VOLUMES, "step", "fits"]
     parts = [
-        _best(told),
+        _best(explanation),
         _changes(reasons),
         _more(reasons),
         card("Bytes that a device sends per step", table_html(header, text.traffic_rows(plan, reasons))),
         *(f'<div class="card">{picture}</div>' for picture in (pareto_chart(plan, reasons), scaling_chart(reasons))),
         _ranks(plan),
         card("Strong and weak scaling", table_html(text.SCALING, text.scaling_rows(plan, reasons))),
-        _launch(told.launch),
+        _launch(explanation.launch),
     ]
     return f'<section class="report plan"><div class="pair">{"".join(parts)}</div></section>'
 
 
-def _cards(told: Explanation) -> str:
-    plan, chosen, rate = told.plan, told.plan.chosen, told.plan.chosen.estimate.flops_per_second
+def _cards(explanation: Explanation) -> str:
+    plan, chosen, rate = explanation.plan, explanation.plan.chosen, explanation.plan.chosen.estimate.flops_per_second
     figures = [
         ("layout", str(chosen.mesh), text.settings_text(chosen)),
         ("step", _time(chosen.seconds), f"{plan.batch} sequences"),
@@ -90,7 +92,7 @@ def _cards(told: Explanation) -> str:
         ("bubble", f"{chosen.estimate.bubble:.1%}", "idle share of all ranks"),
         ("memory", size_text(chosen.bytes), f"of {size_text(plan.limit_bytes)}, {plan.headroom:.0%} headroom"),
     ]
-    return cards(figures) + f'<p class="note">The objective: {safe(told.objective)}.</p>'
+    return cards(figures) + f'<p class="note">The objective: {safe(explanation.objective)}.</p>'
 
 
 def _seconds(plan: ClusterPlan) -> str:
@@ -113,14 +115,14 @@ def _bytes(plan: ClusterPlan) -> str:
     return card("What a device holds", bar_rows(rows) + legend_html(text.BYTES.items()) + note + table)
 
 
-def _best(told: Explanation) -> str:
+def _best(explanation: Explanation) -> str:
     header = ["", "mesh", "settings", "step", "bubble", "per device", "why it loses"]
     rows = []
-    for number, plan in enumerate(told.best, 1):
+    for number, plan in enumerate(explanation.best, 1):
         choice = plan.choice
         took = (_time(choice.seconds), f"{choice.estimate.bubble:.1%}", size_text(choice.bytes))
         rows.append([str(number), str(choice.mesh), text.settings_text(choice), *took, plan.sentence or "chosen"])
-    survey = told.plan.survey
+    survey = explanation.plan.survey
     note = (
         f'<p class="note">The best layout of each mesh, out of {counted(survey.num_layouts, "layout")}; '
         f"{survey.num_evaluated} were evaluated.</p>"

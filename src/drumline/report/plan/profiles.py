@@ -37,13 +37,13 @@ def profile_text(profile: ModelProfile, *, width: int = 120) -> str:
     ]
     if profile.links:
         lines += ["", _links(profile, width)]
-    own = profile.overheads
+    overheads = profile.overheads
     lines += [
         "",
-        f"each action adds {own.action * 1e6:.0f} us in a pipeline, where blocks take"
+        f"each action adds {overheads.action * 1e6:.0f} us in a pipeline, where blocks take"
         f" {' '.join(f'{pace:.2f}' for pace in profile.paces) or '1.00'} times as long (by rows)",
-        f"a step begins with {own.begin * 1e6:.0f} us, and ends with {own.end.seconds * 1e6:.0f} us plus"
-        f" {own.end.seconds_per_byte * MIB * 1e6:.0f} us per MiB of gradients",
+        f"a step begins with {overheads.begin * 1e6:.0f} us, and ends with {overheads.end.seconds * 1e6:.0f} us plus"
+        f" {overheads.end.seconds_per_byte * MIB * 1e6:.0f} us per MiB of gradients",
     ]
     return "\n".join(lines)
 
@@ -53,12 +53,12 @@ def _blocks(profile: Profile, width: int) -> str:
     rows = []
     for at, layer in enumerate(profile.layers):
         received = profile.layers[at - 1].output_bytes if at else 0
-        held = (
+        held_bytes = (
             layer.activation_bytes + layer.start_bytes,
             layer.held_until_weight_bytes,
             received + layer.checkpoint_bytes,
         )
-        sizes = (f"{size / MIB:.2f}" for size in (*held, layer.weight_bytes, layer.output_bytes))
+        sizes = (f"{size / MIB:.2f}" for size in (*held_bytes, layer.weight_bytes, layer.output_bytes))
         rows.append([layer.name, *(f"{getattr(layer.times, name) * 1e3:.2f}" for name in _TIMES), *sizes])
     return table(header, rows, width=width)
 
@@ -68,12 +68,12 @@ def _sizes(profile: ModelProfile, width: int) -> str:
     lines = []
     for rows, other in profile.sizes:
         total = OpTimes(*(sum(getattr(each.times, name) for each in other.layers) for name in _TIMES))
-        held = sum(each.activation_bytes for each in other.layers)
+        held_bytes = sum(each.activation_bytes for each in other.layers)
         until = sum(each.held_until_weight_bytes for each in other.layers)
         message = max((each.output_bytes for each in other.layers[:-1]), default=0)
         split = total.backward_input + total.backward_weight
         seconds = (total.forward, total.backward, split, total.total(split=False) / rows)
-        sizes = (f"{size / MIB:.2f}" for size in (held, until, message))
+        sizes = (f"{size / MIB:.2f}" for size in (held_bytes, until, message))
         lines.append([str(rows), *(f"{1e3 * each:.1f}" for each in seconds), *sizes])
     return table(header, lines, width=width, left=0)
 

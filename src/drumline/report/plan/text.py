@@ -40,18 +40,24 @@ _PROVEN = 5e-5  # a share that is printed as 0.0%
 VOLUMES = ("tensor", "context", "expert", "pipeline", "data")
 
 
-def plan_text(told: Explanation, *, width: int = 100, framework: str = "drumline") -> str:
+def plan_text(explanation: Explanation, *, width: int = 100, framework: str = "drumline") -> str:
     """Return a plan as text, without what was not computed (`--brief`)."""
-    parts = [_wrapped(headline(told.plan), width), _items(told.plan.chosen, width), _best(told, width)]
-    if told.reasons is not None:
+    parts = [
+        _wrapped(headline(explanation.plan), width),
+        _items(explanation.plan.chosen, width),
+        _best(explanation, width),
+    ]
+    if explanation.reasons is not None:
         traffic = ["sent per step", "mesh", *VOLUMES, "step", "fits"]
         parts += [
-            _wrapped(["What more hardware would gain:", *(f"- {margin}" for margin in told.reasons.margins)], width),
-            table(SCALING, scaling_rows(told.plan, told.reasons), width=width),
-            table(traffic, traffic_rows(told.plan, told.reasons), width=width, left=2),
+            _wrapped(
+                ["What more hardware would gain:", *(f"- {margin}" for margin in explanation.reasons.margins)], width
+            ),
+            table(SCALING, scaling_rows(explanation.plan, explanation.reasons), width=width),
+            table(traffic, traffic_rows(explanation.plan, explanation.reasons), width=width, left=2),
         ]
-    alone = len(told.launch.configs) == 1
-    return "\n\n".join([*parts, _launch(told.launch.of(framework), width, alone=alone)])
+    alone = len(explanation.launch.configs) == 1
+    return "\n\n".join([*parts, _launch(explanation.launch.of(framework), width, alone=alone)])
 
 
 def headline(plan: ClusterPlan) -> list[str]:
@@ -89,37 +95,39 @@ def seconds_rows(chosen: Choice, written: Callable[[float], str] = duration) -> 
 
 def bytes_rows(chosen: Choice, *, every: bool = True) -> list[list[str]]:
     """Return what a device holds and its shares as rows of text, without items of 0 unless `every`."""
-    held = {name: getattr(chosen.estimate.bytes, item) for item, name in BYTES.items()}
-    return [[name, size_text(item), f"{item / chosen.bytes:.1%}"] for name, item in held.items() if every or item > 0]
+    sizes = {name: getattr(chosen.estimate.bytes, item) for item, name in BYTES.items()}
+    return [[name, size_text(item), f"{item / chosen.bytes:.1%}"] for name, item in sizes.items() if every or item > 0]
 
 
 def _items(chosen: Choice, width: int) -> str:
     """Return seconds and bytes, item by item, without items of 0."""
     took = [*seconds_rows(chosen), ["step", duration(chosen.seconds), ""]]
-    held = [*bytes_rows(chosen, every=False), ["device", size_text(chosen.bytes), ""]]
-    tables = ((["time", "takes", "share"], took), (["memory", "holds", "share"], held))
+    rows = [*bytes_rows(chosen, every=False), ["device", size_text(chosen.bytes), ""]]
+    tables = ((["time", "takes", "share"], took), (["memory", "holds", "share"], rows))
     return "\n\n".join(table(header, rows, width=width) for header, rows in tables)
 
 
-def _best(told: Explanation, width: int) -> str:
+def _best(explanation: Explanation, width: int) -> str:
     header = ["", "mesh", "schedule", "microbatch", "ZeRO", "recompute", "step", "bubble", "per device"]
     rows = []
-    for number, choice in enumerate(told.plan.best, 1):
+    for number, choice in enumerate(explanation.plan.best, 1):
         layout = choice.layout
         stages = f" x{layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
         schedule = choice.schedule + stages if layout.pipeline > 1 else "-"
         settings = (number, choice.mesh, schedule, layout.microbatch, layout.zero, layout.recompute)
         figures = (duration(choice.seconds), f"{choice.estimate.bubble:.1%}", size_text(choice.bytes))
         rows.append([*map(str, settings), *figures])
-    reasons = [f"{number}. {alternative}" for number, alternative in enumerate(told.best, 1) if alternative.sentence]
-    count = f"The best layout of each mesh, out of {counted(told.plan.survey.num_layouts, 'layout')}:"
+    reasons = [
+        f"{number}. {alternative}" for number, alternative in enumerate(explanation.best, 1) if alternative.sentence
+    ]
+    count = f"The best layout of each mesh, out of {counted(explanation.plan.survey.num_layouts, 'layout')}:"
     shown = [_wrapped([count], width), "", table(header, rows, width=width, left=3, keep=("mesh", "step"))]
     if reasons:
         shown += ["", _wrapped(["Why the others lose:", *reasons], width)]
-    if told.plan.searched:
-        shown += ["", _wrapped(list(searched_lines(told.plan)), width)]
-    if len(told.plan.band) > 1:
-        shown += ["", _wrapped(band_lines(told.plan), width)]
+    if explanation.plan.searched:
+        shown += ["", _wrapped(list(searched_lines(explanation.plan)), width)]
+    if len(explanation.plan.band) > 1:
+        shown += ["", _wrapped(band_lines(explanation.plan), width)]
     return "\n".join(shown)
 
 

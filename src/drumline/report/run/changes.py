@@ -20,14 +20,14 @@ def changes_of(decisions: Sequence[Line]) -> list[dict[str, Any]]:
     >>> moved = {"step": 8, "kind": "move", "balance_before": [4, 4], "balance_after": [5, 3], "bytes_moved": 64,
     ...          "seconds": {"send": 0.25, "rebuild": 0.5}}
     >>> came = {"step": 12, "kind": "cut", "of": 7, "predicted": 1.5, "real": 1.6, "without": 2.0, "kept": True}
-    >>> (found,) = changes_of([decided, moved, came])
-    >>> found["step"], found["after"], found["pause"], found["real"], found["kept"]
+    >>> (change,) = changes_of([decided, moved, came])
+    >>> change["step"], change["after"], change["pause"], change["real"], change["kept"]
     (8, '5 | 3 blocks', 0.75, 1.6, True)
     """
-    found: list[dict[str, Any]] = []
+    change: list[dict[str, Any]] = []
     for line in decisions:
         if "of" in line:
-            for entry in found:
+            for entry in change:
                 if entry["decided"] == line["of"] and entry["kind"] == line["kind"]:
                     entry |= {"real": _number(line, "real"), "without": _number(line, "without")}
                     entry["kept"] = line.get("kept") is not False
@@ -37,13 +37,13 @@ def changes_of(decisions: Sequence[Line]) -> list[dict[str, Any]]:
             parts = seconds if isinstance(seconds, Mapping) else {}
             pause = sum(_number(parts, part) or 0.0 for part in parts)
             moved = {"before": before, "after": after, "pause": pause, "bytes": _number(line, "bytes_moved")}
-            if found and found[-1]["kind"] == "cut" and found[-1]["step"] == line["step"]:
-                found[-1] |= moved
+            if change and change[-1]["kind"] == "cut" and change[-1]["step"] == line["step"]:
+                change[-1] |= moved
             else:
-                found.append(_change({**line, "step": line["step"] - 1, "kind": "cut", "seconds": None}) | moved)
+                change.append(_change({**line, "step": line["step"] - 1, "kind": "cut", "seconds": None}) | moved)
         else:
-            found.append(_change(line))
-    return found
+            change.append(_change(line))
+    return change
 
 
 def _change(line: Line) -> dict[str, Any]:

@@ -123,8 +123,8 @@ class LiveRun:
         return [None if share is None or not makespan else max(0.0, 1.0 - share / makespan) for share in busy]
 
     def _queues(self) -> dict[tuple[int, int], float]:
-        found = ((_EDGE.fullmatch(name), depth) for name, depth in self.line.items())
-        return {(int(match[1]), int(match[2])): depth for match, depth in found if match is not None}
+        depths = ((_EDGE.fullmatch(name), depth) for name, depth in self.line.items())
+        return {(int(match[1]), int(match[2])): depth for match, depth in depths if match is not None}
 
 
 def stacked(sizes: Sequence[float], marks: str, room: int) -> str:

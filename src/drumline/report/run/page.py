@@ -45,8 +45,8 @@ def run_page(reports: Sequence[RunReport], *, opening: str = "") -> str:
     names = []
     for report in reports:
         prefix = f"{report.name}: " if len(reports) > 1 else ""
-        timelines += [report.seen.measured, report.seen.simulated]
-        names += [f"{prefix}measured, step {report.seen.step}", f"{prefix}simulated, same seconds of every action"]
+        timelines += [report.step.measured, report.step.simulated]
+        names += [f"{prefix}measured, step {report.step.step}", f"{prefix}simulated, same seconds of every action"]
     data = document(timelines, title=_title(reports), advice=_advice(reports), names=names, seconds=True)
     data["strips"] = len(reports) == 1  # memory and queues, which the toolbar shows and hides
     figures = [report.figures() for report in reports]
@@ -57,7 +57,7 @@ def run_page(reports: Sequence[RunReport], *, opening: str = "") -> str:
 def _title(reports: Sequence[RunReport]) -> str:
     if len(reports) > 1:
         return f"{len(reports)} runs side by side"
-    program = reports[0].seen.program
+    program = reports[0].step.program
     return f"{reports[0].name}: {program.name}, {counts(program)}"
 
 
@@ -82,7 +82,7 @@ def _advice(reports: Sequence[RunReport]) -> str:
 
 
 def _makespan(report: RunReport) -> float:
-    return report.seen.measured.makespan
+    return report.step.measured.makespan
 
 
 def _above(runs: Sequence[Figures]) -> str:
@@ -111,7 +111,7 @@ def _below(runs: Sequence[Figures]) -> str:
     """
     parts = [_steps(runs), *map(_changes, runs)]
     for order, run in enumerate(runs):
-        details = f'<div class="pair">{_ranks(run) + _causes(run) + _stages(run) + _held(run)}</div>'
+        details = f'<div class="pair">{_ranks(run) + _causes(run) + _stages(run) + _peaks_section(run)}</div>'
         if len(runs) > 1:
             swatch = f'<svg class="swatch"><rect class="part {run_class(order)}"/></svg>'
             figures = f"step {_time(run['makespan'])}, bubble {percent(run['bubble'])}"
@@ -195,8 +195,8 @@ def _causes(run: Figures) -> str:
             ("measured", f"rank {rank}", shares["idle_share"]),
             ("simulated", "", shares["simulated_idle_share"]),
         ):
-            found = run[which]["idle_by_cause"]
-            idle = {cause: found[cause][rank] for cause in causes if cause in found}
+            found_idle = run[which]["idle_by_cause"]
+            idle = {cause: found_idle[cause][rank] for cause in causes if cause in found_idle}
             parts = [BarPart(cause, seconds, f"{cause} {_time(seconds)}") for cause, seconds in idle.items()]
             kind = "thin" if which == "simulated" else ""
             about = f"rank {rank}, {which}"
@@ -220,7 +220,7 @@ def _stages(run: Figures) -> str:
     return card("Seconds of a microbatch by stage", f"{bar_rows(bars)}{keys}")
 
 
-def _held(run: Figures) -> str:
+def _peaks_section(run: Figures) -> str:
     """Return peaks: what each rank stashed, and how many messages waited on each edge."""
     weighed = all(rank["peak_stash_bytes"] is not None for rank in run["per_rank"])
     key = "peak_stash_bytes" if weighed else "peak_pairs"

@@ -38,7 +38,7 @@ def plots(reports: Sequence[RunReport], *, file_type: str) -> bytes:
     matplotlib = needed("matplotlib", extra="viz")
     pyplot = needed("matplotlib.figure", extra="viz")
     with matplotlib.rc_context(_STYLE):
-        heights = [1.2 + 0.5 * run_report.seen.program.num_ranks for run_report in reports]
+        heights = [1.2 + 0.5 * run_report.step.program.num_ranks for run_report in reports]
         figure = pyplot.Figure(figsize=(11, sum(heights) + 0.4 * len(heights)), layout="constrained")
         rows = figure.subfigures(len(reports), 1, squeeze=False, height_ratios=heights)
         for (row,), report in zip(rows, reports, strict=True):
@@ -61,12 +61,12 @@ def renumbered(picture: bytes) -> bytes:
 
 
 def _row(figure: Any, report: RunReport) -> None:
-    seen = report.seen
-    title = f"{report.name}: {report.seen.program.name}, step {seen.step}"
+    step = report.step
+    title = f"{report.name}: {report.step.program.name}, step {step.step}"
     figure.suptitle(title, fontsize=9, fontweight="bold", x=0.01, ha="left")
     axes = figure.subplot_mosaic([["measured", "causes"], ["simulated", "steps"]], width_ratios=[3, 1])
-    for name, timeline in (("measured", seen.measured), ("simulated", seen.simulated)):
-        _timeline(axes[name], timeline, name, end=max(seen.measured.makespan, seen.simulated.makespan))
+    for name, timeline in (("measured", step.measured), ("simulated", step.simulated)):
+        _timeline(axes[name], timeline, name, end=max(step.measured.makespan, step.simulated.makespan))
     _causes(axes["causes"], report)
     _steps(axes["steps"], report)
     _legend(figure, report)
@@ -75,11 +75,11 @@ def _row(figure: Any, report: RunReport) -> None:
 def _legend(figure: Any, report: RunReport) -> None:
     """Explain the colours below the plots."""
     patch = needed("matplotlib.patches", extra="viz").Patch
-    used = {part.op for part in report.seen.program.work()}
+    used = {part.op for part in report.step.program.work()}
     ops = [patch(color=SHADES[op].odd, label=words.name) for op, words in OPS.items() if op in used]
     causes = [
         patch(facecolor="none", edgecolor=IDLE[cause].light, hatch=_DENSER * IDLE[cause].lines, label=cause.value)
-        for cause in map(Cause, idle_by_cause(report.seen.measured))
+        for cause in map(Cause, idle_by_cause(report.step.measured))
     ]
     options = {"frameon": False, "fontsize": 7, "handlelength": 1.2, "columnspacing": 1.2}
     figure.legend(handles=ops + causes, loc="outside lower left", ncols=len(ops + causes), **options)
@@ -116,12 +116,12 @@ def _timeline(axis: Any, timeline: Timeline, name: str, *, end: float) -> None:
 
 def _causes(axis: Any, report: RunReport) -> None:
     """Draw idle time by cause as a share of the measured makespan."""
-    measured = report.seen.measured
-    found = idle_by_cause(measured)
+    measured = report.step.measured
+    causes = idle_by_cause(measured)
     ranks = range(measured.num_ranks)
     left = [0.0] * len(ranks)
-    for cause in (reason for reason in Cause if reason in found):
-        shares = [100 * seconds / measured.makespan for seconds in found[cause]]
+    for cause in (reason for reason in Cause if reason in causes):
+        shares = [100 * seconds / measured.makespan for seconds in causes[cause]]
         axis.barh(ranks, shares, left=left, height=0.7, color=IDLE[cause].light, label=cause.value)
         left = [a + b for a, b in zip(left, shares, strict=True)]
     axis.set_title("bubble by cause, % of makespan", loc="left", fontsize=8)

@@ -103,21 +103,21 @@ def _typical(metrics: Sequence[dict[str, Any]], steps: Sequence[int]) -> list[in
 class RunReport:
     """One run: what was observed, and what to change."""
 
-    seen: ObservedStep
+    step: ObservedStep
     advice: Advice
     name: str
 
     @property
     def run(self) -> Run:
         """The run itself."""
-        return self.seen.run
+        return self.step.run
 
     @cached_property
     def steadiness(self) -> Steadiness:
         """Whether the machine was quiet during the run, judged by its steps after the first and its load before."""
         if self.run.is_served:
             return Steadiness()  # steps are not equal work: rows and arrivals are the clients'
-        mine = self.seen.measured.records[0].program
+        mine = self.step.measured.records[0].program
         lengths = [
             step["makespan"]
             for step in self.steps[1:]
@@ -128,9 +128,9 @@ class RunReport:
     @cached_property
     def stages(self) -> list[dict[str, Any]]:
         """Every stage: where it runs, its blocks, and its seconds per microbatch."""
-        seen, program, blocks = self.seen, self.seen.program, self.run.plan.get("blocks")
-        each = [seen.costs.per_stage(op, program.num_stages) for op in OPS]
-        slowest = max(seen.stage_seconds)
+        step, program, blocks = self.step, self.step.program, self.run.plan.get("blocks")
+        each = [step.costs.per_stage(op, program.num_stages) for op in OPS]
+        slowest = max(step.stage_seconds)
         return [
             {
                 "stage": stage,
@@ -141,26 +141,26 @@ class RunReport:
                 "seconds": seconds,
                 "share_of_slowest": seconds / slowest if slowest > 0 else 0.0,
             }
-            for stage, seconds in enumerate(seen.stage_seconds)
+            for stage, seconds in enumerate(step.stage_seconds)
         ]
 
     @property
     def slowest_stage(self) -> int:
         """The stage that takes the longest per microbatch."""
-        seconds = self.seen.stage_seconds
+        seconds = self.step.stage_seconds
         return max(range(len(seconds)), key=seconds.__getitem__)
 
     @cached_property
     def ranks(self) -> list[dict[str, Any]]:
         """Every rank: its step by what it did, its idle share of the makespan (also simulated), its peak."""
-        measured = self.seen.measured
+        measured = self.step.measured
         return [
             {
                 "rank": rank,
                 **asdict(parts),
                 "step_seconds": parts.total,
                 "idle_share": measured.idle[rank] / measured.makespan,
-                "simulated_idle_share": self.seen.simulated.idle[rank] / measured.makespan,
+                "simulated_idle_share": self.step.simulated.idle[rank] / measured.makespan,
                 "peak_pairs": max(measured.held[rank], default=0),
                 "peak_stash_bytes": measured.memory[rank].peak_stash_bytes,
             }
@@ -170,14 +170,14 @@ class RunReport:
     @cached_property
     def steps(self) -> list[dict[str, Any]]:
         """Every step in the metrics: loss, throughput, times, and the share of time that ranks computed."""
-        found = []
-        for line in self.seen.metrics:
+        steps = []
+        for line in self.step.metrics:
             entry = {name: line.get(metric) for name, metric in CURVES.items()}
             bubble = entry["bubble"]
             if (number := _program_in(line)) or self._runs_several:
                 entry["program"] = number
-            found.append({"step": line["step"], **entry, "utilisation": None if bubble is None else 1.0 - bubble})
-        return found
+            steps.append({"step": line["step"], **entry, "utilisation": None if bubble is None else 1.0 - bubble})
+        return steps
 
     @cached_property
     def changes(self) -> list[dict[str, Any]]:
@@ -186,7 +186,7 @@ class RunReport:
 
     @property
     def _runs_several(self) -> bool:
-        return any(_program_in(line) for line in self.seen.metrics)
+        return any(_program_in(line) for line in self.step.metrics)
 
     def _middle(self, name: str) -> float | None:
         """Return the median of a metric over steps, if any has it."""
@@ -196,17 +196,17 @@ class RunReport:
     @property
     def overhead_seconds(self) -> float:
         """How much longer the step took than in the simulator, with the same seconds of every action."""
-        return self.seen.measured.makespan - self.seen.simulated.makespan
+        return self.step.measured.makespan - self.step.simulated.makespan
 
     @property
     def overhead_share(self) -> float:
         """The overhead as a share of the step."""
-        makespan = self.seen.measured.makespan
+        makespan = self.step.measured.makespan
         return self.overhead_seconds / makespan if makespan > 0 else 0.0
 
     def figures(self) -> dict[str, Any]:
         """Return all figures, without the timelines' actions."""
-        seen, program = self.seen, self.seen.program
+        step, program = self.step, self.step.program
         return {
             "name": self.name,
             "run": self.run.id,
@@ -215,15 +215,15 @@ class RunReport:
             "stages": program.num_stages,
             "microbatches": num_begun(program),
             "num_steps": self.run.num_steps,
-            "step": seen.step,
-            "which_step": which_step(seen.step, self.run.steps),
-            "pooled_steps": list(seen.pooled),
-            "makespan": seen.measured.makespan,
-            "simulated_makespan": seen.simulated.makespan,
+            "step": step.step,
+            "which_step": which_step(step.step, self.run.steps),
+            "pooled_steps": list(step.pooled),
+            "makespan": step.measured.makespan,
+            "simulated_makespan": step.simulated.makespan,
             "overhead_seconds": self.overhead_seconds,
             "overhead_share": self.overhead_share,
-            "bubble": seen.measured.bubble,
-            "utilisation": 1.0 - seen.measured.bubble,
+            "bubble": step.measured.bubble,
+            "utilisation": 1.0 - step.measured.bubble,
             **{name: self._middle(name) for name in ("rows_per_second", "tokens_per_second")},
             "slowest_stage": self.slowest_stage,
             "busy_machine": self.steadiness.sentence,
@@ -232,28 +232,28 @@ class RunReport:
             "per_stage": self.stages,
             "per_step": self.steps,
             "changes": self.changes,
-            "measured": _timeline_figures(seen.measured),
-            "simulated": _timeline_figures(seen.simulated),
+            "measured": _timeline_figures(step.measured),
+            "simulated": _timeline_figures(step.simulated),
         }
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures, and both timelines action by action."""
         figures = self.figures()
-        for name, timeline in (("measured", self.seen.measured), ("simulated", self.seen.simulated)):
+        for name, timeline in (("measured", self.step.measured), ("simulated", self.step.simulated)):
             figures[name]["tracks"] = tracks(timeline)
         return figures
 
 
 def report_of(run: Run, *, step: int | None = None, name: str | None = None) -> RunReport:
     """Return the report of a run, of its typical step by default; RecordError says what is missing."""
-    seen = observe(run, step)
-    report = RunReport(seen, Advice(()), name or short_names([run.path])[0])
+    observed_step = observe(run, step)
+    report = RunReport(observed_step, Advice(()), name or short_names([run.path])[0])
     nothing = report.steadiness.withheld if report.steadiness.busy else ""
-    if is_part(seen.measured.program):
+    if is_part(observed_step.measured.program):
         nothing = "no advice: the schedule has no flush, and its rows go on for ever"
     elif run.is_served:
         nothing = "no advice: the load of a service is what its clients ask for"
-    return replace(report, advice=Advice((), nothing=nothing) if nothing else advise(seen))
+    return replace(report, advice=Advice((), nothing=nothing) if nothing else advise(observed_step))
 
 
 def which_step(step: int, steps: Sequence[int]) -> str:
@@ -262,8 +262,8 @@ def which_step(step: int, steps: Sequence[int]) -> str:
     >>> which_step(7, range(12)), which_step(405, range(400, 412))
     ('step 7 of 12 steps', 'step 405 of 12 steps, 400 to 411')
     """
-    told = f"step {step} of {counted(len(steps), 'step')}"
-    return told if not steps or steps[-1] == len(steps) - 1 else f"{told}, {steps[0]} to {steps[-1]}"
+    text = f"step {step} of {counted(len(steps), 'step')}"
+    return text if not steps or steps[-1] == len(steps) - 1 else f"{text}, {steps[0]} to {steps[-1]}"
 
 
 def machine_load(environment: Mapping[str, Any]) -> tuple[float | None, int | None]:

@@ -26,18 +26,18 @@ def reports_text(reports: Sequence[RunReport], *, width: int = 100, colour: bool
 
 def report_text(report: RunReport, *, width: int = 100, colour: bool = False) -> str:
     """Return one report as text."""
-    seen, program = report.seen, report.seen.program
-    measured, simulated = seen.measured.makespan, seen.simulated.makespan
+    step, program = report.step, report.step.program
+    measured, simulated = step.measured.makespan, step.simulated.makespan
     slowest = report.stages[report.slowest_stage]
     head = [
-        f"{report.name}: {program.name}, {counts(program)}, {which_step(seen.step, report.run.steps)}",
-        f"makespan {duration(measured)}, bubble {seen.measured.bubble:.1%}; simulated with the same seconds "
+        f"{report.name}: {program.name}, {counts(program)}, {which_step(step.step, report.run.steps)}",
+        f"makespan {duration(measured)}, bubble {step.measured.bubble:.1%}; simulated with the same seconds "
         f"{duration(simulated)}, the rest ({percent(report.overhead_share)}) is overhead and jitter",
         f"slowest stage {slowest['stage']} on rank {' and '.join(map(str, slowest['ranks']))}: "
         f"{duration(slowest['seconds'])} per microbatch",
         *slow_link(report, slowest["seconds"]),
     ]
-    picture = grid(seen.measured, width=width, colour=colour, figures=False)
+    picture = grid(step.measured, width=width, colour=colour, figures=False)
     advice = [report.advice.sentence, *(f"- {other}" for other in report.advice.others)]
     parts = [_wrapped(head, width), ranks_table(report, width=width), picture, *_changed(report, width)]
     return "\n\n".join([*parts, _wrapped(advice, width)])
@@ -54,12 +54,12 @@ def _changed(report: RunReport, width: int) -> Iterator[str]:
 
 def slow_link(report: RunReport, stage_seconds: float) -> Iterator[str]:
     """Yield the slowest link if a message takes longer there than the slowest stage computes."""
-    edges = report.seen.costs.edges
+    edges = report.step.costs.edges
     if edges:
         (source, target), edge = max(edges.items(), key=lambda entry: entry[1].latency)
         if edge.latency > stage_seconds:
-            told = f"slowest link from rank {source} to rank {target}: {duration(edge.latency)} per message"
-            yield f"{told}, longer than any stage takes for a microbatch"
+            text = f"slowest link from rank {source} to rank {target}: {duration(edge.latency)} per message"
+            yield f"{text}, longer than any stage takes for a microbatch"
 
 
 def _wrapped(lines: Sequence[str], width: int) -> str:
@@ -70,9 +70,9 @@ def ranks_table(report: RunReport, *, width: int = 100) -> str:
     """Return the table of ranks: seconds by what they did, idle share, peak stash."""
     rows = []
     for rank in report.ranks:
-        cells = [str(rank["rank"]), " ".join(map(str, report.seen.program.placement.stages_of(rank["rank"])))]
+        cells = [str(rank["rank"]), " ".join(map(str, report.step.program.placement.stages_of(rank["rank"])))]
         cells += [duration(rank[part]) for part in PARTS]
-        rows.append([*cells, f"{rank['idle_share']:.1%}", held(rank)])
+        rows.append([*cells, f"{rank['idle_share']:.1%}", peak_text(rank)])
     return table(["rank", "stages", *PARTS, "idle", "peak stash"], rows, width=width, left=2, keep=("idle",))
 
 
@@ -81,23 +81,23 @@ def runs_table(reports: Sequence[RunReport], *, width: int = 100) -> str:
     header = ["run", "schedule", "makespan", "bubble", "overhead", "slowest stage", "peak stash"]
     rows = []
     for report in reports:
-        measured = report.seen.measured
-        slowest = f"{report.slowest_stage}: {duration(max(report.seen.stage_seconds))}"
+        measured = report.step.measured
+        slowest = f"{report.slowest_stage}: {duration(max(report.step.stage_seconds))}"
         shares = (f"{share:.1%}" for share in (measured.bubble, report.overhead_share))
-        cells = [report.name, report.seen.program.name, duration(measured.makespan), *shares, slowest]
+        cells = [report.name, report.step.program.name, duration(measured.makespan), *shares, slowest]
         rows.append([*cells, fullest(report.ranks)])
     return table(header, rows, width=width, left=2, keep=("makespan", "bubble"))
 
 
 def fullest(ranks: Sequence[dict[str, Any]]) -> str:
     """Return what the fullest rank held."""
-    return held(max(ranks, key=lambda entry: (entry["peak_stash_bytes"] or 0, entry["peak_pairs"])))
+    return peak_text(max(ranks, key=lambda entry: (entry["peak_stash_bytes"] or 0, entry["peak_pairs"])))
 
 
-def held(rank: dict[str, Any]) -> str:
+def peak_text(rank: dict[str, Any]) -> str:
     """Return a rank's peak: bytes if they were weighed, otherwise pairs.
 
-    >>> held({"peak_stash_bytes": None, "peak_pairs": 1}), held({"peak_stash_bytes": 2048, "peak_pairs": 1})
+    >>> peak_text({"peak_stash_bytes": None, "peak_pairs": 1}), peak_text({"peak_stash_bytes": 2048, "peak_pairs": 1})
     ('1 pair', '2 KiB')
     """
     weighed = rank["peak_stash_bytes"]

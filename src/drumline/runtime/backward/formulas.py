@@ -58,10 +58,10 @@ class WithFormula(ModuleOwner):
 
     def refresh(self) -> None:
         """Follow the parameters if their memory was replaced since the last step."""
-        own = self.module._parameters
-        self.seen = (own.get("weight"), own.get("bias"))
-        self.weight, self.to_weight = _stand_in(self.weight, self.seen[0])
-        self.bias, self.to_bias = _stand_in(self.bias, self.seen[1])
+        own_parameters = self.module._parameters
+        self.parameters_seen = (own_parameters.get("weight"), own_parameters.get("bias"))
+        self.weight, self.to_weight = _stand_in(self.weight, self.parameters_seen[0])
+        self.bias, self.to_bias = _stand_in(self.bias, self.parameters_seen[1])
 
     @property
     def begins(self) -> Sequence[Tensor | None]:
@@ -70,14 +70,17 @@ class WithFormula(ModuleOwner):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - callers may name it
         """Compute with the stand-ins; run plainly without gradients, with replaced parameters, or in a transform."""
-        own = self.module._parameters
-        same = own.get("weight") is self.seen[0] and own.get("bias") is self.seen[1]
+        own_parameters = self.module._parameters
+        same = (
+            own_parameters.get("weight") is self.parameters_seen[0]
+            and own_parameters.get("bias") is self.parameters_seen[1]
+        )
         if not same or not torch.is_grad_enabled() or transformed():
-            made: Tensor = type(self.module).forward(self.module, input)
-            return made
-        made, kept = self.computed(input)
-        self.tape.records.append(OwnerCall(self, kept, (place_of(made),), kept[0]._version))
-        return made
+            output: Tensor = type(self.module).forward(self.module, input)
+            return output
+        output, kept_tensors = self.computed(input)
+        self.tape.records.append(OwnerCall(self, kept_tensors, (place_of(output),), kept_tensors[0]._version))
+        return output
 
     @abstractmethod
     def computed(self, taken: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -112,16 +115,16 @@ class LinearOwner(WithFormula):
         """Return the product of gradient and input, and the gradient's sum."""
         taken, gradient = self._input(record), cast(Tensor, record.gradients[0])
         rows = gradient if gradient.dim() == 2 else gradient.reshape(-1, gradient.shape[-1])
-        found: Gradients = []
+        gradients: Gradients = []
         if self.to_weight is not None:
             inputs = taken if taken.dim() == 2 else taken.reshape(-1, taken.shape[-1])
-            found.append((self.to_weight, torch.mm(rows.t(), inputs)))
+            gradients.append((self.to_weight, torch.mm(rows.t(), inputs)))
         if self.to_bias is not None:
             # Autograd sums over what the product saw: rows, or the original dimensions if the memory is scattered.
             scattered = gradient.dim() > 2 and not taken.is_contiguous()
             summed = gradient.sum(tuple(range(gradient.dim() - 1))) if scattered else rows.sum(0)
-            found.append((self.to_bias, summed))
-        return found
+            gradients.append((self.to_bias, summed))
+        return gradients
 
     def joined(self, records: Sequence[OwnerCall]) -> Sequence[OwnerCall]:
         """Return one record with all rows."""
@@ -140,18 +143,18 @@ class LayerNormOwner(WithFormula):
         module = cast(nn.LayerNorm, self.module)
         if widens_norms(taken.device) and taken.dtype in LOW:
             taken = taken.float()  # as autocast would, to keep exactly what the kernel takes
-        made, *kept = torch.native_layer_norm(taken, module.normalized_shape, self.weight, self.bias, module.eps)
-        return made, (taken, *kept)
+        output, *tensors = torch.native_layer_norm(taken, module.normalized_shape, self.weight, self.bias, module.eps)
+        return output, (taken, *tensors)
 
     def gradients(self, record: OwnerCall) -> Gradients:
         """Return the gradients that torch's own kernel computes."""
         taken, (_, mean, deviation) = self._input(record), record.inputs
-        given = (record.gradients[0], taken, cast(nn.LayerNorm, self.module).normalized_shape, mean, deviation)
+        arguments = (record.gradients[0], taken, cast(nn.LayerNorm, self.module).normalized_shape, mean, deviation)
         weights = (_like(taken, self.weight), _like(taken, self.bias))
         wanted = [False, self.to_weight is not None, self.to_bias is not None]
-        _, weight, bias = torch.ops.aten.native_layer_norm_backward(*given, *weights, wanted)
+        _, weight, bias = torch.ops.aten.native_layer_norm_backward(*arguments, *weights, wanted)
         pairs = ((self.to_weight, weight), (self.to_bias, bias))
-        return [(parameter, made) for parameter, made in pairs if parameter is not None]
+        return [(parameter, gradient) for parameter, gradient in pairs if parameter is not None]
 
 
 def _like(taken: Tensor, weight: Tensor | None) -> Tensor | None:
@@ -172,9 +175,9 @@ class EmbeddingOwner(WithFormula):
         """Return the sum of gradients for each row."""
         module = cast(nn.Embedding, self.module)
         padding = -1 if module.padding_idx is None else module.padding_idx
-        given = (record.gradients[0], self._input(record), module.num_embeddings, padding)
-        made = torch.ops.aten.embedding_dense_backward(*given, module.scale_grad_by_freq)
-        return [] if self.to_weight is None else [(self.to_weight, made)]
+        arguments = (record.gradients[0], self._input(record), module.num_embeddings, padding)
+        gradient = torch.ops.aten.embedding_dense_backward(*arguments, module.scale_grad_by_freq)
+        return [] if self.to_weight is None else [(self.to_weight, gradient)]
 
 
 def _as_autocast(tensor: Tensor) -> Tensor:
@@ -185,10 +188,10 @@ def _as_autocast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(kind))
 
 
-def place_of(made: Tensor) -> GradientEdge:
+def place_of(tensor: Tensor) -> GradientEdge:
     """Return the place in the graph where a tensor was created, unaffected by later in-place changes.
 
     An in-place change of a view replaces the view's own node, but never that of its base.
     """
-    base = made if made._base is None else made._base
+    base = tensor if tensor._base is None else tensor._base
     return GradientEdge(cast(Node, base.grad_fn), base.output_nr)

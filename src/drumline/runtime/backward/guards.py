@@ -58,13 +58,13 @@ def leaves_of(roots: Sequence[GradientEdge]) -> Iterator[Tensor]:
     >>> [leaf is x for leaf in leaves_of([get_gradient_edge(x * 3)])]
     [True]
     """
-    seen: set[Node] = set()
+    seen_nodes: set[Node] = set()
     todo: list[Node | None] = [root.node for root in roots]
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
+        if node is None or node in seen_nodes:
             continue
-        seen.add(node)
+        seen_nodes.add(node)
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):
             yield leaf
@@ -73,18 +73,18 @@ def leaves_of(roots: Sequence[GradientEdge]) -> Iterator[Tensor]:
 
 def refuse_foreign(
     roots: Sequence[GradientEdge],
-    own: Iterable[nn.Parameter],
+    own_parameters: Iterable[nn.Parameter],
     names: Sequence[str],
     begins: Iterable[Tensor],
     *,
     has_loss: bool = False,
 ) -> None:
-    """Refuse a graph that begins with a parameter outside `own`, or with the beginning of another graph.
+    """Refuse a graph that begins with a parameter outside `own_parameters`, or with the beginning of another graph.
 
     `names` are the blocks that built it, `begins` the tensors with which their graph may begin. With `has_loss`, a
     loss function built it too.
     """
-    known = {id(tensor) for tensor in (*own, *begins)}
+    known = {id(tensor) for tensor in (*own_parameters, *begins)}
     for leaf in leaves_of(roots):
         if id(leaf) in known:
             continue
@@ -125,29 +125,29 @@ def looked_after(received: Sequence[Tensor]) -> AbstractContextManager[None]:
     Traceback (most recent call last):
     drumline.core.errors.ModelError: a block takes the gradient of one of 2 tensors that it received from the ...
     """
-    apart = [tensor for tensor in received if tensor.is_floating_point() or tensor.is_complex()]
-    return _several(apart) if len(apart) > 1 else NOTHING
+    inputs = [tensor for tensor in received if tensor.is_floating_point() or tensor.is_complex()]
+    return _several(inputs) if len(inputs) > 1 else NOTHING
 
 
 @contextmanager
-def _several(apart: Sequence[Tensor]) -> Iterator[None]:
+def _several(inputs: Sequence[Tensor]) -> Iterator[None]:
     def arrived(gradient: Tensor) -> None:
-        if _is_asked(traceback.walk_stack(sys._getframe()), apart):
-            raise _refusal(len(apart))
+        if _is_asked(traceback.walk_stack(sys._getframe()), inputs):
+            raise _refusal(len(inputs))
 
-    without = [tensor for tensor in apart if not tensor.requires_grad]
-    hooks = [tensor.register_hook(arrived) for tensor in apart if tensor.requires_grad]  # type: ignore[no-untyped-call]
+    without = [tensor for tensor in inputs if not tensor.requires_grad]
+    hooks = [tensor.register_hook(arrived) for tensor in inputs if tensor.requires_grad]  # type: ignore[no-untyped-call]
     try:
         yield
     except RuntimeError as error:
-        if _is_asked(traceback.walk_tb(error.__traceback__), apart):
-            raise _refusal(len(apart)) from error
+        if _is_asked(traceback.walk_tb(error.__traceback__), inputs):
+            raise _refusal(len(inputs)) from error
         raise
     finally:
         for hook in hooks:
             hook.remove()
     if not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in without):
-        raise _refusal(len(apart))  # this stage does not train, so the forward took its gradient
+        raise _refusal(len(inputs))  # this stage does not train, so the forward took its gradient
 
 
 def _is_asked(frames: Iterable[tuple[FrameType, int]], tensors: Sequence[Tensor]) -> bool:
@@ -181,11 +181,11 @@ class Lookout:
     drumline.runtime.backward.guards.TakesGradients
     """
 
-    __slots__ = ("seen", "tape")
+    __slots__ = ("must_restart", "tape")
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
-        self.seen = False  # whether the forward must start again; it may have caught the error
+        self.must_restart = False  # whether the forward must start again; it may have caught the error
 
     def __enter__(self) -> Lookout:
         _engine.enter(self)
@@ -198,7 +198,7 @@ class Lookout:
 
     def stop(self) -> None:
         """End the forward, so that it starts again with plain layers."""
-        self.seen = True
+        self.must_restart = True
         raise TakesGradients
 
 
@@ -215,13 +215,13 @@ class _Engine:
         self._replaced = replaced
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._replaced.found, name)
+        return getattr(self._replaced.original, name)
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the engine, unless the forward that calls it is being recorded."""
         if (lookout := self._replaced.watcher) is not None:
             lookout.stop()
-        return self._replaced.found.run_backward(*args, **kwargs)
+        return self._replaced.original.run_backward(*args, **kwargs)
 
 
 def _hooking(replaced: Replacement) -> Callable[..., Any]:
@@ -231,7 +231,7 @@ def _hooking(replaced: Replacement) -> Callable[..., Any]:
             node = tensor.grad_fn
             if any(place.node is node for record in lookout.tape.records for place in record.places):
                 lookout.stop()
-        return replaced.found(tensor, hook)
+        return replaced.original(tensor, hook)
 
     return register_hook
 

@@ -30,7 +30,7 @@ class Halves:
     """Two graphs that replace one; both refer to the outputs of the whole.
 
     `input` takes all arguments of the whole. It returns the outputs at positions `inputs`, then the results that it
-    keeps. `weight` takes the arguments at positions `kept`, then those results, and returns the outputs at positions
+    keeps. `weight` takes the arguments at positions `kept_at`, then those results, and returns the outputs at positions
     `weights`. All other outputs are None.
     """
 
@@ -38,7 +38,7 @@ class Halves:
     weight: GraphModule
     inputs: tuple[int, ...]
     weights: tuple[int, ...]
-    kept: tuple[int, ...]
+    kept_at: tuple[int, ...]
     num_outputs: int
 
 
@@ -48,7 +48,7 @@ def halves(whole: GraphModule, weights: Collection[int]) -> Halves:
     >>> from torch.fx.experimental.proxy_tensor import make_fx
     >>> whole = make_fx(lambda x, w, g: (g.mm(w), g.t().mm(x)))(torch.ones(1, 2), torch.ones(3, 2), torch.ones(1, 3))
     >>> cut = halves(whole, weights=[1])
-    >>> [node.name for node in cut.weight.graph.nodes], cut.kept
+    >>> [node.name for node in cut.weight.graph.nodes], cut.kept_at
     (['x_1', 'g_1', 't', 'mm_1', 'output'], (0, 2))
     """
     graph = whole.graph
@@ -62,30 +62,30 @@ def halves(whole: GraphModule, weights: Collection[int]) -> Halves:
     arguments = graph.find_nodes(op="placeholder")
     second = _leading_to([outputs[place] for place in late], until=lambda node: node in first and not _is_view(node))
     # Dynamic sizes are numbers among the arguments; the compiler needs them in each half.
-    kept = [node for node in arguments if node in second or isinstance(node.meta.get("val"), torch.SymInt)]
+    kept_nodes = [node for node in arguments if node in second or isinstance(node.meta.get("val"), torch.SymInt)]
     both = [node for node in graph.nodes if node in first and node in second]
     handed = [node for node in both if node.op not in ("placeholder", "get_attr") and not _is_view(node)]
     return Halves(
         _part(whole, arguments, [*(outputs[place] for place in soon), *handed], first),
-        _part(whole, [*kept, *handed], [outputs[place] for place in late], second),
+        _part(whole, [*kept_nodes, *handed], [outputs[place] for place in late], second),
         tuple(soon),
         tuple(late),
-        tuple(arguments.index(node) for node in kept),
+        tuple(arguments.index(node) for node in kept_nodes),
         len(outputs),
     )
 
 
 def _leading_to(ends: Iterable[Node], until: Any = lambda node: False) -> set[Node]:
     """Return all nodes that the ends depend on, including themselves, stopping where `until` holds."""
-    found: set[Node] = set()
+    nodes: set[Node] = set()
     todo = list(ends)
     while todo:
         node = todo.pop()
-        if node not in found:
-            found.add(node)
+        if node not in nodes:
+            nodes.add(node)
             if not until(node):
                 todo += node.all_input_nodes
-    return found
+    return nodes
 
 
 def _is_view(node: Node) -> bool:
@@ -110,16 +110,18 @@ def _separate(graph: Graph, first: set[Node]) -> None:
             half.args = (*half.args[:place], mask, *half.args[place + 1 :])
             value = half.meta.get("val")
             if value is not None:
-                half.meta["val"] = type(value)(made if kept else None for made, kept in zip(value, mask, strict=True))
+                half.meta["val"] = type(value)(
+                    part if is_kept else None for part, is_kept in zip(value, mask, strict=True)
+                )
         for user in late:
             user.replace_input_with(node, twin)
 
 
-def _part(whole: GraphModule, given: Sequence[Node], wanted: Sequence[Node], needed: set[Node]) -> GraphModule:
-    """Return the needed part of a graph, which computes `wanted` from `given`."""
+def _part(whole: GraphModule, nodes: Sequence[Node], wanted: Sequence[Node], needed: set[Node]) -> GraphModule:
+    """Return the needed part of a graph, which computes `wanted` from `nodes`."""
     graph = Graph()
     copies: dict[Node, Node] = {}
-    for node in given:
+    for node in nodes:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
     for node in whole.graph.nodes:

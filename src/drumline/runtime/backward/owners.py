@@ -48,21 +48,21 @@ class GeneralOwner(ModuleOwner):
         tensors, form = pack((args, kwargs))
 
         def run(leaves: Sequence[Tensor]) -> Any:
-            given, named = unpack(leaves, form)
-            return self.plain(*given, **named)
+            values, named = unpack(leaves, form)
+            return self.plain(*values, **named)
 
-        own: list[Any] = []  # the outputs of the separate graph
-        made = _OwnGraph.apply(own, run, self.spark, *tensors)  # type: ignore[no-untyped-call]
-        leaves, ends, output_form = own
+        graph: list[Any] = []  # the outputs of the separate graph
+        outputs = _OwnGraph.apply(graph, run, self.spark, *tensors)  # type: ignore[no-untyped-call]
+        leaves, ends, output_form = graph
         reached = [index for index, end in enumerate(ends) if end.requires_grad]
         if not self.looked_at:
             known = {id(param) for param in (*self.parameters, *leaves)}
             if any(id(leaf) not in known for leaf in leaves_of([place_of(ends[index]) for index in reached])):
                 begin_again()  # it uses a tensor besides its arguments, whose gradient would be lost here
             self.looked_at = True
-        places = tuple(place_of(made[index]) for index in reached)
+        places = tuple(place_of(outputs[index]) for index in reached)
         self.tape.records.append(OwnerCall(self, [ends[index] for index in reached], places))
-        return unpack(made, output_form)
+        return unpack(outputs, output_form)
 
     @property
     def begins(self) -> Sequence[Tensor | None]:
@@ -72,38 +72,42 @@ class GeneralOwner(ModuleOwner):
     def gradients(self, record: OwnerCall) -> Gradients:
         """Return the gradients that autograd finds in the kept graph."""
         pairs = [pair for pair in zip(record.inputs, record.gradients, strict=True) if pair[1] is not None]
-        found = torch.autograd.grad(
-            [end for end, _ in pairs], self.parameters, [given for _, given in pairs], allow_unused=True
+        gradients = torch.autograd.grad(
+            [end for end, _ in pairs], self.parameters, [gradient for _, gradient in pairs], allow_unused=True
         )
         # One tensor may be the gradient of several parameters: each needs its own copy.
-        return [(param, grad.clone()) for param, grad in zip(self.parameters, found, strict=True) if grad is not None]
+        return [
+            (param, grad.clone()) for param, grad in zip(self.parameters, gradients, strict=True) if grad is not None
+        ]
 
 
 class _OwnGraph(torch.autograd.Function):
     """Runs a module on a separate graph; its backward computes only input gradients, and keeps the graph for W."""
 
     @staticmethod
-    def forward(ctx: Any, own: list[Any], run: Callable[..., Any], spark: Tensor, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, graph: list[Any], run: Callable[..., Any], spark: Tensor, *tensors: Tensor) -> Any:
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         with torch.enable_grad():
             ends, form = pack(run(leaves))
         ctx.leaves, ctx.ends = leaves, ends
-        own += [leaves, ends, form]
-        made = tuple(end.detach() for end in ends)
-        ctx.mark_non_differentiable(*(tensor for tensor, end in zip(made, ends, strict=True) if not end.requires_grad))
+        graph += [leaves, ends, form]
+        outputs = tuple(end.detach() for end in ends)
+        ctx.mark_non_differentiable(
+            *(tensor for tensor, end in zip(outputs, ends, strict=True) if not end.requires_grad)
+        )
         ctx.set_materialize_grads(False)
-        return made
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         wanted = ctx.needs_input_grad[3:]
         pairs = [pair for pair in zip(ctx.ends, gradients, strict=True) if pair[1] is not None]
         asked = [leaf for leaf, want in zip(ctx.leaves, wanted, strict=True) if want]
-        found: Iterator[Tensor | None] = iter(())
+        tensors: Iterator[Tensor | None] = iter(())
         if asked and pairs:
-            ends, given = [end for end, _ in pairs], [gradient for _, gradient in pairs]
-            found = iter(torch.autograd.grad(ends, asked, given, retain_graph=True, allow_unused=True))
-        return None, None, None, *(next(found, None) if want else None for want in wanted)
+            ends, given_tensors = [end for end, _ in pairs], [gradient for _, gradient in pairs]
+            tensors = iter(torch.autograd.grad(ends, asked, given_tensors, retain_graph=True, allow_unused=True))
+        return None, None, None, *(next(tensors, None) if want else None for want in wanted)
 
 
 _FORMULAS: dict[type[nn.Module], type[WithFormula]] = {
@@ -180,8 +184,8 @@ class Splitter:
 
     def stop(self) -> None:
         """Restore the modules' own forwards."""
-        for namespace, _, own in self._places:
-            if own is not None:
-                namespace["forward"] = own
+        for namespace, _, own_call in self._places:
+            if own_call is not None:
+                namespace["forward"] = own_call
             else:
                 namespace.pop("forward", None)

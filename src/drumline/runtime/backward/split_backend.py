@@ -92,32 +92,35 @@ def split(whole: GraphModule, examples: Sequence[Any], places: ParameterPlaces, 
     cut = halves(whole, places.parameters)
     if not cut.weights:
         return compile_half(whole, examples)
-    given = [node.meta["val"] for node in cut.weight.graph.find_nodes(op="placeholder")]
-    input_half, owner = compile_half(cut.input, examples), WeightHalf(_apart(compile_half(cut.weight, given)))
+    entries = [node.meta["val"] for node in cut.weight.graph.find_nodes(op="placeholder")]
+    input_half, owner = (
+        compile_half(cut.input, examples),
+        WeightHalf(_with_own_memory(compile_half(cut.weight, entries))),
+    )
     edges = [places.tensors.index(place) for place in cut.weights]  # autograd counts only the tensors
 
     def run(arguments: list[Any]) -> list[Any]:
         tape = running()
         parameters = None if tape is None else _owners(edges, len(places.tensors))
-        left = [arguments[place] for place in cut.kept]
-        made = input_half(arguments)
-        found: list[Any] = [None] * cut.num_outputs
-        for place, value in zip(cut.inputs, made, strict=False):
-            found[place] = value
-        left += made[len(cut.inputs) :]
+        left = [arguments[place] for place in cut.kept_at]
+        results = input_half(arguments)
+        gradients: list[Any] = [None] * cut.num_outputs
+        for place, value in zip(cut.inputs, results, strict=False):
+            gradients[place] = value
+        left += results[len(cut.inputs) :]
         if tape is not None and parameters is not None:
             # Records are processed from the end: what autograd reached first is added first.
             tape.records.insert(0, DeferredWeights(owner, left, (), parameters=parameters, versions=_versions(left)))
         else:
             for place, result in zip(cut.weights, owner.results(left), strict=True):
-                found[place] = result
-        return found
+                gradients[place] = result
+        return gradients
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
-def _apart(run: Boxed) -> Callable[[list[Any]], list[Any]]:
+def _with_own_memory(run: Boxed) -> Callable[[list[Any]], list[Any]]:
     """Return a function that runs a backward and gives every result its own memory.
 
     Two parameters, or a parameter and an input, may have the same memory as their gradient. Compiled code returns it as
@@ -125,18 +128,18 @@ def _apart(run: Boxed) -> Callable[[list[Any]], list[Any]]:
     """
 
     def run_apart(arguments: list[Any]) -> list[Any]:
-        given = [(ref(argument), _memory(argument)) for argument in arguments if isinstance(argument, Tensor)]
-        found = []
-        made = run(arguments)
-        seen = {memory for reference_type, memory in given if reference_type() is not None}
-        for tensor in made:
+        memories = [(ref(argument), _memory(argument)) for argument in arguments if isinstance(argument, Tensor)]
+        separate_results = []
+        results = run(arguments)
+        seen_memories = {memory for reference_type, memory in memories if reference_type() is not None}
+        for tensor in results:
             if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
                 memory = _memory(tensor)
-                found.append(tensor.clone() if memory in seen or _is_shared(tensor) else tensor)
-                seen.add(memory)
+                separate_results.append(tensor.clone() if memory in seen_memories or _is_shared(tensor) else tensor)
+                seen_memories.add(memory)
             else:
-                found.append(tensor)
-        return found
+                separate_results.append(tensor)
+        return separate_results
 
     run_apart._boxed_call = True  # type: ignore[attr-defined]
     return run_apart
@@ -158,10 +161,10 @@ def _owners(edges: Sequence[int], num_inputs: int) -> list[nn.Parameter] | None:
     following = node.next_functions
     if len(following) != num_inputs:
         return None
-    found: list[Any] = [getattr(following[edge][0], "variable", None) for edge in edges]
+    owners: list[Any] = [getattr(following[edge][0], "variable", None) for edge in edges]
     # A hook needs to see the gradient when autograd reaches it.
-    plain = all(isinstance(param, nn.Parameter) and not param._backward_hooks for param in found)
-    return found if plain else None
+    plain = all(isinstance(param, nn.Parameter) and not param._backward_hooks for param in owners)
+    return owners if plain else None
 
 
 def _versions(values: Sequence[Any]) -> list[int]:
@@ -221,7 +224,7 @@ class AotEager:
         def backward(whole: GraphModule, examples: Sequence[Any]) -> Boxed:
             if self.can_split:
                 return split(whole, examples, places, plain)
-            return _apart(plain(whole, examples))
+            return _with_own_memory(plain(whole, examples))
 
         compiled: Any = aot_autograd(
             fw_compiler=plain,
@@ -251,12 +254,12 @@ class Inductor:
             output = part.graph.output_node()
             # Tensors passed from half to half are read with the strides in the graph.
             output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
-            made: Boxed = inner(part, examples, **settings)
-            return made
+            function: Boxed = inner(part, examples, **settings)
+            return function
 
         def backward(whole: GraphModule, examples: Sequence[Any], **settings: Any) -> Any:
             if not self.can_split:
-                return _apart(inner(whole, examples, **settings))
+                return _with_own_memory(inner(whole, examples, **settings))
             compile_fx.fake_tensor_prop(whole, examples)  # with the forward's real strides
             settings["static_input_idxs"] = ()
             return split(whole, examples, places, partial(half, **settings))

@@ -61,10 +61,10 @@ def gradients_at(
     >>> gradients_at([x, w], [get_gradient_edge(x * 3)], [torch.ones(2)])
     (tensor([3., 3.]), None)
     """
-    found: tuple[Tensor | None, ...] = _run(
+    tensors: tuple[Tensor | None, ...] = _run(
         tuple(roots), tuple(gradients), keep, False, tuple(places), allow_unreachable=True, accumulate_grad=False
     )
-    return found
+    return tensors
 
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
@@ -136,16 +136,18 @@ class Tape:
         places = [place for record in records for place in record.places]
         before, _of_thread.tape = running(), self
         try:
-            found = gradients_at([*leaves, *places, *parameters], roots, gradients)
+            tensors = gradients_at([*leaves, *places, *parameters], roots, gradients)
         finally:
             _of_thread.tape = before
         last = first = len(leaves)
         for record in records:
             start, last = last, last + len(record.places)
-            record.gradients = found[start:last]
+            record.gradients = tensors[start:last]
             record.places = ()  # the graph is no longer needed
-        self.early += [(param, grad) for param, grad in zip(parameters, found[last:], strict=True) if grad is not None]
-        return found[:first]
+        self.early += [
+            (param, grad) for param, grad in zip(parameters, tensors[last:], strict=True) if grad is not None
+        ]
+        return tensors[:first]
 
     @torch.no_grad()
     def weight_gradients(self) -> Gradients:

@@ -79,19 +79,19 @@ class Executor:
         self.replace_jobs()
         self.draft = Draft(rank)  # of the current step
         self._gathering: dict[int, int] = {}  # since when each stage's parameters are gathered
-        self._made: dict[tuple[int, int], Any] = {}
+        self._outputs: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
         self.arrived: dict[Action, Delivery] = {}  # messages waiting for their job
         self.jobs = self.translated()
 
     def running(self, program: Program) -> Executor:
         """Return an executor of another program, with the same stages on the same rank."""
-        own, ties = (self.rank, self.stages, self.channel, self.clock), self.exchange.ties
-        made = Executor(
-            program, *own, merge_weight_gradients=self.merge, scale=self.scale, ties=ties, shards=self.shards
+        arguments, ties = (self.rank, self.stages, self.channel, self.clock), self.exchange.ties
+        executor = Executor(
+            program, *arguments, merge_weight_gradients=self.merge, scale=self.scale, ties=ties, shards=self.shards
         )
-        made.exchange, made.endings = self.exchange, self.endings  # one step runs at a time
-        return made
+        executor.exchange, executor.endings = self.exchange, self.endings  # one step runs at a time
+        return executor
 
     def divide(self, shards: Shards) -> None:
         """Divide the parameters of some stages between the lines of a mesh."""
@@ -168,7 +168,7 @@ class Executor:
 
     def _needs(self, action: Action) -> list[tuple[Action, int]]:
         """Return the messages that a plain action needs, with the ranks that send them."""
-        found = []
+        needs = []
         for alternatives in rules.needs(action, self.program.num_stages):
             producer = alternatives[0]
             message = rules.message(producer, self.program.num_stages)
@@ -176,8 +176,8 @@ class Executor:
                 continue
             source = self.placement.rank_of(producer.stage, producer.microbatch)
             if source != self.rank:
-                found.append((message.recv, source))
-        return found
+                needs.append((message.recv, source))
+        return needs
 
     def _other(self, action: Action) -> int:
         if action.op in STATE_OPS:
@@ -230,7 +230,7 @@ class Executor:
                 draft.starts.append(start)
                 draft.ends.append(clock.mark())
                 ended = now()
-                draft.held.append(sum([len(stage.held) for stage in stages]))
+                draft.held.append(sum([len(stage.passes) for stage in stages]))
                 draft.spent(NOTE, ended, now())
             elif job.waits:
                 yield from job.run(job, step)
@@ -244,7 +244,7 @@ class Executor:
 
     def _begin(self, step: Step, draft: Draft) -> None:
         """Start a step: nothing is left of the one before."""
-        self._made.clear()
+        self._outputs.clear()
         self._gradients.clear()
         self.arrived.clear()
         self.exchange.begin()
@@ -253,7 +253,7 @@ class Executor:
         self.clock.begin(draft)
         for stage in self.stages.values():
             stage.begin()
-            stage.kept = step.outputs if step.wants_outputs else None
+            stage.outputs = step.outputs if step.wants_outputs else None
         draft.spent(BEGIN, draft.begin_ns, self.clock.now())
 
     def _endings(self) -> Sequence[Ending]:
@@ -293,21 +293,23 @@ class Executor:
         else:
             delivery = self.arrived.pop(Action(index, Op.RECV_F, microbatch), None)
             value = (
-                self._made.pop((index - 1, microbatch)) if delivery is None else unpack(delivery.tensors, delivery.form)
+                self._outputs.pop((index - 1, microbatch))
+                if delivery is None
+                else unpack(delivery.tensors, delivery.form)
             )
         wants_target = step.targets and job.stage is not None and job.stage.loss is not None
         return value, step.targets[microbatch] if wants_target else None, step.train
 
-    def _keep_output(self, job: Job, step: Step, made: Any) -> None:
+    def _keep_output(self, job: Job, step: Step, output: Any) -> None:
         index, microbatch = job.action.stage, job.microbatch
         if index < self.program.num_stages - 1:
-            self._made[index, microbatch] = made
+            self._outputs[index, microbatch] = output
         elif step.train:
-            step.losses[microbatch] = made
+            step.losses[microbatch] = output
         elif job.stage is None or job.stage.loss is None:
-            step.outputs[microbatch] = made
+            step.outputs[microbatch] = output
         else:
-            step.outputs[microbatch], loss = made
+            step.outputs[microbatch], loss = output
             if loss is not None:
                 step.losses[microbatch] = loss
 
@@ -322,9 +324,9 @@ class Executor:
             return (self._gradients.pop((index + 1, microbatch)),)
         return (delivery.tensors if delivery.form is None else tuple(unpack(delivery.tensors, delivery.form)),)
 
-    def _keep_gradients(self, job: Job, step: Step, made: Gradients) -> None:
+    def _keep_gradients(self, job: Job, step: Step, gradients: Gradients) -> None:
         if job.action.stage > self.lowest:
-            self._gradients[job.action.stage, job.microbatch] = made
+            self._gradients[job.action.stage, job.microbatch] = gradients
 
     def _post(self, job: Job, step: Step) -> None:
         start = self.clock.now()
@@ -343,7 +345,7 @@ class Executor:
         """Release what a job sends: return the action that receives it, its tensors and their form."""
         stage, op, microbatch, _ = job.action
         if op is Op.SEND_F:
-            return Action(stage + 1, Op.RECV_F, microbatch), *pack(self._made.pop((stage, job.microbatch)))
+            return Action(stage + 1, Op.RECV_F, microbatch), *pack(self._outputs.pop((stage, job.microbatch)))
         receive, gradients = Action(stage - 1, Op.RECV_B, microbatch), self._gradients.pop((stage, job.microbatch))
         if len(gradients) == 1 and gradients[0] is not None:
             return receive, (gradients[0],), None

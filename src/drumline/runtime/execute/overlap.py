@@ -66,8 +66,8 @@ def hand_over() -> None:
 
 def _stream() -> torch.Stream | None:
     """Return the accelerator's current stream, if an accelerator is in use."""
-    found = torch.accelerator.current_accelerator()
-    if found is None or not getattr(torch.get_device_module(found), "is_initialized", bool)():
+    device = torch.accelerator.current_accelerator()
+    if device is None or not getattr(torch.get_device_module(device), "is_initialized", bool)():
         return None
     return torch.accelerator.current_stream()
 
@@ -75,24 +75,24 @@ def _stream() -> torch.Stream | None:
 def run_both(here: Callable[[], Any], aside: Callable[[], Any]) -> tuple[Any, Any]:
     """Run two computations in turns, one of them in a thread of its own; return both results.
 
-    >>> seen = []
+    >>> steps_seen = []
     >>> def counting(name):
     ...     for number in range(2):
-    ...         seen.append(f"{name}{number}")
+    ...         steps_seen.append(f"{name}{number}")
     ...         hand_over()
     ...     return name
-    >>> run_both(lambda: counting("a"), lambda: counting("b")), seen
+    >>> run_both(lambda: counting("a"), lambda: counting("b")), steps_seen
     (('a', 'b'), ['a0', 'b0', 'a1', 'b1'])
     """
     turns = _Turns()
-    found: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
     stream = _stream()
 
     def run(number: int, compute: Callable[[], Any]) -> None:
         turns.begin(number)
         try:
-            found[number] = compute()
+            results[number] = compute()
         except BaseException as error:
             errors[number] = error
         finally:
@@ -111,4 +111,4 @@ def run_both(here: Callable[[], Any], aside: Callable[[], Any]) -> tuple[Any, An
     thread.join()
     for error in (errors[number] for number in sorted(errors)):
         raise error
-    return found[0], found[1]
+    return results[0], results[1]

@@ -24,8 +24,8 @@ def in_turns(job: Job) -> Job:
 def _run_in_turns(job: Job, _: int, step: Step) -> None:
     calls = [partial(part.call, part.microbatch, *part.take(part, step)) for part in job.parts]
     forward, backward = calls  # autograd runs in this thread
-    for part, made in zip(job.parts, reversed(run_both(backward, forward)), strict=True):
-        part.put(part, step, made)
+    for part, result in zip(job.parts, reversed(run_both(backward, forward)), strict=True):
+        part.put(part, step, result)
 
 
 def weighed(job: Job, scale: Scale) -> Job:

@@ -68,8 +68,10 @@ class GradientExchange:
     def renew(self) -> None:
         """Follow parameters that were replaced."""
         if self.ties is not None and self.tied:
-            found = self.ties.on((index, block) for index, stage in self.stages.items() for block in stage.blocks)
-            self._by_name = {tensor.name: found[tensor.name][1] for tensor in self.tied}  # type: ignore[misc]
+            tensors_by_name = self.ties.on(
+                (index, block) for index, stage in self.stages.items() for block in stage.blocks
+            )
+            self._by_name = {tensor.name: tensors_by_name[tensor.name][1] for tensor in self.tied}  # type: ignore[misc]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -85,7 +87,7 @@ class GradientExchange:
         """Offer a stage's gradients to its other copy, if there is one, on the rank `other`."""
         now = clock.now()
         if other >= 0:
-            self._send(action, other, self._own(stage))
+            self._send(action, other, self._own_parameters(stage))
             self._offered.append((action, stage, other, now))
 
     @property
@@ -99,7 +101,7 @@ class GradientExchange:
         self.offer_tied()
         for action, stage, other, since in self._offered:
             theirs = yield from self._taken(action, other, clock, draft)
-            _sum_copies(self._own(stage), theirs, at_home=self.placement.homes[action.stage] == self.rank)
+            _sum_copies(self._own_parameters(stage), theirs, at_home=self.placement.homes[action.stage] == self.rank)
             draft.exchanges.extend((action.stage, since, clock.now()))
         yield from self.sum_tied(clock, draft, start)
 
@@ -138,21 +140,21 @@ class GradientExchange:
         if trains is (part is False):
             state = ("frozen", "trained") if trains else ("trained", "frozen")
             raise MismatchError(
-                f"{name} is {state[0]} on {self.channel.called.rank(rank)} and {state[1]} on another rank that "
+                f"{name} is {state[0]} on {self.channel.naming.rank(rank)} and {state[1]} on another rank that "
                 "holds it",
                 expected="the same on all ranks",
             )
         if trains:
             totals[name] = _added(totals.get(name), part)
 
-    def _own(self, stage: Stage) -> list[nn.Parameter]:
+    def _own_parameters(self, stage: Stage) -> list[nn.Parameter]:
         """Return what the copies of a stage exchange: its parameters without tied ones."""
-        apart = set(self._by_name.values())
-        return [param for param in stage.parameters if param not in apart]
+        parameters = set(self._by_name.values())
+        return [param for param in stage.parameters if param not in parameters]
 
     def _send(self, action: Action, other: int, parameters: Sequence[nn.Parameter]) -> None:
         self.channel.post(action, other)
-        self.channel.send(action, other, *pack([_told(_part(param)) for param in parameters]))
+        self.channel.send(action, other, *pack([_plain_part(_part(param)) for param in parameters]))
 
     def _taken(self, action: Action, other: int, clock: Clock, draft: Draft) -> Generator[Wait, None, list[Any]]:
         """Wait for the gradients of another rank."""
@@ -172,21 +174,25 @@ def share(exchange: GradientExchange) -> Generator[Wait, None, None]:
     """Give the rank's copies the values of their owners, and other ranks' copies the values of its own tensors."""
     assert exchange.ties is not None
     rank, channel, copied = exchange.rank, exchange.channel, exchange.ties.copied(exchange.rank)
-    found = exchange.ties.on((index, block) for index, stage in exchange.stages.items() for block in stage.blocks)
+    tensors_by_name = exchange.ties.on(
+        (index, block) for index, stage in exchange.stages.items() for block in stage.blocks
+    )
     channel.begin(_BEFORE_ALL_STEPS)
     others = [other for other in range(exchange.placement.num_ranks) if other != rank]
     asked = {home: both for home in others if (both := [tensor for tensor in copied if tensor.home == home])}
     for home, both in asked.items():
         channel.post(_meeting(both), home)
     for other in others:
-        if given := [tensor for tensor in copied if tensor.home == rank and other in tensor.ranks]:
-            channel.send(_meeting(given), other, *pack([parts_of(found[tensor.name][1]) for tensor in given]))
+        if tensors := [tensor for tensor in copied if tensor.home == rank and other in tensor.ranks]:
+            channel.send(
+                _meeting(tensors), other, *pack([parts_of(tensors_by_name[tensor.name][1]) for tensor in tensors])
+            )
     for home, both in asked.items():
         while (delivery := channel.take(_meeting(both), home)) is None:
             yield Wait(rank, _meeting(both), _meeting(both), home)
         with torch.no_grad():
             for tensor, value in zip(both, unpack(delivery.tensors, delivery.form), strict=True):
-                for part, ours in parts_of(found[tensor.name][1]).items():
+                for part, ours in parts_of(tensors_by_name[tensor.name][1]).items():
                     ours.copy_(value[part])
 
 
@@ -201,7 +207,7 @@ def _part(parameter: nn.Parameter) -> Any:
     return gradient.coalesce() if isinstance(gradient, Tensor) and gradient.layout is torch.sparse_coo else gradient
 
 
-def _told(part: Any) -> Any:
+def _plain_part(part: Any) -> Any:
     """Return what to tell other ranks about a part."""
     if isinstance(part, Tensor) and part.layout is torch.sparse_coo:
         return part.indices(), part.values(), tuple(part.shape)
@@ -232,8 +238,8 @@ def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
 def _sum_copies(parameters: Sequence[nn.Parameter], theirs: Sequence[Any], *, at_home: bool) -> None:
     """Sum the gradients of two copies of a stage, the owner's first."""
     for parameter, other in zip(parameters, theirs, strict=True):
-        own = _part(parameter)
-        _put(parameter, _added(own, other) if at_home else _added(other, own))
+        own_part = _part(parameter)
+        _put(parameter, _added(own_part, other) if at_home else _added(other, own_part))
 
 
 def _put(parameter: nn.Parameter, total: Tensor | None) -> None:

@@ -53,5 +53,5 @@ class SummedExchange(GradientExchange):
             if max(ended) < asked:
                 draft.spent(POST, asked, took)
         for action, stage, other, _ in self._offered:
-            self._send(action, other, self._own(stage))
+            self._send(action, other, self._own_parameters(stage))
         yield from super()._finish(clock, draft)

@@ -32,9 +32,9 @@ def best_cut(seconds: Sequence[float], num_stages: int) -> Counts:
         )
     sums = np.append(0.0, np.cumsum(seconds))
     begins, ends = np.arange(len(seconds))[:, None], np.arange(len(seconds) + 1)[None, :]
-    found = shortest_largest([np.where(begins < ends, sums[None, :] - sums[:-1, None], np.inf)] * num_stages)
-    assert found is not None, "every cut into no more stages than blocks is allowed"
-    return found
+    counts = shortest_largest([np.where(begins < ends, sums[None, :] - sums[:-1, None], np.inf)] * num_stages)
+    assert counts is not None, "every cut into no more stages than blocks is allowed"
+    return counts
 
 
 def rescaled(seconds: Sequence[float], counts: Counts, stages: Sequence[float]) -> list[float]:
@@ -43,12 +43,12 @@ def rescaled(seconds: Sequence[float], counts: Counts, stages: Sequence[float]) 
     >>> rescaled([1.0, 1.0, 2.0], (2, 1), [4.0, 2.0])
     [2.0, 2.0, 2.0]
     """
-    found: list[float] = []
+    values: list[float] = []
     for (first, end), measured in zip(pairwise(ends_of(counts)), stages, strict=True):
         total = sum(seconds[first:end])
         scale = measured / total if total > 0 else 1.0
-        found += [duration * scale for duration in seconds[first:end]]
-    return found
+        values += [duration * scale for duration in seconds[first:end]]
+    return values
 
 
 def largest(seconds: Sequence[float], counts: Counts) -> float:

@@ -90,13 +90,13 @@ def check_stages(
     for size in sizes:
         inputs = subject.example(*size)
         wanted = plain_outputs(subject.model, inputs)
-        given: Arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
-        difference = max(difference, largest_difference(_computed(stages, sessions, given), wanted))
+        arrays: Arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
+        difference = max(difference, largest_difference(_computed(stages, sessions, arrays), wanted))
         value = max(
             value, *(float(np.abs(array[np.isfinite(array)].astype(np.float64)).max(initial=0.0)) for array in wanted)
         )
         for row in range(size[0]):
-            part = {name: array[row : row + 1] for name, array in given.items()}
+            part = {name: array[row : row + 1] for name, array in arrays.items()}
             right = [array[row : row + 1] for array in wanted]
             alone = max(alone, largest_difference(_computed(stages, sessions, part), right))
     if not np.isfinite(difference):
@@ -108,16 +108,16 @@ def check_stages(
     return ExportCheck(tuple(sizes), difference, value, alone)
 
 
-def _computed(stages: Sequence[ManifestStage], sessions: Sequence[Any], given: Arrays) -> list[Array]:
+def _computed(stages: Sequence[ManifestStage], sessions: Sequence[Any], arrays: Arrays) -> list[Array]:
     """Return what the stages compute, one after the other."""
     for stage, session in zip(stages, sessions, strict=True):
         names = [output.name for output in stage.outputs]
-        used = {tensor.name: given[tensor.name] for tensor in stage.inputs}
-        given = dict(zip(names, session.run(names, used), strict=True))
-    return list(given.values())
+        used = {tensor.name: arrays[tensor.name] for tensor in stage.inputs}
+        arrays = dict(zip(names, session.run(names, used), strict=True))
+    return list(arrays.values())
 
 
-def largest_difference(found: Sequence[Array], wanted: Sequence[Array]) -> float:
+def largest_difference(actual: Sequence[Array], wanted: Sequence[Array]) -> float:
     """Return by how much arrays differ at most: equal infinite values by nothing, a NaN by infinity.
 
     >>> largest_difference([np.array([1.0, -np.inf])], [np.array([1.5, -np.inf])])
@@ -126,14 +126,16 @@ def largest_difference(found: Sequence[Array], wanted: Sequence[Array]) -> float
     inf
     """
     largest = 0.0
-    for made, right in zip(found, wanted, strict=True):
-        if made.shape != right.shape:
+    for actual_array, right in zip(actual, wanted, strict=True):
+        if actual_array.shape != right.shape:
             raise ModelError(
-                f"the stages return the shape {list(made.shape)}, and PyTorch {list(right.shape)}",
+                f"the stages return the shape {list(actual_array.shape)}, and PyTorch {list(right.shape)}",
                 expected="the same shapes",
             )
         with np.errstate(invalid="ignore"):  # infinite ones may be equal
-            off = np.where(made == right, 0.0, np.abs(made.astype(np.float64) - right.astype(np.float64)))
+            off = np.where(
+                actual_array == right, 0.0, np.abs(actual_array.astype(np.float64) - right.astype(np.float64))
+            )
         largest = max(largest, float(np.nan_to_num(off, nan=np.inf).max(initial=0.0)))
     return largest
 

@@ -94,7 +94,7 @@ def _export(
     tell("comparing the stages with PyTorch")
     checked = check_stages(subject, work, stages, [(1, length), (rows + 1, max(length // 2, 1)), sizes[0]])
     checked.refuse_wrong()
-    made = Manifest(
+    manifest = Manifest(
         model=subject.name,
         inputs=stages[0].inputs,
         outputs=stages[-1].outputs,
@@ -104,8 +104,8 @@ def _export(
         measured={"rows": rows, "length": length, "threads": 1, "block_seconds": seconds},
         versions=_versions(),
     )
-    made.save(out)
-    return made
+    manifest.save(out)
+    return manifest
 
 
 def _changing(example: Example, sizes: Sequence[tuple[int, int]]) -> dict[str, dict[int, str]]:
@@ -190,14 +190,14 @@ def _named_cut(blocks: Sequence[str], num_stages: int, cuts: Sequence[str]) -> C
 
 def _written(chain: GraphChain, counts: Counts, work: Path) -> list[ManifestStage]:
     """Write the stages of a cut and time them; files are relative to the folder of work, without checksums yet."""
-    found = []
+    stages = []
     for number, (first, end) in enumerate(pairwise(ends_of(counts))):
         path = work / _named(counts) / f"stage{number}" / "model.onnx"
         inputs, outputs = chain.write(first, end, number, path)
         seconds = chain.seconds(first, number, path)
         place = path.relative_to(work).as_posix()
-        found.append(ManifestStage(place, {}, tuple(inputs), tuple(outputs), chain.blocks[first:end], seconds))
-    return found
+        stages.append(ManifestStage(place, {}, tuple(inputs), tuple(outputs), chain.blocks[first:end], seconds))
+    return stages
 
 
 def _moved(stage: ManifestStage, work: Path, out: Path) -> ManifestStage:
@@ -210,10 +210,10 @@ def _moved(stage: ManifestStage, work: Path, out: Path) -> ManifestStage:
 
 
 def _versions() -> dict[str, str]:
-    found = {"drumline": __version__}
+    versions = {"drumline": __version__}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -48,16 +48,16 @@ class GraphChain:
 
     def described(self, crossings: Sequence[BoundaryValue]) -> dict[str, Tensor]:
         """Return the tensors that cross, by their names here."""
-        found = {item.name: described(item.name, [sizes[item.value] for sizes in self.examples]) for item in crossings}
+        table = {item.name: described(item.name, [sizes[item.value] for sizes in self.examples]) for item in crossings}
         below = self.graph.embedded()
-        return {name: replace(tensor, below=below.get(name)) for name, tensor in found.items()}
+        return {name: replace(tensor, below=below.get(name)) for name, tensor in table.items()}
 
     def write(self, first: int, end: int, stage: int, path: Path) -> tuple[list[Tensor], list[Tensor]]:
         """Write blocks from `first` to before `end` as stage number `stage`; returns its inputs and outputs."""
-        taken, given = self.boundary(first, stage), self.boundary(end, stage + 1)
-        tensors = self.described([*taken, *given])
-        self.graph.write(self.ends[first], self.ends[end], taken, given, tensors, path)
-        return [tensors[boundary_value.name] for boundary_value in taken], [tensors[value.name] for value in given]
+        taken, values = self.boundary(first, stage), self.boundary(end, stage + 1)
+        tensors = self.described([*taken, *values])
+        self.graph.write(self.ends[first], self.ends[end], taken, values, tensors, path)
+        return [tensors[boundary_value.name] for boundary_value in taken], [tensors[value.name] for value in values]
 
     def seconds(self, first: int, stage: int, path: Path, *, runs: int = 25, max_seconds: float = 2.0) -> float:
         """Return the seconds of a written stage in ONNX Runtime, on one thread, at the first size.
@@ -65,16 +65,16 @@ class GraphChain:
         The least of several runs counts: whatever else the machine does only adds to it.
         """
         session = open_session(path)
-        given = {value.name: self.examples[0][value.value] for value in self.boundary(first, stage)}
-        given = {tensor.name: given[tensor.name] for tensor in session.get_inputs()}
-        session.run(None, given)
-        found: list[float] = []
+        arrays = {value.name: self.examples[0][value.value] for value in self.boundary(first, stage)}
+        arrays = {tensor.name: arrays[tensor.name] for tensor in session.get_inputs()}
+        session.run(None, arrays)
+        durations: list[float] = []
         begun = time.perf_counter()
-        while len(found) < runs and (len(found) < 3 or time.perf_counter() - begun < max_seconds):
+        while len(durations) < runs and (len(durations) < 3 or time.perf_counter() - begun < max_seconds):
             start = time.perf_counter()
-            session.run(None, given)
-            found.append(time.perf_counter() - start)
-        return min(found)
+            session.run(None, arrays)
+            durations.append(time.perf_counter() - start)
+        return min(durations)
 
 
 def chain_of(path: Path, blocks: Sequence[str], example: Example, sizes: Sizes) -> GraphChain:
@@ -100,13 +100,13 @@ def _values(
     onnx.save(whole, str(beside))
     session = open_session(beside)
     names = [output.name for output in session.get_outputs()]
-    found: list[Arrays] = []
-    for given in inputs:
-        arrays: dict[str, Array] = {name: tensor.numpy() for name, tensor in given.items()}
+    values_by_example: list[Arrays] = []
+    for tensors in inputs:
+        arrays: dict[str, Array] = {name: tensor.numpy() for name, tensor in tensors.items()}
         used = {tensor.name for tensor in session.get_inputs()}
-        made = session.run(names, {name: array for name, array in arrays.items() if name in used})
-        found.append(arrays | dict(zip(names, made, strict=True)))
-    return found
+        outputs = session.run(names, {name: array for name, array in arrays.items() if name in used})
+        values_by_example.append(arrays | dict(zip(names, outputs, strict=True)))
+    return values_by_example
 
 
 def described(name: str, examples: Sequence[Array]) -> Tensor:

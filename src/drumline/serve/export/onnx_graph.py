@@ -46,11 +46,11 @@ class Graph:
         self.weights = {tensor.name: tensor for tensor in (*graph.initializer, *constants)}
         self.inputs = [tensor.name for tensor in graph.input if tensor.name not in self.weights]
         self.outputs = [tensor.name for tensor in graph.output]
-        self._made: dict[str, int] = dict.fromkeys(self.inputs, -1)
+        self._maker: dict[str, int] = dict.fromkeys(self.inputs, -1)
         self._used: dict[str, int] = dict.fromkeys(self.outputs, len(self.nodes))
         for at, node in enumerate(self.nodes):
             for name in node.output:
-                self._made[name] = at
+                self._maker[name] = at
             for name in used_by(node):
                 self._used[name] = max(self._used.get(name, -1), at)
 
@@ -60,30 +60,30 @@ class Graph:
             return list(self.inputs)
         if at == len(self.nodes):
             return list(self.outputs)
-        return [name for name, made in self._made.items() if made < at <= self._used.get(name, -1)]
+        return [name for name, maker in self._maker.items() if maker < at <= self._used.get(name, -1)]
 
     def starts(self, blocks: Sequence[str]) -> list[tuple[str, int]]:
         """Return the blocks that have nodes, each with its first node; the first begins at node 0."""
-        found: dict[str, int] = {}
+        starts_by_name: dict[str, int] = {}
         for at, node in enumerate(self.nodes):
             name = _block_of(node, blocks)
-            if name and name not in found:
-                found[name] = at
-        listed = sorted(found.items(), key=lambda attribute: attribute[1])
+            if name and name not in starts_by_name:
+                starts_by_name[name] = at
+        listed = sorted(starts_by_name.items(), key=lambda attribute: attribute[1])
         distinct = [pair for number, pair in enumerate(listed) if not number or pair[1] > listed[number - 1][1]]
         return [(name, at if number else 0) for number, (name, at) in enumerate(distinct)]
 
     def embedded(self) -> dict[str, int]:
         """Return the inputs that look up embeddings, each with how many rows the smallest table has."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for node in self.nodes:
-            if node.op_type != "Gather" or "aten.embedding" not in _told(node, _CLASSES):
+            if node.op_type != "Gather" or "aten.embedding" not in _note_of(node, _CLASSES):
                 continue
             table, tokens = node.input
             if tokens in self.inputs and table in self.weights:
                 rows = int(self.weights[table].dims[0])
-                found[tokens] = min(rows, found.get(tokens, rows))
-        return found
+                sizes[tokens] = min(rows, sizes.get(tokens, rows))
+        return sizes
 
     def _weights_of(self, first: int, end: int) -> list[Any]:
         used = {name for node in self.nodes[first:end] for name in used_by(node)}
@@ -95,14 +95,14 @@ class Graph:
         first: int,
         end: int,
         taken: Sequence[BoundaryValue],
-        given: Sequence[BoundaryValue],
+        values: Sequence[BoundaryValue],
         described: dict[str, Tensor],
         path: Path,
     ) -> None:
         """Write a stretch of nodes as a graph of its own; `described` has the tensors that cross, by name here."""
         names = {boundary_value.value: boundary_value.name for boundary_value in taken}
         nodes = [_renamed(node, names) for node in self.nodes[first:end]]
-        for boundary_value in given:
+        for boundary_value in values:
             source = names.get(boundary_value.value, boundary_value.value)
             if source != boundary_value.name:
                 nodes.append(helper.make_node("Identity", [source], [boundary_value.name]))
@@ -111,31 +111,33 @@ class Graph:
             nodes,
             path.parent.name,
             [_value_info(described[boundary_value.name]) for boundary_value in taken],
-            [_value_info(described[boundary_value.name]) for boundary_value in given],
+            [_value_info(described[boundary_value.name]) for boundary_value in values],
             weights,
         )
-        made = helper.make_model(graph, opset_imports=self.model.opset_import, functions=self.model.functions)
-        made.ir_version = self.model.ir_version
+        model = helper.make_model(graph, opset_imports=self.model.opset_import, functions=self.model.functions)
+        model.ir_version = self.model.ir_version
         path.parent.mkdir(parents=True, exist_ok=True)
         large = sum(len(weight.raw_data) for weight in weights) >= _LARGE
-        onnx.save(made, str(path), save_as_external_data=large, location=DATA if large else None, size_threshold=1024)
+        onnx.save(model, str(path), save_as_external_data=large, location=DATA if large else None, size_threshold=1024)
 
 
 def _initializer(node: Any) -> Any:
     """Return a constant as a weight, so that every stretch that uses it has it."""
     item = next((attribute for attribute in node.attribute if attribute.name == "value"), None)
     if item is not None:
-        made = TensorProto()
-        made.CopyFrom(item.t)
+        tensor = TensorProto()
+        tensor.CopyFrom(item.t)
     else:
         kinds = {"value_int": TensorProto.INT64, "value_ints": TensorProto.INT64}
         kinds |= {"value_float": TensorProto.FLOAT, "value_floats": TensorProto.FLOAT}
         item = node.attribute[0]
         value = helper.get_attribute_value(item)
         several = item.name.endswith("s")
-        made = helper.make_tensor("", kinds[item.name], [len(value)] if several else [], value if several else [value])
-    made.name = node.output[0]
-    return made
+        tensor = helper.make_tensor(
+            "", kinds[item.name], [len(value)] if several else [], value if several else [value]
+        )
+    tensor.name = node.output[0]
+    return tensor
 
 
 def used_by(node: Any) -> Iterator[str]:
@@ -143,37 +145,37 @@ def used_by(node: Any) -> Iterator[str]:
     yield from (name for name in node.input if name)
     for attribute in node.attribute:
         for graph in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
-            own = {tensor.name for tensor in (*graph.input, *graph.initializer)}
+            own_names = {tensor.name for tensor in (*graph.input, *graph.initializer)}
             for inner in graph.node:
-                yield from (name for name in used_by(inner) if name not in own)
-                own.update(inner.output)
-            yield from (tensor.name for tensor in graph.output if tensor.name not in own)
+                yield from (name for name in used_by(inner) if name not in own_names)
+                own_names.update(inner.output)
+            yield from (tensor.name for tensor in graph.output if tensor.name not in own_names)
 
 
 def _renamed(node: Any, names: dict[str, str]) -> Any:
     """Return a copy of a node that uses other names for some values."""
-    made = onnx.NodeProto()
-    made.CopyFrom(node)
-    del made.metadata_props[:]
-    made.doc_string = ""
-    for at, name in enumerate(made.input):
-        made.input[at] = names.get(name, name)
-    for attribute in made.attribute:
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    del copy.metadata_props[:]
+    copy.doc_string = ""
+    for at, name in enumerate(copy.input):
+        copy.input[at] = names.get(name, name)
+    for attribute in copy.attribute:
         for graph in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
             inner = [_renamed(value, names) for value in graph.node]
             del graph.node[:]
             graph.node.extend(inner)
-    return made
+    return copy
 
 
-def _told(node: Any, key: str) -> str:
+def _note_of(node: Any, key: str) -> str:
     """Return what the exporter noted of a node under a key."""
     return next((str(prop.value) for prop in node.metadata_props if prop.key == key), "")
 
 
 def _block_of(node: Any, blocks: Sequence[str]) -> str:
     """Return the block of the module that a node comes from, or nothing."""
-    text = _told(node, _SCOPES)
+    text = _note_of(node, _SCOPES)
     try:
         scopes = ast.literal_eval(text) if text else []
     except (ValueError, SyntaxError):

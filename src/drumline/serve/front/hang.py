@@ -35,7 +35,7 @@ class HangWatch:
     bound: float  # seconds; 0: nothing counts as hanging
     clock: Callable[[], float] = time.monotonic
     every: float = 0.0  # seconds between two looks; 0: as the bound needs it
-    _seen: LedgerState | None = None
+    _last_state: LedgerState | None = None
     _at: float = 0.0
     _still: dict[str, float] = field(default_factory=dict)
 
@@ -44,17 +44,17 @@ class HangWatch:
 
     def look(self, state: LedgerState) -> str:
         """Return why the stage hangs, or an empty text."""
-        now, before = self.clock(), self._seen
+        now, before = self.clock(), self._last_state
         passed = min(now - self._at, 2 * self.every)
-        self._seen, self._at = state, now
+        self._last_state, self._at = state, now
         if before is None or not self.bound:
             return ""
         same = state.computing != 0 and state.computing == before.computing
-        told = {
+        signs = {
             "its event loop has not turned": state.beat == before.beat,
             "it computes, and uses no processor time": same and state.worked == before.worked,
             "nobody has waited for what it computes": same and state.unwanted == state.computing,
         }
-        for what, is_still in told.items():
+        for what, is_still in signs.items():
             self._still[what] = self._still.get(what, 0.0) + passed if is_still else 0.0
-        return next((f"{what} for {self.bound:g} s" for what in told if self._still[what] > self.bound), "")
+        return next((f"{what} for {self.bound:g} s" for what in signs if self._still[what] > self.bound), "")

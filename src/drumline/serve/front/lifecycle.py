@@ -75,8 +75,8 @@ class ServiceSettings:
             if number < 0:
                 raise UsageError(f"--{name} is {number:g}", expected="0 or more")
         if self.hang and self.hang < SHORTEST_HANG:
-            told = f"{SHORTEST_HANG:g} second or more, or 0 to let stages hang"
-            raise UsageError(f"--hang is {self.hang:g}", expected=told)
+            expectation = f"{SHORTEST_HANG:g} second or more, or 0 to let stages hang"
+            raise UsageError(f"--hang is {self.hang:g}", expected=expectation)
         if self.hosts and self.pin:
             raise UsageError("--pin with --hosts", expected="stages on this machine", fix="pin them where they run")
         if self.hosts and self.record is not None:
@@ -93,9 +93,9 @@ class RunningService:
 
 
 async def serve(
-    settings: ServiceSettings, *, told: Callable[[RunningService], None], stop: asyncio.Event | None = None
+    settings: ServiceSettings, *, notify: Callable[[RunningService], None], stop: asyncio.Event | None = None
 ) -> None:
-    """Serve until SIGTERM, SIGINT or `stop`, then answer what is under way and end. `told` hears once it is ready."""
+    """Serve until SIGTERM, SIGINT or `stop`, then answer what is under way and end. `notify` hears once it is ready."""
     manifest = read_manifest(settings.folder)
     if settings.hosts and len(settings.hosts) != len(manifest.stages):
         has = counted(len(manifest.stages), "stage")
@@ -105,21 +105,21 @@ async def serve(
     stopped = stop or asyncio.Event()
     log = EventLog(requests=settings.log_requests)
     metrics = Metrics(len(manifest.stages))
-    async with AsyncExitStack() as kept:
+    async with AsyncExitStack() as kept_stack:
         stages = _stages(settings, manifest, log, metrics)
-        kept.push_async_callback(stages.stop)
+        kept_stack.push_async_callback(stages.stop)
         _on_signals(stopped)
         await _unless(stopped, stages.start())
         if stopped.is_set():
             return
-        channel = await kept.enter_async_context(connect(stages.links[0], _between(settings), settings.max_bytes))
+        channel = await kept_stack.enter_async_context(connect(stages.links[0], _between(settings), settings.max_bytes))
         record = _record(settings, manifest, log)
         if record is not None:
-            kept.callback(record.close)
+            kept_stack.callback(record.close)
         flow = CallStream(channel, stage=0, max_bytes=settings.max_bytes)
         pipe = _pipe(settings, manifest, flow, stages, metrics, record)
-        kept.push_async_callback(pipe.close)
-        await _front(settings, manifest, pipe, stages, metrics, log, stopped, told, kept)
+        kept_stack.push_async_callback(pipe.close)
+        await _front(settings, manifest, pipe, stages, metrics, log, stopped, notify, kept_stack)
 
 
 def _record(settings: ServiceSettings, manifest: Manifest, log: EventLog) -> LoadRecord | None:
@@ -171,8 +171,17 @@ def _pipe(
     queue = Queue(max_requests=settings.max_requests, max_bytes=settings.max_queue_bytes)
     fixed = settings.rows or 0, settings.window or 0
     tuner = Tuner(len(manifest.stages), settings.budget, settings.rules.max_batch, *fixed)
-    seen = None if record is None else lambda microbatch, times: record.add(times, microbatch.rows)
-    return Pipe(flow, queue, tuner, metrics, rules=settings.rules, is_back=stages.back, struck=stages.struck, seen=seen)
+    seen_function = None if record is None else lambda microbatch, times: record.add(times, microbatch.rows)
+    return Pipe(
+        flow,
+        queue,
+        tuner,
+        metrics,
+        rules=settings.rules,
+        is_back=stages.back,
+        struck=stages.struck,
+        on_times=seen_function,
+    )
 
 
 async def _front(
@@ -183,8 +192,8 @@ async def _front(
     metrics: Metrics,
     log: EventLog,
     stopped: asyncio.Event,
-    told: Callable[[RunningService], None],
-    kept: AsyncExitStack,
+    notify: Callable[[RunningService], None],
+    stack: AsyncExitStack,
 ) -> None:
     """Listen, answer until stopped, then drain."""
     calls = settings.max_requests + settings.rules.max_batch + _SPARE_CALLS
@@ -201,12 +210,12 @@ async def _front(
     metrics_port = 0
     if settings.metrics:
         metrics_port, end = metrics.listen(*parts_of(settings.metrics, flag="--metrics"))
-        kept.callback(end)
+        stack.callback(end)
     await server.start()
     watching = asyncio.create_task(_tell_health(service, healthy))
-    kept.callback(watching.cancel)
+    stack.callback(watching.cancel)
     log("serving", model=manifest.model, stages=len(manifest.stages), port=port, metrics_port=metrics_port)
-    told(RunningService(port, metrics_port, stages))
+    notify(RunningService(port, metrics_port, stages))
     await stopped.wait()
     service.is_draining = True
     await healthy.enter_graceful_shutdown()

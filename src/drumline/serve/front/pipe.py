@@ -58,10 +58,10 @@ class Pipe:
         rules: Rules,
         is_back: Callable[[float], Awaitable[bool]],
         struck: Callable[[str, int, float], Awaitable[str]],
-        seen: Seen | None = None,
+        on_times: Seen | None = None,
     ) -> None:
         self._infer, self.queue, self._tuner, self._metrics = infer, queue, tuner, metrics
-        self._rules, self._is_back, self._struck, self._seen = rules, is_back, struck, seen
+        self._rules, self._is_back, self._struck, self._on_times = rules, is_back, struck, on_times
         self._run = uuid.uuid4().hex[:12]  # tells its microbatches from those of others who call a stage
         self._timer: asyncio.TimerHandle | None = None
         self._batch: tuple[Signature, list[int]] = ((), [])  # microbatches of the batch that is being sent
@@ -254,8 +254,8 @@ class Pipe:
         hop = max(0.0, (seconds - sum(computed) - queued) / len(times))
         self._tuner.add(microbatch.signature, microbatch.rows, computed, hop)
         self._metrics.took(times, microbatch.rows)
-        if self._seen is not None:
-            self._seen(microbatch, times)
+        if self._on_times is not None:
+            self._on_times(microbatch, times)
 
     def drop(self, ticket: Ticket) -> None:
         """Forget a request that nobody waits for; stages stop computing microbatches of such requests alone."""

@@ -89,11 +89,15 @@ class FrontService:
     async def model_metadata(self, request: Any, context: Any) -> Any:
         """Describe the model's inputs and outputs; without a name those of the only model."""
         await self._asked(request.name or self._manifest.model, request.version, context)
-        made = message("ModelMetadataResponse")(name=self._manifest.model, versions=[VERSION], platform="onnx_pipeline")
+        model_metadata = message("ModelMetadataResponse")(
+            name=self._manifest.model, versions=[VERSION], platform="onnx_pipeline"
+        )
         for which in ("inputs", "outputs"):
             for tensor in getattr(self._manifest, which):
-                getattr(made, which).add(name=tensor.name, datatype=tensor.datatype, shape=tensor.open_shape())
-        return made
+                getattr(model_metadata, which).add(
+                    name=tensor.name, datatype=tensor.datatype, shape=tensor.open_shape()
+                )
+        return model_metadata
 
     def _check_model(self, name: str, version: str) -> None:
         if name != self._manifest.model:

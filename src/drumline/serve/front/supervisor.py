@@ -145,7 +145,7 @@ class LocalStages(ServedStages):
     async def _once(self, number: int) -> int:
         path = Path(self._sockets.name, f"ledger{number}")
         ledger = self._ledgers[number] = Ledger.create(path)
-        own = {
+        own_entries = {
             "number": number,
             "address": self.addresses[number],
             "following": self.links[number + 1] if number + 1 < len(self.links) else "",
@@ -154,7 +154,7 @@ class LocalStages(ServedStages):
             "ledger": str(path),
         }
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "drumline.serve.stage", json.dumps(self._how | own),
+            sys.executable, "-m", "drumline.serve.stage", json.dumps(self._how | own_entries),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         self.processes[number] = process
@@ -254,9 +254,9 @@ class RemoteStages(ServedStages):
         if not self.are_ready:
             silent = [self.addresses[number] for number in self.down]
             await self.stop()
-            for number, found in self._wrong.items():
+            for number, identity in self._wrong.items():
                 raise LaunchError(
-                    f"{self.addresses[number]} is {found}",
+                    f"{self.addresses[number]} is {identity}",
                     expected=self._identities[number],
                     fix="name --hosts in the order of the stages, and give all the same exported folder",
                 )
@@ -282,12 +282,12 @@ class RemoteStages(ServedStages):
                         self._ready[number].clear()
                 await asyncio.sleep(1.0 if self._ready[number].is_set() else 0.1)
 
-    def _heard(self, number: int, found: str) -> None:
+    def _heard(self, number: int, identity: str) -> None:
         """Take note of a stage that answers, if it is the right one."""
-        if found != self._identities[number]:
+        if identity != self._identities[number]:
             if number not in self._wrong:
-                self._log("wrong stage", level="error", address=self.addresses[number], found=found)
-            self._wrong[number] = found
+                self._log("wrong stage", level="error", address=self.addresses[number], found=identity)
+            self._wrong[number] = identity
             self._ready[number].clear()
             return
         self._wrong.pop(number, None)

@@ -144,11 +144,11 @@ class Microbatch:
 
     def inputs(self) -> Arrays:
         """Return its rows as one array for each input."""
-        found: Arrays = {}
+        inputs: Arrays = {}
         for name in self.slices[0].ticket.inputs:
             parts: list[Array] = [part.ticket.inputs[name][part.first : part.end] for part in self.slices]
-            found[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return found
+            inputs[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return inputs
 
     def took(self, times: Sequence[StageTimes], seconds: float) -> None:
         """Tell its tickets what it took: by what stages measured, or of the whole call."""

@@ -46,15 +46,15 @@ class Demand:
     def arrays(self, inputs: Sequence[Any], chance: np.random.Generator) -> Arrays:
         """Return random inputs by a model's metadata: the first open dimension is rows, others the length."""
         rows = int(chance.integers(self.least, self.most + 1))
-        found: Arrays = {}
+        arrays: Arrays = {}
         for tensor in inputs:
             shape = [rows if at == 0 else self.length if size < 0 else size for at, size in enumerate(tensor.shape)]
             dtype = DATATYPES[tensor.datatype]
             if dtype.kind == "f":
-                found[tensor.name] = chance.standard_normal(shape).astype(dtype)
+                arrays[tensor.name] = chance.standard_normal(shape).astype(dtype)
             else:
-                found[tensor.name] = chance.integers(0, 2 if dtype.kind == "b" else self.below, shape).astype(dtype)
-        return found
+                arrays[tensor.name] = chance.integers(0, 2 if dtype.kind == "b" else self.below, shape).astype(dtype)
+        return arrays
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """Return the numbers of the table."""
         ok = self.codes["OK"]
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "concurrency": self.concurrency or None,
             "rate": self.rate or None,
             "seconds": self.seconds,
@@ -99,9 +99,11 @@ class Result:
             ("pipe", self.pipes),
             ("compute", self.computes),
         ):
-            told = np.percentile(values, PERCENTILES).tolist() if values else [None] * len(PERCENTILES)
-            found[f"{name}_seconds"] = {f"p{number}": value for number, value in zip(PERCENTILES, told, strict=True)}
-        return found
+            percentiles = np.percentile(values, PERCENTILES).tolist() if values else [None] * len(PERCENTILES)
+            fields[f"{name}_seconds"] = {
+                f"p{number}": value for number, value in zip(PERCENTILES, percentiles, strict=True)
+            }
+        return fields
 
 
 Answered = Callable[[Arrays, Arrays], None]
@@ -120,7 +122,7 @@ class Loader:
         self._channel = connect(self._address, self._tls, 2**30)
         self._infer = stub(self._channel, "ModelInfer")
         try:
-            told = await self._metadata()
+            metadata = await self._metadata()
         except grpc.aio.AioRpcError as error:
             await self._channel.close()
             if error.code() is grpc.StatusCode.NOT_FOUND:
@@ -129,7 +131,7 @@ class Loader:
                 f"no answer from {self._address}: {error.code().name}: {error.details()}",
                 fix="start the service; if it has TLS, give --tls-ca, and for mutual TLS --tls-cert and --tls-key",
             ) from None
-        self.model, self._inputs = told.name, list(told.inputs)
+        self.model, self._inputs = metadata.name, list(metadata.inputs)
         return self
 
     async def _metadata(self) -> Any:
@@ -225,13 +227,13 @@ async def load(
         if value <= 0:
             raise UsageError(f"--{name} is {value:g}", expected="more than 0")
     demand = demand or Demand()
-    found = []
+    results = []
     async with Loader(address, model=model, tls=tls) as loader:
         await loader.closed(1, min(1.0, seconds / 10), demand)
         for concurrency in concurrencies:
             tell(f"{concurrency} at a time ...")
-            found.append(await loader.closed(concurrency, seconds, demand))
+            results.append(await loader.closed(concurrency, seconds, demand))
         for rate in rates:
             tell(f"{rate:g} a second ...")
-            found.append(await loader.opened(rate, seconds, demand))
-    return found
+            results.append(await loader.opened(rate, seconds, demand))
+    return results

@@ -21,39 +21,39 @@ _STYLE = """.toolbar, #overview, .legend, footer { display: none; }
 """
 
 
-def load_page(found: Sequence[Result], *, service: str = "a service") -> str:
+def load_page(results: Sequence[Result], *, service: str = "a service") -> str:
     """Return plot, tables and failures as a page that opens from disk.
 
     >>> text = load_page([Result(2, seconds=1.0, rows=4, latencies=[0.01, 0.02])], service="127.0.0.1:8001")
     >>> "<title>Load of 127.0.0.1:8001</title>" in text, text.count("<table>")
     (True, 2)
     """
-    answered = [result for result in found if result.latencies]
-    parts = [_latencies(found), _inside(answered), _failures(found)]
+    answered = [result for result in results if result.latencies]
+    parts = [_latencies(results), _inside(answered), _failures(results)]
     if answered:
-        parts.insert(0, f'<div class="card">{load_svg(found)}</div>')
-    data = document([], title=f"Load of {service}", advice=_sentence(found))
+        parts.insert(0, f'<div class="card">{load_svg(results)}</div>')
+    data = document([], title=f"Load of {service}", advice=_sentence(results))
     panel = f'<section class="report">{_figures(answered)}</section>' if answered else ""
     below = f'<section class="report load"><div class="pair">{"".join(parts)}</div></section>'
-    extra = {"loads": [result.to_json() for result in found]}
+    extra = {"loads": [result.to_json() for result in results]}
     return page_with(data, panel=panel, below=below, style=asset("report.css") + _STYLE, extra=extra)
 
 
-def _sentence(found: Sequence[Result]) -> str:
+def _sentence(results: Sequence[Result]) -> str:
     """Return what the page says first.
 
     >>> _sentence([Result(2, seconds=1.0, rows=4, latencies=[0.01])])
     'Most rows a second: 4, with 2 requests at a time, of which half took 10 ms or less. None failed.'
     """
-    failed = sum(result.codes.total() - result.codes["OK"] for result in found)
+    failed = sum(result.codes.total() - result.codes["OK"] for result in results)
     many = (
-        f"{counted(failed, 'request')} of {sum(result.codes.total() for result in found)} failed."
+        f"{counted(failed, 'request')} of {sum(result.codes.total() for result in results)} failed."
         if failed
         else "None failed."
     )
-    if not any(result.latencies for result in found):
+    if not any(result.latencies for result in results):
         return "No request was answered."
-    best = max((result for result in found if result.latencies), key=_rows_per_second)
+    best = max((result for result in results if result.latencies), key=_rows_per_second)
     half = milliseconds(_latency(best, "p50"))
     how = f"{best.concurrency} requests at a time" if best.concurrency else f"{best.rate:g} requests a second"
     most = f"Most rows a second: {short(_rows_per_second(best))}, with {how}"
@@ -80,8 +80,8 @@ def _latency(result: Result, which: str) -> float:
     return float(result.to_json()["latency_seconds"][which])
 
 
-def _latencies(found: Sequence[Result]) -> str:
-    return card("Latency", table_html(HEADER, map(cells, found), words=[0]))
+def _latencies(results: Sequence[Result]) -> str:
+    return card("Latency", table_html(HEADER, map(cells, results), words=[0]))
 
 
 def _inside(answered: Sequence[Result]) -> str:
@@ -91,17 +91,17 @@ def _inside(answered: Sequence[Result]) -> str:
     parts = {"latency": "in all", "queue": "queue of the front", "pipe": "pipe", "compute": "computing"}
     rows = []
     for result in answered:
-        told = result.to_json()
-        rows.append([name_of(result), *(milliseconds(told[f"{part}_seconds"]["p50"]) for part in parts)])
+        figures = result.to_json()
+        rows.append([name_of(result), *(milliseconds(figures[f"{part}_seconds"]["p50"]) for part in parts)])
     header = ["load", *(f"{name}, ms" for name in parts.values())]
     note = "<p>Medians, each of its own part: they need not add up. The pipe contains computing.</p>"
     return card("Where requests spend their time", note + table_html(header, rows, words=[0]))
 
 
-def _failures(found: Sequence[Result]) -> str:
+def _failures(results: Sequence[Result]) -> str:
     rows = [
         [name_of(result), code, str(count), result.whys.get(code, "")]
-        for result in found
+        for result in results
         for code, count in sorted(result.codes.items())
         if code != "OK"
     ]

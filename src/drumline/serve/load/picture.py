@@ -13,7 +13,7 @@ _INSIDE = ("queue", "compute")  # of what the terminal shows the medians
 HEADER = ("load", "requests", "failed", "rows/s", *(f"p{number} ms" for number in PERCENTILES))
 
 
-def load_text(found: Sequence[Result], *, width: int = 120) -> str:
+def load_text(results: Sequence[Result], *, width: int = 120) -> str:
     """Return a table, a row for each load, and the errors below it.
 
     >>> result = Result(2, seconds=1.0, rows=4, latencies=[0.01, 0.02])
@@ -22,11 +22,11 @@ def load_text(found: Sequence[Result], *, width: int = 120) -> str:
     2 at a time: 1 UNAVAILABLE
     """
     rows, notes = [], []
-    for result in found:
-        told = result.to_json()
-        rows.append([*cells(result), *(milliseconds(told[f"{name}_seconds"]["p50"]) for name in _INSIDE)])
-        if told["errors"]:
-            listed = ", ".join(f"{count} {code}" for code, count in sorted(told["errors"].items()))
+    for result in results:
+        figures = result.to_json()
+        rows.append([*cells(result), *(milliseconds(figures[f"{name}_seconds"]["p50"]) for name in _INSIDE)])
+        if figures["errors"]:
+            listed = ", ".join(f"{count} {code}" for code, count in sorted(figures["errors"].items()))
             notes.append(f"{name_of(result)}: {listed}")
             notes += [f"  the first {code}: {why}" for code, why in sorted(result.whys.items()) if why]
     header = (*HEADER, *(f"{name} p50 ms" for name in _INSIDE))
@@ -35,10 +35,10 @@ def load_text(found: Sequence[Result], *, width: int = 120) -> str:
 
 def cells(result: Result) -> list[str]:
     """Return the row of a load: its name, requests, rows a second, percentiles."""
-    told = result.to_json()
-    moments = [milliseconds(told["latency_seconds"][f"p{each}"]) for each in PERCENTILES]
-    failed = str(sum(told["errors"].values()))
-    return [name_of(result), str(told["requests"]), failed, short(told["rows_per_second"]), *moments]
+    figures = result.to_json()
+    moments = [milliseconds(figures["latency_seconds"][f"p{each}"]) for each in PERCENTILES]
+    failed = str(sum(figures["errors"].values()))
+    return [name_of(result), str(figures["requests"]), failed, short(figures["rows_per_second"]), *moments]
 
 
 def name_of(result: Result) -> str:
@@ -50,15 +50,17 @@ def name_of(result: Result) -> str:
     return f"{result.concurrency} at a time" if result.concurrency else f"{result.rate:g}/s"
 
 
-def load_svg(found: Sequence[Result]) -> str:
+def load_svg(results: Sequence[Result]) -> str:
     """Return a plot of latency over throughput, a curve for each percentile."""
-    told = sorted((r.to_json() for r in found if r.latencies), key=lambda entry: float(entry["rows_per_second"]))
-    if not told:
-        first = {code: why for result in reversed(found) for code, why in result.whys.items()}
+    figures = sorted((r.to_json() for r in results if r.latencies), key=lambda entry: float(entry["rows_per_second"]))
+    if not figures:
+        first = {code: why for result in reversed(results) for code, why in result.whys.items()}
         whys = "; ".join(f"{code}: {why}" for code, why in sorted(first.items()))
         raise RunError(f"no request was answered, so there is nothing to plot: {whys}")
     series = [
-        Series(f"p{each}", [(entry["rows_per_second"], entry["latency_seconds"][f"p{each}"] * 1e3) for entry in told])
+        Series(
+            f"p{each}", [(entry["rows_per_second"], entry["latency_seconds"][f"p{each}"] * 1e3) for entry in figures]
+        )
         for each in PERCENTILES
     ]
     return chart(series, title="Latency over throughput", x_label="rows a second", y_label="milliseconds")

@@ -80,10 +80,10 @@ class Flows:
                 raise ValueError(f"a frame {frame.kind.name} {frame.number}; expected a new call")
             while outgoing.bytes > self._max_bytes:  # the caller reads no answers
                 await asyncio.sleep(PAUSE)
-            task = calls[frame.number] = asyncio.create_task(self._one(frame, outgoing))
+            task = calls[frame.number] = asyncio.create_task(self._answer_call(frame, outgoing))
             task.add_done_callback(partial(_forgotten, calls, frame.number))
 
-    async def _one(self, frame: Frame, outgoing: Outgoing) -> None:
+    async def _answer_call(self, frame: Frame, outgoing: Outgoing) -> None:
         sent = False
 
         def left() -> None:
@@ -104,10 +104,10 @@ class Flows:
             outgoing.put(frame.number, _failure(frame.number, Failed(grpc.StatusCode.INTERNAL, why)))
 
     def _framed(self, number: int, answer: Answer) -> bytes:
-        made = bytes(Frame(FrameKind.DONE, number, 0, answer.times, answer.body))
-        if len(made) <= self._max_bytes:
-            return made
-        why = f"an answer of {len(made)} bytes, {self._max_bytes} are allowed"
+        frame_bytes = bytes(Frame(FrameKind.DONE, number, 0, answer.times, answer.body))
+        if len(frame_bytes) <= self._max_bytes:
+            return frame_bytes
+        why = f"an answer of {len(frame_bytes)} bytes, {self._max_bytes} are allowed"
         return _failure(number, Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, why))
 
 
@@ -122,5 +122,5 @@ def _forgotten(calls: dict[int, asyncio.Task[None]], number: int, task: asyncio.
 
 
 async def _written(outgoing: Outgoing, context: Any) -> None:
-    while (found := await outgoing.take()) is not None:
-        await context.write(found[1])
+    while (frame := await outgoing.take()) is not None:
+        await context.write(frame[1])

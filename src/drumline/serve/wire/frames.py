@@ -108,9 +108,9 @@ class Outgoing:
         await self.filled()
         if not self._frames:
             return None
-        found = self._frames.popleft()
-        self.bytes -= len(found[1])
-        return found
+        frame = self._frames.popleft()
+        self.bytes -= len(frame[1])
+        return frame
 
     async def filled(self) -> None:
         """Wait until there is a frame, or none will come."""

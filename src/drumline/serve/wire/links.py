@@ -77,20 +77,20 @@ def _no_password() -> str:
 
 
 def _pem(path: str) -> bytes:
-    found = read_bytes(Path(path), _PEM)
-    if b"-----BEGIN " not in found:
+    pem = read_bytes(Path(path), _PEM)
+    if b"-----BEGIN " not in pem:
         raise UsageError(f"{path} holds no certificate or key", expected=_PEM.expected)
-    return found
+    return pem
 
 
 def options(max_bytes: int, *, client: bool = False) -> list[tuple[str, int]]:
     """Return what gRPC is told: the largest message, and, for clients, to look soon for a stage that comes back."""
-    found = [("grpc.max_receive_message_length", max_bytes), ("grpc.max_send_message_length", max_bytes)]
+    settings = [("grpc.max_receive_message_length", max_bytes), ("grpc.max_send_message_length", max_bytes)]
     if client:
         again = ("initial", 50), ("min", 50), ("max", 500)
-        found += [(f"grpc.{name}_reconnect_backoff_ms", value) for name, value in again]
-        return found
-    return [*found, ("grpc.so_reuseport", 0), ("grpc.max_metadata_size", 16384)]
+        settings += [(f"grpc.{name}_reconnect_backoff_ms", value) for name, value in again]
+        return settings
+    return [*settings, ("grpc.so_reuseport", 0), ("grpc.max_metadata_size", 16384)]
 
 
 def connect(address: str, tls: Tls, max_bytes: int) -> Any:

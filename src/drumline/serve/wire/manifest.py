@@ -56,8 +56,8 @@ class Tensor:
 
     def to_json(self) -> dict[str, Any]:
         """Return the tensor as an object."""
-        found: dict[str, Any] = {"name": self.name, "datatype": self.datatype, "shape": list(self.shape)}
-        return found if self.below is None else {**found, "below": self.below}
+        fields: dict[str, Any] = {"name": self.name, "datatype": self.datatype, "shape": list(self.shape)}
+        return fields if self.below is None else {**fields, "below": self.below}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,33 +132,33 @@ def read_manifest(folder: str | Path) -> Manifest:
     drumline.core.errors.RecordError: cannot read no-such-folder/manifest.json: No such file or directory; expected ...
     """
     path = Path(folder) / NAME
-    given = read_object(path, KIND)
+    content = read_object(path, KIND)
     with named(path, KIND):
-        return _manifest(Parsed(given, KIND))
+        return _manifest(Parsed(content, KIND))
 
 
-def _manifest(given: Parsed) -> Manifest:
-    if given["format"].value != FORMAT:
-        raise given["format"].refuse(f'"{FORMAT}"')
-    if given["version"].value != VERSION:
-        raise given["version"].refuse(f"{VERSION}, the version that this Drumline reads")
-    stages = given["stages"].each(most=_MOST_STAGES)
+def _manifest(content: Parsed) -> Manifest:
+    if content["format"].value != FORMAT:
+        raise content["format"].refuse(f'"{FORMAT}"')
+    if content["version"].value != VERSION:
+        raise content["version"].refuse(f"{VERSION}, the version that this Drumline reads")
+    stages = content["stages"].each(most=_MOST_STAGES)
     if not stages:
-        raise given["stages"].refuse("at least one stage")
-    found = Manifest(
-        model=given["model"].text(),
-        inputs=_tensors(given["inputs"]),
-        outputs=_tensors(given["outputs"]),
-        dimensions=_dimensions(given["dimensions"]),
+        raise content["stages"].refuse("at least one stage")
+    manifest = Manifest(
+        model=content["model"].text(),
+        inputs=_tensors(content["inputs"]),
+        outputs=_tensors(content["outputs"]),
+        dimensions=_dimensions(content["dimensions"]),
         stages=tuple(_stage(stage) for stage in stages),
-        **{name: _table(given, name) for name in ("check", "measured", "versions")},
+        **{name: _table(content, name) for name in ("check", "measured", "versions")},
     )
-    _check_chain(found, given)
-    return found
+    _check_chain(manifest, content)
+    return manifest
 
 
-def _table(given: Parsed, name: str) -> dict[str, Any]:
-    table = given.get(name)
+def _table(content: Parsed, name: str) -> dict[str, Any]:
+    table = content.get(name)
     if table is None:
         return {}
     if not isinstance(table.value, dict):
@@ -166,68 +166,68 @@ def _table(given: Parsed, name: str) -> dict[str, Any]:
     return table.value
 
 
-def _dimensions(given: Parsed) -> dict[str, tuple[int, int | None]]:
-    if not isinstance(given.value, dict):
-        raise given.refuse("an object")
-    found: dict[str, tuple[int, int | None]] = {}
-    for name in given.value:
-        entry = given[name].only(("least", "most"))
+def _dimensions(content: Parsed) -> dict[str, tuple[int, int | None]]:
+    if not isinstance(content.value, dict):
+        raise content.refuse("an object")
+    dimensions: dict[str, tuple[int, int | None]] = {}
+    for name in content.value:
+        entry = content[name].only(("least", "most"))
         least = entry["least"].whole(0)
-        found[name] = least, None if entry["most"].value is None else entry["most"].whole(max(least, 1))
-    return found
+        dimensions[name] = least, None if entry["most"].value is None else entry["most"].whole(max(least, 1))
+    return dimensions
 
 
-def _tensors(given: Parsed) -> tuple[Tensor, ...]:
-    found = tuple(_tensor(entry) for entry in given.each(most=10_000))
-    if not found or len({tensor.name for tensor in found}) != len(found):
-        raise given.refuse("at least one tensor, each with a name of its own")
-    return found
+def _tensors(content: Parsed) -> tuple[Tensor, ...]:
+    tensors = tuple(_tensor(entry) for entry in content.each(most=10_000))
+    if not tensors or len({tensor.name for tensor in tensors}) != len(tensors):
+        raise content.refuse("at least one tensor, each with a name of its own")
+    return tensors
 
 
-def _tensor(given: Parsed) -> Tensor:
-    given.only(("name", "datatype", "shape", "below"))
-    datatype = given["datatype"].text()
+def _tensor(content: Parsed) -> Tensor:
+    content.only(("name", "datatype", "shape", "below"))
+    datatype = content["datatype"].text()
     if datatype not in NAMES_OF_TYPES:
-        raise given["datatype"].refuse(", ".join(NAMES_OF_TYPES))
+        raise content["datatype"].refuse(", ".join(NAMES_OF_TYPES))
     shape = tuple(
-        item.text() if isinstance(item.value, str) else item.whole(0, 2**40) for item in given["shape"].each(most=64)
+        item.text() if isinstance(item.value, str) else item.whole(0, 2**40) for item in content["shape"].each(most=64)
     )
-    below = given.get("below")
-    return Tensor(given["name"].text(), datatype, shape, None if below is None else below.whole(1))
+    below = content.get("below")
+    return Tensor(content["name"].text(), datatype, shape, None if below is None else below.whole(1))
 
 
-def _stage(given: Parsed) -> ManifestStage:
-    files = given["files"]
+def _stage(content: Parsed) -> ManifestStage:
+    files = content["files"]
     if not isinstance(files.value, dict) or not files.value:
         raise files.refuse("an object with the stage's files")
     for name in files.value:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
             raise files.refuse("files inside the folder")
-    if given["file"].text() not in files.value:
-        raise given["file"].refuse("one of the stage's files")
+    if content["file"].text() not in files.value:
+        raise content["file"].refuse("one of the stage's files")
     return ManifestStage(
-        file=given["file"].text(),
+        file=content["file"].text(),
         files={name: (files[name]["bytes"].whole(), files[name]["sha256"].text()) for name in files.value},
-        inputs=_tensors(given["inputs"]),
-        outputs=_tensors(given["outputs"]),
-        blocks=tuple(entry.text() for entry in given["blocks"].each()),
-        seconds=given["seconds"].number(),
+        inputs=_tensors(content["inputs"]),
+        outputs=_tensors(content["outputs"]),
+        blocks=tuple(entry.text() for entry in content["blocks"].each()),
+        seconds=content["seconds"].number(),
     )
 
 
-def _check_chain(manifest: Manifest, given: Parsed) -> None:
+def _check_chain(manifest: Manifest, content: Parsed) -> None:
     """Refuse a manifest whose stages do not fit each other, or whose rows are not along the first dimension."""
     ends = [manifest.inputs, *(stage.outputs for stage in manifest.stages)]
     begins = [*(stage.inputs for stage in manifest.stages), manifest.outputs]
-    for number, (made, taken) in enumerate(zip(ends, begins, strict=True)):
-        if made != taken:
+    for number, (tensors, taken) in enumerate(zip(ends, begins, strict=True)):
+        if tensors != taken:
             what = f"the inputs of stage {number}" if number < len(manifest.stages) else "the outputs"
             raise KIND.refuse(f"a damaged manifest: {what} are not what comes before them")
     for which in ("inputs", "outputs"):
         for tensor in getattr(manifest, which):
             if not tensor.shape or tensor.shape[0] != BATCH:
-                raise given[which].refuse(f"{BATCH!r} as the first dimension of each")
+                raise content[which].refuse(f"{BATCH!r} as the first dimension of each")
 
 
 def digest_of(path: Path) -> tuple[int, str]:
@@ -245,12 +245,12 @@ def check_files(folder: Path, manifest: Manifest, stage: int) -> Path:
     if not 0 <= stage < len(manifest.stages):
         has = counted(len(manifest.stages), "stage")
         raise RecordError(f"there is no stage {stage}", expected=f"a number below {len(manifest.stages)}: {has}")
-    for name, told in manifest.stages[stage].files.items():
-        found = digest_of(folder / name)
-        if found != told:
+    for name, expected in manifest.stages[stage].files.items():
+        digest = digest_of(folder / name)
+        if digest != expected:
             raise RecordError(
-                f"{folder / name} is damaged: it has {found[0]} bytes and SHA-256 {found[1][:12]}...",
-                expected=f"{told[0]} bytes and {told[1][:12]}..., as it was written",
+                f"{folder / name} is damaged: it has {digest[0]} bytes and SHA-256 {digest[1][:12]}...",
+                expected=f"{expected[0]} bytes and {expected[1][:12]}..., as it was written",
                 fix="export the model again",
             )
     return folder / manifest.stages[stage].file

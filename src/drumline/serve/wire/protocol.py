@@ -82,14 +82,14 @@ def _path(message: Any) -> str:
 def _described() -> Any:
     """Return the description of the protocol as a file."""
     file = descriptor_pb2.FileDescriptorProto(name=_FILE, package=_PACKAGE, syntax="proto3")
-    made: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name in sorted(_MESSAGES, key=lambda word: word.count(".")):
         home, _, last = name.rpartition(".")
-        made[name] = (made[home].nested_type if home else file.message_type).add(name=last)
+        fields[name] = (fields[home].nested_type if home else file.message_type).add(name=last)
         if "|" in _MESSAGES[name]:
-            made[name].oneof_decl.add(name="parameter_choice")
+            fields[name].oneof_decl.add(name="parameter_choice")
         for text in filter(None, _MESSAGES[name].split(",")):
-            _add_field(made[name], text)
+            _add_field(fields[name], text)
     service = file.service.add(name=SERVICE.rpartition(".")[2])
     for call in CALLS:
         types = (f".{_PACKAGE}.{call}{end}" for end in ("Request", "Response"))
@@ -136,9 +136,9 @@ def path_of(call: str) -> str:
 
 def stub(channel: Any, call: str) -> Callable[..., Any]:
     """Return a function that makes a call over a channel."""
-    made: Callable[..., Any] = channel.unary_unary(
+    function: Callable[..., Any] = channel.unary_unary(
         path_of(call),
         request_serializer=message(f"{call}Request").SerializeToString,
         response_deserializer=message(f"{call}Response").FromString,
     )
-    return made
+    return function

@@ -42,10 +42,10 @@ def datatype_of(dtype: Any) -> str:
 
 def read_inputs(request: Any, wanted: Sequence[Tensor], dimensions: Dimensions) -> Arrays:
     """Return the arrays of a request, held against what the manifest says of inputs; raise Refused otherwise."""
-    given = {value.name: (at, value) for at, value in enumerate(request.inputs)}
-    if len(given) != len(request.inputs):
+    inputs_by_name = {value.name: (at, value) for at, value in enumerate(request.inputs)}
+    if len(inputs_by_name) != len(request.inputs):
         raise Refused("an input is given twice")
-    if odd := [name for name in given if name not in {value.name for value in wanted}]:
+    if odd := [name for name in inputs_by_name if name not in {value.name for value in wanted}]:
         names = ", ".join(value.name for value in wanted)
         raise Refused(f"input {odd[0][:_LONGEST]!r} is unknown; expected {names}")
     shared = [value.name for value in request.inputs if SHARED_MEMORY in value.parameters]
@@ -56,16 +56,16 @@ def read_inputs(request: Any, wanted: Sequence[Tensor], dimensions: Dimensions) 
             f"{len(request.raw_input_contents)} raw contents for {len(request.inputs)} inputs; expected one for each"
         )
     sizes: dict[str, int] = {}
-    found = {}
+    inputs = {}
     for value in wanted:
-        if value.name not in given:
+        if value.name not in inputs_by_name:
             raise Refused(f"input {value.name!r} is missing")
-        at, tensor = given[value.name]
+        at, tensor = inputs_by_name[value.name]
         check_shape(value, tensor.datatype, tuple(tensor.shape), dimensions, sizes)
         raw = request.raw_input_contents[at] if request.raw_input_contents else None
-        found[value.name] = _array(value, tensor, raw)
-        check_values(value, found[value.name])
-    return found
+        inputs[value.name] = _array(value, tensor, raw)
+        check_values(value, inputs[value.name])
+    return inputs
 
 
 def check_shape(
@@ -90,8 +90,8 @@ def check_shape(
             continue
         least, most = dimensions.get(dimension, (1, None))
         if size < least or (most is not None and size > most):
-            told = f"{least} to {most}" if most is not None else f"{least} or more"
-            raise Refused(f"{name} has {dimension} {size} in dimension {at}; expected {told}")
+            expectation = f"{least} to {most}" if most is not None else f"{least} or more"
+            raise Refused(f"{name} has {dimension} {size} in dimension {at}; expected {expectation}")
         if sizes.setdefault(dimension, size) != size:
             raise Refused(f"{name} has {dimension} {size} and another input {sizes[dimension]}; expected the same")
 
@@ -122,8 +122,8 @@ def _array(wanted: Tensor, tensor: Any, raw: bytes | None) -> Array:
     count = prod(shape)
     if raw is not None:
         if len(raw) != count * dtype.itemsize:
-            told = f"{count * dtype.itemsize} for shape {list(shape)}"
-            raise Refused(f"input {wanted.name!r} has {len(raw)} bytes; expected {told}")
+            expectation = f"{count * dtype.itemsize} for shape {list(shape)}"
+            raise Refused(f"input {wanted.name!r} has {len(raw)} bytes; expected {expectation}")
         return np.frombuffer(raw, dtype).reshape(shape)
     place = _TYPED.get(wanted.datatype)
     values: Any = getattr(tensor.contents, place) if place else ()
@@ -162,11 +162,11 @@ def read_outputs(response: Any) -> Arrays:
     >>> read_outputs(response)["y"]
     array([[1., 1.]], dtype=float32)
     """
-    found = {}
+    outputs = {}
     for at, output in enumerate(response.outputs):
         dtype, shape = DATATYPES[output.datatype], tuple(output.shape)
         if response.raw_output_contents:
-            found[output.name] = np.frombuffer(response.raw_output_contents[at], dtype).reshape(shape)
+            outputs[output.name] = np.frombuffer(response.raw_output_contents[at], dtype).reshape(shape)
         else:
-            found[output.name] = np.array(getattr(output.contents, _TYPED[output.datatype]), dtype).reshape(shape)
-    return found
+            outputs[output.name] = np.array(getattr(output.contents, _TYPED[output.datatype]), dtype).reshape(shape)
+    return outputs

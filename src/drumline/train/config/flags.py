@@ -75,8 +75,8 @@ def assigned(text: str) -> tuple[str, Any]:
     name, equals, value = (part.strip() for part in text.partition("="))
     if not equals or "." not in name:
         raise UsageError(f"--set is {text[:80]!r}", expected="KEY=VALUE, like run.steps=10")
-    table, _, own = name.partition(".")
-    key = keys().get(table, {}).get(own)
+    table, _, own_key = name.partition(".")
+    key = keys().get(table, {}).get(own_key)
     if key is not None and key.is_optional and value.lower() == "none":
         return name, None
     return name, _read(key, value, text)

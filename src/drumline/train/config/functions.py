@@ -73,14 +73,14 @@ def function_named(name: str, around: Callable[[str], AbstractContextManager[Non
     home, function = parts_of(name)
     with around(home):
         module = module_of_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
-    found = getattr(module, function, None)
-    if not callable(found):
-        own = [text for text, value in vars(module).items() if callable(value) and not text.startswith("_")]
+    value = getattr(module, function, None)
+    if not callable(value):
+        texts = [text for text, value in vars(module).items() if callable(value) and not text.startswith("_")]
         raise ConfigError(
-            f"{home} has no function {function!r}", expected=EXPECTED, fix=nearest(function, own) if own else ""
+            f"{home} has no function {function!r}", expected=EXPECTED, fix=nearest(function, texts) if texts else ""
         )
-    made: Callable[..., Any] = found
-    return made
+    new_function: Callable[..., Any] = value
+    return new_function
 
 
 def module_of_file(path: Path) -> ModuleType:

@@ -22,18 +22,18 @@ _GIVEN_BY_US = ("self", "params", "lr")
 @relation("optimizer.kind", "optimizer.settings", "optimizer.groups")
 def optimizers_exist(judged: PlacedSettings) -> Iterator[Problem]:
     """Yield what is wrong with optimizers' names and arguments."""
-    given = judged.settings.optimizer
-    if given.kind == OptimizerSettings().kind and not given.settings and not given.groups:
+    updater = judged.settings.optimizer
+    if updater.kind == OptimizerSettings().kind and not updater.settings and not updater.groups:
         return  # AdamW as it comes: importing torch would tell nothing
     if find_spec("torch") is None:
         return  # whoever trains is told what to install
-    yield from map(judged.placed, misfits("optimizer", given.kind, given.settings))
-    if given.kind in _ONLY_MATRICES:
+    yield from map(judged.placed, misfits("optimizer", updater.kind, updater.settings))
+    if updater.kind in _ONLY_MATRICES:
         yield judged.problem(
-            "optimizer.kind", f"is {given.kind}, which takes matrices alone", "an optimizer for all other parameters",
-            f"put {given.kind} into [[optimizer.groups]] with only_matrices = true",
+            "optimizer.kind", f"is {updater.kind}, which takes matrices alone", "an optimizer for all other parameters",
+            f"put {updater.kind} into [[optimizer.groups]] with only_matrices = true",
         )  # fmt: skip
-    for index, group in enumerate(given.groups):
+    for index, group in enumerate(updater.groups):
         table = f"optimizer.groups.{index}"
         yield from map(judged.placed, misfits(table, group.kind, group.settings))
         if group.kind in _ONLY_MATRICES and not group.only_matrices:
@@ -49,7 +49,7 @@ def misfits(table: str, kind: str, settings: dict[str, Any]) -> Iterator[Problem
     """
     import torch
 
-    known = {name: made for name, made in vars(torch.optim).items() if _is_suited(name, made, torch.optim.Optimizer)}
+    known = {name: value for name, value in vars(torch.optim).items() if _is_suited(name, value, torch.optim.Optimizer)}
     if kind not in known:
         why = ", which a pipeline cannot run" if kind in _UNSUITED else ""
         fix = nearest(kind[:60], known)

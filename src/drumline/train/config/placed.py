@@ -46,11 +46,11 @@ def key_in(text: str) -> str:
     """
     if text.startswith(_CUTS):
         return "pipeline.cuts"
-    found = _KEY.match(text)
-    if found is None or found[2] not in keys().get(found[1], {}):
+    match = _KEY.match(text)
+    if match is None or match[2] not in keys().get(match[1], {}):
         return ""
-    number = found[3] or found[4]
-    return f"{found[1]}.{found[2]}" + ("" if number is None else f".{number}")
+    number = match[3] or match[4]
+    return f"{match[1]}.{match[2]}" + ("" if number is None else f".{number}")
 
 
 def problem_of(error: DrumlineError, source: TableSource, key: str = "") -> Problem:
@@ -64,8 +64,8 @@ def problem_of(error: DrumlineError, source: TableSource, key: str = "") -> Prob
     key = error.key or key_in(error.error) or key
     path = path_of(key)
     table, _, name = key.partition(".")
-    given = source.tables.get(table, {})
-    items = given.get(name) if isinstance(given, dict) else None
+    values = source.tables.get(table, {})
+    items = values.get(name) if isinstance(values, dict) else None
     if isinstance(items, list | tuple):
         named = [at for at, item in enumerate(items) if isinstance(item, str) and item and item in error.error]
         path = (*path, named[0]) if named else path
@@ -82,8 +82,8 @@ def placed(error: DrumlineError, source: TableSource) -> DrumlineError:
     parts = key.split(".")
     if not key or not source.has(".".join(parts[:2])):
         return error
-    told = problem_of(error, source)
-    if not told.where or error.error.startswith(told.where):
+    problem = problem_of(error, source)
+    if not problem.where or error.error.startswith(problem.where):
         return error
-    DrumlineError.__init__(error, told.headline, expected=error.expected, fix=error.fix)
+    DrumlineError.__init__(error, problem.headline, expected=error.expected, fix=error.fix)
     return error

@@ -92,9 +92,9 @@ def check_made(settings: TrainSettings, tables: Iterable[str], relations: Iterab
     drumline.core.errors.ConfigError: run.steps is 0; expected a whole number of 1 or more
     """
     judged = PlacedSettings(settings, TableSource({table: dict.fromkeys(names) for table, names in keys().items()}))
-    found = list(out_of_bounds(settings, tables))
-    if found := found or [problem for check in relations for problem in check(judged)]:
-        raise refused(found)
+    problems = list(out_of_bounds(settings, tables))
+    if problems := problems or [problem for check in relations for problem in check(judged)]:
+        raise refused(problems)
 
 
 @relation("batch.sequences", "batch.microbatch", "batch.accumulate", "mesh.data")
@@ -112,10 +112,10 @@ def _batch_divides(judged: PlacedSettings) -> Iterator[Problem]:
 
 @relation("adapt.on")
 def _adapting_is_on_or_off(judged: PlacedSettings) -> Iterator[Problem]:
-    given = [field.name for field in fields(AdaptSettings) if judged.source.has(f"adapt.{field.name}")]
-    if given and "on" not in given:
+    names = [field.name for field in fields(AdaptSettings) if judged.source.has(f"adapt.{field.name}")]
+    if names and "on" not in names:
         yield judged.problem(
-            f"adapt.{given[0]}", "is given, but not whether to adapt", "adapt.on, true or false", "add --adapt"
+            f"adapt.{names[0]}", "is given, but not whether to adapt", "adapt.on, true or false", "add --adapt"
         )
 
 
@@ -123,14 +123,14 @@ def program_of(settings: TrainSettings, plan: Plan | None = None) -> Program:
     """Return what the ranks run; raises what the schedule, the file or the plan has to say against it."""
     if plan is not None:
         return plan.program
-    given = settings.pipeline
+    pipeline = settings.pipeline
     return program_for(
-        given.schedule,
+        pipeline.schedule,
         num_ranks=settings.mesh.pipeline,
         num_microbatches=settings.num_microbatches,
-        stages_per_rank=given.stages_per_rank,
+        stages_per_rank=pipeline.stages_per_rank,
         streams=True,
-        vertical_sync=given.vertical_sync,
+        vertical_sync=pipeline.vertical_sync,
     )
 
 
@@ -164,8 +164,8 @@ def _schedule_admits(judged: PlacedSettings) -> Iterator[Problem]:
         key = "pipeline.schedule"
         yield Problem.of(judged.source.where(("pipeline", "schedule")), key, error)
         return
-    if judged.plan is None and settings.pipeline.schedule.endswith(".csv") and (found := validate(program)):
-        invalid = InvalidProgram(settings.pipeline.schedule, found)
+    if judged.plan is None and settings.pipeline.schedule.endswith(".csv") and (violations := validate(program)):
+        invalid = InvalidProgram(settings.pipeline.schedule, violations)
         yield Problem.of(judged.source.where(("pipeline", "schedule")), "pipeline.schedule", invalid)
         return
     yield from _stages_fit(judged, program.num_stages)
@@ -208,10 +208,10 @@ def _stages_fit(judged: PlacedSettings, num_stages: int) -> Iterator[Problem]:
 def one_cut(judged: PlacedSettings) -> Iterator[Problem]:
     """Yield whether the model is to be cut in several ways."""
     pipeline = judged.settings.pipeline
-    given = [name for name in ("layers", "balance", "cuts") if getattr(pipeline, name)]
-    if len(given) > 1:
+    names = [name for name in ("layers", "balance", "cuts") if getattr(pipeline, name)]
+    if len(names) > 1:
         yield judged.problem(
-            f"pipeline.{given[1]}", f"stands beside pipeline.{given[0]}", "one way to cut the model", "leave one out"
+            f"pipeline.{names[1]}", f"stands beside pipeline.{names[0]}", "one way to cut the model", "leave one out"
         )
 
 
@@ -225,9 +225,9 @@ def _plan_fits(judged: PlacedSettings) -> Iterator[Problem]:
         "batch.microbatch": (settings.batch.microbatch, plan.microbatch_size),
         "batch.sequences": (settings.batch.sequences, plan.batch * settings.mesh.data * settings.batch.accumulate),
     }
-    for key, (given, wanted) in planned.items():
-        if given != wanted:
-            yield judged.problem(key, f"is {given}", f"{wanted}, as planned", "leave it out, or plan again")
+    for key, (number, wanted) in planned.items():
+        if number != wanted:
+            yield judged.problem(key, f"is {number}", f"{wanted}, as planned", "leave it out, or plan again")
 
 
 @relation("model.hidden", "model.num_heads", "model.head_width", "model.kind")

@@ -40,8 +40,8 @@ class TableSource:
     def has(self, path: str) -> bool:
         """Whether a key was given at all."""
         table, _, name = path.partition(".")
-        found = self.tables.get(table)
-        return isinstance(found, Mapping) and name in found
+        content = self.tables.get(table)
+        return isinstance(content, Mapping) and name in content
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Reading:
 
     def settings(self) -> TrainSettings:
         """Return the settings; a value that is wrong is a problem, and its default stands in for it."""
-        found: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         for name, table in self.source.tables.items():
             if name in _HEAD:
                 continue
@@ -63,9 +63,9 @@ class Reading:
             elif not isinstance(table, Mapping):
                 self.add((name,), name, f"is {shown(table)}", f"a table: [{name}]")
             else:
-                found[name] = dict(self._values(name, table, (name,)))
+                settings[name] = dict(self._values(name, table, (name,)))
         whole = TrainSettings()
-        return replace(whole, **{name: replace(getattr(whole, name), **table) for name, table in found.items()})
+        return replace(whole, **{name: replace(getattr(whole, name), **table) for name, table in settings.items()})
 
     def add(self, path: Path, key: str, error: str, expected: str = "", fix: str = "") -> None:
         """Note a problem."""
@@ -80,10 +80,10 @@ class Reading:
             path = next((flag for flag in self.source.flags if flag[0] == name), (name,))
             self.add(path, name, "unknown table", fix=nearest(name[:60], TABLES))
 
-    def _values(self, table: str, given: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
+    def _values(self, table: str, values: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
         known = keys()[table]
         others: dict[str, Any] = {}
-        for name, value in given.items():
+        for name, value in values.items():
             if name in known:
                 key = known[name]
                 if key.path == GROUPS:
@@ -143,5 +143,5 @@ def _adapted(key: Setting, value: Any) -> Any:
 def _near(key: Setting, value: Any) -> str:
     if not key.rule.choices or not isinstance(value, str):
         return ""
-    found = nearest(value[:60], [choice for choice in key.rule.choices if choice])
-    return found if found.startswith("did you mean") else ""
+    near = nearest(value[:60], [choice for choice in key.rule.choices if choice])
+    return near if near.startswith("did you mean") else ""

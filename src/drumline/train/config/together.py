@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from drumline.core.errors import DrumlineError
-from drumline.core.settings.clash import Clash, Facts, Given, Spelling, found, given
+from drumline.core.settings.clash import Clash, Facts, Given, Spelling, clashes_in, fact
 from drumline.engine.together import NO_FLUSH, PLANNED, SEVERAL_LINES, axis, mesh_facts, program_facts, without
 from drumline.pipeline.together import table
 from drumline.plan.launch.toml import written
@@ -43,16 +43,16 @@ KEYS: dict[str, tuple[str, ...]] = {
     "vertical_sync": ("pipeline.vertical_sync",),
     "zero": ("memory.zero",),
 }
-_ELASTIC, _FIXED = Given("elastic", "`--elastic`", given("elastic").holds), ("elastic", False)
+_ELASTIC, _FIXED = Given("elastic", "`--elastic`", fact("elastic").holds), ("elastic", False)
 _ONE_OF_EACH = Given("mesh", "several lines without `dp`",
                      lambda facts: SEVERAL_LINES.holds(facts) and without("dp").holds(facts),
                      "no data-parallel pipeline of {mesh_name} can be left out")  # fmt: skip
-_ADAPTER = Given("adapter", "`--adapter`", given("adapter").holds)
-_QUANTISED = Given("base", "a quantised `--base`", given("base", *QUANTISED_BASES).holds)
+_ADAPTER = Given("adapter", "`--adapter`", fact("adapter").holds)
+_QUANTISED = Given("base", "a quantised `--base`", fact("base", *QUANTISED_BASES).holds)
 CLASHES = (
     Clash(_ADAPTER, axis("tp", "ep"), "layers that no line divides", "adapters belong to whole layers",
           fix="set mesh.tensor = 1 and mesh.expert = 1, and use more stages"),
-    Clash(_QUANTISED, given("zero", 3), "whole layers on every line", "quantised weights are not divided",
+    Clash(_QUANTISED, fact("zero", 3), "whole layers on every line", "quantised weights are not divided",
           ("zero", 1)),
     Clash(_ELASTIC, NO_FLUSH, "a flushed schedule", "updates that are due belong to their ranks", _FIXED),
     Clash(_ELASTIC, _ONE_OF_EACH, "lines of dp, or one line", "each line holds what no other one holds", _FIXED),
@@ -84,11 +84,11 @@ def clashing(judged: PlacedSettings, bad: set[str]) -> Iterator[Problem]:
     """Yield every clash between keys none of which is wrong by itself."""
     spelling = _Keys(judged)
     for facts in (_facts(judged), _beside_a_plan(judged)):
-        for clash in found((*table(), *CLASHES), facts):
+        for clash in clashes_in((*table(), *CLASHES), facts):
             if not bad.intersection(KEYS[clash.first.option], KEYS[clash.other.option]):
-                key, told = spelling.key(clash.first.option), clash.refusal(facts, spelling)
+                key, error = spelling.key(clash.first.option), clash.refusal(facts, spelling)
                 where = judged.source.where(tuple(key.split(".")))
-                yield Problem(where, key, told.error.removeprefix(f"{key} "), told.expected, told.fix)
+                yield Problem(where, key, error.error.removeprefix(f"{key} "), error.expected, error.fix)
 
 
 def _facts(judged: PlacedSettings) -> Facts:

@@ -35,8 +35,8 @@ class Buckets(RowLayout):
     def __init__(self, samples: Sized, shape: StepShape, width: int, buckets: Sequence[int | Bucket] = ()) -> None:
         super().__init__(samples, shape, width)
         self.per_step = 1
-        made = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
-        self.buckets = tuple(made) or self._shaped([bucket for bucket in buckets if isinstance(bucket, int)])
+        new_buckets = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
+        self.buckets = tuple(new_buckets) or self._shaped([bucket for bucket in buckets if isinstance(bucket, int)])
 
     def _shaped(self, lengths: Sequence[int]) -> tuple[Bucket, ...]:
         counts = np.zeros(self.width + 1, dtype=np.int64)

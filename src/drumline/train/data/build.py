@@ -80,26 +80,26 @@ def _counts_of(settings: TrainSettings) -> tuple[int, ...]:
     >>> _counts_of(TrainSettings(lengths=LengthSettings("buckets")))
     (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16)
     """
-    own, given = settings.num_microbatches, settings.pipeline
+    own_number, pipeline = settings.num_microbatches, settings.pipeline
     # A captured step is one program, and a file holds one.
-    if settings.lengths.how != "buckets" or given.plan or given.capture or given.schedule.endswith(".csv"):
+    if settings.lengths.how != "buckets" or pipeline.plan or pipeline.capture or pipeline.schedule.endswith(".csv"):
         return ()
     program = program_of(settings)
-    found = {own}
-    for count in {max(round(own * part / _PARTS), 1) for part in range(1, 2 * _PARTS + 1)}:
-        other = made_by(given.schedule, program, count)
+    counts = {own_number}
+    for count in {max(round(own_number * part / _PARTS), 1) for part in range(1, 2 * _PARTS + 1)}:
+        other = made_by(pipeline.schedule, program, count)
         try:
             if other is not None:
                 check_fits(other, program, other.name)
-                found.add(count)
+                counts.add(count)
         except DrumlineError:
             continue
-    return tuple(sorted(found))
+    return tuple(sorted(counts))
 
 
 def _tokens(settings: TrainSettings, built: Built, place: _Place) -> Data:
     how, sequence = settings.lengths.how, settings.batch.sequence
-    documents, held = _documents(settings, built)
+    documents, held_documents = _documents(settings, built)
     width = max(settings.lengths.buckets) if how == "buckets" and settings.lengths.buckets else sequence
     kind: type[Samples] = Blocks if how == "blocks" else Pieces
     samples = kind(documents, width)
@@ -108,9 +108,11 @@ def _tokens(settings: TrainSettings, built: Built, place: _Place) -> Data:
     vocabulary = vocabulary_of(settings, built)
     fill = TokenFiller(samples, built, how, vocabulary).batch
     validation: tuple[Batch, ...] = ()
-    if settings.evaluation.every and len(held):
-        kept = kind(held, width)
-        validation = _held_out(settings, layout.beside(kept), TokenFiller(kept, built, how, vocabulary).batch, place)
+    if settings.evaluation.every and len(held_documents):
+        kept_samples = kind(held_documents, width)
+        validation = _held_out(
+            settings, layout.beside(kept_samples), TokenFiller(kept_samples, built, how, vocabulary).batch, place
+        )
     stream = _stream(settings.data, layout, fill, place, samples.contents)
     buckets = layout.buckets if isinstance(layout, Buckets) else ()
     most = max((bucket.num_microbatches for bucket in buckets), default=0)
@@ -152,16 +154,20 @@ def _points(settings: TrainSettings, built: Built, place: _Place) -> Data:
     if not data.files:
         drawn = max(_DRAWN, 4 * rows)
         points = Points.drawn(drawn + wanted * rows, seed=place.seed, **sizes)
-        training, held = points.split(wanted * rows / points.num)
+        training, held_points = points.split(wanted * rows / points.num)
     elif data.validation_files:
         training = Points.of_files(data.files, **sizes)
-        held = Points.of_files(data.validation_files, key="data.validation_files", **sizes)
+        held_points = Points.of_files(data.validation_files, key="data.validation_files", **sizes)
     else:
-        training, held = Points.of_files(data.files, **sizes).split(data.validation if wanted else 0.0)
+        training, held_points = Points.of_files(data.files, **sizes).split(data.validation if wanted else 0.0)
     layout = RowLayout(training, place.shape, 1)
     _check_size(layout)
-    kept = RowLayout(held, place.shape, 1)
-    validation = _held_out(settings, kept, partial(held.batch, built.inputs), place) if wanted and held.num else ()
+    kept_layout = RowLayout(held_points, place.shape, 1)
+    validation = (
+        _held_out(settings, kept_layout, partial(held_points.batch, built.inputs), place)
+        if wanted and held_points.num
+        else ()
+    )
     stream = _stream(data, layout, partial(training.batch, built.inputs), place, training.contents)
     return Data(stream, validation, num_tokens=training.num)
 
@@ -177,23 +183,23 @@ def _stream(
 def _held_out(settings: TrainSettings, layout: RowLayout, fill: Fill, place: _Place) -> tuple[Batch, ...]:
     """Return whole steps of what is held out; where there is not one, a step that is filled up with empty rows."""
     steps, at = Steps(layout, seed=_SEED_OF_HELD_OUT), Position()
-    found: list[list[Unit]] = []
-    while layout.samples.num and len(found) < settings.evaluation.batches:
+    shorts: list[list[Unit]] = []
+    while layout.samples.num and len(shorts) < settings.evaluation.batches:
         units, at = steps.step(at)
         if at.epoch:
             break
-        found.append(units)
-    short = layout.short_step() if not found else None
+        shorts.append(units)
+    short = layout.short_step() if not shorts else None
     if short is not None:
-        found.append(short)
-    if not found:
+        shorts.append(short)
+    if not shorts:
         least = place.shape.num_microbatches * place.shape.size
         raise UsageError(
             f"only {counted(layout.count_rows(), 'row')} can be held out, for {counted(least, 'microbatch')}",
             expected="at least a row for each",
             fix="raise data.validation, name data.validation_files, or set evaluation.every = 0",
         )
-    return tuple(fill(layout.share(units, place.rank)) for units in found)
+    return tuple(fill(layout.share(units, place.rank)) for units in shorts)
 
 
 def _check_size(layout: RowLayout) -> None:
@@ -212,6 +218,6 @@ def vocabulary_of(settings: TrainSettings, built: Built) -> int | None:
         (getattr(built.model, "sizes", None), "vocabulary"),
         (getattr(built.model, "config", None), "vocab_size"),
     ):
-        if isinstance(found := getattr(holder, name, None), int):
-            return found
+        if isinstance(vocabulary := getattr(holder, name, None), int):
+            return vocabulary
     return settings.model.vocabulary

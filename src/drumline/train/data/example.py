@@ -15,15 +15,15 @@ from drumline.train.data.items.batch import Batch, Bucket, Data
 def example_of(data: Data, num_microbatches: int) -> Batch:
     """Return a batch without moving the stream; of buckets, one of so many of the largest microbatches."""
     if data.validation:
-        found = data.validation[0]
+        batch = data.validation[0]
     else:
         position = data.training.state_dict()
-        found = next(iter(data.training))
+        batch = next(iter(data.training))
         data.training.load_state_dict(position)
     if not data.buckets:
-        return found
+        return batch
     largest = fullest(data.buckets)[0]
-    return sized(found, replace(largest, num_microbatches=num_microbatches))
+    return sized(batch, replace(largest, num_microbatches=num_microbatches))
 
 
 def fullest(buckets: Sequence[Bucket]) -> list[Bucket]:

@@ -32,10 +32,10 @@ class TokenFiller:
     def batch(self, microbatches: Sequence[Sequence[Unit]]) -> Batch:
         """Return the batch: whole tensors, or one for each microbatch where these differ in length."""
         if self.how == "padded":
-            made = [self._rows(microbatch) for microbatch in microbatches]
-            values: dict[str, Any] = {name: Microbatches(entry[name] for entry in made) for name in made[0]}
-            padded, bucket = sum(entry["target"].numel() for entry in made), 0
-            counted = sum(_counted(entry["target"]) for entry in made)
+            tensors = [self._rows(microbatch) for microbatch in microbatches]
+            values: dict[str, Any] = {name: Microbatches(entry[name] for entry in tensors) for name in tensors[0]}
+            padded, bucket = sum(entry["target"].numel() for entry in tensors), 0
+            counted = sum(_counted(entry["target"]) for entry in tensors)
         else:
             values = self._rows([unit for microbatch in microbatches for unit in microbatch])
             padded, counted = values["target"].numel(), _counted(values["target"])
@@ -61,9 +61,9 @@ class TokenFiller:
             # What is left over is a document of its own, in which nothing counts.
             documents[at, start:], places[at, start:] = len(row), np.arange(shape[1] - start)
         self._check(tokens)
-        made = {self.inputs: torch.from_numpy(tokens), "target": torch.from_numpy(target)}
+        tensors = {self.inputs: torch.from_numpy(tokens), "target": torch.from_numpy(target)}
         beside = {"document_ids": documents, "position_ids": places}
-        return made | ({self.places: torch.from_numpy(beside[self.places])} if self.places else {})
+        return tensors | ({self.places: torch.from_numpy(beside[self.places])} if self.places else {})
 
     def _check(self, tokens: Any) -> None:
         if self.vocabulary is not None and tokens.size and int(tokens.max()) >= self.vocabulary:

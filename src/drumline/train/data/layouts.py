@@ -134,9 +134,9 @@ class RowLayout:
         units, _ = self.units(np.arange(self.samples.num, dtype=np.int64), last=True)
         return self._dealt(units, Unit(((),), self.width))
 
-    def _dealt(self, given: Sequence[T], empty: T) -> list[T] | None:
+    def _dealt(self, items: Sequence[T], empty: T) -> list[T] | None:
         count = self.shape.num_microbatches * self.shape.size
-        return dealt(given, count, self.shape.microbatch, empty) if len(given) >= count else None
+        return dealt(items, count, self.shape.microbatch, empty) if len(items) >= count else None
 
     def described(self) -> dict[str, Any]:
         """Return what a saved position depends on."""
@@ -193,11 +193,11 @@ class Padded(RowLayout):
         return {**super().described(), "microbatch": self.shape.microbatch}
 
 
-def dealt(given: Sequence[T], slots: int, each: int, empty: T) -> list[T]:
+def dealt(items: Sequence[T], slots: int, each: int, empty: T) -> list[T]:
     """Return what is given, dealt in turn to slots that hold `each`, slot by slot; empty ones fill them up.
 
     >>> dealt("abcde", 3, 2, "-")
     ['a', 'd', 'b', 'e', 'c', '-']
     """
-    hands = [given[at::slots] for at in range(slots)]
+    hands = [items[at::slots] for at in range(slots)]
     return [value for hand in hands for value in [*hand, *[empty] * (each - len(hand))]]

@@ -21,8 +21,8 @@ def packed(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # what is left in each row, the least first
     for at in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
-        found = bisect.bisect_left(room, (lengths[at], -1))
-        left, row = room.pop(found) if found < len(room) else (capacity, len(rows))
+        place = bisect.bisect_left(room, (lengths[at], -1))
+        left, row = room.pop(place) if place < len(room) else (capacity, len(rows))
         if row == len(rows):
             rows.append([])
         rows[row].append(at)
@@ -97,11 +97,11 @@ def chosen_buckets(histogram: NDArray[np.int64], most: int, *, step: int = 1, en
         total = best[:, None] + costs
         before.append(total.argmin(axis=0))
         best = total.min(axis=0)
-    found, at = [], len(ends) - 1
+    lengths_chosen, at = [], len(ends) - 1
     for array in reversed(before):
-        found.append(int(ends[at]))
+        lengths_chosen.append(int(ends[at]))
         at = int(array[at])
-    return tuple(reversed(found))
+    return tuple(reversed(lengths_chosen))
 
 
 def _ends(histogram: NDArray[np.int64], step: int) -> NDArray[np.int64]:
@@ -110,5 +110,7 @@ def _ends(histogram: NDArray[np.int64], step: int) -> NDArray[np.int64]:
     tokens = np.cumsum(histogram * np.arange(longest + 1))
     shares = np.linspace(0.0, float(tokens[-1]), _CELLS + 1)[1:]
     ends = -(-np.searchsorted(tokens, shares) // step) * step
-    found: NDArray[np.int64] = np.unique(np.concatenate([[0], np.minimum(ends, longest), [longest]])).astype(np.int64)
-    return found
+    ends_left: NDArray[np.int64] = np.unique(np.concatenate([[0], np.minimum(ends, longest), [longest]])).astype(
+        np.int64
+    )
+    return ends_left

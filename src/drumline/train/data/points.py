@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import UsageError
-from drumline.train.config.files.data_files import found
+from drumline.train.config.files.data_files import existing_files
 from drumline.train.config.placed import concerning
 from drumline.train.data.items.batch import Batch
 from drumline.train.data.items.fingerprint import Part
@@ -43,7 +43,7 @@ class Points:
     def of_files(cls, names: Sequence[str], *, inputs: int, classes: int, key: str = "data.files") -> Points:
         """Return the points of `.npy` or `.csv` files: a row has the inputs, and last the class."""
         with concerning(key):
-            return cls._of(found(names, key=key), inputs, classes)
+            return cls._of(existing_files(names, key=key), inputs, classes)
 
     @classmethod
     def _of(cls, paths: Sequence[Path], inputs: int, classes: int) -> Points:

@@ -18,12 +18,12 @@ _PARTS = "of_every_part"
 
 def position_of(stream: BatchStream, pipe: Pipeline) -> dict[str, Any]:
     """Return the position of a stream on all data-parallel ranks; every rank calls it."""
-    own, (number, count) = stream.state_dict(), pipe.axes.rows
+    own_entries, (number, count) = stream.state_dict(), pipe.axes.rows
     if count == 1 or getattr(stream, "is_alike", False):
-        return own
-    told = dict(pipe.gather((number, packed(own, "state"))))
-    parts = [told[at] for at in range(count)]
-    return own if all(part == parts[0] for part in parts) else {_PARTS: [unpacked(part) for part in parts]}
+        return own_entries
+    positions = dict(pipe.gather((number, packed(own_entries, "state"))))
+    parts = [positions[at] for at in range(count)]
+    return own_entries if all(part == parts[0] for part in parts) else {_PARTS: [unpacked(part) for part in parts]}
 
 
 def own_position(saved: dict[str, Any], number: int, count: int) -> dict[str, Any]:
@@ -44,5 +44,5 @@ def own_position(saved: dict[str, Any], number: int, count: int) -> dict[str, An
             expected="as many as before: each has data of its own from data.function",
             fix=f"set mesh.data = {len(parts)}",
         )
-    found: dict[str, Any] = parts[number]
-    return found
+    part: dict[str, Any] = parts[number]
+    return part

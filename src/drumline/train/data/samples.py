@@ -20,7 +20,7 @@ class Samples(ABC):
     def __init__(self, documents: Documents, sequence: int) -> None:
         self.documents = documents
         self.sequence = sequence
-        self._kept = None if documents.counted is None else self._with_targets()
+        self._kept_indices = None if documents.counted is None else self._with_targets()
 
     @property
     @abstractmethod
@@ -44,26 +44,26 @@ class Samples(ABC):
     @cached_property
     def num(self) -> int:
         """How many there are."""
-        return self._num_all if self._kept is None else len(self._kept)
+        return self._num_all if self._kept_indices is None else len(self._kept_indices)
 
     def lengths(self, indices: Indices) -> Indices:
         """Return how many inputs each of these has."""
-        return self._all_lengths(indices if self._kept is None else self._kept[indices])
+        return self._all_lengths(indices if self._kept_indices is None else self._kept_indices[indices])
 
     def read(self, index: int) -> tuple[Indices, Indices]:
         """Return inputs and targets; targets that do not count are IGNORED."""
-        return self._read(index if self._kept is None else int(self._kept[index]))
+        return self._read(index if self._kept_indices is None else int(self._kept_indices[index]))
 
     @cached_property
     def num_targets(self) -> int:
         """How many targets count, in all of them."""
-        if self._kept is None:
+        if self._kept_indices is None:
             return self._num_places
         return sum(int((self.read(at)[1] != IGNORED).sum()) for at in range(self.num))
 
     def _with_targets(self) -> Indices:
-        found = [at for at in range(self._num_all) if (self._read(at)[1] != IGNORED).any()]
-        return np.array(found, dtype=np.int64)
+        indices = [at for at in range(self._num_all) if (self._read(at)[1] != IGNORED).any()]
+        return np.array(indices, dtype=np.int64)
 
 
 class Pieces(Samples):
@@ -95,8 +95,8 @@ class Pieces(Samples):
 
     def _all_lengths(self, indices: Indices) -> Indices:
         documents, starts = self._where(indices)
-        found: Indices = np.minimum(self.documents.lengths[documents] - 1 - starts, self.sequence)
-        return found
+        all_lengths: Indices = np.minimum(self.documents.lengths[documents] - 1 - starts, self.sequence)
+        return all_lengths
 
     def _read(self, index: int) -> tuple[Indices, Indices]:
         document, start = (int(place) for place in self._where(index))
@@ -127,8 +127,8 @@ class Blocks(Samples):
         return max(self.documents.num_tokens - 1, 0)
 
     def _all_lengths(self, indices: Indices) -> Indices:
-        found: Indices = np.minimum(self.documents.num_tokens - 1 - indices * self.sequence, self.sequence)
-        return found
+        all_lengths: Indices = np.minimum(self.documents.num_tokens - 1 - indices * self.sequence, self.sequence)
+        return all_lengths
 
     def _read(self, index: int) -> tuple[Indices, Indices]:
         start = index * self.sequence

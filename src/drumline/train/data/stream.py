@@ -46,7 +46,7 @@ class Steps:
 
     def __init__(self, layout: RowLayout, *, seed: int, shuffle: bool = True) -> None:
         self.layout, self.seed, self.shuffle = layout, seed, shuffle
-        self._kept: tuple[Any, list[Unit], Indices] | None = None
+        self._last_window: tuple[Any, list[Unit], Indices] | None = None
 
     def step(self, at: Position) -> tuple[list[Unit], Position]:
         """Return the units of the step at a position, and the position behind it."""
@@ -63,7 +63,7 @@ class Steps:
 
     def _window(self, at: Position) -> tuple[list[Unit], Indices]:
         key = (at.epoch, at.window, at.carried)
-        if self._kept is None or self._kept[0] != key:
+        if self._last_window is None or self._last_window[0] != key:
             size, num = self.layout.window, self.layout.samples.num
             start, stop = at.window * size, min((at.window + 1) * size, num)
             samples = np.arange(start, stop, dtype=np.int64)
@@ -74,8 +74,8 @@ class Steps:
             if self.shuffle and len(units) > 1:
                 order = Shuffle(len(units), key=(self.seed, at.epoch, at.window)).at(0, len(units))
                 units = [units[number] for number in order]
-            self._kept = (key, units, carried)
-        return self._kept[1], self._kept[2]
+            self._last_window = (key, units, carried)
+        return self._last_window[1], self._last_window[2]
 
 
 class PlannedStream:
@@ -172,7 +172,7 @@ def _by_thread(stream: PlannedStream) -> Any:
             thread.shutdown(cancel_futures=True)
 
 
-def _apart(_number: int) -> None:
+def _leave_group(_number: int) -> None:
     """Leave the process group: signals to it ask the rank to stop after its step, for which it needs this process."""
     os.setsid()
 
@@ -200,7 +200,7 @@ def _by_processes(stream: PlannedStream) -> Any:
         sampler=Plans(),
         batch_size=None,
         num_workers=stream.workers,
-        worker_init_fn=_apart,
+        worker_init_fn=_leave_group,
         multiprocessing_context="spawn",
         timeout=120,
     )

@@ -78,11 +78,11 @@ class DryRun:
             "folder": settings.folder,
             "built_whole": self.whole,
             "buckets": [asdict(bucket) for bucket in self.buckets],
-            "programs": [self._told(candidate) for candidate in self.programs],
+            "programs": [self._program_figures(candidate) for candidate in self.programs],
             "fit": None if self.fit is None else self.fit.to_json(),
         }
 
-    def _told(self, program: Program) -> dict[str, Any]:
+    def _program_figures(self, program: Program) -> dict[str, Any]:
         """Return how many microbatches a program has, for how many buckets, and its simulated bubble."""
         mine = [bucket.length for bucket in self.buckets if bucket.num_microbatches == program.num_microbatches]
         costs = replace(self.forecast.costs, message_bytes=0.0)
@@ -112,40 +112,40 @@ def dry_run(settings: TrainSettings) -> DryRun:
     data = build_data(settings, built)
     example = example_of(data, settings.num_microbatches)
     data.close()
-    given = pipeline_arguments(settings, built, example, Path(settings.folder))
-    given |= {"record": True, "device": str(device), "transport": "in-process"}
+    arguments = pipeline_arguments(settings, built, example, Path(settings.folder))
+    arguments |= {"record": True, "device": str(device), "transport": "in-process"}
     state_of = states(settings, built.model)
 
     def forecast_of(example: Batch, count: int = 0) -> Forecast:
         inputs = next(iter(example.inputs.values())) if is_chain(built.model) else dict(example.inputs)
         target = None if built.loss_fn is None else example.target
-        others = {"num_microbatches": count} if count and not given.get("plan") else {}
-        options, accumulates = Options(built.model, **{**given, **others}), settings.batch.accumulate > 1
+        others = {"num_microbatches": count} if count and not arguments.get("plan") else {}
+        options, accumulates = Options(built.model, **{**arguments, **others}), settings.batch.accumulate > 1
         return forecast(options, inputs, target, device=device, state_of=state_of, accumulates=accumulates)
 
     fuller = [forecast_of(sized(example, bucket), count=bucket.num_microbatches) for bucket in fullest(data.buckets)]
-    found = max(fuller, key=lambda e: max(rank.total for rank in e.ranks)) if fuller else forecast_of(example)
-    programs = tuple(_programs(given, data.counts))
-    wrong = tuple(dict.fromkeys(str(fault) for program in (found.program, *programs) for fault in validate(program)))
+    estimate = max(fuller, key=lambda e: max(rank.total for rank in e.ranks)) if fuller else forecast_of(example)
+    programs = tuple(_programs(arguments, data.counts))
+    wrong = tuple(dict.fromkeys(str(fault) for program in (estimate.program, *programs) for fault in validate(program)))
     name, whole = type(built.model).__name__, not any(param.is_meta for param in built.model.parameters())
-    again = partial(_again, found, built.model, given)
-    fit = card_fit(settings, found, again, torch.device(device)) if not settings.pipeline.plan else None
-    return DryRun(settings, name, found, wrong, str(device), data.buckets, programs, whole, fit)
+    again = partial(_again, estimate, built.model, arguments)
+    fit = card_fit(settings, estimate, again, torch.device(device)) if not settings.pipeline.plan else None
+    return DryRun(settings, name, estimate, wrong, str(device), data.buckets, programs, whole, fit)
 
 
-def _again(found: Forecast, model: Any, given: Mapping[str, Any], **others: Any) -> Forecast:
+def _again(found_forecast: Forecast, model: Any, entries: Mapping[str, Any], **others: Any) -> Forecast:
     """Return what the same blocks take with other options."""
-    return found.weighed.forecast(Options(model, **{**given, **others}))
+    return found_forecast.weighed.forecast(Options(model, **{**entries, **others}))
 
 
-def _programs(given: Mapping[str, Any], counts: Sequence[int]) -> Iterator[Program]:
+def _programs(options: Mapping[str, Any], counts: Sequence[int]) -> Iterator[Program]:
     """Yield the programs of steps with numbers of microbatches, the run's own among them."""
-    for count in sorted({*counts, given["num_microbatches"]}) if counts else ():
+    for count in sorted({*counts, options["num_microbatches"]}) if counts else ():
         yield program_for(
-            given["schedule"],
-            num_ranks=given["num_ranks"],
+            options["schedule"],
+            num_ranks=options["num_ranks"],
             num_microbatches=count,
-            stages_per_rank=given["stages_per_rank"],
+            stages_per_rank=options["stages_per_rank"],
         )
 
 

@@ -36,8 +36,8 @@ def found_in(resume: str) -> Path:
     Traceback (most recent call last):
     drumline.core.errors.UsageError: checkpoint.resume: no-such-run holds no checkpoint; expected the folder of ...
     """
-    if found := checkpoints_of(resume):
-        return found
+    if path := checkpoints_of(resume):
+        return path
     raise UsageError(
         f"checkpoint.resume: {resume} holds no checkpoint",
         expected="the folder of a run that saved some, or of one checkpoint",
@@ -78,10 +78,10 @@ class Checkpoints:
 
         Returns the step it was saved after, and the counts.
         """
-        given = self._settings.checkpoint.resume
+        resume = self._settings.checkpoint.resume
         loaded = self._saves.load(self._folder, missing_ok=True) if self._continues else None
-        if loaded is None and given and checkpoints_of(given):
-            loaded = self._saves.load(found_in(given), missing_ok=False)
+        if loaded is None and resume and checkpoints_of(resume):
+            loaded = self._saves.load(found_in(resume), missing_ok=False)
         if loaded is None:
             return {"step": 0}
         extra = loaded.extra
@@ -96,8 +96,8 @@ class Checkpoints:
 
     def is_due(self, step: int) -> bool:
         """Whether it is time to save after a step."""
-        given, is_last = self._settings.checkpoint, step == self._settings.run.steps
-        return bool(given.every and step % given.every == 0) or (is_last and given.at_end)
+        settings, is_last = self._settings.checkpoint, step == self._settings.run.steps
+        return bool(settings.every and step % settings.every == 0) or (is_last and settings.at_end)
 
     def after(self, step: int, counts: dict[str, Any]) -> None:
         """Save after a step, if it is time; all ranks call it alike."""

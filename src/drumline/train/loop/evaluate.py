@@ -109,13 +109,15 @@ def sample(
     while len(written) < settings.sample_tokens:
         if pipe.stopping():
             return None
-        seen = [*prompt, *written][-window:]
-        row = torch.tensor(seen + [tokenizer.end] * (window - len(seen)))
+        tokens = [*prompt, *written][-window:]
+        row = torch.tensor(tokens + [tokenizer.end] * (window - len(tokens)))
         rows = row.repeat(pipe.program.num_microbatches, 1)
-        args, kwargs = call.given({call.inputs: rows})
+        args, kwargs = call.inputs_only({call.inputs: rows})
         result = pipe.eval_step(*args, **kwargs)
-        own = None if result.output is None else _chosen(result.output, len(seen) - 1, settings.temperature, generator)
-        token = next(tensor for tensor in pipe.gather(own) if tensor is not None)
+        own_choice = (
+            None if result.output is None else _chosen(result.output, len(tokens) - 1, settings.temperature, generator)
+        )
+        token = next(tensor for tensor in pipe.gather(own_choice) if tensor is not None)
         if token == tokenizer.end:
             break
         written.append(token)
@@ -131,16 +133,16 @@ def _chosen(output: Any, place: int, temperature: float, generator: torch.Genera
 
 def _logits(output: Any) -> Tensor:
     """Return the logits in what the model returned, of the shape (rows, length, vocabulary)."""
-    found = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
-    if isinstance(found, tuple | list):
-        found = next((tensor for tensor in found if isinstance(tensor, Tensor) and tensor.dim() == 3), None)
-    if not isinstance(found, Tensor) or found.dim() != 3:
+    logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
+    if isinstance(logits, tuple | list):
+        logits = next((tensor for tensor in logits if isinstance(tensor, Tensor) and tensor.dim() == 3), None)
+    if not isinstance(logits, Tensor) or logits.dim() != 3:
         raise ModelError(
             f"the model returned a {type(output).__name__} from which no token can be chosen",
             expected="logits of the shape (rows, length, vocabulary)",
             fix="set evaluation.sample_every = 0",
         )
-    return found
+    return logits
 
 
 def _mixed(seed: int, step: int) -> int:

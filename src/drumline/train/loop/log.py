@@ -63,27 +63,27 @@ class Log:
             writers.append(WandB(settings.run.wandb, name=folder.name, config=asdict(settings)))
         self._forward = Forward(folder, writers) if writers else None
 
-    def __call__(self, told: Told, of_step: int | None = None) -> None:
+    def __call__(self, news: Told, of_step: int | None = None) -> None:
         """Write what is new; an update belongs to the line of its last pipeline step."""
-        if isinstance(told, Update):
-            self._pipe.note(of_step, **figures(told))
+        if isinstance(news, Update):
+            self._pipe.note(of_step, **figures(news))
             if self._outbox.is_waiting:
                 self._outbox.flush()
             if self._forward is not None:
                 self._forward.poll()
             return
-        if isinstance(told, Evaluation):
-            self._pipe.note(**{HELD_OUT: told.loss})
-        self._add(_FILES[type(told)], {name: _plain(value) for name, value in asdict(told).items()})
+        if isinstance(news, Evaluation):
+            self._pipe.note(**{HELD_OUT: news.loss})
+        self._add(_FILES[type(news)], {name: _plain(value) for name, value in asdict(news).items()})
 
     def _add(self, name: str, line: dict[str, Any]) -> None:
         self._outbox.add(name, (json.dumps(line) + "\n").encode())
         self._outbox.flush()
 
-    def buckets(self, given: Sequence[Bucket]) -> None:
+    def buckets(self, buckets: Sequence[Bucket]) -> None:
         """Write which lengths steps have, with rows and microbatches of each."""
-        if given:
-            text = json.dumps([asdict(bucket) for bucket in given], indent=1)
+        if buckets:
+            text = json.dumps([asdict(bucket) for bucket in buckets], indent=1)
             self._outbox.put("buckets.json", text + "\n")
 
     def continued(self, step: int) -> None:
@@ -108,25 +108,25 @@ class Log:
             self._forward.close()
 
 
-def figures(told: Update) -> dict[str, float | Tensor]:
+def figures(update: Update) -> dict[str, float | Tensor]:
     """Return an update's figures by the names that they have in the run folder.
 
     >>> update = Update(1, 5, 2.5, 1e-3, None, 64, 640.0, 0.25, 0.1, 2**20, 4.0)
     >>> figures(update)["train/loss"], figures(update)["padding"]
     (2.5, 0.25)
     """
-    found: dict[str, float | Tensor] = {
-        STEP: told.step,
-        "train/loss": told.loss,
-        "lr": told.lr,
-        "n_tokens_seen": told.num_tokens,
-        "tokens_per_second": told.tokens_per_second,
-        "padding": told.padding,
-        "train/skipped": told.num_skipped,
-        "memory/peak_bytes": told.peak_bytes,
-        "memory/resident_bytes": told.resident_bytes,
+    numbers: dict[str, float | Tensor] = {
+        STEP: update.step,
+        "train/loss": update.loss,
+        "lr": update.lr,
+        "n_tokens_seen": update.num_tokens,
+        "tokens_per_second": update.tokens_per_second,
+        "padding": update.padding,
+        "train/skipped": update.num_skipped,
+        "memory/peak_bytes": update.peak_bytes,
+        "memory/resident_bytes": update.resident_bytes,
     }
-    return found | ({"bucket": told.bucket} if told.bucket else {})
+    return numbers | ({"bucket": update.bucket} if update.bucket else {})
 
 
 class Forward:
@@ -180,10 +180,10 @@ def reached(metrics: Path) -> int:
     try:
         with metrics.open("rb") as file:
             file.seek(max(0, metrics.stat().st_size - _TAIL))
-            found = re.findall(rb'"train/step":(\d+)', file.read())
+            steps = re.findall(rb'"train/step":(\d+)', file.read())
     except OSError:
         return 0
-    return int(found[-1]) if found else 0
+    return int(steps[-1]) if steps else 0
 
 
 def _is_until(line: bytes, step: int) -> bool:

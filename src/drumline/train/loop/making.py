@@ -121,53 +121,53 @@ def pipeline_arguments(
     settings: TrainSettings, built: Built, example: Batch, folder: Path, *, counts: Sequence[int] = ()
 ) -> dict[str, Any]:
     """Return what `Pipeline` is made with beside the model; steps may have so many microbatches beside its own."""
-    given = settings.pipeline
-    found: dict[str, Any] = {
+    pipeline = settings.pipeline
+    arguments: dict[str, Any] = {
         "loss_fn": built.loss_fn,
-        "transport": given.transport,
-        "interface": given.interface,
-        "device": given.device or None,
+        "transport": pipeline.transport,
+        "interface": pipeline.interface,
+        "device": pipeline.device or None,
         "seed": settings.run.seed,
         "precision": settings.precision.compute,
         "master_weights": settings.precision.master_weights,
-        "check_model": given.check_model,
-        "timeout": given.timeout,
-        "compile": given.compile,
-        "capture": given.capture,
+        "check_model": pipeline.check_model,
+        "timeout": pipeline.timeout,
+        "compile": pipeline.compile,
+        "capture": pipeline.capture,
         "arrange": settings.lengths.search,
         "record": folder,
     }
-    if given.plan:
-        found["plan"] = given.plan
+    if pipeline.plan:
+        arguments["plan"] = pipeline.plan
     else:
-        found |= {
+        arguments |= {
             "num_ranks": settings.mesh.pipeline,
-            "schedule": given.schedule,
+            "schedule": pipeline.schedule,
             "num_microbatches": settings.num_microbatches,
-            "stages_per_rank": given.stages_per_rank,
-            "vertical_sync": given.vertical_sync,
+            "stages_per_rank": pipeline.stages_per_rank,
+            "vertical_sync": pipeline.vertical_sync,
             "checkpoint": settings.memory.recompute,
             **_cut(settings, built.model),
         }
     if settings.mesh.num_lines > 1:
-        found |= {
+        arguments |= {
             "mesh": settings.mesh.axes,
             "zero": settings.memory.zero,
             "sequence_parallel": settings.memory.sequence_parallel,
         }
     if settings.adapt.on:
-        found["adapt"] = {name: value for name, value in asdict(settings.adapt).items() if name != "on"}
+        arguments["adapt"] = {name: value for name, value in asdict(settings.adapt).items() if name != "on"}
     if counts:
-        found["programs"] = {program_name(count): count for count in counts}
-    if _wants_example(built.model) or found.get("balance") == "auto":
-        found["example"] = example.inputs[built.inputs] if is_chain(built.model) else example.inputs
-        if not (given.plan or found.get("balance") or found.get("cuts")):
-            found["balance"] = "parameters"  # measured cuts are another in every run
+        arguments["programs"] = {program_name(count): count for count in counts}
+    if _wants_example(built.model) or arguments.get("balance") == "auto":
+        arguments["example"] = example.inputs[built.inputs] if is_chain(built.model) else example.inputs
+        if not (pipeline.plan or arguments.get("balance") or arguments.get("cuts")):
+            arguments["balance"] = "parameters"  # measured cuts are another in every run
         if built.loss_fn is not None:
-            found["example_target"] = example.target
+            arguments["example_target"] = example.target
     if built.weights is not None:
-        found["weights"] = built.weights
-    return found
+        arguments["weights"] = built.weights
+    return arguments
 
 
 def rows_of(settings: TrainSettings) -> tuple[int, int]:
@@ -188,10 +188,10 @@ def _wants_example(model: nn.Module) -> bool:
 
 
 def _cut(settings: TrainSettings, model: nn.Module) -> dict[str, Any]:
-    given = settings.pipeline
-    if given.layers:
-        return {"cuts": layer_cuts(model, given.layers) or None}
-    return {"cuts": list(given.cuts) or None, "balance": given.balance or None}
+    pipeline = settings.pipeline
+    if pipeline.layers:
+        return {"cuts": layer_cuts(model, pipeline.layers) or None}
+    return {"cuts": list(pipeline.cuts) or None, "balance": pipeline.balance or None}
 
 
 def layer_cuts(model: nn.Module, layers: Sequence[int]) -> list[str]:
@@ -206,14 +206,14 @@ def layer_cuts(model: nn.Module, layers: Sequence[int]) -> list[str]:
     Traceback (most recent call last):
     drumline.core.errors.UsageError: pipeline.layers sum to 5, and no list of modules in the model has so many ...
     """
-    found = _layers(model, sum(layers))
-    if found is None:
+    named_layers = _layers(model, sum(layers))
+    if named_layers is None:
         raise UsageError(
             f"pipeline.layers sum to {sum(layers)}, and no list of modules in the model has so many of one kind",
             expected="how many of the model's layers each stage gets",
             fix="name the first module of every stage but the first in pipeline.cuts instead",
         )
-    names, behind = found
+    names, behind = named_layers
     if any(layer < 1 for layer in layers[1:-1]):
         raise UsageError(
             f"pipeline.layers are {list(layers)}", expected="a layer in every stage but the first and the last"
@@ -247,9 +247,9 @@ def _behind(model: nn.Module, name: str) -> str:
     """Return the name of the module that is defined behind another, beside it."""
     if not name:
         return ""
-    parent, _, own = name.rpartition(".")
+    parent, _, own_name = name.rpartition(".")
     beside = [key for key, _ in model.get_submodule(parent).named_children()]
-    later = beside[beside.index(own) + 1 :]
+    later = beside[beside.index(own_name) + 1 :]
     return f"{parent}.{later[0]}" if parent and later else later[0] if later else ""
 
 
@@ -279,12 +279,12 @@ class Calling:
 
     def __call__(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return what a step gets of a batch: in order, and by name."""
-        args, kwargs = self.given(batch.inputs)
+        args, kwargs = self.inputs_only(batch.inputs)
         if batch.num_microbatches in self.counts:
             kwargs = {**kwargs, "program": program_name(batch.num_microbatches)}
         return args, {**kwargs, "target": batch.target} if self.takes_target else kwargs
 
-    def given(self, inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def inputs_only(self, inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the same of inputs alone."""
         if not self.is_chain:
             return (), inputs

@@ -41,10 +41,10 @@ class Optimizers:
     >>> from torch import nn
     >>> pipe = Pipeline([nn.Linear(4, 4), nn.Linear(4, 2)], loss_fn=nn.functional.mse_loss, num_microbatches=1)
     >>> muon = OptimizerGroup(kind="Muon", only_matrices=True, lr=0.02)
-    >>> found = Optimizers(pipe, OptimizerSettings(kind="AdamW", lr=1e-3, groups=(muon,)))
-    >>> [(value.kind.__name__, value.lr, value.names) for value in found.chosen]
+    >>> optimizers = Optimizers(pipe, OptimizerSettings(kind="AdamW", lr=1e-3, groups=(muon,)))
+    >>> [(value.kind.__name__, value.lr, value.names) for value in optimizers.chosen]
     [('Muon', 0.02, ('0.weight', '1.weight')), ('AdamW', 0.001, ('0.bias', '1.bias'))]
-    >>> found.set_rate(0.5); [group["lr"] for value in found.each for group in value.param_groups]
+    >>> optimizers.set_rate(0.5); [group["lr"] for value in optimizers.each for group in value.param_groups]
     [0.01, 0.0005]
     """
 
@@ -87,10 +87,10 @@ def choose(
 
     `others` has further names of tied parameters, by which patterns find them too.
     """
-    found = []
+    chosen = []
     for group, names, where in shared_out(shapes, settings, others=others):
-        found.append(_checked(group, settings, names, shapes, where))
-    return found
+        chosen.append(_checked(group, settings, names, shapes, where))
+    return chosen
 
 
 def shared_out(
@@ -100,7 +100,7 @@ def shared_out(
     others: Mapping[str, Sequence[str]] | None = None,
 ) -> list[tuple[OptimizerGroup, tuple[str, ...], str]]:
     """Return every group with its parameters and what errors call it, the table itself last if any are left for it."""
-    left, found = dict(shapes), []
+    left, shares = dict(shapes), []
     for number, group in enumerate(settings.groups):
         where = f"optimizer.groups[{number}]"
         names = _matched(group, shapes, where, others)
@@ -111,12 +111,12 @@ def shared_out(
                 expected="at least one parameter in every group",
                 fix="put the narrower patterns first",
             )
-        found.append((group, mine, where))
+        shares.append((group, mine, where))
         left = {name: shape for name, shape in left.items() if name not in mine}
     if left:
         rest = OptimizerGroup(kind=settings.kind, settings=settings.settings)
-        found.append((rest, tuple(left), "optimizer"))
-    return found
+        shares.append((rest, tuple(left), "optimizer"))
+    return shares
 
 
 def _matched(

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from drumline.core.measured.measured import Measured
 from drumline.pipeline.pipeline import Pipeline
 from drumline.train.data.items.batch import Batch
-from drumline.train.memory.measured_peak import held
+from drumline.train.memory.measured_peak import peak_memory
 
 _STATUS = Path("/proc/self/status")
 
@@ -56,8 +56,8 @@ class PeakMemory:
         """Weigh what an update took of which a step was weighed. Call it before gradients are forgotten."""
         if step.stash is not None and not self._on_device:
             ranks = [executor.rank for executor in pipe._engine.executors]
-            found = held(pipe, optimizers, step, accumulates=accumulates)
-            for rank, memory in zip(ranks, found, strict=True):
+            memories = peak_memory(pipe, optimizers, step, accumulates=accumulates)
+            for rank, memory in zip(ranks, memories, strict=True):
                 self._tensors[rank] = max(self._tensors.get(rank, 0), round(memory.total))
 
     def by_rank(self, rank: int) -> dict[int, int]:
@@ -95,8 +95,8 @@ def resident(key: str = "VmRSS") -> int:
     True
     """
     with suppress(OSError):
-        found = re.search(rf"^{key}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
-        if found is not None:
-            return int(found[1]) * 1024
+        match = re.search(rf"^{key}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
+        if match is not None:
+            return int(match[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -74,15 +74,15 @@ def time_left(seconds: float) -> str:
 class Progress:
     """Writes updates to a stream: in place on a terminal, now and then elsewhere; evaluations and samples always.
 
-    >>> seen = Progress(5, stream=sys.stdout, now=iter([0.0, 0.0, 0.0, 1.0, 20.0, 20.0]).__next__)
+    >>> show = Progress(5, stream=sys.stdout, now=iter([0.0, 0.0, 0.0, 1.0, 20.0, 20.0]).__next__)
     >>> for step in (1, 2, 3):
-    ...     seen(Update(step, 5, 2.0 / step, 1e-3, None, 64 * step, 640.0, 0.0, 0.25, 2**20, 4.0))
+    ...     show(Update(step, 5, 2.0 / step, 1e-3, None, 64 * step, 640.0, 0.0, 0.25, 2**20, 4.0))
     step 1/5  loss 2  640 tokens/s  bubble 25.0%  1 MiB  4 s left
     step 3/5  loss 0.6667  640 tokens/s  bubble 25.0%  1 MiB  4 s left
-    >>> seen(Evaluation(3, 1.25, 640, 0.5)); seen(Sample(3, "Once", " more"))
+    >>> show(Evaluation(3, 1.25, 640, 0.5)); show(Sample(3, "Once", " more"))
     step 3  held-out loss 1.25 over 640 tokens, in 0.50 s
     step 3  sample: 'Once more'
-    >>> seen(SkippedUpdate(4, "the norm of all gradients is inf", 1)); seen(EarlyStop(4, "SIGTERM on rank 0", "run/4"))
+    >>> show(SkippedUpdate(4, "the norm of all gradients is inf", 1)); show(EarlyStop(4, "SIGTERM on rank 0", "run/4"))
     step 4  skipped: the norm of all gradients is inf
     step 4  stopped by SIGTERM on rank 0; saved run/4
     """
@@ -101,37 +101,37 @@ class Progress:
         """Show where ranks compute, before the first step."""
         self._line(devices)
 
-    def __call__(self, told: Told) -> None:
+    def __call__(self, news: Told) -> None:
         """Show what is new."""
-        if isinstance(told, Update):
-            self._update(told)
-        elif isinstance(told, Evaluation):
-            loss = f"held-out loss {told.loss:.4g} over {told.num_tokens:,} tokens"
-            self._line(f"step {told.step}  {loss}, in {told.seconds:.2f} s")
-        elif isinstance(told, Sample):
-            self._line(f"step {told.step}  sample: {told.prompt + told.text!r}")
-        elif isinstance(told, SkippedUpdate):
-            times = f", {told.in_a_row} in a row" if told.in_a_row > 1 else ""
-            self._line(f"step {told.step}  skipped: {told.skipped}{times}")
+        if isinstance(news, Update):
+            self._update(news)
+        elif isinstance(news, Evaluation):
+            loss = f"held-out loss {news.loss:.4g} over {news.num_tokens:,} tokens"
+            self._line(f"step {news.step}  {loss}, in {news.seconds:.2f} s")
+        elif isinstance(news, Sample):
+            self._line(f"step {news.step}  sample: {news.prompt + news.text!r}")
+        elif isinstance(news, SkippedUpdate):
+            times = f", {news.in_a_row} in a row" if news.in_a_row > 1 else ""
+            self._line(f"step {news.step}  skipped: {news.skipped}{times}")
         else:
-            saved = f"; saved {told.checkpoint}" if told.checkpoint else ""
-            self._line(f"step {told.step}  stopped by {told.stopped}{saved}")
+            saved = f"; saved {news.checkpoint}" if news.checkpoint else ""
+            self._line(f"step {news.step}  stopped by {news.stopped}{saved}")
 
     def is_due(self, step: int) -> bool:
         """Whether an update would be shown now: if it is the last one, or some time has passed."""
-        apart = _FEWEST_SECONDS if self._redraws else _SECONDS_APART
-        return step == self._num_steps or self._now() - self._shown >= apart
+        least_seconds = _FEWEST_SECONDS if self._redraws else _SECONDS_APART
+        return step == self._num_steps or self._now() - self._shown >= least_seconds
 
-    def _update(self, told: Update) -> None:
-        if not self.is_due(told.step):
+    def _update(self, update: Update) -> None:
+        if not self.is_due(update.step):
             return
         self._shown = self._now()
         if self._redraws:
             width = max(shutil.get_terminal_size(fallback=(100, 24)).columns - 1, 10)
-            self._print(f"\r\x1b[2K{str(told)[:width]}", end="")
+            self._print(f"\r\x1b[2K{str(update)[:width]}", end="")
             self._is_drawn = True
         else:
-            self._line(str(told))
+            self._line(str(update))
 
     def _line(self, text: str) -> None:
         self.close()

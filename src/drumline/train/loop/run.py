@@ -56,7 +56,7 @@ def run_training(
     ends it after a step with a checkpoint. `continues` goes on with the run in the folder, from its newest checkpoint.
     """
     check(settings)
-    given, settings = settings, gathered(settings)
+    train_settings, settings = settings, gathered(settings)
     if settings.run.threads:
         torch.set_num_threads(settings.run.threads)
     before = resident()
@@ -69,9 +69,9 @@ def run_training(
         arguments |= {"continue_record": continues}
         with Pipeline(built.model, **arguments) as pipe:
             if pipe.rank == pipe.axes.number == 0:
-                keep_settings(given, folder)
-            if given is not settings:
-                pipe.take_program(in_groups(program_of(given), given.batch.accumulate))
+                keep_settings(train_settings, folder)
+            if train_settings is not settings:
+                pipe.take_program(in_groups(program_of(train_settings), train_settings.batch.accumulate))
             call, memory = Calling.of(built, data.counts), PeakMemory(torch.device(pipe.device), before=before)
             del built, arguments  # a rank keeps its own stages alone
             trained = TrainResult(folder, devices=pipe.devices.to_json())

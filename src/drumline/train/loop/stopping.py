@@ -68,11 +68,11 @@ class Skips:
         verdict: Any = getattr(self._pipe, "verdict", None)  # where such updates are attached
         if verdict is None:
             return None
-        self.found(verdict.ranks)
+        self.note(verdict.ranks)
         norm: Tensor | None = verdict.norm
         return norm
 
-    def found(self, ranks: str) -> None:
+    def note(self, ranks: str) -> None:
         """Take note of the ranks whose NaN left out an update, if any."""
         if ranks:
             self._problem = f"a loss or gradient on {ranks} is NaN or infinite"

@@ -92,10 +92,12 @@ class Training:
         self.batches: Iterator[Batch] = iter(pipe.data(data.training))
         self.curve = Curve()
         self._log: Log | None = None
-        self._told: list[Tell] = []
+        self._listeners: list[Tell] = []
         self._largest: Measured | None = None  # the largest step so far, while its update is under way
         self._bucket = 0  # of the last step
-        self._made: deque[_TrainUpdate] = deque()  # updates that were not told of: their outcome is not known yet
+        self._untold_updates: deque[_TrainUpdate] = (
+            deque()
+        )  # updates that were not told of: their outcome is not known yet
         self._since = (0.0, 0)  # when tokens were last counted, and how many there were
 
     def run(self, tell: Tell | None) -> TrainResult:
@@ -107,7 +109,7 @@ class Training:
                 if tell is None:
                     tell = progress = open_ones.enter_context(closing(Progress(self.settings.run.steps)))
                     progress.begin(str(self.pipe.devices))
-                self._told.append(tell)
+                self._listeners.append(tell)
             first = self._resumed()
             if self._log is not None and self.continues:
                 self._log.continued(first)
@@ -144,16 +146,16 @@ class Training:
 
     def _counts(self) -> dict[str, int]:
         trained, skips = self.trained, self.skips
-        own = {"num_skipped": skips.num_skipped, "in_a_row": skips.in_a_row}
-        return {"num_tokens": trained.num_tokens, "num_padded": trained.num_padded, **own}
+        own_counts = {"num_skipped": skips.num_skipped, "in_a_row": skips.in_a_row}
+        return {"num_tokens": trained.num_tokens, "num_padded": trained.num_padded, **own_counts}
 
     def _resumed(self) -> int:
         """Return how many steps a run had made from which this one continues."""
-        found = self.checkpoints.resume()
-        self.trained.num_tokens, self.trained.num_padded = found.get("num_tokens", 0), found.get("num_padded", 0)
-        self.skips.num_skipped, self.skips.in_a_row = found.get("num_skipped", 0), found.get("in_a_row", 0)
+        resume = self.checkpoints.resume()
+        self.trained.num_tokens, self.trained.num_padded = resume.get("num_tokens", 0), resume.get("num_padded", 0)
+        self.skips.num_skipped, self.skips.in_a_row = resume.get("num_skipped", 0), resume.get("in_a_row", 0)
         self.trained.num_skipped = self.skips.num_skipped
-        steps: int = found["step"]
+        steps: int = resume["step"]
         if steps >= self.settings.run.steps and not self.continues:
             raise UsageError(
                 f"checkpoint.resume: {self.settings.checkpoint.resume} has made {steps} steps already",
@@ -164,8 +166,8 @@ class Training:
         return steps
 
     def _peaks(self) -> tuple[int, ...]:
-        told = self.pipe.gather(self.memory.by_rank(self.pipe.rank))
-        pairs = [pair for peak in told for pair in peak.items()]
+        answers = self.pipe.gather(self.memory.by_rank(self.pipe.rank))
+        pairs = [pair for peak in answers for pair in peak.items()]
         return tuple(max(size for at, size in pairs if at == rank) for rank in sorted({rank for rank, _ in pairs}))
 
     # ---- one update --------------------------------------------------------------------------------------------------
@@ -185,13 +187,13 @@ class Training:
         trained.num_padded += sum(padded for tokens, padded in counts if tokens)
         is_told = (step + 1) % settings.run.log_every == 0 or step + 1 == settings.run.steps
         update = self._update_of(step + 1, share, began) if is_told and self._log is not None else None
-        self._made.append(_TrainUpdate(step + 1, results, norm, update))
+        self._untold_updates.append(_TrainUpdate(step + 1, results, norm, update))
         if not self._streams and not self.optimizers.run_ahead:
             self._catch_up()
 
     def _settle(self) -> None:
         """Wait for the verdict on updates that ran ahead of it, or that are not made yet."""
-        if (self.optimizers.run_ahead or self._streams) and self._made:
+        if (self.optimizers.run_ahead or self._streams) and self._untold_updates:
             self.pipe.settle()
             self._catch_up()
 
@@ -201,17 +203,17 @@ class Training:
         looks = any(_is_due(every, step, is_last) for every in (how.every, how.sample_every))
         return looks or self.checkpoints.is_due(step)
 
-    def _finish(self, made: _TrainUpdate) -> None:
+    def _finish(self, update: _TrainUpdate) -> None:
         """Add an update's loss to the curve, and tell of it."""
-        norm = self.skips.judged() if self.optimizers.run_ahead else made.norm
+        norm = self.skips.judged() if self.optimizers.run_ahead else update.norm
         if self._streams:
-            self.skips.found(next(filter(None, (result.skipped for _, result in made.results)), ""))
-        losses = [(part, result.loss) for part, result in made.results]
+            self.skips.note(next(filter(None, (result.skipped for _, result in update.results)), ""))
+        losses = [(part, result.loss) for part, result in update.results]
         self.curve.add([(part, loss) for part, loss in losses if loss is not None], norm)
-        skipped = self.skips.ended(made.step)
+        skipped = self.skips.ended(update.step)
         self.trained.num_skipped = self.skips.num_skipped
-        if made.update is not None:
-            self._tell_of(made.update, made.results[-1][1].step)
+        if update.update is not None:
+            self._tell_of(update.update, update.results[-1][1].step)
         if skipped is not None:
             self._tell(skipped)
             self.skips.refuse(skipped, self.checkpoints.newest)
@@ -236,8 +238,8 @@ class Training:
 
     def _catch_up(self, in_flight: int = 0) -> None:
         """Read and tell of updates, but for the last ones, which other ranks may not have finished."""
-        while len(self._made) > in_flight:
-            self._finish(self._made.popleft())
+        while len(self._untold_updates) > in_flight:
+            self._finish(self._untold_updates.popleft())
 
     def _next(self, step: int) -> Batch:
         batch = next(self.batches, None)
@@ -257,21 +259,21 @@ class Training:
                 expected="at least one target that is not ignored in every update",
                 fix="use larger batches, or leave out data without targets",
             )
-        found: list[tuple[float, StepResult]] = []
+        steps: list[tuple[float, StepResult]] = []
         for batch, tokens in ((item, count) for item, count in zip(batches, counts, strict=True) if count):
             args, kwargs = self.call(batch)
             self._bucket = batch.bucket if self.data.buckets else 0
             part = tokens / total
             if self._streams:
-                found.append((part, self.pipe.step(*args, **kwargs)))
+                steps.append((part, self.pipe.step(*args, **kwargs)))
                 continue
             weighs = self.memory.wants(self.pipe, batch)
             result = self.skips.run(partial(self.pipe.step, *args, share=part, **kwargs))
             self._catch_up()  # with the update before, whose verdict the first step brings
             if weighs:
                 self._largest = measured(self.pipe)
-            found.append((part, result))
-        return found
+            steps.append((part, result))
+        return steps
 
     # ---- what is told ------------------------------------------------------------------------------------------------
 
@@ -302,7 +304,7 @@ class Training:
         assert self._log is not None
         update = replace(update, loss=self.curve.latest, num_skipped=self.trained.num_skipped)
         self._log(update, of_step)
-        shown = [fn for fn in self._told if not isinstance(fn, Progress) or fn.is_due(update.step)]
+        shown = [fn for fn in self._listeners if not isinstance(fn, Progress) or fn.is_due(update.step)]
         if shown:
             self.curve.read()
             norm = self.curve.norms[-1] if self.curve.norms else None
@@ -310,10 +312,10 @@ class Training:
         for function in shown:
             function(update)
 
-    def _tell(self, told: Told) -> None:
-        for function in (self._log, *self._told):
+    def _tell(self, news: Told) -> None:
+        for function in (self._log, *self._listeners):
             if function is not None:
-                function(told)
+                function(news)
 
     def _look(self, step: int) -> None:
         """Evaluate and sample where the settings say so, on every rank, unless the run is to stop."""
@@ -321,10 +323,10 @@ class Training:
         if _is_due(how.every, step, is_last) or _is_due(how.sample_every, step, is_last):
             self._catch_up()
         if self.data.validation and _is_due(how.every, step, is_last):
-            found = evaluate(self.pipe, self.call, self.data.validation, step)
-            if found is not None:
-                self.trained.evaluations.append(found)
-                self._tell(found)
+            evaluation = evaluate(self.pipe, self.call, self.data.validation, step)
+            if evaluation is not None:
+                self.trained.evaluations.append(evaluation)
+                self._tell(evaluation)
         if _is_due(how.sample_every, step, is_last):
             run, length = self.settings.run, self.settings.batch.sequence
             text = sample(self.pipe, self.call, how, step=step, seed=run.seed, sequence=length)

@@ -108,33 +108,35 @@ def forecast(
     `options` are what the pipeline will be made with. With several pipeline steps to an update (`accumulates`) the
     gradients of earlier ones are there from the beginning.
     """
-    given = options.decided()
-    program = _program(given)
+    choices = options.decided()
+    program = _program(choices)
     intake = Intake(
-        given.model, given.loss_fn, device, num_microbatches=program.num_microbatches, weigh=given.loss_weight,
-        split=given.split,
+        choices.model, choices.loss_fn, device, num_microbatches=program.num_microbatches, weigh=choices.loss_weight,
+        split=choices.split,
     )  # fmt: skip
     blocks = blocks_for(
-        given.model, batch, device, num_microbatches=program.num_microbatches, cuts=given.cuts, split=given.split
+        choices.model, batch, device, num_microbatches=program.num_microbatches, cuts=choices.cuts, split=choices.split
     )
-    precision = Precision(given.precision, device)
-    microbatch = _first(intake, example_inputs(given.model, batch), "the batch", device)
-    wanted = microbatch if intake.own else None if target is None else _first(intake, target, "the target", device)
-    ties, root = tied(blocks), given.model if isinstance(given.model, nn.Module) else None
+    precision = Precision(choices.precision, device)
+    microbatch = _first(intake, example_inputs(choices.model, batch), "the batch", device)
+    wanted = (
+        microbatch if intake.has_own_loss else None if target is None else _first(intake, target, "the target", device)
+    )
+    ties, root = tied(blocks), choices.model if isinstance(choices.model, nn.Module) else None
     is_meta = is_on_meta(blocks)
     with stand_ins(blocks, root, device) if is_meta else nullcontext():
         for block in blocks:
             to_device(block.module, device)
         # A cast that blocks share would be counted for the first of them alone.
         with precision.uncached() if is_meta else precision.autocast:
-            found = profile(
+            found_profile = profile(
                 blocks, microbatch, target=wanted, loss_fn=intake.loss if intake.has_loss else None, num_runs=_RUNS,
                 max_seconds=_SECONDS,
             )  # fmt: skip
-        found, cast = _without_casts(found, blocks, microbatch, precision)
-    layers = tuple(replace(layer, tied=own) for layer, own in zip(found.layers, ties, strict=True))
-    found = replace(found, layers=layers)
-    return WeighedBlocks(tuple(blocks), found, cast, state_of, accumulates).forecast(options)
+        found_profile, cast = _without_casts(found_profile, blocks, microbatch, precision)
+    layers = tuple(replace(layer, tied=own_ties) for layer, own_ties in zip(found_profile.layers, ties, strict=True))
+    found_profile = replace(found_profile, layers=layers)
+    return WeighedBlocks(tuple(blocks), found_profile, cast, state_of, accumulates).forecast(options)
 
 
 @dataclass(frozen=True)
@@ -149,46 +151,46 @@ class WeighedBlocks:
 
     def forecast(self, options: Options) -> Forecast:
         """Add up what each rank will hold."""
-        given = options.decided()
-        return _added_up(self, given, _program(given))
+        choices = options.decided()
+        return _added_up(self, choices, _program(choices))
 
 
-def _program(given: Options) -> Program:
-    assert given.schedule is not None, "options that were decided"
+def _program(choices: Options) -> Program:
+    assert choices.schedule is not None, "options that were decided"
     return program_for(
-        given.schedule,
-        num_ranks=_num_ranks(given),
-        num_microbatches=given.num_microbatches,
-        stages_per_rank=given.stages_per_rank,
-        **given.schedule_settings(),
+        choices.schedule,
+        num_ranks=_num_ranks(choices),
+        num_microbatches=choices.num_microbatches,
+        stages_per_rank=choices.stages_per_rank,
+        **choices.schedule_settings(),
     )
 
 
-def _added_up(weighed: WeighedBlocks, given: Options, program: Program) -> Forecast:
-    found = weighed.profile
-    stages = _cut(given, program, weighed.blocks, found)
+def _added_up(weighed: WeighedBlocks, choices: Options, program: Program) -> Forecast:
+    found_profile = weighed.profile
+    stages = _cut(choices, program, weighed.blocks, found_profile)
     program = prune(program, trainable(stages))
-    again = [_is_recomputed(given, stages, stage) for stage in range(program.num_stages)]
+    again = [_is_recomputed(choices, stages, stage) for stage in range(program.num_stages)]
     counts = [len(stage) for stage in stages]
-    costs = found.costs(
+    costs = found_profile.costs(
         counts, optimizer_states=0, placement=program.placement, recompute=again, split=split_share(program)
     )
-    costs = replace(costs, gradient_bytes=_gradients(costs, stages, given))
+    costs = replace(costs, gradient_bytes=_gradients(costs, stages, choices))
     how = {"accumulates": weighed.accumulates}
     ranks = tuple(_ranks(program, costs, stages, weighed.cast, weighed.state_of, **how))
     if program.num_updates:
         ranks = tuple(
             replace(rank, weights=rank.weights * versions)
-            for rank, versions in zip(ranks, _versions(given, program), strict=True)
+            for rank, versions in zip(ranks, _versions(choices, program), strict=True)
         )
-    return Forecast(program, tuple(stages), found, costs, ranks, weighed)
+    return Forecast(program, tuple(stages), found_profile, costs, ranks, weighed)
 
 
-def _versions(given: Options, program: Program) -> list[int]:
+def _versions(choices: Options, program: Program) -> list[int]:
     """Return how many weight versions every rank of a schedule without a flush holds at most."""
-    assert isinstance(given.schedule, str)
-    schedule, steps = find(given.schedule), 2 + program.num_ranks
-    options: dict[str, Any] = {"vertical_sync": True} if given.schedule_settings().get("vertical_sync") else {}
+    assert isinstance(choices.schedule, str)
+    schedule, steps = find(choices.schedule), 2 + program.num_ranks
+    options: dict[str, Any] = {"vertical_sync": True} if choices.schedule_settings().get("vertical_sync") else {}
     if "num_steps" in schedule.options:
         long = schedule.build(program.num_ranks, program.num_microbatches, num_steps=steps, **options)
     else:
@@ -196,37 +198,39 @@ def _versions(given: Options, program: Program) -> list[int]:
     return [holding.peak_versions for holding in holdings(long, Costs())]
 
 
-def _num_ranks(given: Options) -> int:
-    return given.schedule.num_ranks if isinstance(given.schedule, Program) else given.num_ranks or 1
+def _num_ranks(choices: Options) -> int:
+    return choices.schedule.num_ranks if isinstance(choices.schedule, Program) else choices.num_ranks or 1
 
 
 def _first(intake: Intake, value: Any, what: str, device: torch.device) -> Any:
     return moved(intake.cut_batch(value, what=what)[0], device)
 
 
-def _cut(given: Options, program: Program, blocks: Sequence[Block], found: Profile) -> list[tuple[Block, ...]]:
+def _cut(
+    choices: Options, program: Program, blocks: Sequence[Block], found_profile: Profile
+) -> list[tuple[Block, ...]]:
     """Return every stage's blocks as the pipeline will cut them."""
-    balance = given.balance
-    if is_asked(balance, given.cuts, given.example):
+    balance = choices.balance
+    if is_asked(balance, choices.cuts, choices.example):
         how: Any = {"split": split_share(program), "optimizer_states": 2}
-        costs = partial(found.costs, placement=program.placement, **how)
-        balance = TimedCuts(found.blocks(**how), program, steps_of(costs)).best(None).counts
-    return cut(blocks, program.num_stages, balance, given.cuts, held=held_by(program))
+        costs = partial(found_profile.costs, placement=program.placement, **how)
+        balance = TimedCuts(found_profile.blocks(**how), program, steps_of(costs)).best(None).counts
+    return cut(blocks, program.num_stages, balance, choices.cuts, held_pairs=held_by(program))
 
 
-def _is_recomputed(given: Options, stages: Sequence[Sequence[Block]], stage: int) -> bool:
-    names = checkpointed(given.checkpoint, stages)
+def _is_recomputed(choices: Options, stages: Sequence[Sequence[Block]], stage: int) -> bool:
+    names = checkpointed(choices.checkpoint, stages)
     return all(block.name in names for block in stages[stage])
 
 
-def _gradients(costs: Costs, stages: Sequence[Sequence[Block]], given: Options) -> list[float]:
+def _gradients(costs: Costs, stages: Sequence[Sequence[Block]], choices: Options) -> list[float]:
     """Return every stage's bytes of gradients; with master weights all are added up in float32."""
-    found = list(costs.per_stage("gradient_bytes", len(stages)))
-    if given.settings().get("master_weights"):
+    gradients = list(costs.per_stage("gradient_bytes", len(stages)))
+    if choices.settings().get("master_weights"):
         for stage, blocks in enumerate(stages):
             low = (param for block in blocks for param in block.module.parameters() if param.dtype in LOW)
-            found[stage] += sum(param.nbytes for param in low if param.requires_grad)
-    return found
+            gradients[stage] += sum(param.nbytes for param in low if param.requires_grad)
+    return gradients
 
 
 def _ranks(
@@ -241,16 +245,16 @@ def _ranks(
     weights, gradients = (costs.per_stage(f"{name}_bytes", program.num_stages) for name in ("weight", "gradient"))
     sizes, bare = Sizes.of(program, costs), Sizes.of(program, _without_received(costs, program.num_stages))
     for rank, row in enumerate(program.timed_rows):
-        held = program.placement.stages_of(rank)
-        own = [block for stage in held for block in stages[stage]]
+        held_stages = program.placement.stages_of(rank)
+        own_blocks = [block for stage in held_stages for block in stages[stage]]
         stash, without = ([during for during, _ in size.stash(row)] for size in (sizes, bare))
-        grown = list(moments_of(row, {stage: gradients[stage] for stage in held}, accumulates=accumulates))
+        grown = list(moments_of(row, {stage: gradients[stage] for stage in held_stages}, accumulates=accumulates))
         at = max(range(len(row)), key=lambda at: grown[at] + stash[at], default=0)
         yield RankMemory(
-            weights=sum(weights[stage] for stage in held),
+            weights=sum(weights[stage] for stage in held_stages),
             gradients=grown[at],
-            optimizer=float(sum(state_of(name, tensor) for name, tensor in _trained(own))),
-            activations=without[at] + sum(cast.get(block.name, 0) for block in own),
+            optimizer=float(sum(state_of(name, tensor) for name, tensor in _trained(own_blocks))),
+            activations=without[at] + sum(cast.get(block.name, 0) for block in own_blocks),
             received=stash[at] - without[at],
         )
 
@@ -288,23 +292,23 @@ def moments_of(row: Sequence[Action], gradients: Mapping[int, float], *, accumul
 
 def _trained(blocks: Sequence[Block]) -> Iterator[tuple[str, Tensor]]:
     """Yield the trained parameters of blocks, a tied one once."""
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     for block in blocks:
         for name, param in block.named_parameters():
-            if param.requires_grad and id(param) not in seen:
-                seen.add(id(param))
+            if param.requires_grad and id(param) not in seen_ids:
+                seen_ids.add(id(param))
                 yield name, param
 
 
 def _without_casts(
-    found: Profile, blocks: Sequence[Block], microbatch: Any, precision: Precision
+    sizes: Profile, blocks: Sequence[Block], microbatch: Any, precision: Precision
 ) -> tuple[Profile, dict[str, int]]:
     """Return the profile without weights that autocast has cast, and these by block: microbatches share them."""
     if precision.dtype is None:
-        return found, {}
+        return sizes, {}
     shared = dict(_shared(blocks, microbatch, precision))
-    layers = (replace(p, activation_bytes=max(p.activation_bytes - shared.get(p.name, 0), 0)) for p in found.layers)
-    return replace(found, layers=tuple(layers)), shared
+    layers = (replace(p, activation_bytes=max(p.activation_bytes - shared.get(p.name, 0), 0)) for p in sizes.layers)
+    return replace(sizes, layers=tuple(layers)), shared
 
 
 def _shared(blocks: Sequence[Block], microbatch: Any, precision: Precision) -> Iterator[tuple[str, int]]:
@@ -315,22 +319,22 @@ def _shared(blocks: Sequence[Block], microbatch: Any, precision: Precision) -> I
         for index, block in enumerate(blocks):
             stage = Stage(index, [block], randomness, precision=precision)
             stage.begin()
-            (first, made), (second, _) = (_saved(stage, number, value) for number in (0, 1))
+            (first, outputs), (second, _) = (_saved(stage, number, value) for number in (0, 1))
             tensors = (*block.module.parameters(), *block.module.buffers(), *pack(value)[0])
-            own = {part.untyped_storage().data_ptr() for tensor in tensors for part in parts_of(tensor).values()}
-            yield block.name, sum(size for place, size in first.items() if place in second and place not in own)
-            value = made
+            own_places = {part.untyped_storage().data_ptr() for tensor in tensors for part in parts_of(tensor).values()}
+            yield block.name, sum(size for place, size in first.items() if place in second and place not in own_places)
+            value = outputs
 
 
 def _saved(stage: Stage, microbatch: int, value: Any) -> tuple[dict[int, int], Any]:
     """Return the bytes of every storage that autograd keeps of a forward, by its place, and what it made."""
-    kept: dict[int, int] = {}
+    sizes: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        made = stage.forward(microbatch, value)
-    return kept, made
+        output = stage.forward(microbatch, value)
+    return sizes, output

@@ -17,7 +17,7 @@ from drumline.runtime.stage import Stage
 from drumline.train.memory.forecast import RankMemory, moments_of
 
 
-def held(
+def peak_memory(
     pipe: Pipeline, optimizers: Sequence[Optimizer], timeline: Measured, *, accumulates: bool = False
 ) -> tuple[RankMemory, ...]:
     """Return what each rank of this process held at its fullest moment of a weighed step.
@@ -44,25 +44,27 @@ class _MemoryState:
         """Yield what is kept for a parameter."""
         if not parameter.requires_grad:
             return
-        own = self.updated(parameter)
-        if own is not parameter:
-            yield own
-        found = [optimizer.state[own].values() for optimizer in self.optimizers if own in optimizer.state]
-        state = [value for values in found for value in values if isinstance(value, Tensor)]
+        own_parameter = self.updated(parameter)
+        if own_parameter is not parameter:
+            yield own_parameter
+        states = [
+            optimizer.state[own_parameter].values() for optimizer in self.optimizers if own_parameter in optimizer.state
+        ]
+        state = [value for values in states for value in values if isinstance(value, Tensor)]
         yield from state
         if self.copies:
-            yield from (own, *state)
+            yield from (own_parameter, *state)
 
 
 def _rank(rank: int, stages: Sequence[Stage], state: _MemoryState, timeline: Measured, accumulates: bool) -> RankMemory:
     parameters = {id(param): param for stage in stages for block in stage.blocks for param in block.module.parameters()}
     buffers = {id(buffer): buffer for stage in stages for block in stage.blocks for buffer in block.module.buffers()}
     gradients = {stage.index: 0.0 for stage in stages}
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     for stage in stages:
         for param in (each for block in stage.blocks for each in block.module.parameters()):
-            if param.grad is not None and id(param) not in seen:
-                seen.add(id(param))
+            if param.grad is not None and id(param) not in seen_ids:
+                seen_ids.add(id(param))
                 gradients[stage.index] += param.grad.nbytes
     row, peaks = timeline.program.timed_rows[rank], timeline.records[rank].peaks
     grown = list(moments_of(row, gradients, accumulates=accumulates))
@@ -70,7 +72,7 @@ def _rank(rank: int, stages: Sequence[Stage], state: _MemoryState, timeline: Mea
     return RankMemory(
         weights=float(_bytes(chain(parameters.values(), buffers.values()))),
         gradients=grown[at],
-        optimizer=float(_bytes(kept for param in parameters.values() for kept in state.of(param))),
+        optimizer=float(_bytes(kept_tensor for param in parameters.values() for kept_tensor in state.of(param))),
         activations=float(peaks[at]),
     )
 

@@ -27,12 +27,12 @@ def state_bytes(kind: Any, settings: Mapping[str, Any], parameter: Tensor, *, ma
     """
     copied = masters and parameter.dtype in LOW
     dtype = torch.float32 if copied else parameter.dtype
-    own = _kept(kind, json.dumps(dict(settings)), tuple(parameter.shape), dtype)
-    return own + (4 * parameter.numel() if copied else 0)
+    own_bytes = _state_bytes(kind, json.dumps(dict(settings)), tuple(parameter.shape), dtype)
+    return own_bytes + (4 * parameter.numel() if copied else 0)
 
 
 @cache
-def _kept(kind: Any, settings: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def _state_bytes(kind: Any, settings: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
     try:
         return _stepped(kind, json.loads(settings), torch.empty(shape, dtype=dtype, device="meta"))
     except RuntimeError:  # of the few that look at values

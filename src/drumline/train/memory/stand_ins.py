@@ -66,24 +66,24 @@ def stand_ins(blocks: Sequence[Block], root: nn.Module | None, device: torch.dev
 def _share(blocks: Sequence[Block], entries: Sequence[Entry], device: torch.device) -> None:
     owners = {id(entry.tensor): entry for entry in entries}
     uses = Counter(number for block in blocks for number in {id(place.tensor) for place in places_in(block)})
-    made: dict[Any, Tensor] = {}
+    tensors: dict[Any, Tensor] = {}
     generator = torch.Generator(device).manual_seed(0)
     for block in blocks:
-        seen: Counter[Any] = Counter()
+        seen_counts: Counter[Any] = Counter()
         for at in dict.fromkeys(id(place.tensor) for place in places_in(block)):
             entry = owners.pop(at, None)
             if entry is None:
                 continue
             tensor = entry.tensor
             kind = (tensor.shape, kind_of(tensor), tensor.requires_grad)
-            seen[kind] += 1
-            key = at if uses[at] > 1 else (*kind, seen[kind])  # what several blocks hold stays theirs alone
-            if key not in made:
-                made[key] = with_memory(tensor, device)
+            seen_counts[kind] += 1
+            key = at if uses[at] > 1 else (*kind, seen_counts[kind])  # what several blocks hold stays theirs alone
+            if key not in tensors:
+                tensors[key] = with_memory(tensor, device)
                 with torch.no_grad():
-                    for part in parts_of(made[key]).values():
+                    for part in parts_of(tensors[key]).values():
                         _fill(part, generator)
-            entry.put(made[key])
+            entry.put(tensors[key])
 
 
 def _fill(tensor: Tensor, generator: torch.Generator) -> None:

@@ -18,7 +18,7 @@ from drumline.train.models.gpt import GPT, GPTSizes
 from drumline.train.models.hf import hf_model
 from drumline.train.models.mlp import mlp
 from drumline.train.models.tokenizers import ByteTokenizer, tokenizer_named
-from drumline.train.models.user_function import built_by_user, called, named_function, users_code
+from drumline.train.models.user_function import built_by_user, call_with, named_function, users_code
 
 
 def build_model(settings: TrainSettings, *, device: str = "cpu") -> Built:
@@ -38,11 +38,11 @@ def build_model(settings: TrainSettings, *, device: str = "cpu") -> Built:
         raise UsageError(f"device is {device!r:.60}", expected='"cpu" or "meta"')
     if kind == "function":
         return _by_function(settings, device)
-    made = {"gpt": _gpt, "mlp": _mlp, "hf": _hf}[kind](settings)
+    model = {"gpt": _gpt, "mlp": _mlp, "hf": _hf}[kind](settings)
     if device == "meta":
-        return made
-    materialise(made.model, made.weights, device="cpu", seed=settings.run.seed)
-    return replace(made, weights=None)
+        return model
+    materialise(model.model, model.weights, device="cpu", seed=settings.run.seed)
+    return replace(model, weights=None)
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -131,9 +131,9 @@ def _by_function(settings: TrainSettings, device: str) -> Built:
         torch.manual_seed(settings.run.seed)
         offered = {"settings": settings, "tokenizer": tokenizer}
         with users_code(name):
-            given = called(function, offered, settings.model.arguments, key="model")
-        made = built_by_user(given, name=name)
-    return made if made.tokenizer is not None else replace(made, tokenizer=tokenizer)
+            returned = call_with(function, offered, settings.model.arguments, key="model")
+        built_model = built_by_user(returned, name=name)
+    return built_model if built_model.tokenizer is not None else replace(built_model, tokenizer=tokenizer)
 
 
 def _tokenizer(settings: TrainSettings) -> Tokenizer | None:

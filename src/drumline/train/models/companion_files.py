@@ -46,13 +46,13 @@ def files_beside(settings: TrainSettings) -> dict[str, bytes]:
     if settings.model.kind != "hf":
         return {}
     source, tokenizer = Path(settings.model.path), settings.data.tokenizer
-    found = {_CONFIG: source} if source.is_file() else dict(_taken(source))
+    paths = {_CONFIG: source} if source.is_file() else dict(_taken(source))
     if tokenizer and tokenizer != BYTES:  # what the model has been trained with
-        found = {name: path for name, path in found.items() if not _matches(name, _TOKENIZERS)}
-        found |= {name: path for name, path in _taken(Path(tokenizer)) if _matches(name, _TOKENIZERS)}
+        paths = {name: path for name, path in paths.items() if not _matches(name, _TOKENIZERS)}
+        paths |= {name: path for name, path in _taken(Path(tokenizer)) if _matches(name, _TOKENIZERS)}
     if settings.adapter.is_on:  # the configuration is the base's, and so is what it says of weights
-        found = {name: path for name, path in found.items() if _matches(name, _TOKENIZERS)}
-    read = {name: content for name, path in found.items() if (content := _read(path)) is not None}
+        paths = {name: path for name, path in paths.items() if _matches(name, _TOKENIZERS)}
+    read = {name: content for name, path in paths.items() if (content := _read(path)) is not None}
     if template := template_named("" if settings.data.chat_template == PLAIN else settings.data.chat_template):
         read[_TEMPLATE] = template.encode()  # what the model is trained with
     if _CONFIG in read:
@@ -93,13 +93,17 @@ def _with_dtype(config: bytes, dtype: str) -> bytes:
         table = json.loads(config)
     except ValueError:
         return config
-    changed = _told(table, dtype)
+    changed = _table_with_dtype(table, dtype)
     return config if changed == table else (json.dumps(changed, indent=2) + "\n").encode()
 
 
-def _told(table: Any, dtype: str) -> Any:
+def _table_with_dtype(table: Any, dtype: str) -> Any:
     if not isinstance(table, dict):
         return table
-    inner = {name: _told(e, dtype) for name, e in table.items() if name.endswith("_config") and "quant" not in name}
-    own = {name: dtype for name in ("dtype", "torch_dtype") if isinstance(table.get(name), str)}
-    return {**table, **inner, **own}
+    inner = {
+        name: _table_with_dtype(e, dtype)
+        for name, e in table.items()
+        if name.endswith("_config") and "quant" not in name
+    }
+    own_dtypes = {name: dtype for name in ("dtype", "torch_dtype") if isinstance(table.get(name), str)}
+    return {**table, **inner, **own_dtypes}

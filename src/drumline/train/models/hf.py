@@ -54,7 +54,7 @@ def hf_model(
             fix='use lengths.how = "padded" or "buckets"',
         )
     with torch.device("meta"):
-        model = _made(config, dtype)
+        model = _new_model(config, dtype)
     folder = Path(path) if Path(path).is_dir() else None
     if tokenizer is None and folder is not None and has_tokenizer(folder):
         tokenizer = FolderTokenizer(folder)
@@ -73,7 +73,7 @@ def keeps_documents_apart(config: Any) -> bool:
         tokens = torch.randint(3, 60, (2, sum(lengths)))
         places = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)
         try:
-            model = _made(_small(config), torch.float32).eval()
+            model = _new_model(_small(config), torch.float32).eval()
             alone = [model(input_ids=tensor, use_cache=False)[0] for tensor in torch.split(tokens, lengths, dim=1)]
         except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
             raise ModelError(
@@ -101,7 +101,7 @@ def _small(config: Any) -> Any:
     small.vocab_size = 64
     small.pad_token_id = None
     with torch.device("meta"):
-        size = sum(param.numel() for param in _made(small, torch.float32).parameters())
+        size = sum(param.numel() for param in _new_model(small, torch.float32).parameters())
     if size > _LARGEST_PROBE:
         for name, value in _NARROW.items():
             if isinstance(getattr(small, name, None), int):
@@ -131,7 +131,7 @@ def config_of(path: str) -> Any:
     return config
 
 
-def _made(config: Any, dtype: torch.dtype) -> nn.Module:
+def _new_model(config: Any, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     try:
@@ -147,8 +147,8 @@ def _made(config: Any, dtype: torch.dtype) -> nn.Module:
         ) from None
     # Models that expect to generate text do not look for documents in their positions.
     model.config.use_cache = False
-    made: nn.Module = model
-    return made
+    module: nn.Module = model
+    return module
 
 
 def _check_lengths(path: str, config: Any, sequence: int) -> None:

@@ -95,8 +95,8 @@ class FolderTokenizer:
         if not self.inner.is_fast or _MARK not in (template or str(getattr(self.inner, "chat_template", ""))):
             return None
         how: dict[str, Any] = {"chat_template": template or None, "return_dict": True}
-        made = self.inner.apply_chat_template(list(messages), tokenize=True, return_assistant_tokens_mask=True, **how)
-        return list(made["input_ids"]), [bool(mark) for mark in made["assistant_masks"]]
+        result = self.inner.apply_chat_template(list(messages), tokenize=True, return_assistant_tokens_mask=True, **how)
+        return list(result["input_ids"]), [bool(mark) for mark in result["assistant_masks"]]
 
 
 def tokenizer_named(name: str) -> Tokenizer:

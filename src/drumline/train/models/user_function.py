@@ -63,12 +63,14 @@ def users_code(name: str) -> Iterator[None]:
         raise raised from error
 
 
-def called(function: Callable[..., Any], offered: Mapping[str, Any], arguments: Mapping[str, Any], *, key: str) -> Any:
+def call_with(
+    function: Callable[..., Any], offered: Mapping[str, Any], arguments: Mapping[str, Any], *, key: str
+) -> Any:
     """Call a user's function with its `arguments`, and with those of the `offered` values that it has names for.
 
-    >>> called(lambda width, settings: (width, settings), {"settings": 1, "rank": 0}, {"width": 8}, key="model")
+    >>> call_with(lambda width, settings: (width, settings), {"settings": 1, "rank": 0}, {"width": 8}, key="model")
     (8, 1)
-    >>> called(lambda width: width, {}, {"wide": 8}, key="model")
+    >>> call_with(lambda width: width, {}, {"wide": 8}, key="model")
     Traceback (most recent call last):
     drumline.core.errors.UsageError: the function of model does not take wide; did you mean width?
     """
@@ -77,20 +79,20 @@ def called(function: Callable[..., Any], offered: Mapping[str, Any], arguments: 
         for name in arguments:
             if name not in parameters:
                 raise UsageError(f"the function of {key} does not take {name}", fix=nearest(name, parameters))
-    given = {name: value for name, value in offered.items() if name in parameters} | dict(arguments)
+    offered_values = {name: value for name, value in offered.items() if name in parameters} | dict(arguments)
     for name, param in parameters.items():
         open_ended = param.kind in (param.VAR_KEYWORD, param.VAR_POSITIONAL)
-        if name not in given and param.default is param.empty and not open_ended:
+        if name not in offered_values and param.default is param.empty and not open_ended:
             fix = f"add it to the table [{key}.arguments]"
             raise UsageError(f"the function of {key} needs {name}", expected=f"one of {', '.join(offered)}", fix=fix)
-    return function(**given)
+    return function(**offered_values)
 
 
-def built_by_user(made: Any, *, name: str) -> Built:
+def built_by_user(returned: Any, *, name: str) -> Built:
     """Return what a user's `build_model` made as a Built: a module, (module, loss_fn), or a Built itself."""
-    if isinstance(made, Built):
-        return made
-    model, loss_fn = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if isinstance(returned, Built):
+        return returned
+    model, loss_fn = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if isinstance(model, nn.Module) and (loss_fn is None or callable(loss_fn)):
         if loss_fn is None and any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
             loss_fn = loss_of_logits  # its own would shift targets that are shifted already
@@ -98,6 +100,6 @@ def built_by_user(made: Any, *, name: str) -> Built:
         names = [name for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         return Built(model, loss_fn, inputs=names[0] if names else "tokens", takes=frozenset(names[1:]))
     raise UsageError(
-        f"{name} returned a {type(made).__name__}",
+        f"{name} returned a {type(returned).__name__}",
         expected="an nn.Module, (module, loss_fn), or a drumline.train.models.built.Built",
     )

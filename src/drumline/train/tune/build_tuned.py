@@ -102,14 +102,14 @@ def _names(library: Any, wrapped: Any) -> dict[str, str]:
     theirs = {id(tensor): name for name, tensor in saved.items()}
     ours = {id(tensor): name for name, tensor in reversed(named_tensors(model))}
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
-    found = {ours[at]: name for at, name in theirs.items() if at in ours}
-    if lost := sorted(trained - set(found)):
+    names = {ours[at]: name for at, name in theirs.items() if at in ours}
+    if lost := sorted(trained - set(names)):
         raise ModelError(
             f"PEFT would not save {lost[0]}, which is trained",
             expected="an adapter all of whose tensors are saved",
             fix="leave adapter.settings out",
         )
-    return found
+    return names
 
 
 def _written(config: Any) -> bytes:

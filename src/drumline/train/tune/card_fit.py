@@ -64,17 +64,17 @@ class CardFit:
         return {"card": self.card, "fits": self.fits, **sizes, "next": self.next_change, "remedies": remedies}
 
 
-def card_fit(settings: TrainSettings, found: Forecast, again: Again, device: torch.device) -> CardFit | None:
+def card_fit(settings: TrainSettings, forecast: Forecast, again: Again, device: torch.device) -> CardFit | None:
     """Return whether a run fits on the cards that it names, or on this machine's; None on the host."""
-    given = settings.memory.card
-    card = card_named(given) if given else _card_here(device)
+    text = settings.memory.card
+    card = card_named(text) if text else _card_here(device)
     if card is None:
         return None
     name, size = card
-    fit = CardFit(name, size, size * (1.0 - settings.memory.headroom), tuple(rank.total for rank in found.ranks))
+    fit = CardFit(name, size, size * (1.0 - settings.memory.headroom), tuple(rank.total for rank in forecast.ranks))
     if fit.fits:
         return fit
-    search = _Search(settings, found, again)
+    search = _Search(settings, forecast, again)
     return replace(fit, remedies=tuple(search.remedies(fit)))
 
 
@@ -88,19 +88,19 @@ def _card_here(device: torch.device) -> tuple[str, float] | None:
 class _Search:
     """Looks for what would make a run fit."""
 
-    def __init__(self, settings: TrainSettings, found: Forecast, again: Again) -> None:
-        self.settings, self.found, self.again = settings, found, again
+    def __init__(self, settings: TrainSettings, forecast: Forecast, again: Again) -> None:
+        self.settings, self.forecast, self.again = settings, forecast, again
 
     def remedies(self, fit: CardFit) -> Iterator[Remedy]:
         """Yield all changes that help, alone; and all of them together if no single one is enough."""
         single = list(self._single())
-        told = [Remedy(change, _most(ranks), _most(ranks) <= fit.usable) for change, ranks in single]
-        single = [pair for pair, remedy in zip(single, told, strict=True) if remedy.num_bytes < max(fit.needed)]
-        told = [remedy for remedy in told if remedy.num_bytes < max(fit.needed)]
-        yield from told
-        told += list(self._cards(fit.usable))
-        yield from told[len(single) :]
-        if not any(remedy.fits for remedy in told):
+        remedies = [Remedy(change, _most(ranks), _most(ranks) <= fit.usable) for change, ranks in single]
+        single = [pair for pair, remedy in zip(single, remedies, strict=True) if remedy.num_bytes < max(fit.needed)]
+        remedies = [remedy for remedy in remedies if remedy.num_bytes < max(fit.needed)]
+        yield from remedies
+        remedies += list(self._cards(fit.usable))
+        yield from remedies[len(single) :]
+        if not any(remedy.fits for remedy in remedies):
             changes = self._one_base([change for change, _ in single])
             ranks = self._together({change: ranks for change, ranks in single if change in changes})
             if len(changes) > 1:
@@ -140,7 +140,7 @@ class _Search:
                 sizes = self._sizes(other)
                 ranks = [
                     replace(rank, weights=rank.weights + sum(sizes[name] - now[name] for name in names))
-                    for rank, names in zip(self.found.ranks, self._names(), strict=True)
+                    for rank, names in zip(self.forecast.ranks, self._names(), strict=True)
                 ]
                 yield f"{_BASE}{base}", ranks
 
@@ -150,7 +150,7 @@ class _Search:
 
     def _names(self) -> list[set[str]]:
         """Return the names of every rank's parameters."""
-        program, stages = self.found.program, self.found.stages
+        program, stages = self.forecast.program, self.forecast.stages
         rows = [program.placement.stages_of(rank) for rank in range(program.num_ranks)]
         return [
             {name for stage in row for block in stages[stage] for name, _ in block.named_parameters()} for row in rows
@@ -160,20 +160,20 @@ class _Search:
         """Return what ranks hold with an adapter of a smaller rank; what is trained whole stays."""
         sizes: Mapping[str, int] = {
             name: num_bytes(param)
-            for stage in self.found.stages for block in stage for name, param in block.named_parameters()
+            for stage in self.forecast.stages for block in stage for name, param in block.named_parameters()
             if param.requires_grad and "modules_to_save" not in name
         }  # fmt: skip
         ranks = []
-        for rank, names in zip(self.found.ranks, self._names(), strict=True):
-            own = sum(sizes.get(name, 0) for name in names)
-            part = 1.0 - (1.0 - share) * (own / rank.gradients if rank.gradients else 1.0)
+        for rank, names in zip(self.forecast.ranks, self._names(), strict=True):
+            own_total = sum(sizes.get(name, 0) for name in names)
+            part = 1.0 - (1.0 - share) * (own_total / rank.gradients if rank.gradients else 1.0)
             less = {"gradients": rank.gradients * part, "optimizer": rank.optimizer * part}
-            ranks.append(replace(rank, weights=rank.weights - own * (1.0 - share), **less))
+            ranks.append(replace(rank, weights=rank.weights - own_total * (1.0 - share), **less))
         return ranks
 
     def _together(self, single: Mapping[str, Ranks]) -> Ranks:
         """Return what ranks hold if all is changed at once: of each kind of memory the least."""
-        every = [self.found.ranks, *single.values()]
+        every = [self.forecast.ranks, *single.values()]
         names = ("weights", "gradients", "optimizer", "activations", "received")
         return [
             RankMemory(**{e: min(getattr(r, e) for r in ranks) for e in names}) for ranks in zip(*every, strict=True)

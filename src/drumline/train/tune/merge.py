@@ -41,12 +41,12 @@ _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 def merge_last(settings: TrainSettings) -> Path:
     """Merge the adapter of a run's newest checkpoint, into the folder `merged` of the run; an older one is replaced."""
     run = Path(settings.folder)
-    found = checkpoints(run / "checkpoints")
-    if not found:
+    paths = checkpoints(run / "checkpoints")
+    if not paths:
         raise RunError(f"adapter.merge: {run} has no checkpoint", expected="an adapter that was saved")
     fresh, out = run / ".merged.new", run / "merged"
     shutil.rmtree(fresh, ignore_errors=True)
-    merge(settings, found[0], fresh)
+    merge(settings, paths[0], fresh)
     shutil.rmtree(out, ignore_errors=True)
     return fresh.rename(out)
 
@@ -131,10 +131,10 @@ class _Merging:
         with torch.no_grad():
             layer.merge(safe_merge=True)
         merged: Tensor = getattr(layer.get_base_layer(), key)
-        made = merged.detach().clone()
+        tensor = merged.detach().clone()
         layer.merged_adapters.clear()
         layer.to("meta")
-        return made
+        return tensor
 
     def _layers(self) -> Iterator[tuple[str, tuple[str, Any, str]]]:
         """Yield the layers that have adapters: path, layer and key of every tensor of their base, by its name there."""
@@ -146,9 +146,9 @@ class _Merging:
 
     def _replaced(self) -> Iterator[tuple[str, StoredTensor]]:
         """Yield what was trained whole, by its name in the base."""
-        own = {id(tensor) for _, layer, _ in self.layers.values() for tensor in adapter_tensors(layer)}
+        own_ids = {id(tensor) for _, layer, _ in self.layers.values() for tensor in adapter_tensors(layer)}
         for name, tensor in named_tensors(self.model):
-            if name in self.trained and id(tensor) not in own:
+            if name in self.trained and id(tensor) not in own_ids:
                 yield base_name(name), self.trained[name]
 
 

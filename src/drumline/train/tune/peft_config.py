@@ -32,10 +32,10 @@ def peft() -> Any:
 
 def peft_config(settings: AdapterSettings) -> Any:
     """Return PEFT's configuration of an adapter."""
-    return _saved(settings) if settings.start else _made(settings)
+    return _saved(settings) if settings.start else _new_config(settings)
 
 
-def _made(settings: AdapterSettings) -> Any:
+def _new_config(settings: AdapterSettings) -> Any:
     if settings.method not in _CLASSES:
         expected = ", ".join(METHODS)
         raise UsageError(f"adapter.method is {settings.method!r:.60}", expected=expected)
@@ -52,21 +52,21 @@ def _made(settings: AdapterSettings) -> Any:
 
 def _arguments(settings: AdapterSettings) -> dict[str, Any]:
     """Return what our own settings say, as PEFT calls it."""
-    found: dict[str, Any] = {"modules_to_save": list(settings.modules_to_save) or None}
+    arguments: dict[str, Any] = {"modules_to_save": list(settings.modules_to_save) or None}
     if settings.excluded:
-        found["exclude_modules"] = list(settings.excluded)
+        arguments["exclude_modules"] = list(settings.excluded)
     targets = list(settings.targets)
     if len(targets) == 1 and _REGULAR & set(targets[0]):
-        found["target_modules"] = targets[0]
+        arguments["target_modules"] = targets[0]
     elif targets or settings.method != "ia3":
-        found["target_modules"] = targets or _ALL
+        arguments["target_modules"] = targets or _ALL
     if settings.method == "ia3":
-        return found
+        return arguments
     alpha = 2 * settings.rank if settings.alpha is None else settings.alpha
     if settings.method == "lora":
         kinds = {"bias": settings.bias, "use_rslora": settings.rslora, "use_dora": settings.dora}
-        return {"r": settings.rank, "lora_alpha": alpha, "lora_dropout": settings.dropout, **kinds, **found}
-    return {"r": settings.rank, "alpha": alpha, "module_dropout": settings.dropout, **found}
+        return {"r": settings.rank, "lora_alpha": alpha, "lora_dropout": settings.dropout, **kinds, **arguments}
+    return {"r": settings.rank, "alpha": alpha, "module_dropout": settings.dropout, **arguments}
 
 
 def _further(settings: AdapterSettings, kind: Any) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class LossComparison:
     @property
     def has_same_calls(self) -> bool:
         """Whether it makes the same calls whatever the number of rows is."""
-        return all(part.seen.is_again for part in self.parts)
+        return all(part.call.is_again for part in self.parts)
 
     @property
     def tells_apart(self) -> bool:
@@ -164,8 +164,8 @@ def compare(
     With `linked`, rows keep their graph, for a loss that takes gradients of its outputs.
 
     >>> from torch.nn.functional import mse_loss
-    >>> found = compare(mse_loss, torch.randn(5, 2), torch.ones(5, 2), 5, torch.device("cpu"))
-    >>> found.fits(found.shares(None), [0.2, 0.8]), found.fits(found.shares(None), [1, 1]), found.sizes
+    >>> outcome = compare(mse_loss, torch.randn(5, 2), torch.ones(5, 2), 5, torch.device("cpu"))
+    >>> outcome.fits(outcome.shares(None), [0.2, 0.8]), outcome.fits(outcome.shares(None), [1, 1]), outcome.sizes
     (True, False, [1, 4])
     """
     trained = [tensor.requires_grad for tensor in pack(output)[0]]
@@ -228,7 +228,7 @@ def _compared(
         sides.append(side)
     places = tuple(place for place, wants in zip(chosen.outputs, wanted, strict=True) if wants)
     near = _near([tensor.dtype for tensor, wants in zip(tensors, wanted, strict=True) if wants], draws.device)
-    near_value = max(near, _near([sides[0].seen.loss.dtype], draws.device))
+    near_value = max(near, _near([sides[0].call.loss.dtype], draws.device))
     return LossComparison(chosen, bounds, sides[0], tuple(sides[1:]), near, near_value, places, draws)
 
 

@@ -48,9 +48,9 @@ def lengths_of(loss_fn: Callable[..., Any], output: Any, target: Any, device: to
     wanted = [tensor.is_floating_point() for tensor in pack(output)[0]]
     sides = []
     for each in (length, short):
-        given = _shortened(output, outputs, each), _shortened(target, targets, each)
+        arguments = _shortened(output, outputs, each), _shortened(target, targets, each)
         with undisturbed(loss=loss_fn):
-            side = side_of(loss_fn, *given, wanted, LossDraws(device, everywhere=True).of(0, 1, 1))
+            side = side_of(loss_fn, *arguments, wanted, LossDraws(device, everywhere=True).of(0, 1, 1))
         if side is None:
             return None
         sides.append(side)
@@ -59,14 +59,16 @@ def lengths_of(loss_fn: Callable[..., Any], output: Any, target: Any, device: to
         return None
     dims = [dim for dim, wants in zip(outputs, wanted, strict=True) if wants]
     ratio = length / short
-    terms = [_told(term, other, dims, short, ratio) for term, other in zip(full.terms, part.terms, strict=True)]
+    terms = [
+        _kind_of_share(term, other, dims, short, ratio) for term, other in zip(full.terms, part.terms, strict=True)
+    ]
     rests = [half.rest if half.terms else half.whole for half in (full, part)]
-    return ByLength(terms, _told(rests[0], rests[1], dims, short, ratio), _changed(full, part))
+    return ByLength(terms, _kind_of_share(rests[0], rests[1], dims, short, ratio), _changed(full, part))
 
 
 def _changed(full: Side, part: Side) -> frozenset[int]:
     """Return which tallies count something else in a part."""
-    each = [counted_in(side.seen, tallies_of(side.seen, side.known)) for side in (full, part)]
+    each = [counted_in(side.call, tallies_of(side.call, side.known)) for side in (full, part)]
     pairs = enumerate(zip(*each, strict=False))
     return frozenset(at for at, (pair, other) in pairs if abs(pair - other) > _NEAR * abs(pair))
 
@@ -74,8 +76,8 @@ def _changed(full: Side, part: Side) -> frozenset[int]:
 def alike(output: Any, microbatch: int, targets: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Return a microbatch's output and all targets, cut to the length of the shortest target, if that can be done.
 
-    >>> made, cut = alike(torch.ones(2, 5, 3), 0, [torch.ones(2, 5), torch.ones(1, 4)])
-    >>> made.shape, [tuple(value.shape) for value in cut]
+    >>> shortened, cut = alike(torch.ones(2, 5, 3), 0, [torch.ones(2, 5), torch.ones(1, 4)])
+    >>> shortened.shape, [tuple(value.shape) for value in cut]
     (torch.Size([2, 4, 3]), [(2, 4), (1, 4)])
     """
     lengths = [next((tensor.shape[1] for tensor in pack(target)[0] if tensor.dim() > 1), 0) for target in targets]
@@ -90,21 +92,21 @@ def alike(output: Any, microbatch: int, targets: Sequence[Any]) -> tuple[Any, li
     return _shortened(output, dims, short), cut
 
 
-def _told(full: LossShare, part: LossShare, dims: Sequence[int | None], short: int, ratio: float) -> str:
+def _kind_of_share(full: LossShare, part: LossShare, dims: Sequence[int | None], short: int, ratio: float) -> str:
     products = squares = others = 0.0
     for tensor, other, dim in zip(full.gradient, part.gradient, dims, strict=True):
         if tensor is None or other is None:
             continue
-        kept = (tensor if dim is None else tensor.narrow(dim, 0, short)).double()
-        products += float((kept * other.double()).sum())
-        squares += float(kept.square().sum())
+        kept_tensor = (tensor if dim is None else tensor.narrow(dim, 0, short)).double()
+        products += float((kept_tensor * other.double()).sum())
+        squares += float(kept_tensor.square().sum())
         others += float(other.double().square().sum())
     if not squares and not others:
         return NOTHING
     if not squares or not others or products < (1 - _NEAR) * (squares * others) ** 0.5:
         return ""
-    found = products / squares
-    return ROWS if abs(found - 1) < _NEAR else SIZE if abs(found / ratio - 1) < _NEAR else ""
+    ratio_found = products / squares
+    return ROWS if abs(ratio_found - 1) < _NEAR else SIZE if abs(ratio_found / ratio - 1) < _NEAR else ""
 
 
 def _dim(tensor: Tensor, length: int) -> int | None:

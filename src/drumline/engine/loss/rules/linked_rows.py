@@ -56,6 +56,6 @@ class LinkedRows(TorchFunctionMode):
         outputs, inputs = args[:2]
         wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         whole = [self._whole.get(id(tensor), (tensor, None)) for tensor in wanted]
-        found = func(outputs, [row for row, _ in whole], *args[2:], **{**named, "retain_graph": True})
-        pairs = zip(found, whole, strict=True)
+        tensors = func(outputs, [row for row, _ in whole], *args[2:], **{**named, "retain_graph": True})
+        pairs = zip(tensors, whole, strict=True)
         return tuple(None if tensor is None else self.rows_of(tensor, place) for tensor, (_, place) in pairs)

@@ -38,8 +38,8 @@ class LossDraws:
         self._torch = Randomness(turn, device)
         self._states = self._torch.states()
         self._host = HostChance()
-        self._own: dict[torch.Generator, Tensor] = {}  # generators of the loss, as they were
-        self._made: list[tuple[Any, tuple[Tensor, ...]]] = []  # what was called, and what was drawn
+        self._own_states: dict[torch.Generator, Tensor] = {}  # generators of the loss, as they were
+        self._draws: list[tuple[Any, tuple[Tensor, ...]]] = []  # what was called, and what was drawn
         self.unequal: list[str] = []  # draws that could not be made equal
         self._is_noted = False  # whether all rows have drawn
         self.host = False  # whether Python's or numpy's generators were used
@@ -53,7 +53,7 @@ class LossDraws:
         It yields the mode in which calls must run that may draw; None if all of them do, or all rows drew nothing.
         """
         is_whole = (first, end) == (0, rows) and not self._is_noted
-        if not is_whole and not self._made and not self.host:
+        if not is_whole and not self._draws and not self.host:
             yield None
             return
         self._is_noted = True
@@ -64,10 +64,10 @@ class LossDraws:
             with mode if self.everywhere else nullcontext():
                 yield None if self.everywhere else mode
         finally:
-            self.is_missed = is_whole and not self.everywhere and not self._made and not self._turn
+            self.is_missed = is_whole and not self.everywhere and not self._draws and not self._turn
             self.is_missed = self.is_missed and self._torch.has_moved(self._states)  # unless they were seeded
             self._torch.go_on(self._states)
-            for generator, state in self._own.items():
+            for generator, state in self._own_states.items():
                 generator.set_state(state)
             if self._host.has_moved():
                 self.host = True
@@ -75,17 +75,17 @@ class LossDraws:
 
     def keep(self, generator: Any) -> None:
         """Remember a generator of the loss as it is before it is first used."""
-        if isinstance(generator, torch.Generator) and generator not in self._own:
-            self._own[generator] = generator.get_state()
+        if isinstance(generator, torch.Generator) and generator not in self._own_states:
+            self._own_states[generator] = generator.get_state()
 
-    def note(self, func: tuple[Any, Any], made: tuple[Tensor, ...]) -> None:
+    def note(self, func: tuple[Any, Any], draws: tuple[Tensor, ...]) -> None:
         """Keep what was drawn for all rows."""
-        self._made.append((func, tuple(tensor.detach().clone() for tensor in made)))
+        self._draws.append((func, tuple(tensor.detach().clone() for tensor in draws)))
 
-    def fill(self, at: int, func: tuple[Any, Any], made: tuple[Tensor, ...], first: int, end: int, rows: int) -> None:
+    def fill(self, at: int, func: tuple[Any, Any], draws: tuple[Tensor, ...], first: int, end: int, rows: int) -> None:
         """Overwrite what was drawn for some rows with what they got among all."""
-        known, whole = self._made[at] if at < len(self._made) else (None, ())
-        pairs = list(zip(whole, made, strict=False))
+        known, whole = self._draws[at] if at < len(self._draws) else (None, ())
+        pairs = list(zip(whole, draws, strict=False))
         parts = [_rows_of(tensor, other, first, end, rows) for tensor, other in pairs]
         if known != func or any(tensor is None for tensor in parts):
             name = func[0]._opname.rstrip("_")
@@ -113,15 +113,17 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **named)
         self.draws.keep(named.get("generator"))
-        made = func(*args, **named)
-        tensors = tuple(value for value in (made if isinstance(made, tuple) else (made,)) if isinstance(value, Tensor))
-        called = func, _range_of(func, args)
+        entries = func(*args, **named)
+        tensors = tuple(
+            value for value in (entries if isinstance(entries, tuple) else (entries,)) if isinstance(value, Tensor)
+        )
+        call = func, _range_of(func, args)
         if self.rows is None:
-            self.draws.note(called, tensors)
+            self.draws.note(call, tensors)
         else:
-            self.draws.fill(self.number, called, tensors, *self.rows)
+            self.draws.fill(self.number, call, tensors, *self.rows)
         self.number += 1
-        return made
+        return entries
 
 
 def _range_of(func: Any, args: tuple[Any, ...]) -> Any:

@@ -105,15 +105,15 @@ def stirred(output: Any, rows: int) -> Any:
             [3., 1., 2.]])
     """
     tensors, form = pack(output)
-    made = []
+    new_tensors = []
     for tensor, place in zip(tensors, _places(tensors, rows, 0), strict=True):
         if place is None or tensor.dim() < 2 or place[0] == tensor.dim() - 1 or not tensor.is_floating_point():
-            made.append(tensor.detach())
+            new_tensors.append(tensor.detach())
             continue
         dim, inside = place
         each = torch.split(tensor.detach(), inside, dim)
-        made.append(torch.cat([part.roll(at, -1) for at, part in enumerate(each)], dim))
-    return unpack(made, form)
+        new_tensors.append(torch.cat([part.roll(at, -1) for at, part in enumerate(each)], dim))
+    return unpack(new_tensors, form)
 
 
 def with_all(output: Any, rows: int, targets: Sequence[Any], each: Sequence[int]) -> tuple[Any, Any, int] | None:
@@ -125,15 +125,15 @@ def with_all(output: Any, rows: int, targets: Sequence[Any], each: Sequence[int]
     of_each = sum(row.nbytes for row in pack(output)[0]) // rows
     most = min(max(AFFORDABLE // max(of_each, 1), 2), sum(each))
     index = torch.tensor([at * sum(each) // most for at in range(most)])
-    made = []
+    tensors = []
     try:
         for column in zip(*(tensors for tensors, _ in packed), strict=True):
             has_rows = [row.dim() > 0 and row.shape[0] == num for row, num in zip(column, each, strict=True)]
             joint = torch.cat(list(column)) if all(has_rows) else column[0]
-            made.append(joint.index_select(0, index.to(joint.device)) if all(has_rows) else joint)
+            tensors.append(joint.index_select(0, index.to(joint.device)) if all(has_rows) else joint)
     except (RuntimeError, ValueError):
         return None
-    return resized(output, rows, most), unpack(made, packed[0][1]), most
+    return resized(output, rows, most), unpack(tensors, packed[0][1]), most
 
 
 def _places_in(output: Any, target: Any, rows: int, attempt: int) -> tuple[Places, Places]:
@@ -142,15 +142,15 @@ def _places_in(output: Any, target: Any, rows: int, attempt: int) -> tuple[Place
 
 
 def _places(tensors: Sequence[Tensor], rows: int, attempt: int) -> Places:
-    found: list[tuple[int, int] | None] = []
+    places: list[tuple[int, int] | None] = []
     for tensor in tensors:
         likely = [(at, 1) for at, size in enumerate(tensor.shape) if size == rows]
         if tensor.dim() and tensor.shape[0] == rows:
             likely = [(0, 1)]
         elif tensor.dim() and tensor.shape[0] and tensor.shape[0] % rows == 0:
             likely.append((0, tensor.shape[0] // rows))
-        found.append(likely[min(attempt, len(likely) - 1)] if likely else None)
-    return tuple(found)
+        places.append(likely[min(attempt, len(likely) - 1)] if likely else None)
+    return tuple(places)
 
 
 def num_attempts(output: Any, rows: int) -> int:
@@ -161,10 +161,10 @@ def num_attempts(output: Any, rows: int) -> int:
 
 def _picked(value: Any, places: Places, index: Sequence[int], factors: Sequence[float] = ()) -> Any:
     tensors, form = pack(value)
-    made = []
+    new_tensors = []
     for tensor, place in zip(tensors, places, strict=True):
         if place is None:
-            made.append(tensor.detach())
+            new_tensors.append(tensor.detach())
             continue
         dim, inside = place
         at = [row * inside + each for row in index for each in range(inside)]
@@ -173,8 +173,8 @@ def _picked(value: Any, places: Places, index: Sequence[int], factors: Sequence[
             each = torch.tensor([factor for factor in factors for _ in range(inside)], dtype=tensor.dtype)
             shape = [-1 if at == dim else 1 for at in range(tensor.dim())]
             rows = rows * each.to(tensor.device).view(shape)
-        made.append(rows)
-    return unpack(made, form)
+        new_tensors.append(rows)
+    return unpack(new_tensors, form)
 
 
 def _in_full(tensor: Tensor) -> Tensor:
@@ -183,8 +183,8 @@ def _in_full(tensor: Tensor) -> Tensor:
 
 def _taken(value: Any, places: Places, first: int, end: int) -> Any:
     tensors, form = pack(value)
-    made = []
+    new_tensors = []
     for tensor, place in zip(tensors, places, strict=True):
         rows = tensor if place is None else tensor.narrow(place[0], first * place[1], (end - first) * place[1])
-        made.append(rows.detach())
-    return unpack(made, form)
+        new_tensors.append(rows.detach())
+    return unpack(new_tensors, form)

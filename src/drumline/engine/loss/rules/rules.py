@@ -112,7 +112,7 @@ def found_in(comparison: LossComparison) -> FittingRules:
     terms = own_terms(whole.walk) if comparison.tells_apart else []
     row = universe(len(tallies))
     if terms:
-        parts, trusted = [], not (hidden or whole.picks or shapes_by_values(whole.seen))
+        parts, trusted = [], not (hidden or whole.picks or shapes_by_values(whole.call))
         for at, term in enumerate(terms):
             first = _said(term, tallies)
             selects = _selects(whole.walk, term)
@@ -126,15 +126,15 @@ def found_in(comparison: LossComparison) -> FittingRules:
         rest = comparison.shares(None, rest=True)
         is_constant = comparison.is_constant(rest)
         has_rest = any(abs(each.value) > 10 * comparison.near * max(comparison.whole.size, 1e-30) for each in rest)
-        found = FittingRules(
+        rules = FittingRules(
             tuple(parts),
             None if is_constant else _fitting(comparison, rest, row, counts),
             has_rest,
             trusted and is_constant,
             len(tallies),
         )
-        if found.fits:
-            return found
+        if rules.fits:
+            return rules
     return FittingRules((), _fitting(comparison, comparison.shares(None), row, counts), True, False, len(tallies))
 
 
@@ -162,23 +162,23 @@ def _fitting(
     if all(share.is_zero for share in shares):  # sums of nothing tell no rule
         return tuple(dict.fromkeys(order))
     rows = [float(size) for size in comparison.sizes]
-    found = []
+    rules = []
     for rule in dict.fromkeys(order):
         each = [] if rule.tally is None else counts[rule.tally]
         if rule.tally is not None and sum(each) <= 0:
             continue
         if comparison.fits(shares, rule.shares(each, rows, sum(each), sum(rows))):
-            found.append(rule)
-    return tuple(found)
+            rules.append(rule)
+    return tuple(rules)
 
 
 def _tallied(comparison: LossComparison) -> tuple[list[Tally], list[list[float]]]:
     """Return what is counted of all rows, and how much of it in each part; only what adds up."""
     sides: list[Side] = [comparison.whole, *comparison.parts]
-    each = [tallies_of(side.seen, side.known) for side in sides]
+    each = [tallies_of(side.call, side.known) for side in sides]
     if len({len(row) for row in each}) > 1:
         return [], []
-    counts = [counted_in(side.seen, tallies) for side, tallies in zip(sides, each, strict=True)]
+    counts = [counted_in(side.call, tallies) for side, tallies in zip(sides, each, strict=True)]
     columns = []
     for whole, *parts in zip(*counts, strict=True):
         adds_up = abs(whole - sum(parts)) <= _SAME * abs(whole) and min(parts) >= 0

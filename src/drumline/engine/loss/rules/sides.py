@@ -60,8 +60,8 @@ class LossShare:
 
 def norm_of(tensor: Tensor) -> float:
     """Return the norm of a tensor; of float32 it may be off by 1e-4."""
-    found = float(torch.linalg.vector_norm(tensor.detach()))
-    return found if math.isfinite(found) else float(torch.linalg.vector_norm(tensor.detach().double()))
+    norm = float(torch.linalg.vector_norm(tensor.detach()))
+    return norm if math.isfinite(norm) else float(torch.linalg.vector_norm(tensor.detach().double()))
 
 
 def products(tensor: Tensor, other: Tensor) -> tuple[float, float, float]:
@@ -74,8 +74,8 @@ def products(tensor: Tensor, other: Tensor) -> tuple[float, float, float]:
     total = [0.0, 0.0, 0.0]
     for at in range(0, flat[0].numel(), _AT_ONCE):  # with little memory
         a, b = (each[at : at + _AT_ONCE].double() for each in flat)
-        found = torch.stack([a @ a, a @ b, b @ b]).tolist()
-        total = [before + each for before, each in zip(total, found, strict=True)]
+        sums = torch.stack([a @ a, a @ b, b @ b]).tolist()
+        total = [before + each for before, each in zip(total, sums, strict=True)]
     return total[0], total[1], total[2]
 
 
@@ -92,7 +92,7 @@ class Side:
     terms: tuple[LossShare, ...]
     rest: LossShare
     walk: Walk
-    seen: LossCall
+    call: LossCall
     size: float  # about how large the numbers are that it adds up
     is_told: bool  # whether the gradient of all of it is that of its parts
 
@@ -104,17 +104,17 @@ class Side:
     @cached_property
     def known(self) -> KnownValues:
         """What comes from the targets alone."""
-        return KnownValues.of(self.seen.graph, self.seen.targets)
+        return KnownValues.of(self.call.graph, self.call.targets)
 
     @cached_property
     def reads(self) -> tuple[str, ...]:
         """How it reads its targets on the host."""
-        return tuple(reads_targets(self.seen, self.known))
+        return tuple(reads_targets(self.call, self.known))
 
     @cached_property
     def picks(self) -> tuple[str, ...]:
         """The calls by which it picks what counts by its outputs."""
-        return tuple(picks_by_outputs(self.seen, self.known))
+        return tuple(picks_by_outputs(self.call, self.known))
 
     @cached_property
     def is_clear(self) -> bool:
@@ -124,8 +124,8 @@ class Side:
 
 def own_terms(walk: Walk) -> list[Term]:
     """Return the parts of a loss, each once; none if they are too many to be told apart."""
-    found = {term.call: term for term in walk.terms}
-    return list(found.values()) if len(found) <= _MOST_TERMS else []
+    terms = {term.call: term for term in walk.terms}
+    return list(terms.values()) if len(terms) <= _MOST_TERMS else []
 
 
 def side_of(
@@ -184,17 +184,17 @@ def _run(
     keep: bool = False,
 ) -> Side | None:
     with drawing or nullcontext() as mode:
-        graph = None if like is None else like.seen.graph
-        seen = watched(loss_fn, output, mapped(target, Tensor.clone), graph, mode)
-    if not isinstance(seen.loss, Tensor) or seen.loss.dim() or not seen.loss.is_floating_point():
+        graph = None if like is None else like.call.graph
+        call = watched(loss_fn, output, mapped(target, Tensor.clone), graph, mode)
+    if not isinstance(call.loss, Tensor) or call.loss.dim() or not call.loss.is_floating_point():
         return None
-    if like is not None and seen.is_again:
-        return _taken_apart(seen, like.walk, leaves, cut, keep=keep, is_told=like.is_told)
-    return _taken_apart(seen, Walk(seen.graph, seen.graph.outputs[0], seen.targets), leaves, cut, keep=keep)
+    if like is not None and call.is_again:
+        return _taken_apart(call, like.walk, leaves, cut, keep=keep, is_told=like.is_told)
+    return _taken_apart(call, Walk(call.graph, call.graph.outputs[0], call.targets), leaves, cut, keep=keep)
 
 
 def _taken_apart(
-    seen: LossCall,
+    call: LossCall,
     walk: Walk,
     leaves: Sequence[Tensor],
     cut: Callable[[Gradient], Gradient],
@@ -202,16 +202,16 @@ def _taken_apart(
     keep: bool,
     is_told: bool = False,
 ) -> Side:
-    loss = seen.loss
+    loss = call.loss
     value = float(loss.detach())
     nothing: Gradient = (None,) * len(leaves)
-    own = own_terms(walk)
+    own_parts = own_terms(walk)
     if not loss.requires_grad:
         share = LossShare(value, nothing)
-        return Side(share, (LossShare(0.0, nothing),) * len(own), share, walk, seen, abs(value), is_told=False)
+        return Side(share, (LossShare(0.0, nothing),) * len(own_parts), share, walk, call, abs(value), is_told=False)
     end, row = [get_gradient_edge(loss)], [torch.ones_like(loss)]
-    made = [seen.graph.calls[term.call].makes for term in own]
-    places = [seen.scalars.get(each[0][1]) if each else None for each in made]
+    makes = [call.graph.calls[term.call].makes for term in own_parts]
+    places = [call.scalars.get(each[0][1]) if each else None for each in makes]
     edges = [place[0] for place in places if place is not None]
     factors = iter(gradients_at(edges, end, row, keep=True) if edges else ())
     terms = []
@@ -233,15 +233,15 @@ def _taken_apart(
     size = sum(norm_of(tensor) * norm_of(leaf) for tensor, leaf in pairs if tensor is not None)
     rest = LossShare(value - sum(each.value for each in terms), left)
     is_told = len(edges) == len(places) and not walk.others and rest.norm <= _NEGLIGIBLE * total.norm
-    return Side(total, tuple(terms), rest, walk, seen, (size if math.isfinite(size) else 0.0) + abs(value), is_told)
+    return Side(total, tuple(terms), rest, walk, call, (size if math.isfinite(size) else 0.0) + abs(value), is_told)
 
 
 def _less(whole: Gradient, parts: Sequence[Gradient], sign: int = 1) -> Gradient:
     """Return what is left of a gradient without those of parts; with the sign -1, these are added."""
-    found = []
+    tensors = []
     for at, tensor in enumerate(whole):
         for other in (part[at] for part in parts):
             if other is not None:
                 tensor = (other if sign < 0 else -other) if tensor is None else tensor - other * sign
-        found.append(tensor)
-    return tuple(found)
+        tensors.append(tensor)
+    return tuple(tensors)

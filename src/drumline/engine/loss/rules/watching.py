@@ -60,8 +60,8 @@ def watched(
     numbers run inside of `drawing`.
 
     >>> from torch.nn.functional import mse_loss
-    >>> seen = watched(mse_loss, torch.zeros(2), torch.ones(2))
-    >>> seen.loss, [call.function.__name__ for call in seen.graph.calls], seen.graph.outputs
+    >>> call = watched(mse_loss, torch.zeros(2), torch.ones(2))
+    >>> call.loss, [call.function.__name__ for call in call.graph.calls], call.graph.outputs
     (tensor(1.), ['mse_loss'], (2,))
     """
     watch = _CallWatch(like, drawing)
@@ -74,10 +74,10 @@ def watched(
     if isinstance(loss, Tensor):
         watch.graph.outputs = (watch.number(loss),)
     count = len({id(value) for value in outputs})
-    made = watch.graph
-    is_again = like is not None and (made.inputs, made.outputs) == (like.inputs, like.outputs)
-    is_again = is_again and list(map(id, made.calls)) == list(map(id, watch.like))
-    return LossCall(loss, made, count, watch.kept, watch.scalars, watch.reads, is_again)
+    graph = watch.graph
+    is_again = like is not None and (graph.inputs, graph.outputs) == (like.inputs, like.outputs)
+    is_again = is_again and list(map(id, graph.calls)) == list(map(id, watch.like))
+    return LossCall(loss, graph, count, watch.tensors, watch.scalars, watch.reads, is_again)
 
 
 class _CallWatch(TorchFunctionMode):
@@ -87,7 +87,7 @@ class _CallWatch(TorchFunctionMode):
         self.graph = CallGraph()
         self.like = [] if like is None else like.calls
         self.numbers: dict[int, int] = {}
-        self.kept: list[Tensor] = []  # by number, and kept alive, so that no id is reused
+        self.tensors: list[Tensor] = []  # by number, and kept alive, so that no id is reused
         self.scalars: dict[int, tuple[GradientEdge, Tensor]] = {}
         self.reads: list[tuple[str, int]] = []
 
@@ -95,37 +95,37 @@ class _CallWatch(TorchFunctionMode):
         number = len(self.graph.values)
         self.graph.values.append(Value(tensor.nbytes, number, constant=constant))
         self.numbers[id(tensor)] = number
-        self.kept.append(tensor)
+        self.tensors.append(tensor)
         return number
 
     def number(self, tensor: Tensor) -> int:
         """Return the value of a tensor; one that existed before is a constant."""
-        found = self.numbers.get(id(tensor))
-        return self.new(tensor, constant=tensor) if found is None else found
+        number = self.numbers.get(id(tensor))
+        return self.new(tensor, constant=tensor) if number is None else number
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
-        given = tensors_in((args, named))
-        versions = [tensor._version for tensor in given]
+        tensors = tensors_in((args, named))
+        versions = [tensor._version for tensor in tensors]
         if self.drawing is not None and ("generator" in named or may_draw(func)):
             with self.drawing:
-                made = func(*args, **named)
+                result = func(*args, **named)
         else:
-            made = func(*args, **named)
+            result = func(*args, **named)
         with torch._C.DisableTorchFunction():
             name = getattr(func, "__name__", "")
             if name in _READS:
-                self.reads += [(name, self.number(tensor)) for tensor in given]
-            changed = [tensor for tensor, before in zip(given, versions, strict=True) if tensor._version != before]
-            fresh = [(path, tensor) for path, tensor in found_in(made) if id(tensor) not in self.numbers]
+                self.reads += [(name, self.number(tensor)) for tensor in tensors]
+            changed = [tensor for tensor, before in zip(tensors, versions, strict=True) if tensor._version != before]
+            fresh = [(path, tensor) for path, tensor in found_in(result) if id(tensor) not in self.numbers]
             if changed or fresh:
-                self._note(func, (args, named), given, changed, fresh)
-        return made
+                self._note(func, (args, named), tensors, changed, fresh)
+        return result
 
-    def _note(self, func: Any, arguments: Any, given: list[Tensor], changed: list[Tensor], fresh: Any) -> None:
-        takes = tuple(dict.fromkeys(self.number(tensor) for tensor in given))
+    def _note(self, func: Any, arguments: Any, given_tensors: list[Tensor], changed: list[Tensor], fresh: Any) -> None:
+        takes = tuple(dict.fromkeys(self.number(tensor) for tensor in given_tensors))
         makes = tuple((path, self.new(tensor)) for path, tensor in fresh if id(tensor) not in self.numbers)
         changes = tuple(self.numbers[id(tensor)] for tensor in changed)
         at = len(self.graph.calls)
@@ -135,7 +135,7 @@ class _CallWatch(TorchFunctionMode):
             same = Call(func, "", form, tuple(self.number(tensor) for tensor in tensors), makes, changes)
         self.graph.calls.append(same)
         for _, number in makes:
-            tensor = self.kept[number]
+            tensor = self.tensors[number]
             if tensor.requires_grad and tensor.numel() == 1:
                 self.scalars[number] = get_gradient_edge(tensor), tensor.detach().clone()
 
@@ -150,53 +150,55 @@ class KnownValues:
     @staticmethod
     def of(graph: CallGraph, inputs: Collection[int]) -> KnownValues:
         """Follow what plain functions make of the targets."""
-        found, changes = set(inputs), dict[int, tuple[int, ...]]()
+        known, changes = set(inputs), dict[int, tuple[int, ...]]()
         for at, call in enumerate(graph.calls):
-            fits = not may_draw(call.function) and all(n in found or not graph.is_carried(n) for n in call.takes)
+            fits = not may_draw(call.function) and all(n in known or not graph.is_carried(n) for n in call.takes)
             if fits:
-                found.update(number for _, number in call.makes)
+                known.update(number for _, number in call.makes)
                 for change in call.changes:
                     changes[change] = (*changes.get(change, ()), at)
             else:
-                found.difference_update(call.changes)
-        return KnownValues(frozenset(found), changes)
+                known.difference_update(call.changes)
+        return KnownValues(frozenset(known), changes)
 
 
-def reads_targets(seen: LossCall, known: KnownValues) -> list[str]:
+def reads_targets(call: LossCall, known: KnownValues) -> list[str]:
     """Return how the function reads numbers of its targets on the host, where nobody can follow them.
 
     A loss that is read, to be logged, is none of the targets. What a function decides by its outputs is.
     """
-    found = [
+    names = [
         name
-        for name, value in seen.reads
+        for name, value in call.reads
         if value in known.values or name in ("__bool__", "__contains__", "equal", "is_nonzero")
-        or (seen.tensors[value].numel() > 1 and seen.graph.is_carried(value))
+        or (call.tensors[value].numel() > 1 and call.graph.is_carried(value))
     ]  # fmt: skip
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(names))
 
 
-def picks_by_outputs(seen: LossCall, known: KnownValues) -> list[str]:
+def picks_by_outputs(seen_call: LossCall, known: KnownValues) -> list[str]:
     """Return the calls that choose what counts by the model's outputs."""
-    found = []
-    for call in seen.graph.calls:
+    names = []
+    for call in seen_call.graph.calls:
         name = getattr(call.function, "__name__", "")
-        unknown = [number for number in call.takes if number not in known.values and seen.graph.is_carried(number)]
+        unknown = [number for number in call.takes if number not in known.values and seen_call.graph.is_carried(number)]
         if name in _CHOOSES:
             unknown = [number for number in unknown if number in call.takes[1:]]
-        elif name not in _SORTS or (call.takes and seen.tensors[call.takes[0]].dim() != 1):  # inside of rows
+        elif name not in _SORTS or (call.takes and seen_call.tensors[call.takes[0]].dim() != 1):  # inside of rows
             continue
         if unknown:
-            found.append(name)
-    return list(dict.fromkeys(found))
+            names.append(name)
+    return list(dict.fromkeys(names))
 
 
-def shapes_by_values(seen: LossCall) -> list[str]:
+def shapes_by_values(seen_call: LossCall) -> list[str]:
     """Return the calls whose results have shapes that depend on values, by which a function may decide what it does."""
-    found = []
-    for call in seen.graph.calls:
+    names = []
+    for call in seen_call.graph.calls:
         name = getattr(call.function, "__name__", "")
-        masks = name == "__getitem__" and any(seen.tensors[number].dtype is torch.bool for number in call.takes[1:])
+        masks = name == "__getitem__" and any(
+            seen_call.tensors[number].dtype is torch.bool for number in call.takes[1:]
+        )
         if masks or name in _SHAPES:
-            found.append(name)
-    return list(dict.fromkeys(found))
+            names.append(name)
+    return list(dict.fromkeys(names))

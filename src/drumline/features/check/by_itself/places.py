@@ -26,9 +26,9 @@ class Places:
         pieces = [block.module for block in listed if isinstance(block.module, Piece)]
         if not pieces:
             return Places(tuple(dict.fromkeys(block.name for block in listed)), ())
-        called = dict.fromkeys(name for piece in pieces for name in piece.callees)
+        callees = dict.fromkeys(name for piece in pieces for name in piece.callees)
         lent = dict.fromkeys(name for piece in pieces for name in piece.homes)
-        return Places(tuple(called), tuple(lent))
+        return Places(tuple(callees), tuple(lent))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Home:
 
     modules: Mapping[str, nn.Module]
     between: Mapping[str, Tensor]
-    own: frozenset[int]  # ids of all tensors of these
+    tensor_ids: frozenset[int]  # ids of all tensors of these
 
     @staticmethod
     def of(blocks: Iterable[Block]) -> Home:
@@ -48,5 +48,5 @@ class Home:
         tables = {name: (*home._parameters.items(), *home._buffers.items()) for name, home in homes.items()}
         between = {name: dict(each)[name.rpartition(".")[2]] for name, each in tables.items()}
         tensors = [each for piece in pieces for each in (*piece.parameters(), *piece.buffers())]
-        kept = {name: tensor for name, tensor in between.items() if tensor is not None}
-        return Home(modules, kept, frozenset(map(id, tensors)))
+        kept_tensors = {name: tensor for name, tensor in between.items() if tensor is not None}
+        return Home(modules, kept_tensors, frozenset(map(id, tensors)))

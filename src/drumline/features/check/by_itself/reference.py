@@ -61,8 +61,8 @@ class Reference:
         if self.whole is not None and isinstance(self.whole.model, nn.Module):
             return self.whole
         model = self._users()
-        found = self._husk if model is None else model
-        return None if found is None else Plain(found, self.names)
+        module = self._husk if model is None else model
+        return None if module is None else Plain(module, self.names)
 
     def fits(self, device: torch.device) -> bool:
         """Whether all of the model has values here, and a device has room for what is not there yet."""
@@ -88,9 +88,11 @@ def _husk(model: nn.Module, home: Home) -> nn.Module | None:
     for _, tensor in named_tensors(model):
         if id(tensor) in memo:
             continue
-        memo[id(tensor)] = made = tensor if id(tensor) in home.own else stand_in(tensor, torch.device("cpu"))
-        if made is not tensor and is_packed(tensor):
-            memo |= copied_states(tensor, made)
+        memo[id(tensor)] = new_tensor = (
+            tensor if id(tensor) in home.tensor_ids else stand_in(tensor, torch.device("cpu"))
+        )
+        if new_tensor is not tensor and is_packed(tensor):
+            memo |= copied_states(tensor, new_tensor)
     for module in home.modules.values():
         memo[id(module)] = module
     try:

@@ -78,9 +78,11 @@ class Relay:
                     for name in self.places.blocks:
                         module = self.model.get_submodule(name)
                         if any(True for _ in (*module.parameters(), *module.buffers())):
-                            own = self.home.modules.get(name, module)
+                            own_module = self.home.modules.get(name, module)
                             # In place of its forward, so that its hooks still run around it.
-                            stack.enter_context(put_in([(vars(module), "forward", self._run(name, own.forward))]))
+                            stack.enter_context(
+                                put_in([(vars(module), "forward", self._run(name, own_module.forward))])
+                            )
                 yield
             self._exchange(_Word("the end"))
         except (GaveUp, RankFailed, WaitTimeout):
@@ -118,12 +120,12 @@ class Relay:
             if can_change(value):
                 self.changed = f"{name!r} receives a {type(value).__name__}"
         if is_here:
-            made, word = self._at_home(call, forward, tensors, form, wants)
+            result, word = self._at_home(call, forward, tensors, form, wants)
         else:
             word = self._exchange(_Word(call))
-            made = self._received(call, word, tensors, wants)
+            result = self._received(call, word, tensors, wants)
         calls.append((wants, word))
-        return made
+        return result
 
     def _inside(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._is_inside = True
@@ -136,39 +138,39 @@ class Relay:
         self, call: str, forward: Callable[..., Any], tensors: Sequence[Tensor], form: Any, wants: bool
     ) -> tuple[Any, _Word]:
         """Run a block of this process, and send its output."""
-        given = list(tensors)
-        places = [at for at, tensor in enumerate(given) if wants and tensor.requires_grad]
+        inputs = list(tensors)
+        places = [at for at, tensor in enumerate(inputs) if wants and tensor.requires_grad]
         if places:
-            entered = _Home.apply(self, call, *(given[at] for at in places))  # type: ignore[no-untyped-call]
+            entered = _Home.apply(self, call, *(inputs[at] for at in places))  # type: ignore[no-untyped-call]
             for at, value in zip(places, entered, strict=True):
-                given[at] = value
-        versions = [tensor._version for tensor in given]
-        args, kwargs = unpack(given, form)
-        made = self._inside(forward, args, kwargs)
-        if [tensor._version for tensor in given] != versions:
+                inputs[at] = value
+        versions = [tensor._version for tensor in inputs]
+        args, kwargs = unpack(inputs, form)
+        output = self._inside(forward, args, kwargs)
+        if [tensor._version for tensor in inputs] != versions:
             self._give_up(f"{call} changes its arguments in place")
-        outputs, output_form = pack(made)
-        told = tuple(output.detach().to("cpu", copy=True) for output in outputs)
+        outputs, output_form = pack(output)
+        copies = tuple(output.detach().to("cpu", copy=True) for output in outputs)
         wanted = tuple(output.requires_grad for output in outputs)
-        self._exchange(_Word(call, True, told, output_form, wanted, tuple(self.randomness.states())))
-        return made, _Word(call)
+        self._exchange(_Word(call, True, copies, output_form, wanted, tuple(self.randomness.states())))
+        return output, _Word(call)
 
     def _received(self, call: str, heard: _Word, tensors: Sequence[Tensor], wants: bool) -> Any:
         """Return the output of another process's block for these tensors."""
         self.randomness.go_on(heard.generators)
         if wants:
-            given = [tensor for tensor in tensors if tensor.requires_grad]
-            made = _Elsewhere.apply(self, call, heard, *given)  # type: ignore[no-untyped-call]
+            given_tensors = [tensor for tensor in tensors if tensor.requires_grad]
+            result = _Elsewhere.apply(self, call, heard, *given_tensors)  # type: ignore[no-untyped-call]
         else:
             # Copies, because a tensor that gets a gradient must not be changed in place.
             pairs = zip(self.placed(heard.tensors), heard.wants_gradient, strict=True)
-            made = [value.requires_grad_().clone() if wanted else value for value, wanted in pairs]
-        return unpack(made, heard.form)
+            result = [value.requires_grad_().clone() if wanted else value for value, wanted in pairs]
+        return unpack(result, heard.form)
 
     def gradients(self, call: str, mine: Sequence[Tensor | None] | None) -> list[Tensor | None]:
         """Send the gradients of a block's inputs, or receive them from the block's owner."""
-        told = tuple(None if tensor is None else tensor.detach().to("cpu", copy=True) for tensor in mine or ())
-        heard = self._exchange(_Word(f"the backward of {call}", mine is not None, told))
+        copies = tuple(None if tensor is None else tensor.detach().to("cpu", copy=True) for tensor in mine or ())
+        heard = self._exchange(_Word(f"the backward of {call}", mine is not None, copies))
         return self.placed(heard.tensors)
 
     def placed(self, tensors: Sequence[Tensor | None]) -> list[Any]:
@@ -185,36 +187,36 @@ class Relay:
             packed = pickle.dumps(word)
         except Exception as error:  # an object's own pickling may raise anything
             self._give_up(f"{word.call} cannot be sent: {error}")
-        heard = [pickle.loads(chunk) for chunk in self._told("", word.call, packed)]
+        heard = [pickle.loads(chunk) for chunk in self._replies("", word.call, packed)]
         return next((value for value in heard if value.speaks), word)
 
     def _give_up(self, why: str) -> NoReturn:
-        self._told(why, "", b"")
+        self._replies(why, "", b"")
         raise AssertionError("giving up raises on all ranks")
 
-    def _told(self, why: str, call: str, packed: bytes) -> list[bytes]:
+    def _replies(self, why: str, call: str, packed: bytes) -> list[bytes]:
         """Send one message and return those of all ranks; raise GaveUp if they are not about the same call."""
-        told = self.crew.all_told("check block", [(why, call, packed)])
-        called = self.crew.called
-        problems = [f"{called.rank(at)}: {problem}" for at, (problem, _, _) in enumerate(told) if problem]
-        if not problems and len({call for _, call, _ in told}) > 1:
-            calls = " and ".join(f"{called.rank(at)} at {call}" for at, (_, call, _) in enumerate(told))
+        answers = self.crew.all_told("check block", [(why, call, packed)])
+        naming = self.crew.naming
+        problems = [f"{naming.rank(at)}: {problem}" for at, (problem, _, _) in enumerate(answers) if problem]
+        if not problems and len({call for _, call, _ in answers}) > 1:
+            calls = " and ".join(f"{naming.rank(at)} at {call}" for at, (_, call, _) in enumerate(answers))
             problems = [f"the ranks run blocks in different orders: {calls}"]
         if problems:
             raise GaveUp(problems[0])
-        return [packed for *_, packed in told]
+        return [packed for *_, packed in answers]
 
     # ---- what is used between blocks ---------------------------------------------------------------------------------
 
     def _values_between(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the values of parameters and buffers that the forward uses between blocks."""
-        mine, own = self.home.between, self.home.own
-        elsewhere = [name for name in self.places.between if name not in mine and id(named[name]) not in own]
+        mine, own_ids = self.home.between, self.home.tensor_ids
+        elsewhere = [name for name in self.places.between if name not in mine and id(named[name]) not in own_ids]
         lacking = {name for value in self.crew.all_told("check between", [elsewhere]) for name in value}
-        told = {name: tensor.detach().to("cpu", copy=True) for name, tensor in mine.items() if name in lacking}
-        if sum(tensor.nbytes for tensor in told.values()) > MOST_BYTES:
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in mine.items() if name in lacking}
+        if sum(tensor.nbytes for tensor in copies.values()) > MOST_BYTES:
             self._give_up(f"parameters between its blocks take over {MOST_BYTES // 2**20} MiB")
-        heard = [pickle.loads(chunk) for chunk in self._told("", "values between blocks", pickle.dumps(told))]
+        heard = [pickle.loads(chunk) for chunk in self._replies("", "values between blocks", pickle.dumps(copies))]
         values = {name: value for item in heard for name, value in item.items() if name in elsewhere}
         return {**values, **mine}
 
@@ -224,21 +226,25 @@ class Relay:
         The zeros need no memory. They serve code that asks a module for its device.
         """
         named = dict(named_tensors(model))
-        found = {id(named[name]): value for name, value in self._values_between(named).items()}
-        others = {id(tensor): tensor for tensor in named.values() if id(tensor) not in self.home.own}
-        made = {at: self._lit_by(tensor, found.get(at)) for at, tensor in others.items()}
+        values_by_id = {id(named[name]): value for name, value in self._values_between(named).items()}
+        others = {id(tensor): tensor for tensor in named.values() if id(tensor) not in self.home.tensor_ids}
+        lit_tensors = {at: self._lit_by(tensor, values_by_id.get(at)) for at, tensor in others.items()}
         places = places_in(Block("", model))
-        return put_in((place.table, place.key, made[id(place.tensor)]) for place in places if id(place.tensor) in made)
+        return put_in(
+            (place.table, place.key, lit_tensors[id(place.tensor)])
+            for place in places
+            if id(place.tensor) in lit_tensors
+        )
 
     def _lit_by(self, tensor: Tensor, value: Tensor | None) -> Tensor:
         """Return what stands for a tensor: what this rank trains in its place, its value, or zeros."""
-        if value is not None and id(value) in self.home.own:
+        if value is not None and id(value) in self.home.tensor_ids:
             return value
-        made = torch.zeros((), dtype=tensor.dtype, device=self.device).expand(tensor.shape)
+        stand_in = torch.zeros((), dtype=tensor.dtype, device=self.device).expand(tensor.shape)
         if value is not None:
-            made = value.to(self.device)
+            stand_in = value.to(self.device)
         is_parameter = isinstance(tensor, nn.Parameter)
-        return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
+        return nn.Parameter(stand_in, requires_grad=tensor.requires_grad) if is_parameter else stand_in
 
 
 class _Home(torch.autograd.Function):
@@ -262,9 +268,9 @@ class _Elsewhere(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, relay: Relay, call: str, heard: _Word, *_: Tensor) -> tuple[Tensor, ...]:
         ctx.relay, ctx.call = relay, call
-        made = relay.placed(heard.tensors)
-        ctx.mark_non_differentiable(*(v for v, wants in zip(made, heard.wants_gradient, strict=True) if not wants))
-        return tuple(made)
+        outputs = relay.placed(heard.tensors)
+        ctx.mark_non_differentiable(*(v for v, wants in zip(outputs, heard.wants_gradient, strict=True) if not wants))
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:

@@ -38,8 +38,8 @@ class Nudge(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     >>> ones = torch.ones(1000, dtype=torch.bfloat16)
     >>> with Nudge():
-    ...     made = ones * 1
-    >>> 0 < (made - 1).abs().max() <= torch.finfo(torch.bfloat16).eps
+    ...     product = ones * 1
+    >>> 0 < (product - 1).abs().max() <= torch.finfo(torch.bfloat16).eps
     tensor(True)
     """
 
@@ -51,15 +51,15 @@ class Nudge(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, and nudge what it makes anew."""
-        made = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         schema = func._schema
         if schema.is_mutable or func.overloadpacket.__name__ in _MOVING:
-            return made
-        if isinstance(made, Tensor):
-            return made if schema.returns[0].alias_info is not None else self._moved(made)
-        if isinstance(made, tuple):
-            return type(made)(self._moved(tensor) if isinstance(tensor, Tensor) else tensor for tensor in made)
-        return made
+            return output
+        if isinstance(output, Tensor):
+            return output if schema.returns[0].alias_info is not None else self._moved(output)
+        if isinstance(output, tuple):
+            return type(output)(self._moved(tensor) if isinstance(tensor, Tensor) else tensor for tensor in output)
+        return output
 
     def _moved(self, tensor: Tensor) -> Tensor:
         count = tensor.numel()
@@ -90,13 +90,13 @@ class Rounding:
             for param, each in wanted.gradients.items()
             if all(param in run.gradients for run in ran)
         }
-        losses = max(off(run.made.loss, wanted.made.loss) for run in ran)
-        return Rounding(gradients, losses, max(outputs_off(run.made.output, wanted.made.output) for run in ran))
+        losses = max(off(run.outcome.loss, wanted.outcome.loss) for run in ran)
+        return Rounding(gradients, losses, max(outputs_off(run.outcome.output, wanted.outcome.output) for run in ran))
 
-    def left(self, what: str, apart: float) -> float:
+    def left(self, what: str, distance: float) -> float:
         """Return how far the "loss" or the "output" is off, 0 if that is rounding.
 
         >>> Rounding(loss=0.01).left("loss", 0.03), Rounding(loss=0.01).left("loss", 0.05)
         (0.0, 0.05)
         """
-        return 0.0 if apart <= TIMES * getattr(self, what) else apart
+        return 0.0 if distance <= TIMES * getattr(self, what) else distance

@@ -32,8 +32,8 @@ class BlockRow(Plain):
     def run(self, value: Any, microbatch: int, randomness: Randomness, drawing: Collection[str]) -> Any:
         """Run all blocks, each where it is."""
         for names in self._groups:
-            called = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+            title = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
             blocks = [self._here[name] for name in names if name in self._here]
             run = partial(through, blocks, microbatch=microbatch, randomness=randomness, drawing=drawing)
-            value = self._relay.call(called, run, (value,), {}, is_here=bool(blocks))
+            value = self._relay.call(title, run, (value,), {}, is_here=bool(blocks))
         return value

@@ -36,21 +36,24 @@ class Runner:
     unsure: frozenset[str] = frozenset()
 
 
-def together(reference: Reference, crew: Crew, engine: Engine, held: Named, told: Sequence[Places]) -> Runner | None:
+def together(
+    reference: Reference, crew: Crew, engine: Engine, held_parameters: Named, places: Sequence[Places]
+) -> Runner | None:
     """Have the model run by ranks that have only their own blocks of it; None if it was let go.
 
-    `held` are the parameters of this process, and `told` the places of all ranks' blocks.
+    `held_parameters` are the parameters of this process, and `places` the places of all ranks' blocks.
     """
     assembly, blocks = engine.assembly, engine.blocks()
     order = [
-        (name, frozenset(at for at, here in enumerate(told) if name in here.blocks)) for name in reference.places.blocks
+        (name, frozenset(at for at, here in enumerate(places) if name in here.blocks))
+        for name in reference.places.blocks
     ]
-    in_parts, unsure = _shared(assembly.ties, reference, order, told)
+    in_parts, unsure = _shared(assembly.ties, reference, order, places)
     placed = reference.places, Home.of(blocks), assembly.device, assembly.randomness
     if reference.is_chain:
         relay, here = Relay(crew, None, *placed), Places.of(blocks)
         row = BlockRow(relay, order, [block for block in blocks if block.name in here.blocks])
-        return Runner(row, held, relay, in_parts, unsure)
+        return Runner(row, held_parameters, relay, in_parts, unsure)
     plain = reference.relayed()
     missing = any(crew.collect("check model", plain is None))
     if plain is None or missing:
@@ -58,12 +61,12 @@ def together(reference: Reference, crew: Crew, engine: Engine, held: Named, told
     assert isinstance(plain.model, nn.Module)
     relay = Relay(crew, plain.model, *placed)
     # Of what lines have parts of, the model has the whole meanwhile.
-    undivided = {name: param for name, param in held.items() if slice_of(param) is None}
+    undivided = {name: param for name, param in held_parameters.items() if slice_of(param) is None}
     return Runner(plain, plain.named_parameters() | undivided, relay, in_parts, unsure)
 
 
 def _shared(
-    ties: Ties, reference: Reference, order: Sequence[tuple[str, frozenset[int]]], told: Sequence[Places]
+    ties: Ties, reference: Reference, order: Sequence[tuple[str, frozenset[int]]], places: Sequence[Places]
 ) -> tuple[frozenset[str], frozenset[str]]:
     """Return of what several ranks hold what each sees in parts, and what they are unsure of."""
     homes = Counter({name: len(ranks) for name, ranks in order})
@@ -71,7 +74,7 @@ def _shared(
     for tensor in ties.tensors:
         used = {home for home in homes for name in tensor.names if name.startswith(f"{home}.")}
         is_between = any(name in reference.places.between for name in tensor.names)
-        holders = [here.blocks for here in told if used & set(here.blocks)]
+        holders = [here.blocks for here in places if used & set(here.blocks)]
         if all(used <= set(holder) for holder in holders):
             continue  # who has it sees all of its uses
         if is_between or any(homes[name] > 1 for name in used):

@@ -35,7 +35,7 @@ from drumline.model.watch.keeping import nothing_left
 class PlainResult:
     """What the model by itself made of a microbatch, and its gradients."""
 
-    made: Made
+    outcome: Made
     gradients: dict[nn.Parameter, Tensor]  # in full, on the host
     sketches: dict[nn.Parameter, Tensor]
     drew_elsewhere: bool = False  # whether it drew random numbers of Python's or numpy's, which nobody seeds
@@ -62,21 +62,27 @@ def wanted_of(
     one microbatch the next one finds, and nobody afterwards. `others` are parameters outside of the model, such as
     those of a loss. The user's own loss may be `keeping` something too.
     """
-    found = _GradientCollector(frozenset(trained), in_full=in_full)
+    collector = _GradientCollector(frozenset(trained), in_full=in_full)
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_on(device, plain.modules))
         chance = stack.enter_context(nothing_left(plain.modules, randomness, keeping))
-        stack.enter_context(found.collecting([*plain.named_parameters().values(), *others]))
-        given = (_given(microbatch, device) for microbatch in each)
+        stack.enter_context(collector.collecting([*plain.named_parameters().values(), *others]))
+        microbatches = (_on_device(microbatch, device) for microbatch in each)
         run = unsplit_step(
-            plain, given, loss_fn, randomness=randomness, precision=precision, scale=scale, multiplying=multiplying
+            plain,
+            microbatches,
+            loss_fn,
+            randomness=randomness,
+            precision=precision,
+            scale=scale,
+            multiplying=multiplying,
         )
-        made = [PlainResult(outcome, *found.finished()) for outcome in run]
-    return [replace(result, drew_elsewhere=True) for result in made] if chance.moved else made
+        results = [PlainResult(outcome, *collector.finished()) for outcome in run]
+    return [replace(result, drew_elsewhere=True) for result in results] if chance.moved else results
 
 
-def _given(microbatch: UnsplitMicrobatch, device: torch.device) -> UnsplitMicrobatch:
+def _on_device(microbatch: UnsplitMicrobatch, device: torch.device) -> UnsplitMicrobatch:
     """Return a microbatch on a device, with inputs that the model may change in place."""
     inputs = mapped(moved(microbatch.inputs, device), lambda tensor: tensor.detach().clone())
     return replace(microbatch, inputs=inputs, target=moved(microbatch.target, device))
@@ -95,9 +101,9 @@ class _GradientCollector:
         """Return a microbatch's gradients and sketches, with what the model's own code has put beside autograd's."""
         for param in self._parameters:
             self._take(param)
-        found = self.gradients, self.sketches
+        gradients = self.gradients, self.sketches
         self.gradients, self.sketches = {}, {}
-        return found
+        return gradients
 
     def _take(self, tensor: Tensor) -> None:
         assert isinstance(tensor, nn.Parameter)
@@ -105,13 +111,13 @@ class _GradientCollector:
         if gradient is None:
             return
         if tensor in self.trained:
-            made = sketch(gradient)
-            self.sketches[tensor] = self.sketches[tensor] + made if tensor in self.sketches else made
+            sketched = sketch(gradient)
+            self.sketches[tensor] = self.sketches[tensor] + sketched if tensor in self.sketches else sketched
         if tensor in self.trained and self.in_full:
             copy = _is_shared(gradient)  # asked before `detach`, which shares the memory too
-            made = gradient.detach().to("cpu", copy=copy)
-            made = made if made.layout is torch.strided else made.to_dense()
-            self.gradients[tensor] = self.gradients[tensor] + made if tensor in self.gradients else made
+            sketched = gradient.detach().to("cpu", copy=copy)
+            sketched = sketched if sketched.layout is torch.strided else sketched.to_dense()
+            self.gradients[tensor] = self.gradients[tensor] + sketched if tensor in self.gradients else sketched
         tensor.grad = None
 
     @contextmanager

@@ -65,12 +65,12 @@ class ExpectedSketches:
             {param: each * ratio for param, each in self.sketches.items()}, self.allowed, rounding
         )
 
-    def near(self, made: Sketches) -> set[nn.Parameter]:
+    def near(self, sketches: Sketches) -> set[nn.Parameter]:
         """Return the parameters of which a sketch is as expected."""
         limits = self.limits()
-        known = [param for param in made if param in limits]
-        far = distances([made[param] for param in known], [self.sketches[param] for param in known])
-        return {param for param, apart in zip(known, far, strict=True) if apart <= limits[param]}
+        known = [param for param in sketches if param in limits]
+        far = distances([sketches[param] for param in known], [self.sketches[param] for param in known])
+        return {param for param, distance in zip(known, far, strict=True) if distance <= limits[param]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,27 +88,27 @@ class PieceGradient:
 
 def found_by(ranks: Sequence[WatchedRank], at: int) -> dict[str, PieceGradient]:
     """Return what the witnesses of a microbatch saw, by name; what several ranks of this process hold is added up."""
-    found: dict[str, PieceGradient] = {}
+    gradients: dict[str, PieceGradient] = {}
     for rank in ranks:
         witness = rank.witnesses[at]
         for name, param in rank.named.items():
             if param in witness.near:
-                seen = PieceGradient(witness.expected[param][0], is_near=True)
+                gradient = PieceGradient(witness.expected[param][0], is_near=True)
             elif param in witness.gradients:
                 full = witness.gradients[param]
-                seen = PieceGradient(sketch(full), full)
+                gradient = PieceGradient(sketch(full), full)
             else:
                 continue
             for other in ranks:  # a loss adds to the gradients of other stages' weights that it uses
                 more = other.witnesses[at].gradients.get(param)
                 if other is not rank and name not in other.named and more is not None:
-                    seen = seen + PieceGradient(sketch(more), more)
-            found[name] = found[name] + seen if name in found else seen
-    return found
+                    gradient = gradient + PieceGradient(sketch(more), more)
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    return gradients
 
 
 def differences(
-    found: Mapping[nn.Parameter, PieceGradient | None],
+    gradients: Mapping[nn.Parameter, PieceGradient | None],
     expected: ExpectedSketches,
     in_full: Callable[[Iterable[nn.Parameter]], Sketches],
 ) -> dict[nn.Parameter, float]:
@@ -117,24 +117,24 @@ def differences(
     `in_full` returns the model's own gradients of those that are in doubt, as far as it can; of others the sketches
     tell.
     """
-    left = {param: each for param, each in found.items() if each is None or not each.is_near}
+    left = {param: each for param, each in gradients.items() if each is None or not each.is_near}
     if not left:
         return {}
     near = expected.near({param: each.sketched for param, each in left.items() if each is not None})
     left = {param: each for param, each in left.items() if param not in near}
     doubted = [param for param, each in left.items() if each and each.full is not None and param in expected.sketches]
     exact = in_full(doubted) if doubted else {}
-    floors, least, apart = expected.floors(), FLOOR * expected.whole, {}
+    floors, least, fars = expected.floors(), FLOOR * expected.whole, {}
     for param, each in left.items():
-        made, wanted = None if each is None else each.sketched, expected.sketches.get(param)
+        sketched, wanted = None if each is None else each.sketched, expected.sketches.get(param)
         if each is not None and each.full is not None and param in exact:
-            made, wanted = each.full, exact[param]
-        far = off(made, wanted, floor=floors.get(param, least))
+            sketched, wanted = each.full, exact[param]
+        far = off(sketched, wanted, floor=floors.get(param, least))
         if far > expected.allowed:
-            apart[param] = far
-    return apart
+            fars[param] = far
+    return fars
 
 
-def unsettled(found: Mapping[str, PieceGradient]) -> dict[str, PieceGradient]:
+def unsettled(gradients: Mapping[str, PieceGradient]) -> dict[str, PieceGradient]:
     """Return what was found, to be compared with something else than what the witnesses expected."""
-    return {name: replace(gradient, is_near=False) for name, gradient in found.items()}
+    return {name: replace(gradient, is_near=False) for name, gradient in gradients.items()}

@@ -104,16 +104,18 @@ def norms(tensors: Sequence[Tensor]) -> list[float]:
     """
     if not tensors:
         return []
-    found = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
-    return [float(norm) for norm in torch.stack(found).tolist()]
+    norms_there = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
+    return [float(norm) for norm in torch.stack(norms_there).tolist()]
 
 
-def distances(made: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[float]:
+def distances(sketches: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[float]:
     """Return how far sketches are apart, pair by pair; those of different shapes are infinitely far.
 
     >>> distances([torch.ones(4), torch.ones(2)], [torch.zeros(4), torch.zeros(3)])
     [2.0, inf]
     """
-    pairs = [(tensor, other) for tensor, other in zip(made, wanted, strict=True) if tensor.shape == other.shape]
-    found = iter(norms([tensor - other.to(tensor.device) for tensor, other in pairs]))
-    return [next(found) if t.shape == other.shape else float("inf") for t, other in zip(made, wanted, strict=True)]
+    pairs = [(tensor, other) for tensor, other in zip(sketches, wanted, strict=True) if tensor.shape == other.shape]
+    lengths = iter(norms([tensor - other.to(tensor.device) for tensor, other in pairs]))
+    return [
+        next(lengths) if t.shape == other.shape else float("inf") for t, other in zip(sketches, wanted, strict=True)
+    ]

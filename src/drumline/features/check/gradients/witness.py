@@ -47,12 +47,12 @@ class Witness:
         self.unclear: set[nn.Parameter] = set()  # a hook has added to these once they were noted
         self.output: Any = None
 
-    def adding(self, stage: Stage, run: Callable[..., Any], *given: Any) -> Any:
+    def adding(self, stage: Stage, run: Callable[..., Any], *arguments: Any) -> Any:
         """Run a function that adds to a stage's gradients, and record what it added."""
         with _putting_aside(stage, self._note, self.unclear) as added:
-            made = run(*given)
+            result = run(*arguments)
             self._note(added())
-        return made
+        return result
 
     def weighing(self, stage: Stage, microbatch: int) -> None:
         """Run W of a microbatch, and record what it adds."""
@@ -66,8 +66,12 @@ class Witness:
     def _note(self, added: Mapping[nn.Parameter, Tensor]) -> None:
         # What a forward has added is a part of the sum.
         known = [param for param in added if param in self.expected and param not in self.gradients]
-        apart = distances([sketch(added[param]) for param in known], [self.expected[param][0] for param in known])
-        self.near.update(param for param, far in zip(known, apart, strict=True) if far <= self.expected[param][1])
+        distances_now = distances(
+            [sketch(added[param]) for param in known], [self.expected[param][0] for param in known]
+        )
+        self.near.update(
+            param for param, far in zip(known, distances_now, strict=True) if far <= self.expected[param][1]
+        )
         self._copy({param: gradient for param, gradient in added.items() if param not in self.near})
 
     def _copy(self, added: Mapping[nn.Parameter, Tensor]) -> None:
@@ -76,22 +80,22 @@ class Witness:
                 copy = _dense(gradient).to("cpu", copy=True)  # the host has room for it until the step ends
                 self.gradients[param] = self.gradients[param] + copy if param in self.gradients else copy
 
-    def listening(self, stage: Stage, run: Callable[..., Any], *given: Any) -> Any:
+    def listening(self, stage: Stage, run: Callable[..., Any], *arguments: Any) -> Any:
         """Run a stage's forward, and record the input of its loss, and gradients that blocks make in it."""
         with _without_gradients(stage, self._copy):
-            return self._listening(stage, run, *given)
+            return self._listening(stage, run, *arguments)
 
-    def _listening(self, stage: Stage, run: Callable[..., Any], *given: Any) -> Any:
+    def _listening(self, stage: Stage, run: Callable[..., Any], *arguments: Any) -> Any:
         loss = stage.loss
         if loss is None:
-            return run(*given)
+            return run(*arguments)
 
         def noted(output: Any, target: Any) -> Tensor | None:
             self.output = mapped(output, lambda tensor: tensor.detach().to("cpu", copy=True))
             return loss(output, target)
 
         with put_in([(vars(stage), "loss", noted)]):
-            return run(*given)
+            return run(*arguments)
 
 
 class WatchedRank:
@@ -148,15 +152,19 @@ def _without_gradients(stage: Stage, note: Callable[[Added], None]) -> Iterator[
         yield
     finally:
         for param, earlier in before.items():
-            made, param.grad = param.grad, earlier
-            if made is not None:
-                note({param: made.detach()})
-                param.grad = made if earlier is None else _sum(earlier, made)
+            gradient, param.grad = param.grad, earlier
+            if gradient is not None:
+                note({param: gradient.detach()})
+                param.grad = gradient if earlier is None else _sum(earlier, gradient)
 
 
-def _sum(earlier: Tensor, made: Tensor) -> Tensor:
+def _sum(earlier: Tensor, gradient: Tensor) -> Tensor:
     """Return two gradients' sum, in the memory of the first if it can be."""
-    return earlier.add_(made) if made.layout is earlier.layout is torch.strided else _dense(earlier) + _dense(made)
+    return (
+        earlier.add_(gradient)
+        if gradient.layout is earlier.layout is torch.strided
+        else _dense(earlier) + _dense(gradient)
+    )
 
 
 @contextmanager
@@ -196,11 +204,13 @@ def _putting_aside(
     handles = [param.register_post_accumulate_grad_hook(add) for param in aside]  # type: ignore[no-untyped-call]
 
     def added() -> Added:
-        found: Added = {}
+        gradients: Added = {}
         for param, earlier in copies.items():
             if param.grad is not None:
-                found[param] = param.grad.detach() if earlier is None else _dense(param.grad.detach()) - _dense(earlier)
-        return found
+                gradients[param] = (
+                    param.grad.detach() if earlier is None else _dense(param.grad.detach()) - _dense(earlier)
+                )
+        return gradients
 
     try:
         yield added
@@ -208,9 +218,9 @@ def _putting_aside(
         for handle in handles:
             handle.remove()
         for param, earlier in aside.items():  # autograd has added nothing to these
-            if (made := param.grad) is not None:
-                note({param: made.detach()})
-            param.grad = earlier if made is None else _sum(earlier, made)
+            if (gradient := param.grad) is not None:
+                note({param: gradient.detach()})
+            param.grad = earlier if gradient is None else _sum(earlier, gradient)
         unclear.update(
             param for param, (last, version) in noted.items() if param.grad is not last or last._version != version
         )

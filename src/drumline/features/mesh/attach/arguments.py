@@ -31,7 +31,7 @@ class LineCalls(Observer):
         self._site, self._lines, self._axes = site, lines, lines.axes
         self._whole: Callable[[], ArgumentPrint] | None = None  # fingerprint of the step's whole sequences
 
-    def given(self, step: Step, call: CalledWith) -> CalledWith:
+    def take_call(self, step: Step, call: CalledWith) -> CalledWith:
         """Return this line's part of a step's arguments."""
         positions = self._lines.positions
         if positions is None:
@@ -39,30 +39,32 @@ class LineCalls(Observer):
         self._whole = begun((call.batch, call.named), call.target)
         return CalledWith(*divided(*call, positions, self._axes))
 
-    def compared(self, step: Step, given: Callable[[], ArgumentPrint]) -> None:
+    def compared(self, step: Step, fingerprint: Callable[[], ArgumentPrint]) -> None:
         """Raise where lines were called with what does not go together, before they exchange anything."""
         site, axes, device = self._site, self._axes, self._site.intake.device
         if axes.size("tp") > 1:
-            _agree_on_rows(axes, "tp", given(), step.number, device)
+            _agree_on_rows(axes, "tp", fingerprint(), step.number, device)
         if self._whole is not None:
             _agree_on_rows(axes, "cp", self._whole(), step.number, device)
-        own = site.programs.own == step.program
-        if axes.size(*DATA) > 1 and "last" in site.engine.ends and not (step.train and own):
+        is_own = site.programs.own_number == step.program
+        if axes.size(*DATA) > 1 and "last" in site.engine.ends and not (step.train and is_own):
             kind = _STEP if step.train else _EVALUATED + min(len(pack(step.target)[0]), _STEP)
-            number = 0 if own else int(digest_of(site.programs[step.program])[:4], 16)
+            number = 0 if is_own else int(digest_of(site.programs[step.program])[:4], 16)
             axes.agree_on_call(kind + _KINDS * number, device)
 
 
-def _agree_on_rows(axes: Axes, axis: str, given: ArgumentPrint, step: int, device: torch.device) -> None:
+def _agree_on_rows(axes: Axes, axis: str, fingerprint: ArgumentPrint, step: int, device: torch.device) -> None:
     """Raise on all lines along tp or cp, which compute parts of the same rows, unless they got the same ones."""
-    own = torch.tensor([_digest(given.batch), _digest(given.target)], dtype=torch.int64, device=device)
-    every = [tensor.tolist() for tensor in axes.gathered(own, axis)]
+    own_digests = torch.tensor(
+        [_digest(fingerprint.batch), _digest(fingerprint.target)], dtype=torch.int64, device=device
+    )
+    every = [tensor.tolist() for tensor in axes.gathered(own_digests, axis)]
     ranks = axes.members(axis)
     for at, what in enumerate(("batch", "target")):
-        told = [(rank, row[at]) for rank, row in zip(ranks, every, strict=True) if row[at]]
-        for rank, digest in told[1:]:
-            if digest != told[0][1]:
-                first, other = axes.named(told[0][0]), axes.named(rank)
+        digests = [(rank, row[at]) for rank, row in zip(ranks, every, strict=True) if row[at]]
+        for rank, digest in digests[1:]:
+            if digest != digests[0][1]:
+                first, other = axes.named(digests[0][0]), axes.named(rank)
                 raise MismatchError(
                     f"step {step}: {first} and {other}, which {_SHARED[axis]} "
                     f"({axis}), got different {what}{'es' if what == 'batch' else 's'}",

@@ -53,9 +53,9 @@ class LineBuffers(Observer):
         self._is_done = True
         pairs = zip(self._places, self._marks, strict=True)
         changed = {place.name: _digest(place.tensor) for place, mark in pairs if _mark(place.tensor) != mark}
-        found = first_difference(self._axes.exchanged("drumline/buffers", changed))
-        if found is not None:
-            first, rank, name = found
+        difference = first_difference(self._axes.exchanged("drumline/buffers", changed))
+        if difference is not None:
+            first, rank, name = difference
             raise ModelError(
                 f"a forward changes the buffer {name}, and {self._axes.named(first)} and {self._axes.named(rank)} have "
                 "different values of it after the first step",

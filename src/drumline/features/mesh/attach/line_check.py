@@ -67,16 +67,16 @@ class LineParts(Parts):
         """Whether tokens of several lines went through what this line holds of a parameter: an expert's."""
         return EXPERTS in sharded_over(parameter)
 
-    def seen(self, found: Tensor | None, parameter: Tensor) -> Tensor:
+    def whole_gradient(self, gradient: Tensor | None, parameter: Tensor) -> Tensor:
         """Return the gradient that all lines together saw in the step, on the host."""
-        own = torch.zeros(parameter.shape, dtype=parameter.dtype) if found is None else found
-        return self._summed(own, parameter, self.seen_over(parameter))
+        own_gradient = torch.zeros(parameter.shape, dtype=parameter.dtype) if gradient is None else gradient
+        return self._summed(own_gradient, parameter, self.seen_over(parameter))
 
     def wanted(self, whole: Tensor | None, parameter: Tensor) -> tuple[Tensor, bool]:
         """Return an expert's part of what the model gives by itself on all lines, and whether all of these ran it."""
-        own = self.nothing(parameter) if whole is None else whole
+        own_gradient = self.nothing(parameter) if whole is None else whole
         ran = self.axes.summed(torch.tensor([float(whole is not None)], device=parameter.device), EXPERTS)
-        total = self._summed(own, parameter, (EXPERTS,))
+        total = self._summed(own_gradient, parameter, (EXPERTS,))
         return self.part_of(parameter, total), float(ran) == self.axes.size(EXPERTS)
 
     def nothing(self, parameter: Tensor) -> Tensor:
@@ -86,10 +86,10 @@ class LineParts(Parts):
         shape[part.dim] *= self.axes.size(part.axis)
         return torch.zeros(shape, dtype=parameter.dtype)
 
-    def _summed(self, own: Tensor, parameter: Tensor, names: Sequence[str]) -> Tensor:
+    def _summed(self, own_tensor: Tensor, parameter: Tensor, names: Sequence[str]) -> Tensor:
         # A line without a gradient has zeros of the parameter's dtype; others may have more precise ones.
-        alike = own.to(parameter.device, gradient_dtype(parameter))
-        return self.axes.summed(alike, *names).to(own.device)
+        alike = own_tensor.to(parameter.device, gradient_dtype(parameter))
+        return self.axes.summed(alike, *names).to(own_tensor.device)
 
     def counts(self, shares: Sequence[Any], device: torch.device) -> list[float]:
         """Return on how many of the lines that exchange within it each microbatch counts."""
@@ -98,36 +98,38 @@ class LineParts(Parts):
             counts = self.axes.summed(torch.tensor(counts, device=device), *_ALIKE).tolist()
         return counts
 
-    def share(self, own: float | Tensor, device: torch.device) -> float:
+    def share(self, own_share: float | Tensor, device: torch.device) -> float:
         """Return what part of the loss whole sequences are, of which each line has a part with its own share."""
-        total = self.total(own, device)
+        total = self.total(own_share, device)
         # Shares of means add up to at most 1. Sums are added as they are, on every line.
         return 1.0 if total == self.axes.size(context.AXIS) else total
 
-    def factors(self, share: float, own: Factors, device: torch.device) -> Factors:
+    def factors(self, share: float, own_factors: Factors, device: torch.device) -> Factors:
         """Return the factors of a loss's parts in whole sequences, of which each line has its own in its part."""
-        most, count = self.axes.most_counts, len(own)
+        most, count = self.axes.most_counts, len(own_factors)
         # A line without factors, of which every part counts as its share says, does not know how many there are.
-        each = [share * float(part) for part in own] or [share] * most
-        told = [share, float(bool(own)), float(count), *each, *[0.0] * (most - len(each))]
+        each = [share * float(part) for part in own_factors] or [share] * most
+        numbers = [share, float(bool(own_factors)), float(count), *each, *[0.0] * (most - len(each))]
         total, lines, counts, *sums = self.axes.summed(
-            torch.tensor(told, dtype=torch.float64).to(device), context.AXIS
+            torch.tensor(numbers, dtype=torch.float64).to(device), context.AXIS
         ).tolist()
         return [part / total for part in sums[: int(counts / lines)]] if lines else ()
 
     def total(self, number: float | Tensor, device: torch.device) -> float:
         """Return the sum of a number over the lines that see parts of the same sequences."""
-        given = torch.as_tensor(number, dtype=torch.float64).reshape(1).to(device)
-        return float(self.axes.summed(given, context.AXIS))
+        tensor = torch.as_tensor(number, dtype=torch.float64).reshape(1).to(device)
+        return float(self.axes.summed(tensor, context.AXIS))
 
-    def outputs(self, made: Any, whole: Any) -> tuple[Any, Any]:
+    def outputs(self, output: Any, whole: Any) -> tuple[Any, Any]:
         """Return of an output and of the whole one what must be equal: this line's part of every sequence.
 
         A number of a part, such as a model's own loss, is none of the whole; losses are compared by themselves.
         """
         if not self.divides_sequences:
-            return made, whole
-        own = next((tensor for tensor in pack(made)[0] if tensor.dim() > 1), None)
-        length = 0 if own is None else own.shape[1] * self.axes.size(context.AXIS)
+            return output, whole
+        own_output = next((tensor for tensor in pack(output)[0] if tensor.dim() > 1), None)
+        length = 0 if own_output is None else own_output.shape[1] * self.axes.size(context.AXIS)
         part = sequences.own_part(whole, {length}, self.axes)
-        return tuple(mapped(each, lambda tensor: tensor if tensor.dim() else torch.zeros(())) for each in (made, part))
+        return tuple(
+            mapped(each, lambda tensor: tensor if tensor.dim() else torch.zeros(())) for each in (output, part)
+        )

@@ -53,7 +53,7 @@ class MeshLines(Lines):
         super().__init__(setting)
         self._device, self._agree = setting.device, partial(agree, setting.crew)
         self._weighs, self._zero = setting.options.weigh, options.zero
-        self._program, self._held = setting.program, setting.held
+        self._program, self._held_stages = setting.program, setting.held_stages
         self._divides_parameters = False  # between data-parallel lines
         self._sequence_parallel = options.sequence_parallel
         self._plan: StylePlan | None = None  # of layers that the axis tp divides
@@ -112,14 +112,14 @@ class MeshLines(Lines):
 
     def divide(self, cut: ModelCut) -> None:
         """Replace the layers and experts of this process's stages by its parts of them."""
-        own, others = (
-            [block for at, stage in enumerate(cut.stages) if (at in self._held) is mine for block in stage]
+        own_blocks, others = (
+            [block for at, stage in enumerate(cut.stages) if (at in self._held_stages) is mine for block in stage]
             for mine in (True, False)
         )
         if self._tensors is not None:
-            self._tensors.divide(own, others, self._device)
+            self._tensors.divide(own_blocks, others, self._device)
         if self._experts is not None:
-            self._experts.divide(own, self._device)
+            self._experts.divide(own_blocks, self._device)
         plan = plan_of(block for stage in cut.stages for block in stage)
         if plan is not None and (self._tensors is not None or self._experts is not None):
             plan.watch.has_changed()  # the exchanges are no change of the user's
@@ -159,9 +159,9 @@ class MeshLines(Lines):
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
-    def placed(self, given: CalledWith) -> CalledWith | None:
+    def placed(self, user_call: CalledWith) -> CalledWith | None:
         """Return what a step is called with, with the positions of whole sequences, if lines see parts of them."""
-        return None if self.positions is None else CalledWith(*sequences.placed(*given, self.positions, self.axes))
+        return None if self.positions is None else CalledWith(*sequences.placed(*user_call, self.positions, self.axes))
 
     def losses(self, parts: Tensor, kinds: Iterable[torch.dtype]) -> Tensor:
         """Return the microbatches' parts of the loss, summed over all lines that see other tokens."""
@@ -198,10 +198,10 @@ def summed_losses(axes: Axes, parts: Tensor, kinds: Iterable[torch.dtype]) -> Te
     >>> summed_losses(value, torch.tensor([0.5, 0.0]), [torch.bfloat16]).dtype
     torch.bfloat16
     """
-    found = set(kinds)
+    dtypes = set(kinds)
     if axes.group(*DATA) is None:
-        return parts.to(widest(found) or parts.dtype)
-    flags = torch.tensor([float(dtype in found) for dtype in _KINDS], dtype=torch.float64).to(parts.device)
+        return parts.to(widest(dtypes) or parts.dtype)
+    flags = torch.tensor([float(dtype in dtypes) for dtype in _KINDS], dtype=torch.float64).to(parts.device)
     total = axes.summed(torch.cat([parts.to(torch.float64), flags]), *DATA)
-    told = [kind for kind, flag in zip(_KINDS, total[len(parts) :].tolist(), strict=True) if flag]
-    return total[: len(parts)].to(widest(told) or parts.dtype)
+    dtypes_told = [kind for kind, flag in zip(_KINDS, total[len(parts) :].tolist(), strict=True) if flag]
+    return total[: len(parts)].to(widest(dtypes_told) or parts.dtype)

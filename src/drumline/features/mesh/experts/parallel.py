@@ -39,24 +39,24 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, axes: Axes, sent: list[int], got: list[int]) -> Tensor:
-        ctx.given = axes, sent, got
+        ctx.arguments = axes, sent, got
         return _exchange(rows, axes, sent, got, "tokens")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        axes, sent, got = ctx.given
+        axes, sent, got = ctx.arguments
         return _exchange(gradient, axes, got, sent, "gradients of tokens"), None, None, None
 
 
 def _exchange(rows: Tensor, axes: Axes, sent: list[int], got: list[int], what: str, hands_over: bool = True) -> Tensor:
     """Send so many rows to each line along the axis, and return the rows that these send here; all call it alike."""
-    made = rows.new_empty((sum(got), *rows.shape[1:]))
-    work = dist.all_to_all_single(made, rows.contiguous(), got, sent, group=axes.group(AXIS), async_op=True)
+    rows_got = rows.new_empty((sum(got), *rows.shape[1:]))
+    work = dist.all_to_all_single(rows_got, rows.contiguous(), got, sent, group=axes.group(AXIS), async_op=True)
     assert work is not None
     if hands_over:
         hand_over()
     axes.wait(work, f"the exchange of {what} between experts", [AXIS])
-    return made
+    return rows_got
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +85,26 @@ class _Divided:
         tokens, index, weights = taken(args, kwargs)
         if is_traced(tokens) or not self.is_on:
             return None
-        size, own = self._axes.size(AXIS), self._num_experts // self._axes.size(AXIS)
+        size, num_own = self._axes.size(AXIS), self._num_experts // self._axes.size(AXIS)
         pairs = SortedPairs.of(index, self._num_experts)
         counts = torch.tensor(pairs.counts, device=tokens.device)
         # How many rows come from each line for each expert here. So few numbers are not worth a turn: see `turns`.
-        there = _exchange(counts, self._axes, [own] * size, [own] * size, "counts", hands_over=False)
-        got = there.view(size, own).sum(1).tolist()
-        sent = counts.view(size, own).sum(1).tolist()
+        there = _exchange(counts, self._axes, [num_own] * size, [num_own] * size, "counts", hands_over=False)
+        got = there.view(size, num_own).sum(1).tolist()
+        sent = counts.view(size, num_own).sum(1).tolist()
         rows: Tensor = _Exchanged.apply(pairs.rows(tokens), self._axes, sent, got)  # type: ignore[no-untyped-call]
         self._call = _ForwardState(pairs, weights, sent, got, tokens.dtype)
-        chosen = torch.arange(own, device=tokens.device).repeat(size).repeat_interleave(there).unsqueeze(1)
+        chosen = torch.arange(num_own, device=tokens.device).repeat(size).repeat_interleave(there).unsqueeze(1)
         if not len(rows):  # without any, a module might leave the graph, and gradients would not be exchanged
             rows, chosen = nn.functional.pad(rows, (0, 0, 0, 1)), chosen.new_zeros(1, 1)
         return (rows, chosen.to(index.dtype), torch.ones_like(chosen, dtype=weights.dtype)), {}
 
-    def after(self, module: nn.Module, args: Any, made: Tensor) -> Any:
+    def after(self, module: nn.Module, args: Any, output: Tensor) -> Any:
         """Send the outputs back, and add up those of each token."""
         call, self._call = self._call, None
         if call is None:
             return None
-        back: Tensor = _Exchanged.apply(made[: sum(call.got)], self._axes, call.got, call.sent)  # type: ignore[no-untyped-call]
+        back: Tensor = _Exchanged.apply(output[: sum(call.got)], self._axes, call.got, call.sent)  # type: ignore[no-untyped-call]
         return call.pairs.combined(back, call.weights, call.dtype)
 
 
@@ -114,14 +114,14 @@ class ExpertParallel(HeldParts):
     def __init__(self, axes: Axes, blocks: Sequence[Block]) -> None:
         super().__init__(axes)
         named = {module: name for block in blocks for name, module in block.module.named_modules(prefix=block.name)}
-        self.found = {module: name for module, name in named.items() if is_experts(module)}
-        if not self.found:
+        self.names_of_experts = {module: name for module, name in named.items() if is_experts(module)}
+        if not self.names_of_experts:
             raise ModelError(
                 f"the mesh divides experts by {axes.size(AXIS)} (ep), and the model has none that can be divided",
                 expected="dl.MoE, or a model of transformers whose experts are stacked in one tensor",
                 fix='use another axis, such as {"dp": 2}',
             )
-        for module, name in self.found.items():
+        for module, name in self.names_of_experts.items():
             if module.num_experts % axes.size(AXIS):
                 raise ModelError(
                     f"{name} has {module.num_experts} experts, and the mesh divides them by {axes.size(AXIS)} (ep)",
@@ -132,12 +132,12 @@ class ExpertParallel(HeldParts):
     @property
     def described(self) -> list[str]:
         """What is divided, as text, for the ranks to compare."""
-        return list(self.found.values())
+        return list(self.names_of_experts.values())
 
     def divide(self, blocks: Sequence[Block], device: torch.device) -> None:
         """Replace the experts of these blocks by this line's part of them; all lines call it alike."""
-        held = {module for block in blocks for module in block.module.modules()}
-        for module in (experts for experts in self.found if experts in held):
+        held_modules = {module for block in blocks for module in block.module.modules()}
+        for module in (experts for experts in self.names_of_experts if experts in held_modules):
             num_experts = int(vars(module)["num_experts"])
             for key, whole in module._parameters.items():
                 if whole is not None:
@@ -160,8 +160,12 @@ def is_experts(module: nn.Module) -> bool:
     (True, False)
     """
     number = vars(module).get("num_experts")
-    own = [param for param in module._parameters.values() if param is not None]
-    if not isinstance(number, int) or not own or any(param.dim() < 2 or param.shape[0] != number for param in own):
+    own_parameters = [param for param in module._parameters.values() if param is not None]
+    if (
+        not isinstance(number, int)
+        or not own_parameters
+        or any(param.dim() < 2 or param.shape[0] != number for param in own_parameters)
+    ):
         return False
     takes = list(inspect.signature(type(module).forward).parameters)[1:]
     has_others = any(True for child in module.children() for _ in child.parameters())

@@ -38,7 +38,7 @@ class DividedModule:
     module: nn.Module
     style: Style
     parent: nn.Module
-    own: tuple[tuple[str, Colwise | Rowwise], ...] = ()
+    own_styles: tuple[tuple[str, Colwise | Rowwise], ...] = ()
 
     @property
     def makes_part(self) -> bool:
@@ -57,8 +57,8 @@ class DividedModule:
         >>> DividedModule("q", nn.Linear(2, 2), Rowwise(), nn.Module()).slices
         {'weight': Slice(axis='tp', dim=1, parts=1)}
         """
-        if self.own:
-            return {key: _slice_of_stack(self.module._parameters[key], style) for key, style in self.own}
+        if self.own_styles:
+            return {key: _slice_of_stack(self.module._parameters[key], style) for key, style in self.own_styles}
         if isinstance(self.style, Colwise) and isinstance(self.module, nn.Embedding):
             return {"weight": Slice(AXIS, 1, self.style.parts)}
         if isinstance(self.style, Colwise):
@@ -94,21 +94,23 @@ def divided_by(plan: StylePlan, blocks: Sequence[Block], size: int) -> list[Divi
     plan.check(
         [*(name for name, _, _ in named), *(f"{name}.{key}" for name, layer, _ in named for key in layer._parameters)]
     )
-    found: dict[nn.Module, DividedModule] = {}
+    modules: dict[nn.Module, DividedModule] = {}
     for name, module, parent in named:
         style = plan.style_of(name)
-        if style is not None and module not in found:
-            own = _own_styles(plan, name, module) if style is PlainStyle.STACKED else ()
-            found[module] = DividedModule(name, module, _fitting(name, module, style), parent, own)
-    for divided_module in _tied(named, found):
-        found[divided_module.module] = divided_module
-    chosen = [divided_module for divided_module in found.values() if divided_module.style is not PlainStyle.WHOLE]
-    kept = [divided_module for divided_module in chosen if not (plan.is_own and _is_left_whole(divided_module, size))]
-    for divided_module in kept:
+        if style is not None and module not in modules:
+            own_styles = _own_styles(plan, name, module) if style is PlainStyle.STACKED else ()
+            modules[module] = DividedModule(name, module, _fitting(name, module, style), parent, own_styles)
+    for divided_module in _tied(named, modules):
+        modules[divided_module.module] = divided_module
+    chosen = [divided_module for divided_module in modules.values() if divided_module.style is not PlainStyle.WHOLE]
+    kept_modules = [
+        divided_module for divided_module in chosen if not (plan.is_own and _is_left_whole(divided_module, size))
+    ]
+    for divided_module in kept_modules:
         _check(divided_module, size)
-    _refuse_between(blocks, kept)
-    _refuse_nothing(kept)
-    return kept
+    _refuse_between(blocks, kept_modules)
+    _refuse_nothing(kept_modules)
+    return kept_modules
 
 
 def _named(blocks: Sequence[Block]) -> Iterator[tuple[str, nn.Module, nn.Module]]:
@@ -122,7 +124,7 @@ def _named(blocks: Sequence[Block]) -> Iterator[tuple[str, nn.Module, nn.Module]
 
 def _own_styles(plan: StylePlan, name: str, module: nn.Module) -> tuple[tuple[str, Colwise | Rowwise], ...]:
     """Return the styles of the parameters that a module uses itself; refuse one that would be added up unseen."""
-    found = []
+    styles = []
     for key in (key for key, param in module._parameters.items() if param is not None):
         style = plan.style_of(f"{name}.{key}")
         if not isinstance(style, Colwise | Rowwise):
@@ -131,8 +133,8 @@ def _own_styles(plan: StylePlan, name: str, module: nn.Module) -> tuple[tuple[st
                 expected="colwise or rowwise for each of its parameters: the lines' outputs are added up",
                 fix=f'name it: {{"{name}.{key}": "colwise"}}, or leave {name} whole',
             )
-        found.append((key, style))
-    return tuple(found)
+        styles.append((key, style))
+    return tuple(styles)
 
 
 def _fitting(name: str, module: nn.Module, style: Style) -> Style:
@@ -167,20 +169,20 @@ def _fitting(name: str, module: nn.Module, style: Style) -> Style:
 
 
 def _tied(
-    named: Sequence[tuple[str, nn.Module, nn.Module]], found: dict[nn.Module, DividedModule]
+    named: Sequence[tuple[str, nn.Module, nn.Module]], modules: dict[nn.Module, DividedModule]
 ) -> Iterator[DividedModule]:
     """Yield modules that share a divided weight without being named: an embedding and its head are divided alike."""
-    weights = {id(layer.module.weight): layer for layer in found.values() if "weight" in layer.slices}
+    weights = {id(layer.module.weight): layer for layer in modules.values() if "weight" in layer.slices}
     for name, module, parent in named:
         first = weights.get(id(module._parameters.get("weight")))
         if first is None or first.module is module:
             continue
-        own = found.get(module)
-        if own is None and isinstance(module, nn.Embedding | nn.Linear):
+        own_module = modules.get(module)
+        if own_module is None and isinstance(module, nn.Embedding | nn.Linear):
             style: Style = PlainStyle.VOCABULARY if isinstance(module, nn.Embedding) else Colwise(gather=True)
-            own = DividedModule(name, module, _fitting(name, module, style), parent)
-            yield own
-        if own is None or own.slices.get("weight") != first.slices["weight"]:
+            own_module = DividedModule(name, module, _fitting(name, module, style), parent)
+            yield own_module
+        if own_module is None or own_module.slices.get("weight") != first.slices["weight"]:
             raise ModelError(
                 f"tensor_parallel divides {first.name}.weight and {name}.weight differently, and they are one tensor",
                 expected="the same rows of both",
@@ -266,15 +268,15 @@ def head_counts(module: nn.Module) -> list[tuple[str, int]]:
     return [(name, value) for name in _COUNTS if type(value := vars(module).get(name)) is int]
 
 
-def _refuse_between(blocks: Sequence[Block], found: Sequence[DividedModule]) -> None:
+def _refuse_between(blocks: Sequence[Block], modules: Sequence[DividedModule]) -> None:
     """Refuse layers between which a traced forward would see parts: its shapes are those of the whole model."""
-    called: dict[int, str] = {}
+    names: dict[int, str] = {}
     for block in blocks:
         if isinstance(block.module, Piece):
             shells: dict[str, Any] = dict(block.module.named_modules())
-            called |= {id(shells[name]): name for name in block.module.callees if name in shells}
-    for layer in found:
-        if id(layer.module) in called and (layer.takes_part or layer.makes_part):
+            names |= {id(shells[name]): name for name in block.module.callees if name in shells}
+    for layer in modules:
+        if id(layer.module) in names and (layer.takes_part or layer.makes_part):
             raise ModelError(
                 f"tensor_parallel divides {layer.name}, a block of its own, and the model's forward would see its part",
                 expected="colwise and rowwise layers inside one module, which the forward calls as a whole",
@@ -282,8 +284,8 @@ def _refuse_between(blocks: Sequence[Block], found: Sequence[DividedModule]) -> 
             )
 
 
-def _refuse_nothing(found: Sequence[DividedModule]) -> None:
-    if not any(module.slices for module in found):
+def _refuse_nothing(modules: Sequence[DividedModule]) -> None:
+    if not any(module.slices for module in modules):
         raise ModelError(
             "tensor_parallel divides no layer of this model",
             expected="at least one linear layer or embedding",

@@ -28,30 +28,34 @@ from drumline.model.values import mapped
 class LayerExchanges:
     """The exchanges of a model's divided layers, and what they share while a forward runs."""
 
-    def __init__(self, axes: Axes, found: Sequence[DividedModule], sequenced: SequenceLayers | None = None) -> None:
-        self.axes, self.found, self.sequenced = axes, found, sequenced
+    def __init__(
+        self, axes: Axes, divided_modules: Sequence[DividedModule], sequenced: SequenceLayers | None = None
+    ) -> None:
+        self.axes, self.divided_modules, self.sequenced = axes, divided_modules, sequenced
         self.is_on = True  # while off, modules are as in one process
         self.unseen: set[nn.Module] = set()  # layers by rows before which it is not known that nothing is drawn
         self._last: tuple[Tensor, int, Tensor] | None = None  # the last input of layers by columns, and its copy
         self._states: list[Tensor] = []
-        self._makers = {layer.module: layer for layer in found if layer.makes_part or layer.style is PlainStyle.STACKED}
+        self._makers = {
+            layer.module: layer for layer in divided_modules if layer.makes_part or layer.style is PlainStyle.STACKED
+        }
         self._behind: DividedModule | None = None  # the last of them that ran, while its part is on its way
 
     def before_columns(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Let the gradient of a layer's input be summed: once if several layers, such as q, k and v, share it."""
         if not self.is_on:
             return None
-        given = given_in(args, kwargs)
-        if is_traced(given):
+        tensor = given_in(args, kwargs)
+        if is_traced(tensor):
             return None
         self._behind = self._makers.get(module, self._behind)
         if self.unseen and not self._states:
-            self._states = Randomness(0, given.device).states()
-        if self._is_inside or not given.requires_grad or not torch.is_grad_enabled():
+            self._states = Randomness(0, tensor.device).states()
+        if self._is_inside or not tensor.requires_grad or not torch.is_grad_enabled():
             return None
         last = self._last
-        if last is None or last[0] is not given or last[1] != given._version:
-            self._last = last = (given, given._version, passing.copied(given, self.axes))
+        if last is None or last[0] is not tensor or last[1] != tensor._version:
+            self._last = last = (tensor, tensor._version, passing.copied(tensor, self.axes))
         return replaced_in(args, kwargs, last[2])
 
     def before_stack(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -61,15 +65,15 @@ class LayerExchanges:
         self._behind = self._makers.get(module)
         return mapped((args, kwargs), self.copied)
 
-    def copied(self, given: Tensor) -> Tensor:
+    def copied(self, tensor: Tensor) -> Tensor:
         """Return a tensor whose gradient is summed, if it takes one."""
-        needed = given.requires_grad and torch.is_grad_enabled() and not is_traced(given)
-        return passing.copied(given, self.axes) if needed else given
+        needed = tensor.requires_grad and torch.is_grad_enabled() and not is_traced(tensor)
+        return passing.copied(tensor, self.axes) if needed else tensor
 
-    def after_stack(self, module: nn.Module, args: Any, made: Tensor) -> Any:
+    def after_stack(self, module: nn.Module, args: Any, output: Tensor) -> Any:
         """Sum what the parts of experts have added."""
         self._behind = None
-        return passing.summed(made, self.axes) if self.is_on else None
+        return passing.summed(output, self.axes) if self.is_on else None
 
     def before_once(self, module: nn.Module, args: Any) -> Any:
         """Divide what all lines keep alike, since their outputs are added up."""
@@ -92,49 +96,51 @@ class LayerExchanges:
     def _is_inside(self) -> bool:
         return self.sequenced is not None and self.sequenced.is_inside
 
-    def after_rows(self, module: nn.Module, args: Any, made: Tensor) -> Any:
+    def after_rows(self, module: nn.Module, args: Any, output: Tensor) -> Any:
         """Sum the outputs of all lines; each has added the bias, which must count once."""
         if not self.is_on:
             return None
-        self._region_ended(module, made)
+        self._region_ended(module, output)
         bias = module._parameters.get("bias")
         if bias is not None and self.axes.place(AXIS):
-            made = made - bias.detach().to(made.dtype)
+            output = output - bias.detach().to(output.dtype)
         if self.sequenced is not None and self.sequenced.is_inside:
             self.sequenced.is_inside = False
-            return passing.added(made, self.axes, 1)
-        return passing.summed(made, self.axes)
+            return passing.added(output, self.axes, 1)
+        return passing.summed(output, self.axes)
 
-    def after_columns(self, parts: int, module: nn.Module, args: Any, made: Tensor) -> Any:
+    def after_columns(self, parts: int, module: nn.Module, args: Any, output: Tensor) -> Any:
         """Return the whole output of a layer by columns."""
         if not self.is_on:
             return None
         self._last, self._states = None, []
-        whole = passing.gathered(made, self.axes, -1)
+        whole = passing.gathered(output, self.axes, -1)
         return whole if parts == 1 else _sorted(whole, self.axes.size(AXIS), parts)
 
     def before_rows(self, parts: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the arguments of a layer by rows whose input is whole, with the own part of it."""
         if not self.is_on:
             return None
-        given = given_in(args, kwargs)
-        arranged = given if parts == 1 else _sorted(given, parts, self.axes.size(AXIS))
+        tensor = given_in(args, kwargs)
+        arranged = tensor if parts == 1 else _sorted(tensor, parts, self.axes.size(AXIS))
         return replaced_in(args, kwargs, passing.split(arranged, self.axes, -1))
 
-    def after_latent(self, width: int, module: nn.Module, args: Any, made: Tensor) -> Any:
+    def after_latent(self, width: int, module: nn.Module, args: Any, output: Tensor) -> Any:
         """Sum the gradient of a whole layer's last outputs, which go to this line's heads."""
-        if not self.is_on or is_traced(made):
+        if not self.is_on or is_traced(output):
             return None
-        latent, rotary = made[..., :-width], made[..., -width:]
+        latent, rotary = output[..., :-width], output[..., -width:]
         return torch.cat([latent, self.copied(rotary)], -1)
 
-    def _region_ended(self, module: nn.Module, made: Tensor) -> None:
+    def _region_ended(self, module: nn.Module, output: Tensor) -> None:
         """Forget the shared input, and refuse random numbers drawn for parts: each line would draw its own."""
         self._last = self._behind = None
         states, self._states = self._states, []
         if module in self.unseen and module.training and states:
-            if Randomness(0, made.device).has_moved(states):
-                name = next(divided_module.name for divided_module in self.found if divided_module.module is module)
+            if Randomness(0, output.device).has_moved(states):
+                name = next(
+                    divided_module.name for divided_module in self.divided_modules if divided_module.module is module
+                )
                 raise ModelError(
                     f"random numbers are drawn before {name} for this line's part alone, as by a dropout of attention",
                     expected="draws for whole tensors only, which all lines repeat alike",
@@ -155,13 +161,13 @@ def _sorted(tensor: Tensor, outer: int, inner: int) -> Tensor:
 class Lookup:
     """Around an embedding of which this line has some rows: tokens of other rows give zeros."""
 
-    __slots__ = ("_apart", "_exchanges", "first", "length")
+    __slots__ = ("_exchanges", "_outside", "first", "length")
 
     def __init__(self, exchanges: LayerExchanges, module: nn.Embedding) -> None:
         self._exchanges = exchanges
         self.length = module.num_embeddings // exchanges.axes.size(AXIS)
         self.first = self.length * exchanges.axes.place(AXIS)
-        self._apart: Tensor | None = None
+        self._outside: Tensor | None = None
 
     def local(self, index: int) -> int | None:
         """Return the number here of a row of the whole, None if another line has it."""
@@ -176,16 +182,16 @@ class Lookup:
             low, high = (int(tensor) for tensor in ids.aminmax())
             if low < 0 or high >= self.length * self._exchanges.axes.size(AXIS):
                 raise IndexError("index out of range in self")  # as torch says
-        self._apart = (ids < self.first) | (ids >= self.first + self.length)
-        return replaced_in(args, kwargs, (ids - self.first).masked_fill(self._apart, 0))
+        self._outside = (ids < self.first) | (ids >= self.first + self.length)
+        return replaced_in(args, kwargs, (ids - self.first).masked_fill(self._outside, 0))
 
-    def after(self, module: nn.Module, args: Any, made: Tensor) -> Any:
+    def after(self, module: nn.Module, args: Any, output: Tensor) -> Any:
         """Return the sum of what all lines have looked up."""
         if not self._exchanges.is_on:
             return None
-        apart, self._apart = self._apart, None
-        assert apart is not None
-        return passing.summed(made.masked_fill(apart.unsqueeze(-1), 0.0), self._exchanges.axes)
+        outside, self._outside = self._outside, None
+        assert outside is not None
+        return passing.summed(output.masked_fill(outside.unsqueeze(-1), 0.0), self._exchanges.axes)
 
 
 def rotary_width(part: DividedModule) -> int:
@@ -202,16 +208,16 @@ def rotary_width(part: DividedModule) -> int:
 
 def given_in(args: Any, kwargs: Any) -> Tensor:
     """Return the tensor that a layer is called with."""
-    given: Tensor = args[0] if args else next(iter(kwargs.values()))
-    return given
+    tensor: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return tensor
 
 
-def replaced_in(args: Any, kwargs: Any, given: Tensor) -> Any:
+def replaced_in(args: Any, kwargs: Any, tensor: Tensor) -> Any:
     """Return a call's arguments with another first tensor."""
     if args:
-        return (given, *args[1:]), kwargs
+        return (tensor, *args[1:]), kwargs
     name = next(iter(kwargs))
-    return args, {**kwargs, name: given}
+    return args, {**kwargs, name: tensor}
 
 
 def _refusal(behind: DividedModule, makers: Iterable[DividedModule], size: int, error: Exception) -> ModelError:
@@ -224,15 +230,15 @@ def _refusal(behind: DividedModule, makers: Iterable[DividedModule], size: int, 
     >>> print(_refusal(key, [key], 2, RuntimeError("no heads of 4 in 2")))
     the forward of attention (Module) fails with the features that tp = 2 leaves each line, attention.key 2 of 4: ...
     """
-    told = []
+    reasons = []
     for module in (maker for maker in makers if maker.parent is behind.parent):
         key = min(module.slices, key="weight".__ne__)
         length = module.module.get_parameter(key).shape[module.slices[key].dim]
-        told.append(f"{module.name} {length} of {length * size}")
+        reasons.append(f"{module.name} {length} of {length * size}")
     said = str(error).partition("\n")[0]
     return ModelError(
         f"the forward of {behind.name.rpartition('.')[0] or behind.name} ({type(behind.parent).__name__}) fails with "
-        f"the features that tp = {size} leaves each line, {', '.join(told)}: {type(error).__name__}: {said}",
+        f"the features that tp = {size} leaves each line, {', '.join(reasons)}: {type(error).__name__}: {said}",
         expected="a forward that takes any number of whole heads, and numbers of heads, of keys and values too, "
         f"that are multiples of {size}",
         fix="choose a tp that divides them, or divide the model along another axis of the mesh",

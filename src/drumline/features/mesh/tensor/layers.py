@@ -35,11 +35,11 @@ class TensorParallel(HeldParts):
 
     def __init__(self, axes: Axes, plan: StylePlan, blocks: Sequence[Block], *, sequence: bool = False) -> None:
         super().__init__(axes)
-        self.found = divided_by(plan, blocks, axes.size(AXIS))
+        self.divided_modules = divided_by(plan, blocks, axes.size(AXIS))
         if not plan.is_own:  # those of models are known to pair, by whatever names
-            refuse_unpaired(self.found)
-        self.sequenced = SequenceLayers(axes, self.found, blocks) if sequence else None
-        self.exchanges = LayerExchanges(axes, self.found, self.sequenced)
+            refuse_unpaired(self.divided_modules)
+        self.sequenced = SequenceLayers(axes, self.divided_modules, blocks) if sequence else None
+        self.exchanges = LayerExchanges(axes, self.divided_modules, self.sequenced)
         self._entries.append((vars(self.exchanges), "is_on", False))
         if self.sequenced is not None:
             self._entries.append((vars(self.sequenced), "is_on", False))
@@ -47,23 +47,23 @@ class TensorParallel(HeldParts):
     @property
     def is_partial(self) -> bool:
         """Whether some parameters' gradients have to be summed over tp."""
-        return any(module.style is PlainStyle.PARTIAL for module in self.found) or bool(
+        return any(module.style is PlainStyle.PARTIAL for module in self.divided_modules) or bool(
             self.sequenced is not None and self.sequenced.modules
         )
 
     @property
     def described(self) -> list[str]:
         """What is divided, as text, for the ranks to compare."""
-        return [f"{module.name}: {module.style}" for module in self.found]
+        return [f"{module.name}: {module.style}" for module in self.divided_modules]
 
     def divide(self, blocks: Sequence[Block], others: Sequence[Block], device: torch.device) -> None:
         """Replace the parameters of these blocks by this line's parts of them; all lines call it alike.
 
         `others` are the model's other blocks. They stay whole, and share what they shared while the model is whole.
         """
-        held = {module for block in blocks for module in block.module.modules()}
-        mine = [module for module in self.found if module.module in held]
-        made: dict[int, nn.Parameter] = {}
+        held_modules = {module for block in blocks for module in block.module.modules()}
+        mine = [module for module in self.divided_modules if module.module in held_modules]
+        parameters: dict[int, nn.Parameter] = {}
         places, elsewhere = (
             [place for block in each for place in places_in(block) if place.is_parameter] for each in (blocks, others)
         )
@@ -71,9 +71,9 @@ class TensorParallel(HeldParts):
             for key, part in module.slices.items():
                 whole = module.module._parameters[key]
                 assert whole is not None
-                if id(whole) not in made:
-                    local = made[id(whole)] = self._local(whole, part, device)
-                    made[id(local)] = local
+                if id(whole) not in parameters:
+                    local = parameters[id(whole)] = self._local(whole, part, device)
+                    parameters[id(local)] = local
                     self._parts += [(place.table, place.key, local) for place in elsewhere if place.tensor is whole]
                     for place in (place for place in places if place.tensor is whole):
                         place.table[place.key] = local
@@ -86,7 +86,7 @@ class TensorParallel(HeldParts):
                 for name, count in head_counts(parent):
                     self._set(parent, name, count // self.axes.size(AXIS))
         if self.sequenced is not None:
-            self.sequenced.attach(held)
+            self.sequenced.attach(held_modules)
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         space = vars(module)

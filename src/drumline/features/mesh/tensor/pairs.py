@@ -14,7 +14,7 @@ from drumline.core.errors import ModelError
 from drumline.features.mesh.tensor.divide import DividedModule
 
 
-def refuse_unpaired(found: Sequence[DividedModule]) -> None:
+def refuse_unpaired(modules: Sequence[DividedModule]) -> None:
     """Refuse a layer by columns without one by rows behind it, and one by rows without one by columns before it.
 
     >>> from torch import nn
@@ -25,7 +25,7 @@ def refuse_unpaired(found: Sequence[DividedModule]) -> None:
     Traceback (most recent call last):
     drumline.core.errors.ModelError: tensor_parallel divides mlp.up by columns, and no layer by rows takes its part; ...
     """
-    every = [module for module in found if module.makes_part or module.takes_part]
+    every = [module for module in modules if module.makes_part or module.takes_part]
     # Layers directly in a module go with any inside of it; others only with those that have no partner further inside.
     open_ones = [module for module in every if not _has_pair(_inside(module.name.rpartition(".")[0], every), module)]
     for scope in sorted({scope for layer in open_ones for scope in _scopes(layer.name)}, key=_depth, reverse=True):

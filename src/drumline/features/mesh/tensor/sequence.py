@@ -38,24 +38,26 @@ _FIX = "use sequence_parallel=False"
 class SequenceLayers:
     """The layers whose rows are in parts, and the divided modules in them."""
 
-    def __init__(self, axes: Axes, found: Sequence[DividedModule], blocks: Sequence[Block]) -> None:
+    def __init__(self, axes: Axes, divided_modules: Sequence[DividedModule], blocks: Sequence[Block]) -> None:
         self.axes = axes
         self.is_on = True
         self.is_inside = False  # in a divided module, where rows are whole
         self._in_layer = False
-        rows = {module.parent for module in found if module.takes_part}
-        columns = {module.parent for module in found if module.makes_part}
-        self.regions = [layer for layer in dict.fromkeys(module.parent for module in found) if layer in rows & columns]
+        rows = {module.parent for module in divided_modules if module.takes_part}
+        columns = {module.parent for module in divided_modules if module.makes_part}
+        self.regions = [
+            layer for layer in dict.fromkeys(module.parent for module in divided_modules) if layer in rows & columns
+        ]
         tops = [top for block in blocks for top in _tops(block)]
         self.modules = [top for top in tops if self._inside(top)]
-        self._check(found)
+        self._check(divided_modules)
 
     def _inside(self, layer: nn.Module) -> list[nn.Module]:
         within = set(layer.modules()) - {layer}
         return [region for region in self.regions if region in within]
 
-    def _check(self, found: Sequence[DividedModule]) -> None:
-        stacked = next((module.name for module in found if module.style is PlainStyle.STACKED), None)
+    def _check(self, modules: Sequence[DividedModule]) -> None:
+        stacked = next((module.name for module in modules if module.style is PlainStyle.STACKED), None)
         if stacked is not None:
             raise ModelError(
                 f"sequence_parallel is True, and tp divides the experts {stacked}, which would see a part of the rows",
@@ -68,7 +70,7 @@ class SequenceLayers:
                 expected="blocks such as norm, attention, norm, feed-forward, each part a module",
                 fix=_FIX,
             )
-        known = {id(param) for each in found for param in each.module.parameters()}
+        known = {id(param) for each in modules for param in each.module.parameters()}
         for region in self.regions:
             for name, param in region.named_parameters():
                 if id(param) not in known:
@@ -78,12 +80,14 @@ class SequenceLayers:
                         fix=f'divide it, give it the style "partial", or {_FIX}',
                     )
 
-    def attach(self, held: Collection[nn.Module]) -> None:
+    def attach(self, held_modules: Collection[nn.Module]) -> None:
         """Add the exchanges of the layers that this process holds."""
-        for layer in (module for module in self.modules if module in held):
+        for layer in (module for module in self.modules if module in held_modules):
             regions = self._inside(layer)
-            apart = {part for region in regions for part in region.modules()}
-            mark_partial(param for part in layer.modules() if part not in apart for param in part._parameters.values())
+            inner_modules = {part for region in regions for part in region.modules()}
+            mark_partial(
+                param for part in layer.modules() if part not in inner_modules for param in part._parameters.values()
+            )
             layer.register_forward_pre_hook(self._enter, with_kwargs=True)
             layer.register_forward_hook(self._leave)
             for region in regions:
@@ -100,13 +104,13 @@ class SequenceLayers:
         self._in_layer = True
         return _changed(args, kwargs, lambda tensor: passing.split(tensor, self.axes, _TOKENS))
 
-    def _leave(self, module: nn.Module, args: Any, made: Any) -> Any:
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.is_on:
             return None
         self._in_layer = False
-        if isinstance(made, Tensor):
-            return passing.gathered(made, self.axes, _TOKENS)
-        return type(made)((passing.gathered(made[0], self.axes, _TOKENS), *made[1:]))
+        if isinstance(output, Tensor):
+            return passing.gathered(output, self.axes, _TOKENS)
+        return type(output)((passing.gathered(output[0], self.axes, _TOKENS), *output[1:]))
 
     def _enter_region(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.is_on or not self._in_layer:
@@ -114,7 +118,7 @@ class SequenceLayers:
         self.is_inside = True
         return _changed(args, kwargs, lambda tensor: passing.spread(tensor, self.axes, _TOKENS))
 
-    def _leave_region(self, module: nn.Module, args: Any, made: Any) -> None:
+    def _leave_region(self, module: nn.Module, args: Any, output: Any) -> None:
         self.is_inside = False
 
     @property

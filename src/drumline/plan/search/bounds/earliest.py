@@ -201,8 +201,8 @@ class _RankLanes:
         needed = relaxed.instance.inputs.get(key)
         if needed is not None:
             source = relaxed.instance.placement.rank_of(needed[0], lane.microbatches[0])
-            made = heads[source, needed] + relaxed.seconds[needed]
-            np.maximum(head, made + relaxed.latency(*needed) if source != self.number else made, out=head)
+            ready = heads[source, needed] + relaxed.seconds[needed]
+            np.maximum(head, ready + relaxed.latency(*needed) if source != self.number else ready, out=head)
         if relaxed.linked:
             begin = heads[self.number, (self.stages[0], F)][0]
             np.maximum(head, begin + self.work[key], out=head)

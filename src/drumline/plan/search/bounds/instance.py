@@ -115,7 +115,7 @@ class Instance:
     @cached_property
     def lanes(self) -> tuple[tuple[StageLane, ...], ...]:
         """The lanes of every rank, its lowest stage first."""
-        found = []
+        lanes = []
         for rank in range(self.num_ranks):
             mine = []
             for stage in range(self.num_stages):
@@ -124,8 +124,8 @@ class Instance:
                 )
                 if passing:
                     mine.append(StageLane(rank, stage, passing))
-            found.append(tuple(mine))
-        return tuple(found)
+            lanes.append(tuple(mine))
+        return tuple(lanes)
 
     @cached_property
     def plain(self) -> Program:
@@ -167,58 +167,58 @@ class Instance:
         """Return a program's rows as numbers; None if it has overlapped pairs or updates, which have no number."""
         rows: Rows = []
         for row in program.rows:
-            kept = [action for action in row if action.op is not Op.REDUCE_GRAD]
-            if any(action.op not in _NUMBER for action in kept):
+            kept_actions = [action for action in row if action.op is not Op.REDUCE_GRAD]
+            if any(action.op not in _NUMBER for action in kept_actions):
                 return None
-            rows.append([self.number(stage, _NUMBER[op], m or 0) for stage, op, m, _ in kept])
+            rows.append([self.number(stage, _NUMBER[op], m or 0) for stage, op, m, _ in kept_actions])
         return rows
 
     @cached_property
     def seconds(self) -> list[float]:
         """The seconds of every action."""
-        found = [0.0] * self.num_actions
+        seconds = [0.0] * self.num_actions
         for program in (self.plain, self.joined):
             graph = compile_program(program, Messages.LATENCY)
             work = graph.work
             columns = (work.stage.tolist(), work.code.tolist(), work.microbatch.tolist())
             for stage, code, m, time in zip(*columns, work_seconds(graph, [self.costs])[:, 0].tolist(), strict=True):
-                found[self.number(stage, _NUMBER[OPS[code]], m)] = time
-        return found
+                seconds[self.number(stage, _NUMBER[OPS[code]], m)] = time
+        return seconds
 
     @cached_property
     def need(self) -> list[int]:
         """What every action waits for on another stage, by number; -1 if nothing."""
-        found = [-1] * self.num_actions
+        needs = [-1] * self.num_actions
         length = 4 * self.num_microbatches
         for (stage, op), (needed_stage, needed_op) in self.inputs.items():
             if op != W:  # W only needs its own I, and can run any time after it
                 first, needed = self.number(stage, op, 0), self.number(needed_stage, needed_op, 0)
-                found[first : first + length - op : 4] = range(needed, needed + length - needed_op, 4)
-        return found
+                needs[first : first + length - op : 4] = range(needed, needed + length - needed_op, 4)
+        return needs
 
     @cached_property
     def inputs(self) -> dict[tuple[int, int], tuple[int, int]]:
         """What every (stage, op) waits for, by `rules`: the last of its inputs, which never arrives earlier."""
-        found = {}
+        inputs_of = {}
         for stage in range(self.num_stages):
             for number, op in enumerate(_OPS):
                 for alternatives in rules.needs(Action(stage, op, 0), self.num_stages):
                     # B uses the entry of I for its gradient.
-                    found[stage, number] = min((action.stage, _NUMBER[action.op]) for action in alternatives)
-        return found
+                    inputs_of[stage, number] = min((action.stage, _NUMBER[action.op]) for action in alternatives)
+        return inputs_of
 
     @cached_property
     def link(self) -> list[int]:
         """The link that every action's output travels on, as source * P + target; -1 if it stays on its rank."""
-        found = [-1] * self.num_actions
+        links = [-1] * self.num_actions
         for number, needed in enumerate(self.need):
             if needed >= 0 and number % 4 != B:
                 source, target = self.rank[needed // 4], self.rank[number // 4]
                 if source != target:
-                    found[needed] = source * self.num_ranks + target
+                    links[needed] = source * self.num_ranks + target
         for pair in range(len(self.rank)):
-            found[4 * pair + B] = found[4 * pair + I]
-        return found
+            links[4 * pair + B] = links[4 * pair + I]
+        return links
 
     @cached_property
     def latency(self) -> list[float]:
@@ -231,29 +231,31 @@ class Instance:
     @cached_property
     def moving(self) -> list[float]:
         """How long every action's output occupies its link."""
-        found = [0.0] * self.num_actions
+        bytes_moving = [0.0] * self.num_actions
         if self.costs.has_finite_links:
             for program in (self.plain, self.joined):
                 graph = compile_program(program, Messages.LATENCY)
                 work, crossings = graph.work, graph.crossings
-                made = [column[crossings.producer].tolist() for column in (work.stage, work.code, work.microbatch)]
-                for stage, code, m, size in zip(*made, message_bytes(graph, self.costs).tolist(), strict=True):
+                producers = [column[crossings.producer].tolist() for column in (work.stage, work.code, work.microbatch)]
+                for stage, code, m, size in zip(*producers, message_bytes(graph, self.costs).tolist(), strict=True):
                     number = self.number(stage, _NUMBER[OPS[code]], m)
-                    found[number] = size / self.costs.edge(*divmod(self.link[number], self.num_ranks)).bytes_per_second
-        return found
+                    bytes_moving[number] = (
+                        size / self.costs.edge(*divmod(self.link[number], self.num_ranks)).bytes_per_second
+                    )
+        return bytes_moving
 
     @cached_property
     def resources(self) -> tuple[Resource, ...]:
         """What the limit restricts: pairs, bytes or both."""
-        found = []
+        resources = []
         if self.limit.max_activations is not None:
             during = [1.0 if op is Op.FORWARD else 0.0 for op in _OPS]
             after = [more - (op in rules.RELEASES) for more, op in zip(during, _OPS, strict=True)]
             pairs, nothing = len(self.rank), [0.0] * self.num_ranks
-            found.append(Resource(during * pairs, after * pairs, nothing, self.limit.most_pairs))
+            resources.append(Resource(during * pairs, after * pairs, nothing, self.limit.most_pairs))
         if self.limit.max_bytes is not None:
-            found.append(self._bytes(self.limit.most_bytes))
-        return tuple(found)
+            resources.append(self._bytes(self.limit.most_bytes))
+        return tuple(resources)
 
     def _bytes(self, most: float) -> Resource:
         sizes = Sizes.of(self.plain, self.costs)
@@ -275,9 +277,9 @@ class Instance:
         """Whether a row stays within the limit."""
         for resource in self.resources:
             during, after, always, most = resource.during, resource.after, resource.always[rank], resource.most
-            held = 0.0
+            stash = 0.0
             for number in row:
-                if always + (held + during[number]) > most:
+                if always + (stash + during[number]) > most:
                     return False
-                held += after[number]
+                stash += after[number]
         return True

@@ -46,8 +46,8 @@ def lower_bound(instance: Instance, objective: str = "makespan", *, is_late: IsL
     Bound(value=39.0, name='passage')
     """
     bounds = BOUNDS | {"passage": partial(passage, is_late=is_late)}
-    found = [Bound(bound(instance, objective), name) for name, bound in bounds.items()]
-    return max(found, key=lambda bound: bound.value)
+    bounds_found = [Bound(bound(instance, objective), name) for name, bound in bounds.items()]
+    return max(bounds_found, key=lambda bound: bound.value)
 
 
 def work(instance: Instance, objective: str) -> float:

@@ -51,34 +51,34 @@ class Relaxation:
     @cached_property
     def way_down(self) -> list[float]:
         """Per stage, the least time from the start of a microbatch to the start of its F there."""
-        found = [0.0]
+        seconds = [0.0]
         for stage in range(self.instance.num_stages - 1):
-            found.append(found[-1] + self.seconds[stage, F] + self.latency(stage, F))
-        return found
+            seconds.append(seconds[-1] + self.seconds[stage, F] + self.latency(stage, F))
+        return seconds
 
     @cached_property
     def way_back(self) -> list[float]:
         """Per stage, the least time from the start of F there to the end of I there."""
         last = self.instance.num_stages - 1
-        found = [self.seconds[last, F] + self.seconds[last, I]]
+        seconds = [self.seconds[last, F] + self.seconds[last, I]]
         for stage in reversed(range(last)):
             between = self.latency(stage, F) + self.latency(stage + 1, I)
-            found.append(found[-1] + self.seconds[stage, F] + self.seconds[stage, I] + between)
-        return found[::-1]
+            seconds.append(seconds[-1] + self.seconds[stage, F] + self.seconds[stage, I] + between)
+        return seconds[::-1]
 
     @cached_property
     def way_out(self) -> list[float]:
         """Per stage, the least time from the end of I there to the very end: I of earlier stages, and one W."""
-        found = [self.seconds[0, W]]
+        seconds = [self.seconds[0, W]]
         for stage in range(1, self.instance.num_stages):
-            after = self.latency(stage, I) + self.seconds[stage - 1, I] + found[-1]
-            found.append(max(after, self.seconds[stage, W]))
-        return found
+            after = self.latency(stage, I) + self.seconds[stage - 1, I] + seconds[-1]
+            seconds.append(max(after, self.seconds[stage, W]))
+        return seconds
 
     @cached_property
     def to_first(self) -> list[float]:
         """Per stage, the least time from the end of I there to the end of the rank of stage 0."""
-        found = [self.seconds[0, W]]
+        seconds = [self.seconds[0, W]]
         for stage in range(1, self.instance.num_stages):
-            found.append(self.latency(stage, I) + self.seconds[stage - 1, I] + found[-1])
-        return found
+            seconds.append(self.latency(stage, I) + self.seconds[stage - 1, I] + seconds[-1])
+        return seconds

@@ -25,14 +25,14 @@ _KEYS = tuple(f"adapter.{field.name}" for field in fields(AdapterSettings))
 @relation(*_KEYS)
 def _an_adapter_has_a_method(judged: PlacedSettings) -> Iterator[Problem]:
     adapter = judged.settings.adapter
-    given = [field.name for field in fields(AdapterSettings) if not judged.is_default(f"adapter.{field.name}")]
-    if given and not adapter.is_on:
+    names = [field.name for field in fields(AdapterSettings) if not judged.is_default(f"adapter.{field.name}")]
+    if names and not adapter.is_on:
         yield judged.problem(
-            f"adapter.{given[0]}", "is given, but no adapter", f"adapter.method: {', '.join(METHODS)}",
+            f"adapter.{names[0]}", "is given, but no adapter", f"adapter.method: {', '.join(METHODS)}",
             "add --adapter lora",
         )  # fmt: skip
         return
-    for name in given:
+    for name in names:
         methods = _BELONG.get(name, METHODS)
         if adapter.method and adapter.method not in methods:
             yield judged.problem(

@@ -22,9 +22,9 @@ def card_named(name: str) -> tuple[str, float]:
     Traceback (most recent call last):
     drumline.core.errors.UsageError: memory.card is 'rtx-4091'; expected ...; did you mean rtx-4090?
     """
-    found = MACHINES.get(name.lower())
-    if found is not None:
-        return found.device.name, float(found.device.memory_bytes)
+    machine = MACHINES.get(name.lower())
+    if machine is not None:
+        return machine.device.name, float(machine.device.memory_bytes)
     size = _SIZE.fullmatch(name.strip())
     num_bytes = float(size[1]) * _UNITS.get(size[2].upper(), 0) if size is not None else 0.0
     if num_bytes >= _LEAST:

@@ -18,10 +18,10 @@ _CHUNK = 1 << 22
 _BOM = b"\xef\xbb\xbf"
 
 
-def found(names: Sequence[str], *, key: str = "data.files") -> list[Path]:
+def existing_files(names: Sequence[str], *, key: str = "data.files") -> list[Path]:
     """Return the files of these names or patterns, each of which must be there and hold something.
 
-    >>> found(["nowhere.txt"])
+    >>> existing_files(["nowhere.txt"])
     Traceback (most recent call last):
     drumline.core.errors.UsageError: data.files: nowhere.txt: no such file; expected a file to read
     """

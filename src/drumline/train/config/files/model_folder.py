@@ -26,11 +26,11 @@ class _Broken(Exception):
 def problems_of(path: str, config: str, *, weights: bool) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with the folder of a model, each with what was expected."""
     try:
-        found = _object(config)
+        content = _object(config)
     except _Broken as broken:
         yield str(broken), "the model's configuration, as transformers writes it"
         return
-    kind = found.get("model_type")
+    kind = content.get("model_type")
     if not isinstance(kind, str) or not kind:
         yield f"{config}: there is no model_type", "the model's configuration, as transformers writes it"
     elif not _is_known(kind):
@@ -58,22 +58,22 @@ def _object(path: str) -> dict[str, Any]:
     if os.path.getsize(path) > _LARGEST:
         raise _Broken(f"{path}: has more than {_LARGEST // 2**20} MiB")
     try:
-        found = json.loads(Path(path).read_bytes())
+        content = json.loads(Path(path).read_bytes())
     except json.JSONDecodeError as error:
         raise _Broken(f"{path}, line {error.lineno}: not JSON ({error.msg})") from None
     except (UnicodeDecodeError, RecursionError):
         raise _Broken(f"{path}: not JSON in UTF-8") from None
-    if not isinstance(found, dict):
-        raise _Broken(f"{path}: a {type(found).__name__} in place of an object")
-    return found
+    if not isinstance(content, dict):
+        raise _Broken(f"{path}: a {type(content).__name__} in place of an object")
+    return content
 
 
 def _is_known(kind: str) -> bool:
     """Whether the lists of transformers have a model; they are read as text, for importing them takes seconds."""
-    found = importlib.util.find_spec("transformers")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
         return True  # whoever builds the model says what to install
-    folder = Path(found.origin).parent / "models" / "auto"
+    folder = Path(spec.origin).parent / "models" / "auto"
     texts = [(folder / name).read_text(encoding="utf-8") for name in _KNOWN if (folder / name).is_file()]
     return not texts or any(f'"{kind}"' in text or f"'{kind}'" in text for text in texts)
 

@@ -62,8 +62,8 @@ def read_judged(
     flags: Mapping[str, str] | None = None,
 ) -> PlacedSettings:
     """Return the settings with where each of them was given, and the plan that pipeline.plan names."""
-    given = _source(source)
-    reading = Reading(given)
+    table_source = _source(source)
+    reading = Reading(table_source)
     over = dict(overrides or {})
     microbatches = over.pop(MICROBATCHES, None)
     for key, value in over.items():
@@ -71,10 +71,10 @@ def read_judged(
     _check_head(reading)
     settings = reading.settings()
     plan, settings = _planned(reading, settings)
-    settings = _followed(settings, given)
+    settings = _followed(settings, table_source)
     if microbatches is not None:
         settings = _cut(reading, settings, microbatches, (flags or {}).get(MICROBATCHES, MICROBATCHES))
-    judged = PlacedSettings(settings, given, plan)
+    judged = PlacedSettings(settings, table_source, plan)
     reading.problems += related(judged, reading.bad)
     reading.problems += clashing(judged, reading.bad)
     if reading.problems:
@@ -104,8 +104,8 @@ def from_toml(text: str, name: str) -> TableSource:
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        found = _PLACE.search(str(error))
-        where = f", {found.group(1)}" if found else ""
+        match = _PLACE.search(str(error))
+        where = f", {match.group(1)}" if match else ""
         what = _PLACE.sub("", str(error))
         raise refused([Problem(f"{name}{where}", "", f"not TOML: {what[:1].lower()}{what[1:]}")]) from None
     except (ValueError, RecursionError) as error:
@@ -122,21 +122,21 @@ def from_toml(text: str, name: str) -> TableSource:
 def _from_function(function: Callable[[], Any], name: str) -> TableSource:
     """Return what a function returns: all settings, or some tables by name."""
     try:
-        made = function()
+        settings = function()
     except DrumlineError:
         raise
     except Exception as error:
         raise ConfigError(
             f"{name} failed with {type(error).__name__}: {error}", expected="a function without arguments"
         ) from error
-    if isinstance(made, TrainSettings):
-        made = {field.name: getattr(made, field.name) for field in fields(made)}
-    if not isinstance(made, Mapping):
+    if isinstance(settings, TrainSettings):
+        settings = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    if not isinstance(settings, Mapping):
         raise ConfigError(
-            f"{name} returns {shown(made)}",
+            f"{name} returns {shown(settings)}",
             expected='TrainSettings, or a dict of its parts, like {"run": RunSettings(steps=10)}',
         )
-    return TableSource({str(table): _plain(value) for table, value in made.items()}, lambda _: name)
+    return TableSource({str(table): _plain(value) for table, value in settings.items()}, lambda _: name)
 
 
 def _plain(value: Any) -> Any:
@@ -171,9 +171,9 @@ def _is_item(home: Any, part: str | int) -> bool:
 
 def _check_head(reading: Reading) -> None:
     tables = reading.source.tables
-    found, version = tables.get("format", FORMAT), tables.get("version", VERSION)
-    if found != FORMAT:
-        reading.add(("format",), "format", f"is {shown(found)}", f'"{FORMAT}"')
+    form, version = tables.get("format", FORMAT), tables.get("version", VERSION)
+    if form != FORMAT:
+        reading.add(("format",), "format", f"is {shown(form)}", f'"{FORMAT}"')
     if version != VERSION or isinstance(version, bool):
         newer = isinstance(version, int) and version > VERSION
         fix = "a newer Drumline wrote this file: update Drumline" if newer else ""

@@ -42,12 +42,12 @@ def refusals(name: str, table: str, arguments: Mapping[str, object]) -> Iterator
     bound = _bound(tree.body)
     if function not in bound:
         if "*" not in bound and "__getattr__" not in bound:
-            own = [text for text in bound if not text.startswith("_")]
-            yield refusal(f"{path} has no function {function!r}", fix=nearest(function, own) if own else "")
+            own_names = [text for text in bound if not text.startswith("_")]
+            yield refusal(f"{path} has no function {function!r}", fix=nearest(function, own_names) if own_names else "")
         return
-    found = bound[function]
-    if isinstance(found, Function) and not found.decorator_list:
-        yield from _unlike(f"{path}, line {found.lineno}: {function}", found.args, table, arguments)
+    node = bound[function]
+    if isinstance(node, Function) and not node.decorator_list:
+        yield from _unlike(f"{path}, line {node.lineno}: {function}", node.args, table, arguments)
 
 
 def _module(name: str) -> Path | None:
@@ -62,21 +62,21 @@ def _module(name: str) -> Path | None:
 
 def _bound(body: list[ast.stmt]) -> dict[str, ast.AST | None]:
     """Return the names that a module binds, each with its function if it is one; "*" if it may bind others."""
-    found: dict[str, ast.AST | None] = {}
+    nodes: dict[str, ast.AST | None] = {}
     for node in body:
         if isinstance(node, Function | ast.ClassDef):
-            found[node.name] = node
+            nodes[node.name] = node
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {(name.asname or name.name).partition(".")[0]: None for name in node.names}
+            nodes |= {(name.asname or name.name).partition(".")[0]: None for name in node.names}
         else:
             named = (s for s in ast.walk(node) if isinstance(s, ast.Name) and isinstance(s.ctx, ast.Store))
-            found |= {name.id: None for name in named}
+            nodes |= {name.id: None for name in named}
             for part in ("body", "orelse", "finalbody", "handlers"):
                 inner = getattr(node, part, [])
                 for handler in inner if isinstance(inner, list) else []:
                     within = _bound(handler.body if isinstance(handler, ast.ExceptHandler) else [handler])
-                    found |= dict.fromkeys(within)  # which of several is bound is not known
-    return found
+                    nodes |= dict.fromkeys(within)  # which of several is bound is not known
+    return nodes
 
 
 def _unlike(what: str, takes: ast.arguments, table: str, arguments: Mapping[str, object]) -> Iterator[Problem]:
@@ -91,7 +91,7 @@ def _unlike(what: str, takes: ast.arguments, table: str, arguments: Mapping[str,
                 fix = nearest(argument, names) if names else "leave it out"
                 yield Problem("", f"{table}.arguments.{argument}", f"{what} does not take {argument}", fix=fix)
     needed = [argument.arg for argument in takes.args[: len(takes.args) - len(takes.defaults)]]
-    needed += [k.arg for k, given in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if given is None]
+    needed += [k.arg for k, expression in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if expression is None]
     offered = OFFERED[table]
     for name in needed:
         if name not in offered and name not in arguments:

@@ -82,8 +82,8 @@ class Documents:
         which = np.concatenate([np.full(len(array), at, dtype=np.int32) for at, (array, _) in enumerate(bounds)])
         filled = stops > starts
         ends = np.full(len(starts), end is not None)
-        made = cls(tuple(parts), which, starts, stops, ends, 0 if end is None else end, counted)
-        return made.chosen(np.flatnonzero(filled))
+        documents = cls(tuple(parts), which, starts, stops, ends, 0 if end is None else end, counted)
+        return documents.chosen(np.flatnonzero(filled))
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -93,9 +93,9 @@ class Documents:
         """What tells these documents from others: the numbers of all parts, and which of them make documents."""
         names = [part.path if isinstance(part, MappedNumbers) else "the text" for part in self.parts]
         numbers = [part.numbers if isinstance(part, MappedNumbers) else part for part in self.parts]
-        found = [Part(name, number) for name, number in zip(names, numbers, strict=True)]
-        found += [Part("what is trained on", array) for array in self.counted or ()]
-        return [*found, *(Part("the list of documents", array) for array in (self.starts, self.stops))]
+        parts = [Part(name, number) for name, number in zip(names, numbers, strict=True)]
+        parts += [Part("what is trained on", array) for array in self.counted or ()]
+        return [*parts, *(Part("the list of documents", array) for array in (self.starts, self.stops))]
 
     @cached_property
     def lengths(self) -> Indices:
@@ -125,17 +125,17 @@ class Documents:
         if self.counted is None:
             return np.ones(stop - start, dtype=bool)
         first = int(self.starts[at])
-        found: NDArray[np.bool_] = self.counted[self.which[at]][first + start : first + stop]
-        return found
+        counts: NDArray[np.bool_] = self.counted[self.which[at]][first + start : first + stop]
+        return counts
 
     def split(self, share: float) -> tuple[Documents, Documents]:
         """Return the documents to train on and those held out: every so many, or the end of the last if there are few.
 
-        >>> train, held = Documents.of([[1, 2], [3, 4], [5, 6], [7, 8]]).split(0.25)
-        >>> len(train), held.read(0, 0, 2).tolist()
+        >>> train, held_out = Documents.of([[1, 2], [3, 4], [5, 6], [7, 8]]).split(0.25)
+        >>> len(train), held_out.read(0, 0, 2).tolist()
         (3, [7, 8])
-        >>> train, held = Documents.of([list(range(100))]).split(0.05)
-        >>> train.num_tokens, held.read(0, 0, 5).tolist()
+        >>> train, held_out = Documents.of([list(range(100))]).split(0.05)
+        >>> train.num_tokens, held_out.read(0, 0, 5).tolist()
         (95, [95, 96, 97, 98, 99])
         """
         exact = Fraction(share).limit_denominator(10**6)
@@ -149,5 +149,5 @@ class Documents:
         last = np.arange(len(self)) == len(self) - 1
         cut = self.stops[-1] + self.ends[-1] - length
         train = replace(self, stops=np.where(last, cut, self.stops), ends=self.ends & ~last)
-        held = self.chosen(np.flatnonzero(last))
-        return train, replace(held, starts=np.array([cut], dtype=np.int64))
+        held_out = self.chosen(np.flatnonzero(last))
+        return train, replace(held_out, starts=np.array([cut], dtype=np.int64))

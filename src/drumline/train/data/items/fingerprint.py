@@ -51,18 +51,18 @@ def digest(numbers: NDArray[Any], *, most: int = _MOST) -> str:
     (True, False)
     """
     flat = numbers.reshape(-1)
-    told = blake2b(f"{numbers.dtype.str} {numbers.shape}".encode(), digest_size=16)
+    checksum = blake2b(f"{numbers.dtype.str} {numbers.shape}".encode(), digest_size=16)
     width = max(flat.itemsize, 1)
     for start, stop in blocks(flat.size * width, most):
-        told.update(np.ascontiguousarray(flat[start // width : -(-stop // width)]).tobytes())
-    return told.hexdigest()
+        checksum.update(np.ascontiguousarray(flat[start // width : -(-stop // width)]).tobytes())
+    return checksum.hexdigest()
 
 
 def fingerprint(parts: Sequence[Part], how: str = "sampled") -> dict[str, Any]:
     """Return what tells these data from others: one digest of all, and of a hundred files each its own.
 
-    >>> found = fingerprint([Part("a.txt", np.zeros(9, dtype=np.uint8))])
-    >>> found["how"], found["size"], found["files"][0][:2]
+    >>> found_fingerprint = fingerprint([Part("a.txt", np.zeros(9, dtype=np.uint8))])
+    >>> found_fingerprint["how"], found_fingerprint["size"], found_fingerprint["files"][0][:2]
     ('sampled', 9, ['a.txt', 9])
     """
     total = sum(part.numbers.nbytes for part in parts)
@@ -71,9 +71,9 @@ def fingerprint(parts: Sequence[Part], how: str = "sampled") -> dict[str, Any]:
         share = _MOST * part.numbers.nbytes // max(total, 1)
         whole = how == "whole" or total <= _MOST * _BLOCK
         each.append(digest(part.numbers, most=part.numbers.nbytes // _BLOCK + 1 if whole else max(2, share)))
-    told = blake2b("".join(each).encode(), digest_size=16).hexdigest()
+    text = blake2b("".join(each).encode(), digest_size=16).hexdigest()
     files = [[part.name, len(part.numbers), mine] for part, mine in zip(parts, each, strict=True)]
-    return {"how": how, "size": total, "digest": told, "files": files[:_NAMED]}
+    return {"how": how, "size": total, "digest": text, "files": files[:_NAMED]}
 
 
 def changed(then: dict[str, Any], now: dict[str, Any], parts: Sequence[Part]) -> str:

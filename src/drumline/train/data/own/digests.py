@@ -27,10 +27,10 @@ def digest_of(batch: Any, *, waits: bool = True) -> str:
     >>> digest_of(value) == digest_of((torch.arange(1, 4), {"target": [1.0, None]}))
     False
     """
-    told = blake2b(digest_size=16)
+    checksum = blake2b(digest_size=16)
     for part in _parts(batch, waits, 0):
-        told.update(part.encode(errors="surrogatepass") + b"\0")
-    return told.hexdigest()
+        checksum.update(part.encode(errors="surrogatepass") + b"\0")
+    return checksum.hexdigest()
 
 
 def joined(before: str, batch: Any) -> str:

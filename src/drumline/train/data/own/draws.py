@@ -44,31 +44,31 @@ class Draws:
 
     def __init__(self, source: Any) -> None:
         self._source = source
-        self._apart = _now()
+        self._global_states = _now()
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Let the global generators be the data's for a while."""
         before = _now()
-        _put(self._apart)
+        _put(self._global_states)
         try:
             yield
         finally:
-            self._apart = _now()
+            self._global_states = _now()
             _put(before)
 
     def state(self) -> dict[str, Any]:
         """Return where all of them are: the global ones by name, and those in the data by where they are held."""
-        held = {where: state_of_own(generator) for where, generator in generators_in(self._source).items()}
-        return {"global": dict(self._apart), "held": held}
+        held_states = {where: state_of_own(generator) for where, generator in generators_in(self._source).items()}
+        return {"global": dict(self._global_states), "held": held_states}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Let all of them go on from where they were."""
-        self._apart = dict(state["global"])
-        held = generators_in(self._source)
+        self._global_states = dict(state["global"])
+        held_generators = generators_in(self._source)
         for where, value in state["held"].items():
-            if where in held:
-                set_own(held[where], value)
+            if where in held_generators:
+                set_own(held_generators[where], value)
 
 
 def _now() -> dict[str, Any]:
@@ -89,22 +89,22 @@ def generators_in(source: Any) -> dict[str, Any]:
     >>> list(generators_in({"mine": [random.Random(0), None]}))
     ["['mine'][0]"]
     """
-    found: dict[str, Any] = {}
-    seen: set[int] = set()
+    generators: dict[str, Any] = {}
+    ids: set[int] = set()
     waiting: list[tuple[str, Any, int]] = [("", source, 0)]
-    while waiting and len(seen) < _MOST:
+    while waiting and len(ids) < _MOST:
         where, item, depth = waiting.pop(0)
-        if id(item) in seen or item is None or isinstance(item, str | bytes | int | float | ModuleType | torch.Tensor):
+        if id(item) in ids or item is None or isinstance(item, str | bytes | int | float | ModuleType | torch.Tensor):
             continue
-        seen.add(id(item))
+        ids.add(id(item))
         if isinstance(item, OWN_GENERATORS):
             if not (
                 _is_global(item) or isinstance(item, random.SystemRandom)
             ):  # the latter has no state: see resume_trial.py
-                found.setdefault(where, item)
+                generators.setdefault(where, item)
         elif depth < _DEEPEST:
             waiting += [(where + step, inner, depth + 1) for step, inner in _inside(item)]
-    return found
+    return generators
 
 
 def _is_global(generator: Any) -> bool:
@@ -138,8 +138,8 @@ def _of_object(value: Any) -> Iterator[tuple[str, Any]]:
         if kind.__module__.partition(".")[0] in _OURS:
             continue
         slots = kind.__dict__.get("__slots__", ())
-        held = [name for name in ((slots,) if isinstance(slots, str) else slots) if hasattr(value, name)]
-        yield from ((f".{name}", getattr(value, name)) for name in held)
+        held_names = [name for name in ((slots,) if isinstance(slots, str) else slots) if hasattr(value, name)]
+        yield from ((f".{name}", getattr(value, name)) for name in held_names)
         for name, inner in kind.__dict__.items():
             if isinstance(inner, (FunctionType, *OWN_GENERATORS)):
                 yield f".{name}", inner

@@ -30,19 +30,19 @@ END = object()
 class DataSource:
     """What a user's function gave to be gone through, with the random numbers that it draws."""
 
-    def __init__(self, given: Any) -> None:
-        self.given, self.draws = given, Draws(given)
-        self.has_state = all(callable(getattr(given, name, None)) for name in ("state_dict", "load_state_dict"))
+    def __init__(self, batches: Any) -> None:
+        self.batches, self.draws = batches, Draws(batches)
+        self.has_state = all(callable(getattr(batches, name, None)) for name in ("state_dict", "load_state_dict"))
         self._batches: Iterator[Any] | None = None
 
     def begin(self, epoch: int) -> None:
         """Begin an epoch; what has to know its number is told."""
         self.close()
         with self.draws.running():
-            for part in _parts(self.given):
+            for part in _parts(self.batches):
                 if callable(getattr(part, "set_epoch", None)):
                     part.set_epoch(epoch)
-            self._batches = iter(self.given)
+            self._batches = iter(self.batches)
 
     def next(self) -> Any:
         """Return the next batch, or END."""
@@ -53,30 +53,30 @@ class DataSource:
     def state(self) -> Any:
         """Return where the data say they are."""
         with self.draws.running():
-            return self.given.state_dict()
+            return self.batches.state_dict()
 
     def load(self, state: Any) -> None:
         """Let the data go on from where they said."""
         self.close()
         with self.draws.running():
-            self.given.load_state_dict(state)
+            self.batches.load_state_dict(state)
 
     def close(self) -> None:
         """Let go of the epoch under way, with processes that read for it."""
         self._batches = None
-        if not self.has_state and getattr(self.given, "persistent_workers", False):
+        if not self.has_state and getattr(self.batches, "persistent_workers", False):
             # Workers that live on would draw on: a run that continues could not bring them to the same point.
-            self.given._iterator = None
+            self.batches._iterator = None
 
 
-def _parts(given: Any) -> Iterator[Any]:
+def _parts(batches: Any) -> Iterator[Any]:
     """Yield a loader, its sampler, its batch sampler, the sampler of that, and the data set, each once."""
-    seen: list[Any] = []
-    batch_sampler = getattr(given, "batch_sampler", None)
+    seen_parts: list[Any] = []
+    batch_sampler = getattr(batches, "batch_sampler", None)
     sampler = getattr(batch_sampler, "sampler", None)
-    for part in (given, getattr(given, "sampler", None), batch_sampler, sampler, getattr(given, "dataset", None)):
-        if part is not None and not any(part is other for other in seen):
-            seen.append(part)
+    for part in (batches, getattr(batches, "sampler", None), batch_sampler, sampler, getattr(batches, "dataset", None)):
+        if part is not None and not any(part is other for other in seen_parts):
+            seen_parts.append(part)
             yield part
 
 
@@ -87,20 +87,20 @@ class RepeatedStream(BatchStream):
         self.source, self.built, self.name, self.exact = source, built, name, exact
         self.epoch = self.batches = 0
         self._begun = source.draws.state()  # of the random numbers, at the start of the epoch
-        self._seen = ""  # digest of the epoch's batches so far
+        self._digest = ""  # digest of the epoch's batches so far
         self._saved: dict[str, Any] | None = None  # the position from which to go on
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
             saved, self._saved = self._saved, None
             if saved is None:
-                self.batches, self._seen, self._begun = 0, "", self.source.draws.state()
+                self.batches, self._digest, self._begun = 0, "", self.source.draws.state()
                 self.source.begin(self.epoch)
             else:
                 self._go_on(saved)
             while (item := self.source.next()) is not END:
                 self.batches += 1
-                self._seen = joined(self._seen, item)
+                self._digest = joined(self._digest, item)
                 yield batch_of(item, self.built, self.name)
             if not self.batches:
                 raise UsageError(f"{self.name} gives no batch", expected=FORMS)
@@ -117,16 +117,16 @@ class RepeatedStream(BatchStream):
             source.begin(self.epoch)
             if self.batches:
                 source.draws.restore(saved["now"])
-            self._seen = saved["seen"]
+            self._digest = saved["seen"]
             return
         source.begin(self.epoch)
-        self._seen = ""
+        self._digest = ""
         for at in range(self.batches):
             if (item := source.next()) is END:
                 self._refuse(f"{self.name} gives {at} batches in an epoch of which {self.batches} were used")
                 break
-            self._seen = joined(self._seen, item)
-        if self._seen != saved["seen"]:
+            self._digest = joined(self._digest, item)
+        if self._digest != saved["seen"]:
             self._refuse(f"{self.name} gives other batches than those that this run was trained on")
 
     def _refuse(self, what: str) -> None:
@@ -144,10 +144,10 @@ class RepeatedStream(BatchStream):
         """Return epoch and batch, random numbers at the start of the epoch, and what the source itself says."""
         if self._saved is not None:
             return self._saved
-        own = self.source.state() if self.source.has_state else None
+        own_state = self.source.state() if self.source.has_state else None
         now = self.source.draws.state() if self.source.has_state else None
-        place = {"epoch": self.epoch, "batches": self.batches, "seen": self._seen}
-        return {"version": _STATE, **place, "begun": self._begun, "now": now, "source": own}
+        place = {"epoch": self.epoch, "batches": self.batches, "seen": self._digest}
+        return {"version": _STATE, **place, "begun": self._begun, "now": now, "source": own_state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a position, with the next batch that is asked for."""

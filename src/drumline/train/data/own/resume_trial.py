@@ -22,10 +22,10 @@ _ANYHOW = "or set data.exact = false to train without checkpoints that continue 
 
 def check_resumable(source: DataSource, name: str) -> None:
     """Refuse data that a run could not continue exactly; leaves them at their beginning."""
-    given = source.given
-    if type(given) in (list, tuple):
+    batches = source.batches
+    if type(batches) in (list, tuple):
         return
-    if getattr(given, "num_workers", 0) > 1 and getattr(given, "in_order", True) is False:
+    if getattr(batches, "num_workers", 0) > 1 and getattr(batches, "in_order", True) is False:
         raise UsageError(
             f"{name} gives a loader with in_order=False, whose batches come in another order every time",
             expected="batches in order",
@@ -67,7 +67,7 @@ def _try_state(source: DataSource, name: str) -> None:
     start = check_state(source.state(), name)
     first = _digests(source, 1)
     saved, now = check_state(source.state(), name), source.draws.state()
-    count = 1 + int(getattr(source.given, "num_workers", 0))  # so that each worker's second batch is among them
+    count = 1 + int(getattr(source.batches, "num_workers", 0))  # so that each worker's second batch is among them
     behind = _next(source, count)
     source.draws.restore(begun)
     source.load(saved)
@@ -95,8 +95,8 @@ def _digests(source: DataSource, count: int) -> list[str]:
 
 
 def _next(source: DataSource, count: int) -> list[str]:
-    found: list[str] = []
-    while len(found) < count and found[-1:] != ["end"]:
+    digests: list[str] = []
+    while len(digests) < count and digests[-1:] != ["end"]:
         batch = source.next()
-        found.append("end" if batch is END else digest_of(batch))
-    return found
+        digests.append("end" if batch is END else digest_of(batch))
+    return digests

@@ -17,7 +17,7 @@ from drumline.train.data.items.batch import Data
 from drumline.train.data.own.repeated import FORMS, DataSource, RepeatedStream, batch_of
 from drumline.train.data.own.resume_trial import check_resumable, check_state
 from drumline.train.models.built import Built
-from drumline.train.models.user_function import called, named_function, users_code
+from drumline.train.models.user_function import call_with, named_function, users_code
 
 
 def data_by_function(settings: TrainSettings, built: Built, *, rank: int, size: int) -> Data:
@@ -34,13 +34,13 @@ def data_by_function(settings: TrainSettings, built: Built, *, rank: int, size: 
     }
     function = named_function(name, key="data.function")
     with users_code(name):
-        made = called(function, offered, settings.data.arguments, key="data")
-    if isinstance(made, Data):
+        returned = call_with(function, offered, settings.data.arguments, key="data")
+    if isinstance(returned, Data):
         if settings.data.exact:
-            _check_stream(made.training, name)
-        return made
-    pair = isinstance(made, tuple) and len(made) == 2 and not isinstance(made[0], Tensor)
-    training, held = made if pair else (made, ())
+            _check_stream(returned.training, name)
+        return returned
+    pair = isinstance(returned, tuple) and len(returned) == 2 and not isinstance(returned[0], Tensor)
+    training, held_out = returned if pair else (returned, ())
     if isinstance(training, Iterator) or not isinstance(training, Iterable):
         fix = "return an object whose __iter__ begins anew, such as a class with your generator function as __iter__"
         once = isinstance(training, Iterator)
@@ -52,7 +52,7 @@ def data_by_function(settings: TrainSettings, built: Built, *, rank: int, size: 
             fix="use failures.restarts without elastic, or set data.exact = false",
         )
     with users_code(name):
-        batches = islice(held, settings.evaluation.batches if settings.evaluation.every else 0)
+        batches = islice(held_out, settings.evaluation.batches if settings.evaluation.every else 0)
         validation = tuple(batch_of(batch, built, name) for batch in batches)
         source = DataSource(training)
         if settings.data.exact:

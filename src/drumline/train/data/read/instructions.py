@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from drumline.core.errors import UsageError
-from drumline.train.config.files.data_files import found, records_of
+from drumline.train.config.files.data_files import existing_files, records_of
 from drumline.train.data.items.documents import Documents
 from drumline.train.models.built import Tokenizer
 from drumline.train.models.chat_templates import PLAIN, TEMPLATES, template_named
@@ -41,7 +41,7 @@ def instruction_documents(
     writer = _writer(tokenizer, template, strict=strict)
     tokens: list[list[int]] = []
     counted: list[list[bool]] = []
-    for path in found(names, key=key):
+    for path in existing_files(names, key=key):
         for place, record in records_of(path):
             row, counts = _encoded(place, record, tokenizer, writer)
             if not any(counts[1:]):
@@ -130,13 +130,13 @@ def _encoded(place: str, record: dict[str, Any], tokenizer: Tokenizer, writer: _
     return _in_turn(turns, tokenizer)
 
 
-def _messages(place: str, given: Any) -> list[Message]:
+def _messages(place: str, messages: Any) -> list[Message]:
     def is_right(entry: Any) -> bool:
         return isinstance(entry, dict) and isinstance(entry.get("role"), str) and isinstance(entry.get("content"), str)
 
-    if not isinstance(given, list) or not given or not all(map(is_right, given)):
-        raise UsageError(f"{place}: messages is {given!r:.80}", expected=_FORMS)
-    return given
+    if not isinstance(messages, list) or not messages or not all(map(is_right, messages)):
+        raise UsageError(f"{place}: messages is {messages!r:.80}", expected=_FORMS)
+    return messages
 
 
 def _in_turn(turns: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> Counted:

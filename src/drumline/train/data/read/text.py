@@ -16,7 +16,7 @@ from typing import BinaryIO
 import numpy as np
 
 from drumline.core.errors import UsageError
-from drumline.train.config.files.data_files import check_utf8, found, records_of
+from drumline.train.config.files.data_files import check_utf8, existing_files, records_of
 from drumline.train.data.items.documents import Documents, MappedNumbers
 from drumline.train.data.items.order import Indices
 from drumline.train.data.read.encoding import encoded
@@ -34,7 +34,7 @@ def text_documents(names: Sequence[str], separator: str, tokenizer: Tokenizer, *
     >>> len(text_documents([], "", ByteTokenizer())), len(text_documents([], "\n", ByteTokenizer()))
     (50, 1533)
     """
-    files = found(names, key=key) if names else [SHIPPED]
+    files = existing_files(names, key=key) if names else [SHIPPED]
     separator = separator if names or separator else SHIPPED_SEPARATOR
     records = [file for file in files if file.suffix in (".jsonl", ".ndjson")]
     if type(tokenizer) is ByteTokenizer and not records:
@@ -65,13 +65,13 @@ def _bounds(path: Path, separator: str, start: int) -> tuple[Indices, Indices]:
     starts, stops = [start], []
     if separator:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            for first, last in _found(content, separator.replace("\r\n", "\n").encode(), start):
+            for first, last in _separators(content, separator.replace("\r\n", "\n").encode(), start):
                 stops.append(first)
                 starts.append(last)
     return np.array(starts, dtype=np.int64), np.array([*stops, path.stat().st_size], dtype=np.int64)
 
 
-def _found(content: mmap.mmap, sought: bytes, start: int) -> Iterator[tuple[int, int]]:
+def _separators(content: mmap.mmap, sought: bytes, start: int) -> Iterator[tuple[int, int]]:
     """Yield where each separator begins and ends."""
     if b"\n" in sought and content.find(b"\r\n") >= 0:
         either = re.compile(rb"\r?\n".join(map(re.escape, sought.split(b"\n"))))
@@ -100,12 +100,12 @@ def _texts(files: Sequence[Path], separator: str) -> Iterator[Iterable[str]]:
 
 def _pieces(file: BinaryIO, start: int, stop: int) -> Iterator[str]:
     """Yield the text between two places of a file, a few lines at a time."""
-    decoder, kept = codecs.getincrementaldecoder("utf-8")(), ""
+    decoder, rest = codecs.getincrementaldecoder("utf-8")(), ""
     file.seek(start)
     while start < stop:
         chunk = file.read(min(_PIECE, stop - start))
         start += len(chunk)
-        text = kept + decoder.decode(chunk)
+        text = rest + decoder.decode(chunk)
         cut = text.rfind("\n") + 1 if start < stop else 0
         yield text[: cut or len(text)]
-        kept = text[cut or len(text) :]
+        rest = text[cut or len(text) :]

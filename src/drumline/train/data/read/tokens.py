@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drumline.core.errors import UsageError, nearest
-from drumline.train.config.files.data_files import found
+from drumline.train.config.files.data_files import existing_files
 from drumline.train.data.items.documents import Documents, MappedNumbers
 from drumline.train.data.items.order import Indices
 
@@ -26,7 +26,7 @@ def token_documents(
         raise UsageError(f"{key} names no file", expected='files of tokens where data.kind is "tokens"')
     if kind not in TYPES:
         raise UsageError(f"data.token_type is {kind!r:.60}", fix=nearest(kind, TYPES))
-    files = found(names, key=key)
+    files = existing_files(names, key=key)
     parts = [_mapped(path, kind) for path in files]
     bounds = [_checked(path, part.numbers, end, vocabulary) for path, part in zip(files, parts, strict=True)]
     return Documents.spans(parts, bounds)
