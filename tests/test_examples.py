@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from extras import needed
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -28,5 +32,46 @@ def test_the_whole_is_shown_in_one_file(tmp_path: Path) -> None:
     assert list((tmp_path / "saved").glob("step-*/*"))
 
 
-def test_examples_are_short_enough_to_read() -> None:
-    assert len((EXAMPLES / "whole.py").read_text(encoding="utf-8").splitlines()) <= 200
+def example(name: str) -> Any:
+    """Return an example as a module: its ranks start where the tests' own do, which takes less time than a program."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("base", ["nf4"])
+def test_lora_on_two_ranks_ends_with_an_adapter_that_peft_loads(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peft, transformers = needed("peft", extra="tune"), needed("transformers", extra="hf")
+    needed("bitsandbytes", extra="tune")
+    finetune = example("finetune_lora")
+    folder = finetune.small_llama(tmp_path / "llama")
+    monkeypatch.setattr(sys, "argv", ["finetune_lora", str(folder), "--base", base, "--out", str(tmp_path / "adapter")])
+    finetune.main()
+    lines = capsys.readouterr().out.splitlines()
+    first, second = (line.split("losses ")[1].split() for line in lines if line.startswith("rank "))
+    assert first == second
+    assert float(first[-1]) < float(first[0])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    loaded = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
+    weights = {name: param for name, param in loaded.named_parameters() if "lora_B" in name}
+    assert len(weights) == 8
+    assert all(param.abs().max() > 0 for param in weights.values())
+
+
+def test_a_flux_with_lora_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    needed("diffusers", extra="tunetest")
+    example("finetune_flux").main()
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_examples_are_short_enough_to_read(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 200
