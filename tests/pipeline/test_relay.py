@@ -259,7 +259,7 @@ def test_what_the_blocks_make_may_be_too_much(monkeypatch: pytest.MonkeyPatch) -
     class Alone:
         """The only rank."""
 
-        called = BY_NUMBER
+        naming = BY_NUMBER
 
         def all_told(self, what: str, values: list[Any]) -> list[Any]:
             return values

