@@ -8,6 +8,8 @@ direction noise lies. Both ranks take turns in this process; `dl.launch` starts 
 
 from __future__ import annotations
 
+from typing import Any
+
 import peft
 import torch
 from diffusers import FluxTransformer2DModel
@@ -21,7 +23,8 @@ STEPS, ROWS, PATCHES, WORDS, MICROBATCHES = 3, 8, 16, 6, 4
 def tiny_flux() -> torch.nn.Module:
     """Return a Flux with LoRA on its attention."""
     torch.manual_seed(0)
-    model = FluxTransformer2DModel(
+    kind: Any = FluxTransformer2DModel
+    model = kind(
         patch_size=1, in_channels=4, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
     )  # fmt: skip
