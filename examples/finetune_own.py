@@ -25,7 +25,7 @@ class Block(nn.Sequential):
 
     def forward(self, x: Tensor) -> Any:
         """Return the rows after this block."""
-        return x + super().forward(x)
+        return x + super().forward(x)  # type: ignore[no-untyped-call]
 
 
 class Network(nn.Module):
