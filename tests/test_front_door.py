@@ -137,6 +137,12 @@ def test_readme_leads_to_examples_and_to_fine_tuning() -> None:
     )
 
 
+@pytest.mark.parametrize("path", some(sorted((ROOT / "examples").glob("*.py"))), ids=lambda path: path.name)
+def test_a_page_leads_to_each_example(path: Path) -> None:
+    pages = [page for page in (ROOT / "docs").glob("*.md") if f"](../examples/{path.name})" in page.read_text("utf-8")]
+    assert pages != []
+
+
 def test_the_range_of_speed_is_that_of_the_results() -> None:
     part = RESULTS.split("## `benchmarks/runtime_cpu.py`")[1].split("\n## ")[0]
     ratios = re.findall(r"^ *(\d+/\d+) .* (?:class|csv) +([\d.]+) \(", part, re.MULTILINE)
