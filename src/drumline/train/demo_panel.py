@@ -46,10 +46,7 @@ _STASH = (
     "The schedules differ in memory. GPipe runs all forwards first, so it stashes the whole batch. 1F1B starts each"
     " backward as soon as it can, so rank 0 stashes two microbatches at most."
 )
-_AVERAGED = (
-    "Medians in this section are over all steps after the first epoch. The timelines and the table of runs below show"
-    " one step of each run."
-)
+_AVERAGED = "Medians in this section are over {}. The timelines and the table of runs below show one step of each run."
 _BOUND = (
     "The bound assumes equal stages and free messages. Ops of unequal length, messages, and the executor between"
     " two actions take the rest."
@@ -104,7 +101,8 @@ def opening(outcomes: Sequence[Outcome], *, busy: str = "") -> str:
         card("Stash before and after recomputing", _stashes(plain, again)),
     ]
     words = "".join(f"<p>{safe(sentence)}</p>" for sentence in _words(plain, busy))
-    averaged = f'<p class="note">{_AVERAGED}</p>'
+    steps = "all steps after the first epoch" if outcomes[0].build.num_epochs > 1 else "the second half of all steps"
+    averaged = f'<p class="note">{_AVERAGED.format(steps)}</p>'
     measured = card("Theory and measurement", f"{words}{_table(plain)}{averaged}", wide=True)
     beside = f'<div class="pair">{"".join(parts)}</div>'
     return f'<section class="report opening"><h2>GPipe against 1F1B</h2>{measured}{beside}</section>'

@@ -111,7 +111,7 @@ def theme() -> str:
         f'@media (prefers-color-scheme: dark) {{ :root:not([data-theme="light"]) {{ {dark} }} }}',
         f':root[data-theme="dark"] {{ {dark} }}',
     ]
-    return "\n".join([*scopes, *fills, *lines, ".line.again { stroke-dasharray: 5 4; }", ""])
+    return "\n".join([*scopes, *fills, *lines, *_AGAIN, ""])
 
 
 # What the colours of a standalone picture become on a page with a theme.
@@ -139,6 +139,10 @@ def drawn() -> str:
         for hue, name in _ON_PAGES.items()
     )
     return "\n".join([*lines, ""])
+
+
+# A rim around the square of a run that repeats a colour, a dashed line for its curve.
+_AGAIN = (".line.again { stroke-dasharray: 5 4; }", ".swatch .part.again { stroke: var(--ink); stroke-width: 5; }")
 
 
 def run_class(number: int) -> str:

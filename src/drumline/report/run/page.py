@@ -133,7 +133,7 @@ def _cards(run: Figures) -> str:
     slowest = run["per_stage"][run["slowest_stage"]]
     figures = [
         ("makespan", _time(run["makespan"]), run["which_step"]),
-        ("bubble", percent(run["bubble"]), f"of this step; median of all steps {_share(run['median_bubble'])}"),
+        ("bubble", percent(run["bubble"]), _of_steps(run)),
         ("overhead and jitter", percent(run["overhead_share"]), f"simulated {_time(run['simulated_makespan'])}"),
         ("slowest stage", str(slowest["stage"]), f"{_time(slowest['seconds'])} per microbatch"),
         ("peak stash", fullest(run["per_rank"]), "on the fullest rank"),
@@ -141,6 +141,12 @@ def _cards(run: Figures) -> str:
     rates = {"tokens_per_second": "tokens/s per rank", "rows_per_second": "rows/s"}
     known = [("throughput", number(run[key], 4), unit) for key, unit in rates.items() if run[key] is not None]
     return cards([*figures, *known[:1]])
+
+
+def _of_steps(run: Figures) -> str:
+    """Return which bubble a card shows, and the median beside it."""
+    several = run["num_steps"] > 1 and run["median_bubble"] is not None
+    return f"of this step; median of all steps {percent(run['median_bubble'])}" if several else "of this step"
 
 
 def _remedies(run: Figures) -> str:
@@ -294,10 +300,6 @@ def _blocks(names: Sequence[str]) -> str:
 
 def _four(value: float) -> str:
     return number(value, 4)
-
-
-def _share(share: float | None) -> str:
-    return "unknown" if share is None else percent(share)
 
 
 def _time(seconds: float) -> str:
