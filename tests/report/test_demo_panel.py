@@ -43,6 +43,6 @@ def test_bubbles_say_whether_they_are_of_one_step_or_medians(outcomes: list[Outc
     reports = reports_of([outcome.run for outcome in outcomes])
     page = run_page(reports, opening=opening(outcomes))
     heads = re.findall(r"<th [^>]*>([^<]*bubble[^<]*)</th>", page)
-    assert heads == ["bubble in theory", "median bubble, measured", "bubble of this step", "median bubble, all steps"]
+    assert heads == ["bubble in theory", "median bubble, measured", "bubble, step shown", "median bubble, all steps"]
     medians = [report.figures()["median_bubble"] for report in reports]
     assert all(f"<td>{percent(median)}</td>" in page or f"class=best>{percent(median)}" in page for median in medians)

@@ -127,7 +127,7 @@ def profile_svg(profile: ModelProfile) -> str:
 def profile_page(profile: ModelProfile) -> str:
     """Return bars of every block's seconds and all tables as an HTML page that opens from disk."""
     rows, largest = profile.sizes[-1]
-    longest = max(sum(getattr(layer.times, name) for name in _PARTS) for layer in largest.layers)
+    longest = max((sum(getattr(layer.times, name) for name in _PARTS) for layer in largest.layers), default=0.0)
     bars = []
     for layer in largest.layers:
         seconds = {name: getattr(layer.times, name) for name in _PARTS}

@@ -166,7 +166,7 @@ def _comparison(runs: Sequence[Figures]) -> str:
         ("simulated", lambda run: run["simulated_makespan"], _time),
         ("overhead and jitter", lambda run: run["overhead_share"], percent),
         ("slowest stage", lambda run: max(stage["seconds"] for stage in run["per_stage"]), _time),
-        ("bubble of this step", lambda run: run["bubble"], percent),
+        ("bubble, step shown", lambda run: run["bubble"], percent),
         ("median bubble, all steps", lambda run: run["median_bubble"], percent),
     ]
     values = [[value(run) for run in runs] for _, value, _ in columns]
