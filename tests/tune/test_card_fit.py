@@ -74,8 +74,16 @@ def test_the_command_line_tells_it_and_the_answer_no_is_1(
     told = capsys.readouterr().out
     assert "It does not fit on a card of 977 KiB" in told
     assert "Try next: " in told
-    assert main(["train", *words, "--card", "l40s", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["fit"]["fits"]
+    picture = tmp_path / "cards.svg"
+    assert main(["train", *words, "--card", "l40s", "--json", "--picture", str(picture)]) == 0
+    told_json = json.loads(capsys.readouterr().out)
+    assert told_json["fit"]["fits"]
+    drawn = picture.read_text()
+    assert drawn.count(", frozen weights: ") == len(told_json["rank_bytes"]) == drawn.count(", activations: ")
+    assert ">room<" in drawn
+    without = [word for word in words if word != "--dry-run"]
+    assert main(["train", *without, "--picture", str(picture)]) == 2
+    assert "--dry-run" in capsys.readouterr().err
 
 
 def test_an_unknown_card_is_refused(llama: Path, chats: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drumline.cli import flags
-from drumline.cli.output import print_json, print_result, progress, pytorch, terminal_width, wrapped
+from drumline.cli.output import print_json, print_result, progress, pytorch, save, terminal_width, wrapped
 from drumline.core.errors import ConfigError, DrumlineError, RankFailed, UsageError, counted
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--set KEY=VALUE", meaning, str, [], action="append")
     add("--print-config", "print all settings as a config file, and train nothing")
     add("--dry-run", "print stages, proof and memory forecast, and train nothing")
+    add("--picture FILE", "with --dry-run, draw what each rank holds, as SVG", Path)
     flags.add_json(parser)
 
 
@@ -98,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
         overrides, named = _overrides(args)
         judged = read_judged(args.config, overrides, flags=named)
         settings = judged.settings
+        if args.picture is not None and not args.dry_run:
+            raise UsageError("--picture without --dry-run", fix="add --dry-run: the forecast is what is drawn")
         if args.print_config:
             return _print_config(args, judged)
         if args.dry_run:
@@ -232,6 +235,10 @@ def _dry_run(args: argparse.Namespace, settings: TrainSettings) -> int:
         raise UsageError("--dry-run under torchrun", fix="run it by itself: drumline train --dry-run")
     progress("running the model's blocks on one microbatch ...")
     outcome = dry_run(with_device(settings))
+    if args.picture is not None:
+        from drumline.train.dry.picture import held_picture
+
+        save(args.picture, held_picture(outcome))
     line = torchrun_line(args, settings)
     print_result(args, {**outcome.summary(), "torchrun": line}, _text(outcome, line))
     return 0 if not outcome.violations and (outcome.fit is None or outcome.fit.fits) else 1

@@ -17,7 +17,7 @@ from drumline.core.simulate.simulate import simulate
 from drumline.engine.model.blocks import is_chain
 from drumline.engine.program.find import program_for
 from drumline.model.block import Block
-from drumline.model.quantised.packed import unpacked_shape
+from drumline.model.quantised.packed import num_bytes, unpacked_shape
 from drumline.pipeline.options import Options
 from drumline.train.config.settings import OptimizerSettings, TrainSettings
 from drumline.train.data.build import build_data
@@ -74,13 +74,24 @@ class DryRun:
                 }
                 for at, stage in enumerate(self.forecast.stages)
             ],
-            "rank_bytes": [rank.to_json() for rank in self.forecast.ranks],
+            "rank_bytes": [
+                {**rank.to_json(), "frozen_weights": frozen}
+                for rank, frozen in zip(self.forecast.ranks, self._frozen(), strict=True)
+            ],
             "folder": settings.folder,
             "built_whole": self.whole,
             "buckets": [asdict(bucket) for bucket in self.buckets],
             "programs": [self._program_figures(candidate) for candidate in self.programs],
             "fit": None if self.fit is None else self.fit.to_json(),
         }
+
+    def _frozen(self) -> Iterator[int]:
+        """Yield the bytes of each rank's weights that do not train, a tied one once."""
+        program = self.forecast.program
+        for rank in range(program.num_ranks):
+            blocks = [block for stage in program.placement.stages_of(rank) for block in self.forecast.stages[stage]]
+            params = {id(param): param for block in blocks for param in block.module.parameters()}
+            yield sum(num_bytes(param) for param in params.values() if not param.requires_grad)
 
     def _program_figures(self, program: Program) -> dict[str, Any]:
         """Return how many microbatches a program has, for how many buckets, and its simulated bubble."""
