@@ -250,7 +250,7 @@ def report_of(run: Run, *, step: int | None = None, name: str | None = None) -> 
     report = RunReport(observed_step, Advice(()), name or short_names([run.path])[0])
     nothing = report.steadiness.withheld if report.steadiness.busy else ""
     if is_part(observed_step.measured.program):
-        nothing = "no advice: the schedule has no flush, and its rows go on for ever"
+        nothing = "no advice: the schedule has no flush, and its rows never end"
     elif run.is_served:
         nothing = "no advice: the load of a service is what its clients ask for"
     return replace(report, advice=Advice((), nothing=nothing) if nothing else advise(observed_step))
