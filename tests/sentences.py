@@ -4,9 +4,8 @@ A sentence ends at a full stop, a question mark or an exclamation mark that a sp
 outside of code. Each cell of a table, each item of a list with bullets and each heading starts afresh. A link counts by
 its text, and code between backticks counts as one word.
 
-A sentence with two or more semicolons is a list: its items count each on their own, so that a list may go on but none
-of its items may. Code, names in code and a bare number between commas count as no words, so that a row of names is no long
-sentence.
+A sentence with two or more semicolons is a list: each item counts on its own, so a list may be long, but none of its
+items may. Code separated by commas counts as one word too, so that a list of names is not a long sentence.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import io
 import re
 import tokenize
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 _CODE = "\N{OBJECT REPLACEMENT CHARACTER}"
 _BREAKS = ("#", "!", "<", "|", ">", "---", "===", ":::", "$$", ".. ")
@@ -110,25 +108,16 @@ def page(text: str, first: int = 1) -> Iterator[tuple[int, str]]:
             held = f"{held} {line[bullet.end() :] if bullet else line.lstrip('> ')}".strip()
 
 
-def docstrings(source: str, *, private: bool = True) -> Iterator[tuple[int, str]]:
-    """Yield the paragraphs of the docstrings in a module, without their examples.
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the paragraphs of the docstrings in a module, without examples and what is set in by four spaces.
 
     >>> list(docstrings("'What it is.\\\\n\\\\n>>> 1\\\\n1\\\\n\\\\nAnd what else.'"))
-    [(1, 'What it is.'), (6, 'And what else.')]
+    [(1, 'What it is.'), (1, 'And what else.')]
     """
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        if not private and getattr(node, "name", "").startswith("_"):
-            continue
-        text = ast.get_docstring(node)
-        if text is not None:
-            shown = re.sub(r"^\s*>>> .*(?:\n.*\S.*)*", _emptied, text, flags=re.MULTILINE)
-            yield from page(re.sub(r"::\n\n(?:(?: {4}.*)?\n)+", _emptied, shown + "\n"), node.body[0].lineno)
-
-
-def _emptied(match: re.Match[str]) -> str:
-    return "\n" * match[0].count("\n")
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = re.sub(r"^ *>>> .*(?:\n.*\S.*)*|^ {4}.*", "", ast.get_docstring(node) or "", flags=re.MULTILINE)
+            yield from ((node.body[0].lineno, paragraph) for _, paragraph in page(text))
 
 
 def comments(source: str) -> Iterator[tuple[int, str]]:

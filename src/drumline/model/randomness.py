@@ -2,8 +2,8 @@
 
 Before a block runs, the generators are seeded from (seed, step, microbatch, block name). So a block draws the same
 numbers on any rank and in any order, and again when it is recomputed. In a mesh, microbatches are numbered over all
-lines. Blocks that draw nothing are not seeded: those built from layers known not to draw, and those that have not drawn
-so far, as long as a run leaves the generators unchanged.
+lines. Blocks that draw nothing are not seeded. These are blocks of layers known not to draw, and blocks that have not
+drawn so far, as long as a run leaves the generators unchanged.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     pipe.step(x, target=y, program="long")                         by the other
 
 All of them have the same stages in the same places, so that nothing moves when a step takes another one. Ranks agree on
-named programs when the pipeline is made. Every message says by a byte which program sent it, and every rank's word at
-the end of a step by the whole digest, so that ranks that run different ones learn of it.
+named programs when the pipeline is made. A byte in every message says which program sent it, and every rank's word at
+the end of a step has the whole digest. So ranks that run different programs find out.
 """
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ _PARTIAL = (
 
 _TRACED = "move what hooks, modes or attributes change between blocks into a block, or pass a list of blocks"
 _CHAIN = (
-    "let blocks return all that later blocks need, as a tuple, and keep nothing of a microbatch in lists, dicts or "
-    "attributes, where the next microbatch comes before its backward; if the model has its own forward, define that in "
-    "its class and pass example="
+    "let blocks return all that later blocks need, as a tuple; do not keep values of a microbatch in lists, dicts or "
+    "attributes: the next microbatch overwrites them before the backward; if the model has its own forward, define it "
+    "in its class and pass example="
 )
 
 

@@ -42,9 +42,9 @@ class SavingMethods(Methods):
         appears once every rank has written its part. `wait`, or `.wait()` of what is returned, waits for that.
         `extra` is data of your own, such as the position in the data: numbers, texts, bytes, tensors and arrays, in
         lists, tuples, sets and dicts. `files` are further files to store in the checkpoint, by name: their text or
-        bytes, a path to copy from, or a function that writes it: it is called with the folder of the checkpoint, in
-        which all ranks' tensors are, and with the file. `only` names the parameters and buffers to store, such as those
-        of an adapter; `load` then leaves all others as they are. `keep` is how many whole checkpoints of this run stay,
+        bytes, a path to copy from, or a function that writes the file. The function gets the folder of the checkpoint,
+        which has all ranks' tensors, and the file. `only` names the parameters and buffers to store, such as those of
+        an adapter; `load` then leaves all others as they are. `keep` is how many whole checkpoints of this run stay,
         this one included; older ones are removed, and then damaged ones and those that a rewind has left.
 
         >>> import tempfile

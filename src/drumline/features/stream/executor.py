@@ -15,8 +15,7 @@ Each of the three is a list of jobs for the executor's loop. A cell of a slice b
 A job of an earlier step finds that step's data by itself, and tells the channel that its messages belong to it.
 
 Gradients add up in `.grad` while a slice runs. With the last microbatch of an update they move to `pending`, and with
-the UPDATE to the optimizer, unless they are not finite; what has begun to add up for the next update waits aside
-meanwhile.
+the UPDATE to the optimizer, unless they are not finite. Gradients of the next update wait separately meanwhile.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     rank 1   | F0 B0 F1 B1 | F2 B2 F3 B3 U1 | F4 B4 F5 B5 U3 | ...
                step 0        step 1           step 2, and so on for ever
 
-In the call of step t a rank runs slice t: all forwards of step t, and those backwards and updates that come before the
-next step's first forward in its row. So no rank empties between two calls. After a few steps all slices are alike.
+In the call of step t a rank runs slice t. It has all forwards of step t, and the backwards and updates before the next
+step's first forward in its row. So no rank empties between two calls. After a few steps all slices are alike.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ the slowest rank in every step. Here it does not wait:
     rank 2         step t ─┤ tell norms │ update │ F0 ┊ verdict │ B0 ...
 
 When a rank reaches the end of its next step's opening (see core/prove/opening.py), all ranks have told their norms, so
-the verdict costs no wait. If the norm is too large, or a gradient was not finite, every rank takes its update back from
-copies, makes it again with clipped gradients or leaves it out, and begins the step again. This follows Qi et al.,
+the verdict costs no wait. If the norm is too large, or a gradient was not finite, every rank undoes its update with
+copies. It repeats the update with clipped gradients or skips it, and begins the step again. This follows Qi et al.,
 "Zero bubble pipeline parallelism" (arXiv 2401.10241), section 4, with words to all ranks in place of a relay.
 
 Whether a step begins again follows from the verdict alone, which is the same on all ranks. A rank that has asked for it

@@ -1,8 +1,8 @@
 """The most memory that the ranks of this process have held at once.
 
-On an accelerator it is what PyTorch allocated. On a host, or where PyTorch does not count, it is what the tensors of
-the first update took, and those of any with a larger step, which is what a dry run forecasts. The process, its
-libraries and the allocator's reserve come on top: `resident_bytes` counts them.
+On an accelerator it is what PyTorch allocated. On a host, or if PyTorch does not count, it is the memory of the tensors
+of the first update, and of later updates with a larger step. A dry run forecasts the same. The process, its libraries
+and the allocator's reserve come on top: `resident_bytes` counts them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     settings ──► model, data, pipeline ──► training.py
 
-Every rank does the same in the same order: it reads the same batches, so it knows all counts of tokens beforehand, and
+Every rank does the same in the same order. It reads the same batches, so it knows all counts of tokens in advance, and
 steps, evaluates and samples at the same points.
 """
 

@@ -1,7 +1,7 @@
 """What divided layers exchange around their forwards, so that each computes what it would in one process.
 
-Each exchange is a hook of a module. They share what is known while a forward runs: the last input of layers by columns,
-whether random numbers were drawn for parts, and which layer has made parts that are on their way.
+Each exchange is a hook of a module. They share what is known while a forward runs: the last input of layers by columns;
+whether random numbers were drawn for parts; and which layer has made parts that are on their way.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ only while data are read:
     training     ──────┐   ┌───────────┐   ┌──────        the same generators,
     data               └───┘           └───┘              two states of each
 
-What data draw then depends on the state at the start of an epoch and on how many batches were read since, and on
-nothing else: both are in a checkpoint.
+The random numbers of data then depend only on the state at the start of an epoch and on how many batches were read
+since. Both are in a checkpoint.
 """
 
 from __future__ import annotations
