@@ -52,7 +52,7 @@ class Adapt:
     max_bytes: float | None = setting(
         None, "bytes that a rank may hold after a move of layers", BYTES, empty="no limit"
     )
-    seconds: float = setting(3.0, "seconds of a search, which runs beside training", SECONDS)
+    seconds: float = setting(3.0, "seconds of a search, which runs during training", SECONDS)
 
     def __post_init__(self) -> None:
         for name, option in settings_of(Adapt).items():

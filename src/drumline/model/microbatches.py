@@ -50,7 +50,7 @@ class Microbatches(tuple[Any, ...]):
             raise BatchError(
                 f"Microbatches got {description}",
                 expected="a list with one value for each microbatch",
-                fix="pass a tensor as it is to have it cut, or Microbatches(tensor.split(num_rows))",
+                fix="pass the tensor itself to have it cut, or Microbatches(tensor.split(num_rows))",
             )
         microbatches = super().__new__(cls, values)
         if not microbatches:

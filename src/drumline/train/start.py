@@ -104,7 +104,7 @@ def _train_as_rank(settings: TrainSettings, *, is_replanned: bool) -> Any:
         pipeline = settings.pipeline
         transports.num_ranks(pipeline.transport, None, timeout=pipeline.timeout, interface=pipeline.interface)
         error = transports.told_by_first("run folder", error, timeout=settings.pipeline.timeout)
-    assert error is not None, "a rank by itself is the first"
+    assert error is not None, "a single rank is the first"
     if isinstance(error, DrumlineError):
         raise error
     folder, continues, is_done = error

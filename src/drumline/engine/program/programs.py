@@ -98,7 +98,7 @@ def check_fits(program: Program, first: Program, name: str) -> None:
         raise ProgramError(
             f"the program {name!r} has its stages on other ranks than {first.name!r}",
             expected="the same stages in the same places, so that nothing moves between two steps",
-            fix="make a pipeline of its own for it, or choose a schedule of the same placement",
+            fix="make another pipeline for it, or choose a schedule with the same placement",
         )
 
 

@@ -56,7 +56,7 @@ def allowed_off(assembly: Assembly, kinds: set[torch.dtype]) -> float:
 
 # Outputs are right, and only gradients are wrong.
 _PARTIAL = (
-    "if the parameter is behind a colwise layer, and sees some features only: "
+    "if the parameter is behind a colwise layer, and sees only some features: "
     'tensor_parallel={**PLAN, MODULE: "partial"}; else '
 )
 

@@ -128,7 +128,7 @@ def placed(
         _refuse_packed(value, name)
     if takes.shifts and named.get("labels") is not None:
         raise BatchError(
-            "the model shifts labels by itself, and cp divides its sequences: the last label of a part is in the next",
+            "the model shifts labels itself, and cp divides its sequences: the last label of a part is in the next",
             expected="a target that was shifted before: the next token of each",
             fix="leave out labels=, pass loss_fn= to Pipeline, and that target= to step",
         )

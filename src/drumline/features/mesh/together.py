@@ -28,6 +28,6 @@ CLASHES = (
           "codes and scales of a weight cannot be cut into flat pieces", ("zero", 1)),
     Clash(_QUANTISED, axis("tp"), "layers that are not divided", "codes and scales belong to whole weights",
           fix="use lines along pp or dp"),
-    Clash(_WHOLE_MATRICES, fact("zero", 3), "an optimizer that treats every element alike, such as AdamW",
+    Clash(_WHOLE_MATRICES, fact("zero", 3), "an optimizer that updates each element by itself, such as AdamW",
           "each line holds a flat piece of every matrix", ("zero", 1), kind=RunError),
 )  # fmt: skip

@@ -185,7 +185,7 @@ def _refusal(job: _Job, error: BaseException) -> BaseException:
         return RunError(
             f"the checkpoint {job.final} could not be written: {error.strerror or error}",
             expected="room on the disk, and a folder that this user may write to",
-            fix="earlier checkpoints are whole: free some space, and go on",
+            fix="earlier checkpoints are whole: free some space, and continue",
         )
     return error
 
@@ -240,7 +240,7 @@ def _awaited(job: _Job, process: int) -> Path:
             raise RunError(
                 f"the checkpoint {job.final} is not written: process {number} could not write its files",
                 expected="room on every process's disk",
-                fix="earlier checkpoints are whole: free some space, and go on",
+                fix="earlier checkpoints are whole: free some space, and continue",
             )
         return path.exists()
 

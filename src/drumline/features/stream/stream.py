@@ -280,7 +280,7 @@ def _cannot_go_on(stored: Mapping[str, Any]) -> ModelError:
         f"the checkpoint has updates of {stored['schedule']} that are due, with"
         f" {counted(stored['num_ranks'], 'rank')} and {counted(stored['num_microbatches'], 'microbatch')}",
         expected="the same schedule, ranks and microbatches here",
-        fix="go on as it was saved, or call pipe.drain() before pipe.save; optimizers=False loads the model alone",
+        fix="continue as it was saved, or call pipe.drain() before pipe.save; optimizers=False loads the model alone",
     )
 
 

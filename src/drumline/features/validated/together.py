@@ -17,5 +17,5 @@ CLASHES = (
         for other, why in _NEEDS_A_VERDICT.items()
     ),
     Clash(call("clip_grad_norm_"), AFTER, "clipping after the step", "clip_grad_norm_ waits for all ranks",
-          fix='pass max_norm={max_norm:g} to pipe.optimizer, beside validated="after"'),
+          fix='pass max_norm={max_norm:g} to pipe.optimizer, together with validated="after"'),
 )  # fmt: skip

@@ -77,7 +77,7 @@ def _advice(reports: Sequence[RunReport]) -> str:
     listed = f"{', '.join(named[:-1])} and {named[-1]}" if len(near) <= _LISTED else f"{len(named)} runs"
     return (
         f"{listed} take about the same time for a step: {duration(best)} to {duration(_makespan(near[-1]))}."
-        f" Differences below {least:.0%} cannot be told from chance here."
+        f" Differences below {least:.0%} may be chance here."
     )
 
 

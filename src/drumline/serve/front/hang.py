@@ -53,7 +53,7 @@ class HangWatch:
         signs = {
             "its event loop has not turned": state.beat == before.beat,
             "it computes, and uses no processor time": same and state.worked == before.worked,
-            "nobody has waited for what it computes": same and state.unwanted == state.computing,
+            "no request waits for what it computes": same and state.unwanted == state.computing,
         }
         for what, is_still in signs.items():
             self._still[what] = self._still.get(what, 0.0) + passed if is_still else 0.0

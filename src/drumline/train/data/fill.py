@@ -96,7 +96,7 @@ def _places(built: Built) -> str:
         if name in built.takes:
             return name
     raise ModelError(
-        f'lengths.how is "packed", and {type(built.model).__name__} cannot be told where documents begin',
+        f'lengths.how is "packed", and {type(built.model).__name__} does not learn where documents begin',
         expected="a model that takes document_ids or position_ids",
         fix='use lengths.how = "padded" or "buckets"',
     )

@@ -145,7 +145,7 @@ class PlannedStream:
             raise UsageError(
                 f"the data have changed since the position was saved: {what}",
                 expected="the contents that the run was trained on",
-                fix="bring them back, or start a run anew: leave out --resume",
+                fix="restore them, or start a new run: leave out --resume",
             )
         self.close()
         self._at = Position(state["epoch"], state["window"], state["unit"], tuple(state["carried"]))

@@ -41,7 +41,7 @@ def found_in(resume: str) -> Path:
     raise UsageError(
         f"checkpoint.resume: {resume} holds no checkpoint",
         expected="the folder of a run that saved some, or of one checkpoint",
-        fix="leave it out to start anew; --continue starts a run again that was stopped before its first checkpoint",
+        fix="leave it out to start a new run; --continue restarts a run that stopped before its first checkpoint",
     )
 
 

@@ -99,7 +99,7 @@ class Skips:
             raise NonFiniteError(
                 f"step {skipped.step}: {skipped.skipped}, in {counted(skipped.in_a_row, 'step')} in a row",
                 expected=f"at most {self._most} in a row, as failures.max_skipped says",
-                fix=f"{last}, or look at the data of these steps",
+                fix=f"{last}, or check the data of these steps",
             )
 
     def _settle(self) -> None:

@@ -143,7 +143,7 @@ class LayerExchanges:
                 )
                 raise ModelError(
                     f"random numbers are drawn before {name} for this line's part alone, as by a dropout of attention",
-                    expected="draws for whole tensors only, which all lines repeat alike",
+                    expected="draws for whole tensors only, which all lines repeat in the same way",
                     fix="set that dropout to 0, or divide the model over another axis",
                 )
             self.unseen.discard(module)

@@ -65,7 +65,7 @@ class SequenceLayers:
             )
         if not self.modules:
             raise ModelError(
-                "sequence_parallel is True, and no block has its colwise and rowwise layers in a module of their own",
+                "sequence_parallel is True, and no block has its colwise and rowwise layers in a separate module",
                 expected="blocks such as norm, attention, norm, feed-forward, each part a module",
                 fix=_FIX,
             )

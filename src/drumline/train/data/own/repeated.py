@@ -159,7 +159,7 @@ class RepeatedStream(BatchStream):
             )
         if (state["source"] is not None) != self.source.has_state:
             which = "with" if self.source.has_state else "without"
-            raise UsageError(f"{self.name} gives data {which} a state_dict of their own", expected="the same as before")
+            raise UsageError(f"{self.name} gives data {which} their own state_dict", expected="the same as before")
         self._saved = state
 
     def close(self) -> None:
