@@ -123,8 +123,8 @@ WRONG = {
     "[pipeline]\nschedule = 'chimera'\n[mesh]\npipeline = 3": "line 2|pipeline.schedule|chimera cannot use 3 ranks: its"
     " two directions meet in the middle|an even number of ranks|use 2 or 4",
     "[pipeline]\nschedule = 'pipedream'": "|optimizer.clip_norm|is 1.0 (the default), and pipedream makes an "
-    "update at different times on different ranks|updates at the same place in all rows: ranks add up their norms "
-    "where all of them update|set pipeline.vertical_sync = true",
+    "update at different times on different ranks|updates at the same place in all rows: ranks can add up their "
+    "norms only where all of them update|set pipeline.vertical_sync = true",
     "[pipeline]\nlayers = [3, 2]": "line 2|pipeline.layers|sums to 5|6, as model.num_layers says|",
     "[pipeline]\nlayers = [3, 2, 1]": "line 2|pipeline.layers|has 3 numbers|one for each of 2 stages|",
     "[pipeline]\nlayers = [3, 3]\nbalance = 'even'": "line 3|pipeline.balance|stands beside pipeline.layers|one way to "

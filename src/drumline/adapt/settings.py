@@ -20,7 +20,7 @@ class Adapt:
 
     A rank is too slow if it takes `threshold` longer than its neighbour; an action has changed if it takes `threshold`
     longer or shorter than before. With `microbatches="size"` a step runs in groups whose gradients accumulate.
-    `max_bytes` needs blocks that were timed. A search runs in a process of its own.
+    `max_bytes` needs blocks that were timed. A search runs in its own process.
 
     >>> Adapt(threshold=0.2).rebalance
     'solve'

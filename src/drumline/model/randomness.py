@@ -139,7 +139,7 @@ class Randomness:
         >>> draws.seed_for(0, "layers") == draws.seed_for(0, "layers"), draws.seed_for(0, "a") == draws.seed_for(1, "a")
         (True, False)
         """
-        # The 0 keeps the numbers of earlier versions, so that runs can go on from their checkpoints bit for bit.
+        # The 0 keeps the numbers of earlier versions, so that runs can continue from their checkpoints bit for bit.
         key = f"{self.seed}/{self.step}/{self.first + microbatch}/0/{block}".encode()
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
 
@@ -247,7 +247,7 @@ def state_of_own(generator: Any) -> Any:
 
 
 def set_own(generator: Any, state: Any) -> None:
-    """Let a generator that somebody holds go on from an earlier state."""
+    """Let a generator that somebody holds continue from an earlier state."""
     if isinstance(generator, torch.Generator | np.random.RandomState):
         generator.set_state(state)
     elif isinstance(generator, random.Random):

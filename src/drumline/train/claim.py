@@ -125,7 +125,7 @@ def same_job(claimed: Claim, job: str) -> bool:
 def job_here() -> str:
     """Return the name that torchrun gives a job in all of its restarts; an empty text elsewhere.
 
-    Without a name of its own, a job has only its address, which the next job may have too. So that counts in a restart.
+    Without its own name, a job has only its address, which the next job may have too. So that counts in a restart.
     """
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if name != "none":

@@ -110,7 +110,7 @@ def _mesh_for(settings: TrainSettings, num_ranks: int) -> MeshSettings:
 
 
 def _without_plan(settings: TrainSettings) -> TrainSettings:
-    """Return the settings with a plan's decisions in place of the plan."""
+    """Return the settings with a plan's decisions instead of the plan."""
     if not settings.pipeline.plan:
         return settings
     plan = Plan.load(settings.pipeline.plan)

@@ -1,6 +1,6 @@
 """Files of a run on a disk that may be full: what it refuses waits in memory until there is room.
 
-    add, put ──► waiting ──► file          once the disk refuses:   told once, and training goes on
+    add, put ──► waiting ──► file          once the disk refuses:   told once, and training continues
                     ▲    ╳                  once it takes them:      all that waits, in order; told once
 
 The rest of a line that was half written comes first, so that no line is torn. What waits is bounded: beyond that the

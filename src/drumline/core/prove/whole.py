@@ -26,7 +26,7 @@ LIGHT = 0.05
 
 
 def is_light(num_trained: float, num_weights: float) -> bool:
-    """Whether so few weights train that their gradients are not worth an action of their own.
+    """Whether so few weights train that their gradients are not worth their own action.
 
     >>> is_light(4, 100), is_light(10, 100), is_light(0, 100)
     (True, False, False)

@@ -143,7 +143,7 @@ class Holdings(Observer):
                 shards.reshard(stage)
 
     def begin(self, step: Step) -> None:
-        """Put aside earlier steps' gradients of tensors that several ranks hold: only this step's are exchanged."""
+        """Set aside earlier steps' gradients of tensors that several ranks hold: only this step's are exchanged."""
         exchanges = [executor.exchange for executor in self.executors if executor.exchange.has_any]
         exchanged = [param for exchange in exchanges for param in exchange.parameters]
         kept_parameters = set(self.parameters()) if exchanged else set()

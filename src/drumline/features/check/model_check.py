@@ -134,7 +134,7 @@ class ModelCheck(NoCheck, Keeper):
             return
         ground = self._ground
         if ground.updates.validation.is_on:
-            ground.recording.settle()  # else an update may be taken back in the middle of the step
+            ground.recording.settle()  # else an update may be undone in the middle of the step
         with ground.recording.between.during("check"), self._crew.together("the check of the model"):
             self._agree_on_weights()
             factor = ground.updates.scaler.scale * step.share

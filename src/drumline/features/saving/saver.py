@@ -1,4 +1,4 @@
-"""Saving while training goes on: copy the state aside, write it from a thread, let it appear once all have written.
+"""Saving while training continues: copy the state aside, write it from a thread, let it appear once all have written.
 
     training thread   agree on step and token ─► copy aside ─► next steps ...
     each process               └─► write files, checksums, fsync ─► process-0000N.json

@@ -149,7 +149,7 @@ class StreamExecutor(Executor):
         return [self._put_aside]
 
     def _put_aside(self, clock: Clock, draft: Draft) -> Iterable[Wait]:
-        """Put aside the gradients that have begun to add up."""
+        """Set aside the gradients that have begun to add up."""
         for param in self._parameters():
             if param.grad is not None:
                 self._partial[param] = param.grad
@@ -315,7 +315,7 @@ class StreamExecutor(Executor):
         return min(self.stages)
 
     def _close(self, cell: Cell, job: Job, _: Step) -> None:
-        """Put aside the gradients of an update, which are complete on this rank."""
+        """Set aside the gradients of an update, which are complete on this rank."""
         position, microbatch = self._place(cell)
         step, settings = self._steps[position]
         if self.exchange.has_ties:

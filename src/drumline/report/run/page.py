@@ -264,7 +264,7 @@ def _steps(runs: Sequence[Figures]) -> str:
 
 
 def _changes(run: Figures) -> str:
-    """Return what was changed while the run went on, as a table; empty if nothing was."""
+    """Return what was changed during the run, as a table; empty if nothing was."""
     if not run["changes"]:
         return ""
     rows = [cells(change) for change in run["changes"]]

@@ -181,7 +181,7 @@ class RunReport:
 
     @cached_property
     def changes(self) -> list[dict[str, Any]]:
-        """What was changed while the run went on: the first step after it, why, predicted and real seconds."""
+        """What was changed during the run: the first step after it, why, predicted and real seconds."""
         return changes_of(self.run.decisions())
 
     @property

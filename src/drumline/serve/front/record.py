@@ -51,7 +51,7 @@ def check_record(folder: Path, served: Path) -> None:
 class LoadRecord:
     """Writes what stages measured to a run's folder, a step at a time.
 
-    If the disk takes no more, `stopped` hears why, nothing more is written, and the service goes on.
+    If the disk takes no more, `stopped` hears why, nothing more is written, and the service continues.
     """
 
     def __init__(

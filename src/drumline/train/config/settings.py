@@ -183,7 +183,7 @@ class MeshSettings:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh as `dl.Pipeline` takes it, in which experts have an axis of their own.
+        """The mesh as `dl.Pipeline` takes it, in which experts have their own axis.
 
         >>> MeshSettings(pipeline=2, data=4, expert=2).axes
         {'pp': 2, 'dp': 2, 'cp': 1, 'ep': 2, 'tp': 1}
@@ -353,7 +353,7 @@ class FailureSettings:
 
 @dataclass(frozen=True, slots=True)
 class AdaptSettings:
-    """What may change while a run goes on: the settings of `dl.Pipeline(adapt=...)`, and whether to use them."""
+    """What may change during a run: the settings of `dl.Pipeline(adapt=...)`, and whether to use them."""
 
     on: bool = setting(False, "whether to adapt")
     program: bool = same_as(Adapt, "program")

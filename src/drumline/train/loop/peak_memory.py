@@ -41,7 +41,7 @@ class PeakMemory:
         if self._on_device:
             return
         with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew from here
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is counted again from here
 
     def wants(self, pipe: Pipeline, batch: Batch) -> bool:
         """Whether the next step will be weighed: if it, or its microbatches, are the largest so far."""
@@ -78,7 +78,7 @@ class PeakMemory:
 
 
 def _counts(device: torch.device) -> bool:
-    """Count a device's memory anew from here; whether it is counted at all."""
+    """Count a device's memory again from here; whether it is counted at all."""
     if device.type == "cpu":
         return False
     try:

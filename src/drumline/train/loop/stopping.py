@@ -1,7 +1,7 @@
 """What keeps a run from its next update: steps that are skipped for a NaN, and a stop that somebody asked for.
 
 An update whose loss or gradients are not finite on some rank is skipped by all ranks. It still counts as a step: the
-learning rate and the data go on. So the run equals one that leaves out the optimizers' step there and nothing else.
+learning rate and the data continue. So the run equals one that leaves out the optimizers' step there and nothing else.
 """
 
 from __future__ import annotations

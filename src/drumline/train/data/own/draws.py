@@ -63,7 +63,7 @@ class Draws:
         return {"global": dict(self._global_states), "held": held_states}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Let all of them go on from where they were."""
+        """Let all of them continue from where they were."""
         self._global_states = dict(state["global"])
         held_generators = generators_in(self._source)
         for where, value in state["held"].items():

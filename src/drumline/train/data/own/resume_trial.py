@@ -3,7 +3,7 @@
     count    begin, two batches; the random numbers as before, begin again: the same two batches
     state    begin, a batch, save, another one of every worker; load: the same others. Load the beginning: the first
 
-What hides its randomness, goes on where it was left, or has a state that cannot be saved is found here, not when the
+What hides its randomness, continues where it was left, or has a state that cannot be saved is found here, not when the
 run is to be continued.
 """
 
