@@ -4,8 +4,8 @@
           ▲                                                                                          │
           └───────── a few steps later: has the gain come? if not, take it back ◄────────────────────┘
 
-The cheapest fix comes first. Another program costs nothing to take up, but no program makes a rank compute less. So if
-another cut beats what any program of this cut could reach, layers move; else a program is searched first.
+The cheapest fix comes first. Switching to another program costs nothing, but no program makes a rank compute less. So
+if another cut beats what any program of this cut could reach, layers move; else a program is searched first.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ class Decider:
     # ---- what came of it ---------------------------------------------------------------------------------------------
 
     def _judge(self, step: int) -> Proposal | None:
-        """Compare a change with what a step would take by now without it; propose to undo what does not pay."""
+        """Compare a change with a step's predicted time without it; propose to undo a change that does not pay."""
         trial = self._trial
         assert trial is not None
         if len(self._recent) < (1 if trial.is_trial else _RECENT):

@@ -217,9 +217,9 @@ class Pipeline(AttachedMethods):
     def drain(self) -> None:
         """Finish all steps of a schedule without a flush: run what is in flight, and make all updates that are due.
 
-        Call it on every rank at the end of training, before you read the weights. The next step starts again, with
-        empty ranks. Evaluations and checkpoints need no drain, and do not change what is trained. With flushed
-        schedules this does nothing.
+        Call it on every rank at the end of training, before you read the weights. The next step starts with empty
+        ranks. Evaluations and checkpoints need no drain, and do not change what is trained. With flushed schedules this
+        does nothing.
 
         >>> pipe = Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, schedule="pipedream", num_microbatches=1)
         >>> optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)

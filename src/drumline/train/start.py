@@ -38,7 +38,7 @@ def start(settings: TrainSettings, *, train: Train | None = None, source: TableS
     one process is enough, and started again as often as failures.restarts says. A folder that holds a run or cannot be
     written, a device that is not there and a wrong number of processes are refused before any rank starts.
 
-    `train` also gets `continues=True` where it continues with a run in its folder. `source` says where the settings
+    `train` also gets `continues=True` if it resumes a run in its folder. `source` says where the settings
     were given: what `preflight` finds wrong with model and data before any rank starts then has its file and line.
     """
     settings = with_device(settings)

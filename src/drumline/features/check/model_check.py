@@ -1,4 +1,4 @@
-"""The check of a pipeline: whether its pieces compute what the model computes by itself.
+"""The check of a pipeline: whether its pieces compute the same as the unsplit model.
 
 The first step is checked on two microbatches, which a pipeline interleaves and plain training does not: see trial.py.
 Later steps are checked on one, now and then: see sentinels.py. It costs little more than these microbatches' forward
