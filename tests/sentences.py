@@ -28,7 +28,7 @@ def sentences(paragraph: str) -> list[str]:
     >>> sentences("See [the docs](docs/index.md). Run `a. b` in 0.5 s: done! Ends here.")
     ['See the docs.', 'Run `a. b` in 0.5 s: done!', 'Ends here.']
     """
-    text = re.sub(r"!?\[((?:`[^`]*`|[^\]`])*)\]\([^)]*\)", r"\1", paragraph)
+    text = re.sub(r"!?\[((?:`[^`]*`|[^\]`])*)\]\([^)]*\)", r"\1", re.sub(r"<!--.*?-->", "", paragraph))
     code: list[str] = []
 
     def hide(match: re.Match[str]) -> str:
