@@ -6,7 +6,7 @@
                  `$ echo $?` prints the last exit code.
     ```python    is executed, or run as a doctest where it has prompts.
     ```output    is what the `python` block before it printed.
-    ```sh        is not run; every `make TARGET` in it must exist.
+    ```sh        is for tests/test_commands.py; every `make TARGET` in it must exist.
     ```py        is not run either, because it needs PyTorch and ranks; it must be Python.
 
 The blocks of a page run in order, in one temporary folder and one namespace; the recorded traces of `docs/traces` are
@@ -38,6 +38,7 @@ import pytest
 import drumline
 from drumline.cli.main import VERBS, main
 from drumline.schedules import registry, schedules, unregister
+from figures import without_comments
 from matrices import FEW
 from some import some
 
@@ -340,10 +341,10 @@ def prose(lines: list[str]) -> Iterator[str]:
 def sentences(paragraph: str) -> list[str]:
     """Split a paragraph; a link counts by its text, code and numbers do not end a sentence.
 
-    >>> sentences("See [the docs](docs/index.md). Run `a.b` in 0.5 s: done!")
+    >>> sentences("See [the docs](docs/index.md). Run `a.b` in 0.5 s<!-- setting -->: done!")
     ['See the docs.', 'Run `a.b` in 0.5 s: done!']
     """
-    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraph)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", without_comments(paragraph))
     return [name for name in re.split(r"(?<=[.?!])\s+", text) if name]
 
 

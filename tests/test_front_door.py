@@ -12,11 +12,12 @@ from drumline.cli.main import main
 from drumline.core.costs import Costs
 from drumline.core.simulate.simulate import simulate
 from drumline.schedules import generate, schedules
+from figures import without_comments
 from some import some
 from test_docs import blocks, prose, sentences
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README = without_comments((ROOT / "README.md").read_text(encoding="utf-8"))
 LINES = README.rstrip("\n").split("\n")
 RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
 MOST_LINES, MOST_WORDS, FIRST_SCREEN, LONGEST_SENTENCE = 70, 450, 40, 25

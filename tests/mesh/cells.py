@@ -77,7 +77,7 @@ WHATS = {
 }  # fmt: skip
 
 # What is refused because of what a model does: why, and how the error begins. The rest is in the table of clashes.
-_MASK = "masks are made for a part of the sequence only", "attention gets a mask, and cp divides its sequence"
+_MASK = "masks are made for only a part of the sequence", "attention gets a mask, and cp divides its sequence"
 _STATISTICS = "each line sees a part of the batch", "block 'statistics' keeps running statistics"
 _OF_MODELS = {
     ("packed documents", "`cp`"): _MASK,

@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         assert left == ("ValueError: no more data" if rank == 3 else gone)
         assert "UsageError: zero names stage 5; expected stages from 0 to 1" in stages
         assert positions.startswith("ModelError: Sequential takes no position_ids or positions, and cp divides its")
-        assert matrices.startswith("RunError: Adafactor may look at whole matrices, and zero is 3")
+        assert matrices.startswith("RunError: Adafactor may need whole matrices, and zero is 3")
         assert product.startswith("MismatchError: the mesh pp2 x dp3 has 6 ranks, and 4 were started")
         assert other.startswith("MismatchError: ranks 0 and 1 have different meshes: pp4 and pp2 x dp2")
         assert alone.startswith("UsageError: zero is 1, and the mesh has no dp")

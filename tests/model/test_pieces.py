@@ -255,7 +255,7 @@ def test_no_cut_separates_a_block_from_what_it_reads_behind_the_models_back() ->
     with refused(ModelError, f"the model cannot be cut before 'layers.3': {words}", fix="the nearest cut that works"):
         cut(blocks, 2, cuts=["layers.3"])
     words = (
-        f"the model has 3 blocks for 4 stages: no cut can stand before layers.2 .and 1 module more., because {words}"
+        f"the model has 3 blocks for 4 stages: no cut is possible before layers.2 .and 1 module more., because {words}"
     )
     with refused(ModelError, words):
         cut(blocks, 4)

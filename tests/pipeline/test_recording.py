@@ -175,7 +175,7 @@ def test_a_full_disk_delays_the_record_and_not_the_training(
         assert dl.read_run(tmp_path).steps == (0,)
         train(pipe, 1)
         pipe._recording.flush()
-        assert capsys.readouterr().err.count("the record of the steps goes on in") == 1
+        assert capsys.readouterr().err.count("the record of the steps continues in") == 1
         assert dl.read_run(tmp_path).steps == (0, 1, 2, 3, 4), "no line is lost, and none is torn"
     run = dl.read_run(tmp_path)
     assert [metric["step"] for metric in run.metrics()] == [0, 1, 2, 3, 4]

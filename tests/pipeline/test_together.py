@@ -124,7 +124,7 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"memory.zero": 3, "mesh.data": 2, "pipeline.schedule": "dualpipe"}),
     "a quantised model x `zero=3`": ({**TWO_LINES, "quantised": True}, {}),
     "a quantised model x a `mesh` with `tp`": ({**mesh_facts(TP), "quantised": True}, {}),
-    "an optimizer that may look at whole matrices x `zero=3`": ({**TWO_LINES, "optimizer": "Muon"}, {}),
+    "an optimizer that may need whole matrices x `zero=3`": ({**TWO_LINES, "optimizer": "Muon"}, {}),
     "`repartition` x a `mesh` with `tp` or `ep`": ({"call": "repartition", **mesh_facts(TP)}, {}),
     "`repartition` x `zero`": ({"call": "repartition", **TWO_LINES}, {}),
     '`validated="after"` x `capture`': ({"capture": True, **AFTER}, LATE | {"pipeline.capture": True}),
@@ -218,7 +218,7 @@ def test_two_lines_refuse_what_they_divide() -> None:
         zero, move, matrices, after, parts = rank
         assert zero.startswith("UsageError: validated is 'after', and zero is 1; expected updates that are validated")
         assert move.startswith("UsageError: repartition was called, and zero is 1; expected layers that stay: pieces")
-        assert matrices.startswith("RunError: Adafactor may look at whole matrices, and zero is 3")
+        assert matrices.startswith("RunError: Adafactor may need whole matrices, and zero is 3")
         assert after.startswith("UsageError: validated is 'after', and the mesh is pp1 x tp2")
         assert parts.startswith("UsageError: repartition was called, and the mesh is pp1 x tp2")
 

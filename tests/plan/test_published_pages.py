@@ -9,6 +9,7 @@ import pytest
 
 import published
 from drumline.plan.cluster.layout import PRACTICE
+from figures import without_comments
 from matrices import long
 from published_compared import practices_table, table
 from published_runs import held_out
@@ -55,13 +56,13 @@ def test_the_benchmark_prints_every_practice_for_all_rows(printed: dict[str, tup
 
 @pytest.mark.parametrize("page", ["README.md", "docs/cluster.md"])
 def test_pages_name_the_errors_of_the_planner_first(page: str, printed: dict[str, tuple[str, str]]) -> None:
-    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    text = " ".join(without_comments((ROOT / page).read_text(encoding="utf-8")).split())
     assert SENTENCE.findall(text) == [printed["drumline plan"]]
 
 
 @pytest.mark.parametrize("page", ["docs/cluster.md", "docs/published.md"])
 def test_pages_name_the_range_and_what_the_best_figure_needs(page: str, printed: dict[str, tuple[str, str]]) -> None:
-    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    text = " ".join(without_comments((ROOT / page).read_text(encoding="utf-8")).split())
     found = [(float(low), float(high)) for low, high in RANGE.findall(text)]
     assert found == [(min(means(printed)), max(means(printed)))]
     chosen = [first or second for first, second in CHOSEN.findall(text)]
@@ -79,7 +80,7 @@ def constant_means() -> tuple[str, str]:
 def test_pages_say_that_without_the_software_a_plan_is_no_better_than_a_constant(
     page: str, printed: dict[str, tuple[str, str]]
 ) -> None:
-    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    text = " ".join(without_comments((ROOT / page).read_text(encoding="utf-8")).split())
     assert "without knowing the software, a plan is no better on average than the best constant rate" in text.lower()
     of_sc21, of_these = constant_means()
     assert f"{of_these}%" in text

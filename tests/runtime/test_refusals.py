@@ -147,7 +147,7 @@ def parametrized() -> nn.Module:
         ),
         (
             lambda: sequenced(Part(), Colwise()),
-            saying("no block has its colwise and rowwise layers in a module of their own"),
+            saying("no block has its colwise and rowwise layers in a separate module"),
         ),
         (
             lambda: sequenced(Part(scaled=True), Colwise(), Rowwise()),

@@ -285,7 +285,7 @@ WORKS, WAITS, UNWANTED = (
         ([LedgerState(at, 0, at + 1) for at in range(90)], ""),  # short computations
         ([LedgerState(7)] * 90, "its event loop has not turned for 30 s"),
         (WAITS, "it computes, and uses no processor time for 30 s"),
-        (UNWANTED, "nobody has waited for what it computes for 30 s"),
+        (UNWANTED, "no request waits for what it computes for 30 s"),
         ([LedgerState(at, 7 * at, 6, 5) for at in range(90)], ""),  # the computation before was given up
         (WAITS[:30] + WORKS[30:], ""),
         (UNWANTED[:30] + WORKS[30:], ""),

@@ -185,7 +185,7 @@ def test_a_full_disk_delays_what_stands_beside_a_checkpoint(
     assert steps == seen
     told = capsys.readouterr().err
     for what in some(["the log", "the record of the steps"]):
-        assert told.count(f"cannot write {what} to ") == told.count(f"{what} goes on in ") == 1
+        assert told.count(f"cannot write {what} to ") == told.count(f"{what} continues in ") == 1
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000006"]
 
 

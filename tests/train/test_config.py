@@ -108,7 +108,7 @@ hidden = 8
 WRONG = {
     "version = 2": "line 1|version|is 2|1|a newer Drumline wrote this file: update Drumline",
     'format = "torchtitan"': "line 1|format|is 'torchtitan'|\"drumline-train\"|",
-    "steps = 3": "line 1|steps|stands outside of any table||it belongs to [run]",
+    "steps = 3": "line 1|steps|is outside of any table||it belongs to [run]",
     "model = 3": "line 1|model|is 3|a table: [model]|",
     "[run]\n\nsteps = 2.5": "line 3|run.steps|is 2.5|a whole number of 1 or more|",
     "[run]\nseed = true": "line 2|run.seed|is True|a whole number from 0 to 2^63 - 1|",
@@ -123,8 +123,8 @@ WRONG = {
     "[pipeline]\nschedule = 'chimera'\n[mesh]\npipeline = 3": "line 2|pipeline.schedule|chimera cannot use 3 ranks: its"
     " two directions meet in the middle|an even number of ranks|use 2 or 4",
     "[pipeline]\nschedule = 'pipedream'": "|optimizer.clip_norm|is 1.0 (the default), and pipedream makes an "
-    "update at different times on different ranks|updates at the same place in all rows: ranks add up their norms "
-    "where all of them update|set pipeline.vertical_sync = true",
+    "update at different times on different ranks|updates at the same place in all rows: ranks can add up their "
+    "norms only where all of them update|set pipeline.vertical_sync = true",
     "[pipeline]\nlayers = [3, 2]": "line 2|pipeline.layers|sums to 5|6, as model.num_layers says|",
     "[pipeline]\nlayers = [3, 2, 1]": "line 2|pipeline.layers|has 3 numbers|one for each of 2 stages|",
     "[pipeline]\nlayers = [3, 3]\nbalance = 'even'": "line 3|pipeline.balance|stands beside pipeline.layers|one way to "
@@ -192,7 +192,7 @@ kind = "LBFGS"
 """
     assert told(text, tmp_path) == [
         "mine.toml, line 2|optimizer.settings.weight_decy|is no argument of AdamW||did you mean weight_decay?",
-        "mine.toml, line 2|optimizer.settings.lr|is no argument of AdamW||it has a key of its own: optimizer.lr",
+        "mine.toml, line 2|optimizer.settings.lr|is no argument of AdamW||it has its own key: optimizer.lr",
         "mine.toml, line 3|optimizer.groups.0.only_matrices|is false|true: Muon takes matrices alone|",
         "mine.toml, line 7|optimizer.groups.1.kind|is 'LBFGS', which a pipeline cannot run|a class of torch.optim|"
         + told(text, tmp_path)[3].rpartition("|")[2],

@@ -183,7 +183,7 @@ def test_other_batches_than_before_are_refused_or_told(exact: bool, caplog: pyte
             assert said in caplog.text
     with refused(UsageError, "saved by another version"):
         before.load_state_dict({**state, "version": -1})
-    with refused(UsageError, "gives data without a state_dict of their own"):
+    with refused(UsageError, "gives data without their own state_dict"):
         before.load_state_dict({**state, "source": {}})
 
 

@@ -325,5 +325,5 @@ def test_packed_rows_keep_documents_apart_in_the_model(tmp_path: Path) -> None:
     alone = built.model(batch.inputs["tokens"][:1, start:stop])
     assert torch.allclose(logits[0, start:stop], alone[0], atol=1e-6)
     model_without = Built(torch.nn.Linear(1, 1), built.loss_fn, ByteTokenizer())
-    with refused(DrumlineError, "cannot be told where documents begin"):
+    with refused(DrumlineError, "does not learn where documents begin"):
         build_data(wanted, model_without)

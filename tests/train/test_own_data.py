@@ -261,7 +261,7 @@ def drawn_once() -> Iterator[Any]:
             ),
         ),
         (Hidden, saying("gives other batches when it is gone through once more from the same random state")),
-        (Forgetful, saying("gives data that do not go on where their state_dict")),
+        (Forgetful, saying("gives data that do not continue where their state_dict")),
         (Unsavable, saying(r"cannot be saved: state\['nested'\]\[0\]\['lock'\] is an object of the class object")),
         (drawn_once, saying("returned a generator", fix="__iter__")),
         (partial(seeded_loader, num_workers=2, in_order=False), saying("in_order=False")),

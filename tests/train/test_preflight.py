@@ -137,7 +137,7 @@ WRONG: dict[str, tuple[str, str]] = {
     ),
     "a list": (
         '[model]\nkind = "hf"\npath = "list/config.json"',
-        "line 3: model.path: .*: a list in place of an object",
+        "line 3: model.path: .*: a list instead of an object",
     ),
     "weights cut off": ('[model]\nkind = "hf"\npath = "cut"', "line 3: model.path: cut/model.safetensors: has .* need"),
     "a lost shard": (

@@ -264,7 +264,7 @@ def test_which_failures_are_worth_another_attempt_and_on_how_many_ranks() -> Non
     fewest = replace(four, failures=replace(failures, min_ranks=4))
     with pytest.raises(RankFailed) as raised:
         Restarts(fewest, print).run(Failing(killed(0), killed(0)), continues=False)
-    assert raised.value.__notes__ == ["failures.min_ranks = 4: fewer ranks may not go on"]
+    assert raised.value.__notes__ == ["failures.min_ranks = 4: a run may not continue with fewer ranks"]
 
     once = replace(four, failures=FailureSettings(restarts=1))
     with pytest.raises(RankFailed, match="rank 2 was killed"):

@@ -4,8 +4,8 @@
           ▲                                                                                          │
           └───────── a few steps later: has the gain come? if not, take it back ◄────────────────────┘
 
-The cheapest mend comes first. Another program costs nothing to take up, but no program makes a rank compute less. So if
-another cut beats what any program of this cut could reach, layers move; else a program is searched first.
+The cheapest fix comes first. Switching to another program costs nothing, but no program makes a rank compute less. So
+if another cut beats what any program of this cut could reach, layers move; else a program is searched first.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Decider:
         return self._seconds / max(simulate(self.now.program, costs).makespan, 1e-12)
 
     def _search_result(self, step: int) -> Proposal | None:
-        """Return what the search has found, if it pays more than the other change; None while it goes on."""
+        """Return what the search has found, if it pays more than the other change; None while it continues."""
         result = self._aside.result()
         if result is None or len(self._recent) < _RECENT:
             return None
@@ -291,7 +291,7 @@ class Decider:
         return self._paying(Proposal(step, NUMBER, "", self.now, after, self._seconds, predicted, scale=scale))
 
     def _paying(self, proposal: Proposal, *, cost: float = _SECONDS_TO_CHANGE) -> Proposal | None:
-        """Return a proposal if it gains enough, soon enough, and was not taken back since things changed."""
+        """Return a proposal if it gains enough, soon enough, and was not undone since things changed."""
         saved = (proposal.seconds - proposal.predicted) * self.settings.within
         pays = proposal.gain >= self.settings.least_gain and saved > cost
         return proposal if pays and _target(proposal) not in self._refused else None
@@ -299,7 +299,7 @@ class Decider:
     # ---- what came of it ---------------------------------------------------------------------------------------------
 
     def _judge(self, step: int) -> Proposal | None:
-        """Compare a change with what a step would take by now without it; propose to take back what does not pay."""
+        """Compare a change with a step's predicted time without it; propose to undo a change that does not pay."""
         trial = self._trial
         assert trial is not None
         if len(self._recent) < (1 if trial.is_trial else _RECENT):

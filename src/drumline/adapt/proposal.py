@@ -27,9 +27,9 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A change: what to take up in place of what, why, and the seconds of a step before and, as predicted, after.
+    """A change: the new setting and the old one, the reason, and the seconds of a step before and, as predicted, after.
 
-    `is_back` says that it takes back a change whose gain did not come.
+    `is_back` says that it undoes a change without the expected gain.
     """
 
     step: int

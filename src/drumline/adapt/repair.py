@@ -71,7 +71,7 @@ def least_seconds(costs: Costs, program: Program, limit: Limit) -> float:
 
 
 class Aside:
-    """A search in a process of its own; `result` is None until it has ended, and an error's text if it failed."""
+    """A search in its own process; `result` is None until it has ended, and an error's text if it failed."""
 
     def __init__(self, costs: Costs, program: Program, limit: Limit, *, seconds: float) -> None:
         self._program = program
@@ -88,7 +88,7 @@ class Aside:
         try:
             self._process = self._started(json.dumps(task).encode())
         except OSError as error:
-            self._problem = f"the search could not start: {error}"  # training goes on without
+            self._problem = f"the search could not start: {error}"  # training continues without
 
     @staticmethod
     def _started(task: bytes) -> subprocess.Popen[bytes]:
@@ -108,7 +108,7 @@ class Aside:
         return process
 
     def result(self) -> Program | str | None:
-        """Return what was found, or why nothing was; None while the search goes on. It never waits."""
+        """Return what was found, or why nothing was; None while the search continues. It never waits."""
         if self._process is None:
             return self._problem
         if self._process.poll() is None:

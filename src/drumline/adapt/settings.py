@@ -20,7 +20,7 @@ class Adapt:
 
     A rank is too slow if it takes `threshold` longer than its neighbour; an action has changed if it takes `threshold`
     longer or shorter than before. With `microbatches="size"` a step runs in groups whose gradients accumulate.
-    `max_bytes` needs blocks that were timed. A search runs in a process of its own.
+    `max_bytes` needs blocks that were timed. A search runs in its own process.
 
     >>> Adapt(threshold=0.2).rebalance
     'solve'
@@ -52,7 +52,7 @@ class Adapt:
     max_bytes: float | None = setting(
         None, "bytes that a rank may hold after a move of layers", BYTES, empty="no limit"
     )
-    seconds: float = setting(3.0, "seconds of a search, which runs beside training", SECONDS)
+    seconds: float = setting(3.0, "seconds of a search, which runs during training", SECONDS)
 
     def __post_init__(self) -> None:
         for name, option in settings_of(Adapt).items():

@@ -143,9 +143,9 @@ class Channel(ABC):
         """Return what every rank told under the topic, by rank, including this one; each topic is heard once."""
 
     def hear_now(self, topic: str) -> list[Any] | None:
-        """Return what every rank told under the topic; None if that is not known yet and other ranks must go on first.
+        """Return what every rank told under the topic; None if other ranks must run first to know it.
 
-        A rank that has a process of its own waits, as long as for anything else.
+        A rank with its own process waits, as long as for anything else.
         """
         return self.hear(topic, time.perf_counter_ns() + int(self.timeout * 1e9))
 

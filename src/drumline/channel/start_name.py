@@ -6,7 +6,7 @@ nobody listens, counts that nobody shares. So all keys of a start get a prefix t
     rank r   hello/r = my token        (overwrites what a dead rank r has left)
     rank 0   number = add(starts, 1)   then for every hello it sees: welcome/TOKEN = number
     rank r   reads welcome/MY TOKEN    which only a living rank 0 can have written; here/NUMBER/r = 1
-    rank 0   goes on once all are here
+    rank 0   continues once all are here
 
 The number of restarts does not do: agents that join later count from 0.
 """

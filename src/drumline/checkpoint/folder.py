@@ -85,7 +85,7 @@ def checkpoints(folder: str | Path) -> list[Path]:
 
 
 def publish(part: Path, folder: Path, step: int, token: str) -> Path:
-    """Let a checkpoint appear under its name, in place of an earlier one of the same step.
+    """Let a checkpoint appear under its name, instead of an earlier one of the same step.
 
     At every moment one of the two is there to be found.
 

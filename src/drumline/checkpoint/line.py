@@ -2,7 +2,7 @@
 
     step  2     4     6     8          saved in one go: line 5f3a
           ●─────●─────○─────○
-                └──●───────●           4 was loaded, and training went on: line 77ab, after 5f3a up to 4
+                └──●───────●           4 was loaded, and training continued: line 77ab, after 5f3a up to 4
                    5       7
           ● of the line 77ab           ○ left: later steps of 5f3a, which did not lead here
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-Part = tuple[str, int | None]  # a line's name, and the step at which it was left; None where it goes on
+Part = tuple[str, int | None]  # a line's name, and the step at which it was left; None where it continues
 _MOST = 64  # lines before; what is older than so many resumptions counts as another run's
 
 
@@ -61,7 +61,7 @@ class Lineage:
         return Lineage(tuple((name, step if until is None else min(until, step)) for name, until in self.parts))
 
     def going_on(self, name: str) -> Lineage:
-        """Return a line that goes on after this one."""
+        """Return a line that continues after this one."""
         return Lineage((*self.parts[-_MOST:], (name, None)))
 
 
@@ -73,11 +73,11 @@ class Course:
     """
 
     line: Lineage = field(default_factory=Lineage)  # up to what was loaded
-    name: str = ""  # of the line that goes on after that
+    name: str = ""  # of the line that continues after that
     folders: dict[str, tuple[Lineage, int]] = field(default_factory=dict)  # the line and the last step in each
 
     def loaded(self, checkpoint: Path, content: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         self.line, self.name = Lineage.of(content).left_at(content["step"]), ""
         self.folders = {os.path.abspath(checkpoint.parent): (self.line, content["step"])}
 

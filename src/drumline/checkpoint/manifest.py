@@ -54,7 +54,7 @@ def write_bytes(path: Path, content: bytes) -> int:
 
 
 def write_manifest(part: Path, content: Mapping[str, Any]) -> None:
-    """Write the manifest, the last file of a checkpoint, with a checksum of its own."""
+    """Write the manifest, the last file of a checkpoint, with its own checksum."""
     text = json.dumps(content, sort_keys=True)
     write_json(
         part / MANIFEST,

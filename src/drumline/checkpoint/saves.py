@@ -72,7 +72,7 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was loaded: the step that training goes on with, the user's `extra`, and what was passed over as damaged."""
+    """What was loaded: the next step of training, the user's `extra`, and damaged checkpoints that were skipped."""
 
     path: Path
     step: int
@@ -82,7 +82,7 @@ class Loaded:
 
 @runtime_checkable
 class Saves(Protocol):
-    """Saves and loads all that training needs to go on; every rank calls it alike."""
+    """Saves and loads all that training needs to continue; every rank calls it alike."""
 
     def save(
         self,
@@ -100,7 +100,7 @@ class Saves(Protocol):
         """
 
     def load(self, folder: str | Path, *, missing_ok: bool) -> Loaded | None:
-        """Go on from the newest whole checkpoint of a folder; None if it holds none and `missing_ok` allows that."""
+        """Continue from the newest whole checkpoint of a folder; None if it holds none and `missing_ok` allows that."""
 
 
 def saves(pipe: object) -> Saves:

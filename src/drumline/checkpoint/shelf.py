@@ -1,7 +1,7 @@
-"""What stands in a folder of checkpoints: which are whole, of which line, which one to go on from, and which to remove.
+"""The checkpoints in a folder: which are whole, of which line, which one to continue from, and which to remove.
 
 Looking is cheap: a manifest is read once, and files are held against their sizes. What a flipped bit has changed is
-found when a checkpoint is loaded, where every tensor is compared with its checksum. Then training goes on from an
+found when a checkpoint is loaded, where every tensor is compared with its checksum. Then training continues from an
 earlier one, and the changed one no longer counts: it is on a line that was left.
 
     FOLDER/line.json    the line that was saved last, where the folder holds checkpoints of others too
@@ -43,7 +43,7 @@ class ShelfEntry:
 
 @dataclass(frozen=True, slots=True)
 class ResumeOrder:
-    """The checkpoints to go on from, in the order to try them, and whole ones that were left."""
+    """The checkpoints to continue from, in the order to try them, and whole ones that were left."""
 
     paths: tuple[Path, ...] = ()
     left: tuple[Path, ...] = ()
@@ -85,7 +85,7 @@ class Shelf:
         raise RecordError(f"{path / MANIFEST} is missing")
 
     def choose(self, folder: Path) -> ResumeOrder:
-        """Return which checkpoints of a folder to go on from: of the line that was saved last, the newest first.
+        """Return which checkpoints of a folder to continue from: of the line that was saved last, the newest first.
 
         Those whose manifests cannot be read are among them, for whoever loads to say so.
         """
@@ -98,12 +98,12 @@ class Shelf:
         )
 
     def newest(self, folder: Path) -> ShelfEntry | None:
-        """Return the checkpoint to go on from, as far as its size tells."""
+        """Return the checkpoint to continue from, as far as its size tells."""
         entries = map(self._entry, self.choose(folder).paths)
         return next((shelf_entry for shelf_entry in entries if not shelf_entry.problem), None)
 
     def announce(self, folder: Path, line: Lineage) -> None:
-        """Write down which line goes on, before a checkpoint of it appears, if there are others to mistake for it."""
+        """Write down which line continues, before a checkpoint of it appears, if there are others to mistake for it."""
         is_there = (folder / LAST).exists()
         if is_there and last_line(folder) == line:
             return
@@ -136,7 +136,7 @@ def last_line(folder: Path) -> Lineage | None:
 
 
 def _line_of(folder: Path, entries: Sequence[ShelfEntry]) -> Lineage:
-    """Return the line to go on from: the one that the folder names, else the one that no other checkpoint has left."""
+    """Return the line to continue from: the one that the folder names, else the one that was never left."""
     named = last_line(folder)
     if named is not None and any(shelf_entry.is_on(named) or shelf_entry.line is None for shelf_entry in entries):
         return named

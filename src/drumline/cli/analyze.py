@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--step N", "the step to report (default: the one with the median length)", flags.whole_number)
     flags.add_json(parser)
     flags.add_out(parser, TEXTS | PICTURES | TRACES | PROGRAMS)
-    meaning = "text is the report, html and svg are pictures, perfetto is a trace, csv is the program that ran"
+    meaning = "text is the report; html and svg are pictures; perfetto is a trace; csv is the program that ran"
     flags.add_format(parser, ("text", "html", "svg", "perfetto", "csv"), f"{meaning} (default text)")
 
 

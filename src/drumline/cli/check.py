@@ -29,11 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_out(parser, TEXTS)
     flags.add_channel(
         parser,
-        "what shares a message queue, for programs with sends and receives: a directed edge (Drumline's own "
-        "transports, gloo), a pair of ranks, or a rank (PyTorch over NCCL). A program that runs on `rank` (default) "
+        "which messages share a queue, if the program has sends and receives: those of a directed edge (Drumline's own "
+        "transports, gloo); of a pair of ranks; of a rank (PyTorch over NCCL). A program that runs on `rank` (default) "
         "runs on all of them",
     )
-    placed = "how stages must be placed on ranks (default: where most of their work is)"
+    placed = "how stages must be placed on ranks (default: each on the rank with most of its work)"
     flags.adder(parser)("--placement", placed, flags.PLACEMENTS)
 
 

@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         print(
             wrapped(
-                f"The two-stage build: ten linear layers of width {build.width}, five on each of two ranks,"
-                " which compute on the CPU by shared-memory;"
+                f"The two-stage build: ten linear layers of width {build.width}, five on each of two ranks."
+                " Ranks compute on the CPU and use shared-memory."
                 f" {build.num_points} points in batches of {build.batch_rows}, Adam, {build.num_epochs} epochs.\n",
                 terminal_width(),
             ),

@@ -182,7 +182,7 @@ def add_out(parser: argparse.ArgumentParser, formats: Mapping[str, str], meaning
 
 def add_format(parser: argparse.ArgumentParser, formats: Sequence[str], meaning: str) -> None:
     """Add --format: what to print, and what to write to --out whatever the extension."""
-    adder(parser)("--format", f"what to print, or to write to --out whatever its extension: {meaning}", formats)
+    adder(parser)("--format", f"the format of what is printed, or written to --out: {meaning}", formats)
 
 
 def add_channel(parser: argparse.ArgumentParser, meaning: str) -> None:

@@ -15,15 +15,15 @@ _SCHEMES = ("grpc://", "http://", "grpcs://", "https://")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add, whole = flags.adder(parser), flags.whole_number
-    add("URL", "where the service listens, like 127.0.0.1:8001")
-    add("--model NAME", "the model to load (default: the only one there is)")
-    many = "closed loop: requests under way at a time, one load after the other (default 1,2,4,8 without --rate)"
+    add("URL", "address of the service, like 127.0.0.1:8001")
+    add("--model NAME", "the model to load (default: the service's only model)")
+    many = "closed loop: requests in flight at a time, one load after the other (default 1,2,4,8 without --rate)"
     add("--concurrency N,...", many, flags.listed(whole))
-    add("--rate R,...", "open loop: requests a second, Poisson arrivals", flags.listed(flags.number))
+    add("--rate R,...", "open loop: requests per second, Poisson arrivals", flags.listed(flags.number))
     add("--seconds S", "seconds of each load", flags.number, 10.0)
     add("--rows N[-N]", "rows of a request, or a range to draw from (default 1)", _range, (1, 1))
-    add("--length N", "size of other dimensions that are open", whole, 32)
-    add("--integers-below N", "whole numbers that are sent are below this", whole, 100)
+    add("--length N", "size of other variable dimensions", whole, 32)
+    add("--integers-below N", "upper bound of random whole numbers to send", whole, 100)
     add("--seed S", "random seed", whole, 0)
     add("--tls-ca FILE", "the authority of the service's certificate, PEM")
     add("--tls-cert FILE", "this side's certificate, for mutual TLS")

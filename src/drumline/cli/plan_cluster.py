@@ -44,18 +44,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sequence N", "tokens per sequence (default: the model's)", whole)
     add("--top N", "number of meshes to show and explain", whole, 10)
     add("--brief", "print only the plan, without what-ifs, scaling and traffic")
-    whose = "framework to plan for: only what it runs (default: anything, and the command and config of drumline)"
+    whose = "plan only what this framework runs (default: anything, and the command and config of drumline)"
     add("--launch", whose, tuple(_ENDINGS))
     also = "messages that your software also hides behind compute: forward (tensor-parallel ones), experts, context"
     add("--overlap WHAT,...", also, flags.names)
-    add("--search S", "seconds to search programs for the best layouts, beside the schedules", flags.number, 0.0)
-    numbers = "numbers that products with weights take: bf16, or fp8 on devices that have it"
+    add(
+        "--search S", "seconds to search programs for the best layouts, in addition to the schedules", flags.number, 0.0
+    )
+    numbers = "precision of products with weights: bf16, or fp8 on devices that have it"
     add("--precision", numbers, ("bf16", "fp8"), "bf16")
     add = flags.adder(parser, "adapters on a frozen model")
-    add("--adapter", "train nothing but an adapter of this kind", ("lora",))
+    add("--adapter", "train only an adapter of this kind", ("lora",))
     add("--adapter-rank N", "rank of the adapter's matrices (default 8)", whole)
-    add("--adapter-targets NAME,...", "layers that get one, like q_proj,v_proj (default: all linear ones)", flags.names)
-    add("--base", "numbers of the frozen model (default bf16)", BASES)
+    add(
+        "--adapter-targets NAME,...",
+        "layers that get an adapter, like q_proj,v_proj (default: all linear ones)",
+        flags.names,
+    )
+    add("--base", "precision of the frozen model (default bf16)", BASES)
     add = flags.adder(parser, "decisions to fix (default: the planner makes all of them)")
     for name, meaning in _DEGREES.items():
         add(f"--{name} N", meaning, whole)

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = flags.adder(parser, "a profiled model on this machine")
     add("-r --ranks P", "number of ranks (required)", flags.whole_number)
     add("--checkpoint HOW,...", "none, full, or both to choose from (default both)", flags.names)
-    add("--optimizer NAME", "adam, momentum or sgd, for its state", str, "adam")
+    add("--optimizer NAME", "adam, momentum or sgd; decides the memory of its state", str, "adam")
     add("--seconds S", "seconds to search for a better schedule; 0 disables the search", flags.number, 5.0)
     speed = "speed of each rank, relative to the profiled device (default: all the same)"
     add("--rank-speed S,...", speed, flags.listed(flags.number))

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = flags.adder(parser)
     add("RUN", "the folder you gave to record=, or a folder of such folders", Path, nargs="+")
     add("--step N", "the step to show (default: a typical one)", flags.whole_number)
-    meaning = "html is a page, svg and png are plots (they need matplotlib), perfetto is a trace (default html)"
+    meaning = "html is a page; svg and png are plots (they need matplotlib); perfetto is a trace (default html)"
     flags.add_format(parser, ("html", "text", "svg", "png", "perfetto"), meaning)
     formats = PICTURES | TEXTS | TRACES | {".png": "png"}
     endings = f"its extension determines the format: {' '.join(formats)} (default: RUN/{PAGE})"

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--record DIR", "write the timeline of the load to this new folder, for `drumline report`", Path)
     add("--log-requests", "log every request, not only those that fail")
     add("--threads N", "threads of each stage", whole, 1)
-    add("--pin", "give every stage cores of its own, on a machine that does little else: steadier, and a little faster")
+    add("--pin", "give every stage its own cores, on a machine that does little else: steadier, and a little faster")
     flags.add_json(parser)
     add = flags.adder(parser, "batches")
     add("--max-batch N", "the most rows to batch together", whole, 64)
@@ -41,19 +41,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-queue BYTES", "the most bytes that wait (default 256MiB)", flags.size, 2.0**28)
     add("--max-message BYTES", "the largest message (default 64MiB)", flags.size, 2.0**26)
     add("--timeout S", "the longest that a request may take", number, 60.0)
-    again = "how often a microbatch is sent again if a stage dies, but for the one that it computes"
+    again = "how often a microbatch is sent again if a stage dies, except the one that it was computing"
     add("--retries N", again, whole, 1)
-    hang = "seconds after which a stage that hangs is ended and started again (default 30; 0: never)"
+    hang = "seconds after which a stage that hangs is restarted (default 30; 0: never)"
     add("--hang S", hang, number, 30.0)
     add("--drain S", "seconds to finish requests after SIGTERM", number, 30.0)
     add = flags.adder(parser, "several hosts")
     add("--hosts HOST:PORT,...", "addresses of stages that run elsewhere, the first stage first")
     add("--stage K", "run only stage K, and listen for the stage before it", whole)
-    add("--next HOST:PORT", "with --stage: the address of the stage behind it")
+    add("--next HOST:PORT", "with --stage: the address of the next stage")
     add = flags.adder(parser, "TLS")
     add("--tls-cert FILE", "this side's certificate, PEM")
     add("--tls-key FILE", "the key of that certificate, PEM")
-    add("--tls-ca FILE", "the authority that clients need a certificate of (mutual TLS)")
+    add("--tls-ca FILE", "the authority that must have signed clients' certificates (mutual TLS)")
     add("--plain", "allow addresses that other machines can reach without TLS")
 
 

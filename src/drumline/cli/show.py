@@ -31,18 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_format(
         parser,
         ("text", "svg", "html", "perfetto", "csv", "torch", "torch-comms"),
-        "text, svg and html are pictures, perfetto is a trace, csv is the program, torch and torch-comms are the "
+        "text, svg and html are pictures; perfetto is a trace; csv is the program; torch and torch-comms are the "
         "program as PyTorch loads it (default text)",
     )
     add = flags.adder(parser)
     add("--window START:END", "draw only this time interval (default: everything)")
-    add("--memory", "draw how many activations each rank holds, below it")
+    add("--memory", "draw, below each rank, how many activations it holds")
     add("--slots", "draw every action one slot wide, whatever its cost")
     add("--lower", "write sends and receives as separate actions")
     flags.add_channel(
         parser,
-        "with --lower: what shares a message queue. `rank` (default) is safe everywhere; `edge` is the order "
-        "that Drumline's own runs use, with receives posted early, and may hang in PyTorch",
+        "with --lower: which messages share a queue. `rank` (default) is safe everywhere; `edge` is the order of "
+        "Drumline's own runs, with receives posted early, and may hang in PyTorch",
     )
     newer = f"PyTorch {NEWER} and newer need a WAIT for every send and gradient exchange"
     add("--torch-version VERSION", f"with --format torch-comms: {newer}", str, OLDER)

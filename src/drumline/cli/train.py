@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "CONFIG",
         "a TOML file, or a function that returns settings: package.module:function or file.py:function "
-        "(default: a small GPT on a text that is shipped with Drumline)",
+        "(default: a small GPT on a text that comes with Drumline)",
         nargs="?",
     )
     add("--model MODEL", "gpt, mlp, a Hugging Face model's folder or config.json, or a function")
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         table, _, name = path.partition(".")
         key = keys()[table][name]
         add(shown, help_of(key), {int: whole, float: flags.number}.get(key.inner, str))
-    add("--adapt", "change program and cut while training, where it pays ([adapt] says how)")
+    add("--adapt", "change program and cut while training, if that pays ([adapt] has the settings)")
     add("-o --out FOLDER", help_of(keys()["run"]["out"]), Path)
     meaning = "set any key of the config, like optimizer.settings.weight_decay=0.1. May be repeated"
     add("--set KEY=VALUE", meaning, str, [], action="append")

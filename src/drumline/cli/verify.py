@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mesh AXIS=N,...", meaning, flags.mesh)
     add("--zero N", "what dp divides: 1 optimizer state, 3 all", whole, 0)
     add("--sequence-parallel", "with tp, also divide the tokens between its layers")
-    add("--steps N", "training steps to vouch for, each with another batch", whole, 2)
+    add("--steps N", "training steps to compare, each with another batch", whole, 2)
     add("--seed S", "random seed", whole, 0)
     flags.add_out(parser, TEXTS)
     flags.add_json(parser)

@@ -1,7 +1,7 @@
 """The channels that a program can be proven for: which of a rank's messages wait for each other.
 
-On every channel a send completes only after its receive is posted, nothing is buffered in between, and messages in the
-same queue move in the order the rank posted them. Channels differ in which messages share a queue:
+On every channel a send completes only after its receive is posted, and nothing is buffered in between. Messages in the
+same queue move in the order in which the rank posted them. Channels differ in which messages share a queue:
 
     edge   one queue per directed edge             Drumline's own transports; gloo
     pair   one per pair of ranks, both directions  NCCL as PyTorch uses it for a single send or receive

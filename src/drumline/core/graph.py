@@ -46,7 +46,7 @@ Flags = npt.NDArray[np.bool_]
 OPS = tuple(Op)
 CODE: dict[Op, int] = {op: code for code, op in enumerate(OPS)}
 TIMED = np.array([op in TIMED_OPS for op in OPS])
-# Indices of the compute ops in a small table of their own; other ops have none.
+# Indices of the compute ops in their own small table; other ops have none.
 PLACE = np.array([list(rules.NEEDS).index(op) if op in rules.NEEDS else -1 for op in OPS])
 WAITS = tuple(sorted(CODE[op] for op in WAIT_OPS))
 TRANSFERS = tuple(sorted(CODE[op] for op in TRANSFER_OPS))

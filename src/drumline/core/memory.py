@@ -9,9 +9,9 @@ Programs that take optimizer steps without a flush also hold weight versions and
     0F0 0F1 0B0 0UPDATE0 0F2 0B1 0UPDATE1 0B2 ...
      └─ version 0 ─┘      └ version 1      1B1 still needs version 0: two versions are held
 
-A forward uses the newest version of its stage, after all UPDATEs before it in its row, and its backward uses the same
-version: a version stays in memory while a pair still needs it. UPDATE m uses the gradients of the microbatches up to m
-that no earlier UPDATE used; gradients of later ones accumulate separately.
+A forward uses the newest version of its stage, after all UPDATEs before it in its row. Its backward uses the same
+version. So a version stays in memory while a pair still needs it. UPDATE m uses the gradients of the microbatches up to
+m that no earlier UPDATE used; gradients of later ones accumulate separately.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ r"""Actions on a stage's parameters and gradients, placed where they cost least.
     0UNSHARD 0F0 0F1 0B0 0B1 0REDUCE_GRAD 0RESHARD
 
 A stage is gathered before its first compute and released after its last. Its gradients are exchanged right after its
-last backward (B or W; I makes none), while the rank goes on with its other stages.
+last backward (B or W; I makes none), while the rank continues with its other stages.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class ProgramChoice:
             raise ProgramError(
                 f"{choice} cannot use {counted(stages_per_rank, 'stage')} per rank, which this pipeline has",
                 expected="a schedule for the same stages in the same places, so that nothing moves between two steps",
-                fix=f"make a pipeline of its own for it: Pipeline(..., schedule={choice!r})",
+                fix=f"make another pipeline for it: Pipeline(..., schedule={choice!r})",
             )
         program = program_for(
             choice,

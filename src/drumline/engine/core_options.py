@@ -71,5 +71,5 @@ class CoreOptions(FeatureOptions):
     programs: Mapping[str, Program | str | Path | int] | None = None
 
     def settings(self) -> dict[str, Any]:
-        """Return all options by name, with the decisions of a plan in place of the plan."""
+        """Return all options by name, with the decisions of a plan instead of the plan."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "plan"}

@@ -1,4 +1,4 @@
-"""Whether a pipeline computes what its model computes by itself: here, nobody looks."""
+"""Whether a pipeline computes the same as its unsplit model: this class checks nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from drumline.engine.unsplit.parts import Parts
 
 
 class NoCheck(Observer):
-    """Checks no step; a subclass compares some of them with the model by itself.
+    """Checks no step; a subclass compares some steps with the unsplit model.
 
     It is made before lines divide the model. `different` are two ranks and the parameter for which they were given
     different values, if there is one.

@@ -41,7 +41,7 @@ def option(default: Any, rule: Rule, *, alike: bool = False) -> Any:
 
 
 def _known(value: Any) -> Any:
-    """Return a plain value; in place of another, something that keeps nothing alive.
+    """Return a plain value; instead of another, something that keeps nothing alive.
 
     >>> _known("1f1b"), _known({}), _known({"long": 2}) is _SOMETHING
     ('1f1b', None, True)

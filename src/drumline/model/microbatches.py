@@ -1,4 +1,4 @@
-"""Microbatches that the user cut: one value for each, in place of a tensor that would be cut into equal parts.
+"""Microbatches that the user cut: one value for each, instead of a tensor that would be cut into equal parts.
 
     cut by Drumline     x (8, 20)                                 (2, 20) (2, 20) (2, 20) (2, 20)
     cut by the user     Microbatches([a (2, 7), b (3, 20), ...])  (2, 7)  (3, 20) ...
@@ -17,7 +17,7 @@ from drumline.core.errors import BatchError
 
 
 class Microbatches(tuple[Any, ...]):
-    """One value for each microbatch, in place of a tensor that would be cut: their shapes may differ.
+    """One value for each microbatch, instead of a tensor that would be cut: their shapes may differ.
 
     Pass it to `step` and `eval_step` for any argument and for the target, at any place in tuples and dicts.
 
@@ -50,7 +50,7 @@ class Microbatches(tuple[Any, ...]):
             raise BatchError(
                 f"Microbatches got {description}",
                 expected="a list with one value for each microbatch",
-                fix="pass a tensor as it is to have it cut, or Microbatches(tensor.split(num_rows))",
+                fix="pass the tensor itself to have it cut, or Microbatches(tensor.split(num_rows))",
             )
         microbatches = super().__new__(cls, values)
         if not microbatches:

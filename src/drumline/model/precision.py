@@ -51,7 +51,7 @@ class Precision:
         self.step: Callable[[], AbstractContextManager[None]] = nullcontext if self.dtype is None else casts_kept
 
     def uncached(self) -> AbstractContextManager[Any]:
-        """Return the same as `autocast`, which casts a weight anew whenever it is used."""
+        """Return the same as `autocast`, which casts a weight again whenever it is used."""
         kind = getattr(self.autocast, "device", "cpu")
         return nullcontext() if self.dtype is None else torch.autocast(kind, dtype=self.dtype, cache_enabled=False)
 
@@ -61,7 +61,7 @@ class Precision:
 
 
 def cast_apart(value: Any) -> Any:
-    """Return a stage's input, or a block's, so that autocast casts it anew for each use, as inside of a stage.
+    """Return a stage's input, or a block's, so that autocast casts it again for each use, as inside of a stage.
 
     It takes a leaf for a weight: it would keep the cast until the step ends, and uses would add their gradients in low
     precision. Without autocast, nobody needs this.

@@ -2,8 +2,8 @@
 
 Before a block runs, the generators are seeded from (seed, step, microbatch, block name). So a block draws the same
 numbers on any rank and in any order, and again when it is recomputed. In a mesh, microbatches are numbered over all
-lines. Blocks that draw nothing are not seeded: those built from layers known not to draw, and those that have not drawn
-so far, as long as a run leaves the generators unchanged.
+lines. Blocks that draw nothing are not seeded. These are blocks of layers known not to draw, and blocks that have not
+drawn so far, as long as a run leaves the generators unchanged.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Randomness:
         >>> draws.seed_for(0, "layers") == draws.seed_for(0, "layers"), draws.seed_for(0, "a") == draws.seed_for(1, "a")
         (True, False)
         """
-        # The 0 keeps the numbers of earlier versions, so that runs can go on from their checkpoints bit for bit.
+        # The 0 keeps the numbers of earlier versions, so that runs can continue from their checkpoints bit for bit.
         key = f"{self.seed}/{self.step}/{self.first + microbatch}/0/{block}".encode()
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
 
@@ -247,7 +247,7 @@ def state_of_own(generator: Any) -> Any:
 
 
 def set_own(generator: Any, state: Any) -> None:
-    """Let a generator that somebody holds go on from an earlier state."""
+    """Let a generator that somebody holds continue from an earlier state."""
     if isinstance(generator, torch.Generator | np.random.RandomState):
         generator.set_state(state)
     elif isinstance(generator, random.Random):

@@ -63,9 +63,9 @@ class Pipeline(AttachedMethods):
     - `checkpoint`: blocks to recompute: "none" (default), "full", block names, or a dict with one of these per stage.
     - `loss_weight(target)`: returns the weight of a microbatch. Default: what the loss is found to average over, by
       comparing it with itself on fewer rows: labels that are not ignored, rows, or nothing for a sum.
-    - `split`: how to split arguments that are not split along dimension 0. A dict from name or position to a dimension,
-      None (pass it whole), or a function of all arguments that returns how many rows of a packed argument belong to
-      each row of the batch.
+    - `split`: how to split arguments that are not split along dimension 0. A dict from name or position to one of
+      these: a dimension; None (pass it whole); a function of all arguments that returns how many rows of a packed
+      argument belong to each row of the batch.
     - `unused`: what to do about parameters that no loss reaches: "warn" once about those that no loss can reach
       (default), "raise" at the first step, or "ignore". Their gradient stays None.
     - `transport`, `device`, `seed`: what carries messages ("auto"), where this rank computes, the random seed (0).
@@ -218,7 +218,7 @@ class Pipeline(AttachedMethods):
     def drain(self) -> None:
         """Finish all steps of a schedule without a flush: run what is in flight, and make all updates that are due.
 
-        Call it on every rank at the end of training, before you read the weights. The next step begins anew, with empty
+        Call it on every rank at the end of training, before you read the weights. The next step starts with empty
         ranks. Evaluations and checkpoints need no drain, and do not change what is trained. With flushed schedules this
         does nothing.
 
@@ -232,9 +232,9 @@ class Pipeline(AttachedMethods):
     def stopping(self) -> str:
         """Return why the run should stop, such as "SIGTERM on rank 1"; empty while it should not.
 
-        Call it on every rank after a step: all get the same answer, whichever of them a signal reached, because each
-        tells with the outcome of its step whether it was asked to stop. Signals ask inside `dl.stop_on_signals`, and
-        under `dl.launch(..., stoppable=True)`.
+        Call it on every rank after a step. All get the same answer, whichever of them got a signal, because each rank
+        reports signals with the outcome of its step. Signals ask inside `dl.stop_on_signals`, and under
+        `dl.launch(..., stoppable=True)`.
 
         >>> from drumline.channel.launch.stop import ask, stop_on_signals
         >>> pipe = Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1)

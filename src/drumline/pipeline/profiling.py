@@ -7,8 +7,8 @@ memory. They measure four things, one after the other:
 2. Links: round trips of messages of some sizes between neighbours.
 3. Handling: pipelines whose blocks compute almost nothing, with small and large messages. They show what sending,
    waking up and receiving cost a rank, and what the executor adds to an action.
-4. The whole model, for a few steps: the end of a step, which grows with its gradients, and how much longer blocks take
-   there than alone (the paces), with other ranks' messages and other work of the step in between.
+4. The whole model, for a few steps. This gives the end of a step, which grows with its gradients. It also gives the
+  paces: how much longer blocks take there than alone, between messages and other work of the step.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def profile_model(
     """Measure a model on this device, with `num_ranks` fresh processes at once, and return its profile.
 
     `source` is `FILE.py:NAME` or a function that returns (model, loss_fn, batch, target), or the config.json of a
-    Hugging Face model, which is measured on random text with `length` tokens per row. `max_seconds` limits the time
-    spent on blocks, for each microbatch size.
+    Hugging Face model. The latter is measured on random text with `length` tokens per row. `max_seconds` limits the
+    time spent on blocks, for each microbatch size.
 
     >>> profile_model("model.py:make", microbatch_sizes=[0, 1])
     Traceback (most recent call last):

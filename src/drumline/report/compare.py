@@ -1,7 +1,7 @@
 """Compare all schedules for one model on given ranks: what to run, in a sentence or two, plus a table and a page.
 
 The costs are those of a stage when every rank holds one. A schedule with v stages per rank cuts the same model finer,
-so each of its stages costs 1/v: every row does the same work, and times and bytes are comparable.
+so each of its stages costs 1/v. So every row does the same work, and times and bytes are comparable.
 """
 
 from __future__ import annotations

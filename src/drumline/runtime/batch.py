@@ -23,7 +23,7 @@ from drumline.model.microbatches import Microbatches as Microbatches
 from drumline.model.values import pack, unpack, unpack_each
 from drumline.runtime import user_batch
 
-# For an argument: the dimension of its rows, None to give it whole to all microbatches, or a function of all arguments
+# For an argument: the dimension of its rows; None to give it whole to all microbatches; or a function of all arguments
 # that returns how many of its rows belong to each row of the batch.
 How = int | None | Callable[[Mapping[Any, Any]], Any]
 Split = Mapping[str | int, How]

@@ -54,7 +54,7 @@ class EventClock(Clock):
     ::
 
         begin ── is the device idle? ──► anchor: an event that it passes right now
-        mark ─── an event on the stream; nobody waits for it
+        mark ─── an event on the stream; no request waits for it
         settle ─ has it passed the last one? then every mark is the anchor's time plus the time since
     """
 

@@ -1,8 +1,8 @@
 """Blocks that run twice: what the first run skips, and the buffers (running statistics) that it changes.
 
 A checkpointed segment runs twice, and both runs must compute the same bits. Some kernels and modules check whether
-gradients are on: oneDNN's LSTM uses another kernel on x86, a transformer layer in eval mode uses a fused one on every
-processor, and Python code may branch. So the first run records a graph like the second, but saves no tensor in it:
+gradients are on. oneDNN's LSTM uses another kernel on x86; a transformer layer in eval mode uses a fused one on every
+processor; and Python code may branch. So the first run records a graph like the second, but saves no tensor in it:
 
     torch.no_grad()    other kernels, nothing saved
     discarding()       the kernels of training, nothing saved

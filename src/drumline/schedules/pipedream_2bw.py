@@ -5,7 +5,7 @@
     rank 0 |F0 F1 .. .. B0--- F2 B1--- F3 B2--- U1 F4 B3--- F5 B4--- .. B5--- U3 U5 |
     rank 1 |.. F0 B0--- F1 B1--- F2 B2--- F3 B3--- U1 F4 B4--- F5 B5--- U3 U5 .. .. |
 
-Step t computes with W(t-1): W(t+1) = W(t) - lr * gradient(W(t-1)). A forward uses the updates before it in its row, so
+Step t computes with W(t-1): W(t+1) = W(t) - lr * gradient(W(t-1)). A forward uses the updates before it in its row. So
 the update of step t comes just before the first forward of step t+2, the first that may use it.
 """
 

@@ -85,7 +85,7 @@ class Ledger:
             yield
 
     def unwanted(self, number: int) -> None:
-        """Say that nobody waits for a computation any more."""
+        """Say that no request waits for a computation any more."""
         self._put(_UNWANTED, number)
 
     @contextmanager

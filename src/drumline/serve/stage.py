@@ -219,7 +219,7 @@ class _Work:
             return self._running()
 
     def stop(self) -> None:
-        """Let it end soon; from now on nobody waits for it."""
+        """Let it end soon; from now on no request waits for it."""
         self._is_stopped = True
         self._running.stop()
         self._ledger.unwanted(self._number)
@@ -285,13 +285,13 @@ def _check_place(number: int, count: int, following: str) -> None:
 
     >>> _check_place(0, 2, "")
     Traceback (most recent call last):
-    drumline.core.errors.UsageError: stage 0 of 2 has no stage behind it; add --next HOST:PORT, the address of stage 1
+    drumline.core.errors.UsageError: stage 0 of 2 has no next stage; add --next HOST:PORT, the address of stage 1
     """
     if not 0 <= number < count:
         raise UsageError(f"there is no stage {number}", expected=f"a number below {count}")
     if number + 1 < count and not following:
         fix = f"add --next HOST:PORT, the address of stage {number + 1}"
-        raise UsageError(f"stage {number} of {count} has no stage behind it", fix=fix)
+        raise UsageError(f"stage {number} of {count} has no next stage", fix=fix)
     if number + 1 == count and following:
         raise UsageError(f"stage {number} is the last one", fix="leave out --next")
 

@@ -3,8 +3,8 @@
     FOLDER/run.lock     locked (flock) by whoever started the run, and by every rank; says who that is
 
 The kernel lets go of a lock when its process ends, however it ends. So a folder stays taken until the last rank is
-gone, and no longer. A file system without locks falls back to what run.lock says: on this host, whether that process
-still runs; of another host nobody knows, and the error says which file to remove.
+gone, and no longer. On a file system without locks, run.lock decides. If it names a process on this host, Drumline
+checks whether that still runs. It cannot check another host, so the error then names the file to remove.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def same_job(claimed: Claim, job: str) -> bool:
 def job_here() -> str:
     """Return the name that torchrun gives a job in all of its restarts; an empty text elsewhere.
 
-    Without a name of its own, a job has only its address, which the next job may have too. So that counts in a restart.
+    Without its own name, a job has only its address, which the next job may have too. So that counts in a restart.
     """
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if name != "none":

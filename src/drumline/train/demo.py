@@ -99,7 +99,7 @@ class Outcome:
     def peak_stash(self) -> tuple[int, ...]:
         """The most bytes of activations that each rank held at once, measured in the first step of a run."""
         peak = self.run.timeline(self.run.steps[0]).peak_stash
-        assert peak is not None, "the first step of a run is weighed"
+        assert peak is not None, "memory is measured in the first step of a run"
         return peak
 
     def summary(self) -> dict[str, Any]:

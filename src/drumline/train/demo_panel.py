@@ -1,7 +1,7 @@
 """The panel at the top of the demo's report: GPipe against 1F1B with few and with more microbatches.
 
-It answers five questions with measurements: how long messages queue, how large the bubble is, how much is stashed, how
-much recomputing saves, and why ranks compute for less of the time than the schedule allows.
+It answers five questions with measurements: how long messages queue; how large the bubble is; how much is stashed; how
+much recomputing saves; and why ranks compute for less of the time than the schedule allows.
 """
 
 from __future__ import annotations

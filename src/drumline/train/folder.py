@@ -23,7 +23,7 @@ _MOST = 10_000  # default folders of one name
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Settings with the folder of the run, which is taken; `continues` says whether it goes on with a run there.
+    """Settings with the folder of the run, which is taken; `continues` says whether it resumes a run there.
 
     `is_done` says that the run there has made all its steps: nothing is left to do.
     """

@@ -1,8 +1,8 @@
 """The same training on another number of ranks: schedule, stages and cut for the ranks that are there.
 
-Batches and everything that is learned stay the same. A pipeline alone keeps its microbatches; a schedule that does not
-admit the new number gives way to the default one, and a cut that was given by hand, by layers or by a plan gives way to
-a balanced one. A mesh keeps its pipelines as they are, and leaves out data-parallel ones: each that is left runs more
+Batches and everything that is learned stay the same. A pipeline alone keeps its microbatches. The default schedule
+replaces one that does not admit the new number. A balanced cut replaces one that was given by hand, by layers or by a
+plan. A mesh keeps its pipelines as they are, and leaves out data-parallel ones: each that is left runs more
 microbatches.
 
     pp2 x dp4, 8 ranks       7 or 6 ranks: no      4 ranks: pp2 x dp2      2 ranks: pp2
@@ -110,7 +110,7 @@ def _mesh_for(settings: TrainSettings, num_ranks: int) -> MeshSettings:
 
 
 def _without_plan(settings: TrainSettings) -> TrainSettings:
-    """Return the settings with a plan's decisions in place of the plan."""
+    """Return the settings with a plan's decisions instead of the plan."""
     if not settings.pipeline.plan:
         return settings
     plan = Plan.load(settings.pipeline.plan)

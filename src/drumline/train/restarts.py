@@ -67,7 +67,7 @@ class Restarts:
             return
         left = most_within(self.settings, self.settings.num_ranks - 1)
         if left < failures.min_ranks:
-            why = f"failures.min_ranks = {failures.min_ranks}: fewer ranks may not go on"
+            why = f"failures.min_ranks = {failures.min_ranks}: a run may not continue with fewer ranks"
             error.add_note(why if left else "no data-parallel pipeline is left that could be left out")
             raise error
         fewer = planned_for(self.settings, left)

@@ -38,8 +38,8 @@ def start(settings: TrainSettings, *, train: Train | None = None, source: TableS
     one process is enough, and started again as often as failures.restarts says. A folder that holds a run or cannot be
     written, a device that is not there and a wrong number of processes are refused before any rank starts.
 
-    `train` also gets `continues=True` where it goes on with a run in its folder. `source` says where the settings were
-    given: what `preflight` finds wrong with model and data before any rank starts then has its file and line.
+    `train` also gets `continues=True` if it resumes a run in its folder. `source` says where the settings
+    were given: what `preflight` finds wrong with model and data before any rank starts then has its file and line.
     """
     settings = with_device(settings)
     if is_started():
@@ -96,7 +96,7 @@ def _train_as_rank(settings: TrainSettings, *, is_replanned: bool) -> Any:
 
     torchrun starts all ranks again after a failure, and keeps the job's name. So the ranks find their run again.
     """
-    die_with(os.getppid(), signal.SIGKILL)  # SIGTERM would stop the whole run, where its other hosts may go on
+    die_with(os.getppid(), signal.SIGKILL)  # SIGTERM would stop the whole run, where its other hosts may continue
     error: tuple[str, bool, bool] | DrumlineError | None = None
     if os.environ["RANK"] == "0":
         error = _outcome(settings, is_replanned=is_replanned)
@@ -104,7 +104,7 @@ def _train_as_rank(settings: TrainSettings, *, is_replanned: bool) -> Any:
         pipeline = settings.pipeline
         transports.num_ranks(pipeline.transport, None, timeout=pipeline.timeout, interface=pipeline.interface)
         error = transports.told_by_first("run folder", error, timeout=settings.pipeline.timeout)
-    assert error is not None, "a rank by itself is the first"
+    assert error is not None, "a single rank is the first"
     if isinstance(error, DrumlineError):
         raise error
     folder, continues, is_done = error

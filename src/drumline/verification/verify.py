@@ -150,7 +150,7 @@ def verify(
     - `model`: a function that returns (model, loss_fn, batch, target), or its location `FILE.py:NAME`. It must return
       the same each time. `verify` calls it after `torch.manual_seed(seed)` and trains with plain SGD. Rows trade places
       from step to step, so that every step has another batch. The default is a small MLP with `dropout`.
-    - `num_steps`: for how many steps the result vouches.
+    - `num_steps`: how many steps were compared.
     - `transport`: "auto", "shared-memory" and "gloo" start `num_ranks` local processes. With "in-process", the ranks
       take turns in this one.
     - `mesh`, `zero`, `sequence_parallel`: as `Pipeline` takes them, such as `{"pp": 2, "dp": 2}`. The function returns

@@ -5,7 +5,7 @@ These are decisions alone. `visible.py` asks PyTorch what there is.
     visible      asked for     ranks, and where they compute
     nothing      nothing       2 on the CPU
     1 x cuda     nothing       1 on cuda:0
-    4 x cuda     nothing       4, each on a device of its own
+    4 x cuda     nothing       4, each on its own device
     1 x cuda     2 ranks       2 that share cuda:0
     2 x cuda     3 ranks       cuda:0, cuda:1, and cuda:0 again
     2 x cuda     cuda:1        1 on cuda:1

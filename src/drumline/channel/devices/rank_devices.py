@@ -111,7 +111,7 @@ class RankDevices:
 
     @property
     def shared_text(self) -> str:
-        """Who shares what; empty if every rank has an accelerator of its own, or computes on the CPU."""
+        """Who shares what; empty if every rank has its own accelerator, or computes on the CPU."""
         return ", ".join(f"{len(ranks)} ranks share {self.cards[first].device}" for first, ranks in self.shared.items())
 
     @property

@@ -1,8 +1,8 @@
 """A class as what it consists of, and made again from it in another process.
 
-cloudpickle takes classes apart as well, but a class that comes back from a rank overwrites the attributes of the
-sender's own, an enum loses its aliases and what its members' `__init__` set, and a class of `__main__` is not
-found there by name. Here each class has a token, so that a class that comes back is the sender's own.
+cloudpickle takes classes apart as well, but with three flaws. A class that comes back from a rank overwrites the
+attributes of the sender's own; an enum loses its aliases and what its members' `__init__` set; and a class of
+`__main__` is not found there by name. Here each class has a token, so that a class that comes back is the sender's own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A function as what it consists of, and made again from it in another process.
 
-cloudpickle takes functions apart as well, but loses three things that users write in notebooks: two closures that share
-a variable each get their own, a class inside a function does not bring the globals it uses, and a function of
+cloudpickle takes functions apart as well, but fails for three things that users write in notebooks. Two closures that
+share a variable each get their own; a class inside a function does not bring the globals it uses; and a function of
 `__main__` does not see the variables of the other process's `__main__`.
 """
 

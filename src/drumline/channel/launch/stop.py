@@ -4,7 +4,7 @@
     Ctrl-C after it             KeyboardInterrupt, and soon the end of the process, wherever it hangs
     SIGTERM after a Ctrl-C      the same: torchrun's agent passes a second Ctrl-C on as SIGTERM
     SIGTERM after a SIGTERM     ignored: whoever sends it ends a process that takes too long by SIGKILL
-    SIGTERM, a rank is gone     the end: no step can be finished, and torchrun's agent starts anew once all have ended
+    SIGTERM, a rank is gone     the end: no step can be finished, and torchrun's agent starts again once all have ended
 
 Signals belong to the process, so this is the one part of a run that is global.
 """

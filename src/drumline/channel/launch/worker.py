@@ -3,7 +3,7 @@
     launch                                       rank
       ── task: fn, args ─────────────────────►   imports torch, joins the process group, runs fn
       ◄── outcome: what fn returned, or why not
-      ── "t" or "c": SIGTERM, Ctrl-C ────────►   goes on: `Pipeline.stopping` says so after a step
+      ── "t" or "c": SIGTERM, Ctrl-C ────────►   continues: `Pipeline.stopping` says so after a step
       ── "." once every rank has finished ───►   leaves the process group, exits
       ── end of file: launch is gone or ends ►   exits
 

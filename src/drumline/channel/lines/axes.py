@@ -173,8 +173,8 @@ class Axes(Grid):
     def _first_of_step(self, counts: Sequence[Any], kind: int, device: torch.device) -> Tensor:
         """Return the sums of what lines exchange first in a step.
 
-        It has the same form in every kind of step, so that lines that are in different ones learn it here: a backend
-        may kill the process where lines send different forms.
+        It has the same form in every kind of step. So lines in different kinds of steps find out here: a backend may
+        kill the process if lines send different forms.
         """
         filled = [*counts, *[0.0] * (_MOST_COUNTS - len(counts)), float(kind), float(kind) ** 2]
         numbers = torch.stack(

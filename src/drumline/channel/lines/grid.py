@@ -1,7 +1,7 @@
 """A mesh as a grid of ranks: the names and sizes of its axes, and where each rank stands.
 
     mesh={"pp": 2, "dp": 2}           dp 0      dp 1
-                               pp 0   rank 0    rank 1     one column is a line: a pipeline of its own
+                               pp 0   rank 0    rank 1     one column is a line: its own pipeline
                                pp 1   rank 2    rank 3     one row holds the same stages
 
     pp   stages            the ranks of a line pass microbatches on
@@ -53,7 +53,7 @@ class Grid:
 
     @property
     def num_lines(self) -> int:
-        """The number of lines, each a pipeline of its own."""
+        """The number of lines, each its own pipeline."""
         return self._ranks.size // self.size("pp")
 
     def size(self, *names: str) -> int:

@@ -28,8 +28,8 @@ def for_torch(program: Program, *, communication: bool = False, version: str = O
     r"""Return the text that PyTorch loads as "compute_only", or with `communication` as "compute_comms".
 
     A compute-only text is the same for all versions. With communication, the text for torch 2.15 or newer (`version`)
-    contains WAITs. Raises ProgramError with the reason if PyTorch cannot run the program, or if the program's own sends
-    and receives would hang on a channel with one queue per rank, which PyTorch may use.
+    contains WAITs. Raises ProgramError with the reason if PyTorch cannot run the program. It also raises if the
+    program's own sends and receives would hang on a channel with one queue per rank, which PyTorch may use.
 
     >>> print(for_torch(Program.parse("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0")), end="")
     0F0,0B0

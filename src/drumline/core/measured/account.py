@@ -72,7 +72,7 @@ class Period(NamedTuple):
     """A period in which a rank did one thing, in nanoseconds of its own clock.
 
     `action` is the number of the timed action that the piece belongs to or precedes; `message` is the receive it is
-    about, `other` the rank at the other end, and `kind` the kind of overhead.
+    about; `other` is the rank at the other end; `kind` is the kind of overhead.
     """
 
     start: int

@@ -13,7 +13,7 @@ that took longer than others.
 
 `Handling` is what a step spends on work other than compute:
 
-    rank 0    0F0 │note│send│                        the sender copies a message, then goes on
+    rank 0    0F0 │note│send│                        the sender copies a message, then continues
     rank 1              wait      │flight│take│ 1F0  the receiver wakes up and copies it before it computes
 """
 

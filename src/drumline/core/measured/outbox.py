@@ -1,6 +1,6 @@
 """Files of a run on a disk that may be full: what it refuses waits in memory until there is room.
 
-    add, put ──► waiting ──► file          once the disk refuses:   told once, and training goes on
+    add, put ──► waiting ──► file          once the disk refuses:   told once, and training continues
                     ▲    ╳                  once it takes them:      all that waits, in order; told once
 
 The rest of a line that was half written comes first, so that no line is torn. What waits is bounded: beyond that the
@@ -141,10 +141,10 @@ class Outbox:
         """Say once that the disk refuses, and once that it does not any more."""
         if refused is not None and not self.is_waiting:
             reason = refused.strerror or refused
-            say(f"cannot write {self._what} to {self.folder}: {reason}; training goes on, and what is left waits")
+            say(f"cannot write {self._what} to {self.folder}: {reason}; training continues, and the rest waits")
         elif refused is None and self.is_waiting:
             lost = sum(line.num_lost for line in self._lines.values())
-            say(f"{self._what} goes on in {self.folder}" + (f"; {lost} lines are lost" if lost else ""))
+            say(f"{self._what} continues in {self.folder}" + (f"; {lost} lines are lost" if lost else ""))
         self.is_waiting = refused is not None
 
 

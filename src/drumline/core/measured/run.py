@@ -191,7 +191,7 @@ class Run:
         return metrics
 
     def decisions(self) -> list[dict[str, Any]]:
-        """Return what was changed while the run went on, and what came of it, in order; empty if nothing was."""
+        """Return what was changed during the run, and what came of it, in order; empty if nothing was."""
         path = self.path / DECISIONS
         if not is_there(path, _FILE):
             return []

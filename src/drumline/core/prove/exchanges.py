@@ -43,7 +43,7 @@ class GradientBook:
 
     @property
     def steps(self) -> list[int]:
-        """The position of every step's last backward; gradients that no UPDATE uses form a final step of their own."""
+        """The position of every step's last backward; gradients that no UPDATE uses form their own final step."""
         ends = [microbatch for microbatch, _ in self.updates]
         last = np.full(len(ends) + 1, -1)
         np.maximum.at(last, np.searchsorted(ends, list(self.gradients)), list(self.gradients.values()))

@@ -1,10 +1,10 @@
 """Proves that a program computes everything once, in an order that cannot hang, within its memory.
 
-The proof holds for a stated channel (see `channel`): a send completes only after its receive is posted, nothing is
-buffered in between, and messages move in posting order per directed edge, per pair of ranks, or per rank. Compute
-continues while a send is pending. With one queue per edge, a rank stops for one reason only: its next action needs
-something that another rank has not sent yet. If no rank can continue and work is left, following "who waits for whom"
-leads round a cycle, which is the deadlock. With fewer queues, messages also wait for each other: see `queues.py`.
+The proof holds for a given channel (see `channel`). There, a send completes only after its receive is posted, and
+nothing is buffered in between. Messages move in posting order per directed edge, per pair of ranks, or per rank.
+Compute continues while a send is pending. With one queue per edge, a rank stops for one reason only: its next action
+needs something that another rank has not sent yet. If no rank can continue and work is left, following "who waits for
+whom" leads round a cycle, which is the deadlock. With fewer queues, messages also wait for each other: see `queues.py`.
 
 The validator returns all violations, not only the first, but not those that merely follow from another.
 """

@@ -7,9 +7,9 @@
 A split backward pays for itself by W that fill idle time. If little trains, W is too short to fill any, but splitting
 costs the same: every forward keeps records for W, and every W is a call. So I becomes B, and W disappears.
 
-The joined program is legal if the split one was: nothing but the end of its own stage waits for W, and B stands where
-I stood, so it needs the same. B frees what W would have held until later. What B computes is what I and W computed,
-and sums of gradients follow the order of I, which schedules keep for W.
+The joined program is legal if the split one was: only the end of its own stage waits for W. B takes the place of I, so
+it needs the same. B frees what W would have held until later. What B computes is what I and W computed, and sums of
+gradients follow the order of I, which schedules keep for W.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from drumline.core.program import Program, Row
 from drumline.core.rules import Backward
 
 # Up to this share of trained weights, splitting costs more than W could fill. If F = I, a W of 5% of F shortens a step
-# of zb-h1 on 4 ranks with 8 microbatches by 1.3%, and splitting the backward of adapters lengthens it by more.
+# of zb-h1 on 4 ranks with 8 microbatches by 1.3%. Splitting the backward of adapters lengthens the step by more.
 LIGHT = 0.05
 
 
 def is_light(num_trained: float, num_weights: float) -> bool:
-    """Whether so few weights train that their gradients are not worth an action of their own.
+    """Whether so few weights train that their gradients are not worth their own action.
 
     >>> is_light(4, 100), is_light(10, 100), is_light(0, 100)
     (True, False, False)

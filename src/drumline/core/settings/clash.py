@@ -1,4 +1,4 @@
-"""What does not go together, as data: two things that a run may be given, why they clash, and what mends that.
+"""Clashes as data: two options of a run, why they clash, and how to fix that.
 
     Clash(fact("capture"), fact("adapt"), "one of the two", "the actions of a captured step have no times")
 
@@ -75,7 +75,7 @@ def call(method: str) -> Given:
 
 @dataclass(frozen=True, slots=True)
 class Clash:
-    """Two things that do not go together: what was expected instead, why, and an option's value or words that mend it.
+    """Two options that clash: what was expected instead, why, and an option's value or words that fix it.
 
     >>> clash = Clash(fact("capture"), fact("adapt"), "one of the two", use=("capture", False))
     >>> print(clash.refusal({"capture": True, "adapt": True}))

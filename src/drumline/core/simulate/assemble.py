@@ -211,8 +211,8 @@ class GraphBuilder:
     def blocking(self, posted: tuple[Ints, Ints, Ints] | None) -> None:
         """Put a send after every producer, or where the row has it, and a receive before every consumer.
 
-        As in a lowered program, activations leave an overlapped pair before gradients, and an edge's messages are
-        received in the order in which they are sent: a message that is sent early and used late is received early.
+        As in a lowered program, activations leave an overlapped pair before gradients. An edge's messages are received
+        in the order in which they are sent: a message that is sent early and used late is received early.
         """
         sent_after, _, order = posted or (self.made_by, self.made_by, self.forward_first)
         crossing, nothing = np.argsort(order, kind="stable"), np.full(len(order), -1)

@@ -244,7 +244,7 @@ def warn_of_no_comparison(why: str) -> None:
     """Say that a loss goes by its calls alone."""
     warnings.warn(
         f"loss_fn was not compared with itself on fewer rows ({why}). Drumline weights microbatches by what its calls"
-        " average over. Pass loss_weight= to say it yourself",
+        " average over. Pass loss_weight= to set them yourself",
         stacklevel=2,
     )
 

@@ -309,7 +309,7 @@ class FnWeight:
 def _uncounted(*, is_apart: bool) -> ModelError:
     if is_apart:
         return uneven("takes shapes as numbers, and what it counts of another length is not known")
-    return not_compared("what it counts of a microbatch with another number of rows cannot be told")
+    return not_compared("its weight for a microbatch with another number of rows is unknown")
 
 
 def _parameters(call: LossCall) -> list[nn.Parameter]:

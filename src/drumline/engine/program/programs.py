@@ -5,8 +5,8 @@
     pipe.step(x, target=y, program="long")                         by the other
 
 All of them have the same stages in the same places, so that nothing moves when a step takes another one. Ranks agree on
-named programs when the pipeline is made. Every message says by a byte which program sent it, and every rank's word at
-the end of a step by the whole digest, so that ranks that run different ones learn of it.
+named programs when the pipeline is made. A byte in every message says which program sent it, and every rank's word at
+the end of a step has the whole digest. So ranks that run different programs find out.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def check_fits(program: Program, first: Program, name: str) -> None:
         raise ProgramError(
             f"the program {name!r} has its stages on other ranks than {first.name!r}",
             expected="the same stages in the same places, so that nothing moves between two steps",
-            fix="make a pipeline of its own for it, or choose a schedule of the same placement",
+            fix="make another pipeline for it, or choose a schedule with the same placement",
         )
 
 

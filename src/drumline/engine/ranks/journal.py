@@ -1,4 +1,4 @@
-"""The journal of a run: what happens in steps and between them. Here, nobody keeps one."""
+"""The journal of a run: what happens in steps and between them. This class keeps none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class StepGap:
-    """The time between two steps, in pieces that do not overlap; here, nobody measures it."""
+    """The time between two steps, in pieces that do not overlap; this class does not measure it."""
 
     def during(self, kind: str) -> AbstractContextManager[None]:
         """Count the time inside as `kind`."""

@@ -183,7 +183,7 @@ class Intake:
 
     @staticmethod
     def is_counted(step: Step, microbatch: int) -> bool:
-        """Whether a microbatch has a loss of its own: one whose weight is known to be 0 has none.
+        """Whether a microbatch has its own loss: one whose weight is known to be 0 has none.
 
         A step that repeats another is not split again; each of its microbatches has one.
         """

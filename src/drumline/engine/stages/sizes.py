@@ -2,8 +2,8 @@
 
     seconds of a stage's op = a + b * places + c * places * length        places = rows * length
 
-The first term is what any call costs, the second what layers cost that work place by place, the third attention, in
-which each place looks at all of its row.
+The first term is the cost of any call; the second is that of layers that work position by position; the third is
+attention, in which each position sees its whole row.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Keeper:
         return {}, []
 
     def refuse_stored(self, content: Mapping[str, Any]) -> None:
-        """Raise if training cannot go on from what a checkpoint says, before anything is loaded."""
+        """Raise if training cannot continue from what a checkpoint says, before anything is loaded."""
 
     def loading(self) -> None:
         """React to parameters and buffers being about to be loaded."""
@@ -37,4 +37,4 @@ class Keeper:
         """React to parameters and buffers having been loaded: those of this process, and where to find all others."""
 
     def take(self, content: Mapping[str, Any], tensors: Mapping[str, Tensor], named: Named) -> None:
-        """Go on from what was stored; not called where the model alone is loaded."""
+        """Continue from what was stored; not called where the model alone is loaded."""

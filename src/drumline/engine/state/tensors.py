@@ -1,7 +1,7 @@
 """The model tensors that this process's ranks hold, each once: named, kept equal, stored and loaded.
 
 A tensor that several blocks hold has several names in the unsplit model. One rank owns it. Files store it once, by its
-first name; the state that a user gets has it under all of its names, as torch's has, so that the ranks' states, merged,
+first name. The state that a user gets has it under all of its names, like torch's. So the merged states of all ranks
 are the model's. Loading accepts any of its names.
 """
 
@@ -143,7 +143,7 @@ class Holdings(Observer):
                 shards.reshard(stage)
 
     def begin(self, step: Step) -> None:
-        """Put aside earlier steps' gradients of tensors that several ranks hold: only this step's are exchanged."""
+        """Set aside earlier steps' gradients of tensors that several ranks hold: only this step's are exchanged."""
         exchanges = [executor.exchange for executor in self.executors if executor.exchange.has_any]
         exchanged = [param for exchange in exchanges for param in exchange.parameters]
         kept_parameters = set(self.parameters()) if exchanged else set()

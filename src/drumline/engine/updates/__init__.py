@@ -1,1 +1,1 @@
-"""Optimizers and what they update: made, scaled, checked before or after, and taken back."""
+"""Optimizers and what they update: made, scaled, checked before or after, and undone."""

@@ -2,7 +2,7 @@
 
     step n ends      every rank tells all others what it measured
     before n+1       rank 0 looks at step n, and tells all ranks what to change, if anything
-                     all ranks take up a program, or move layers, and go on
+                     all ranks take up a program, or move layers, and continue
 
 Deciding is `drumline.adapt`, which knows no pipeline. What was decided, and what came of it, goes to stderr and to the
 run's folder.

@@ -204,7 +204,7 @@ class Asking:
         else:
             places = [answer.here for answer in cards]
             self.runner = together(reference, self.crew, self.engine, dict(self.held_parameters), places)
-            self.reason = "the model was let go, and could not be copied" if self.runner is None else ""
+            self.reason = "the model was freed, and could not be copied" if self.runner is None else ""
         self.named = {**({} if self.runner is None else self.runner.named), **self._of_loss()}
         if not self.reason:
             results = self.run(step.draw, factor)
@@ -289,7 +289,7 @@ class Asking:
         elif any(result.outcome.drew for result in results) and assembly.compiler is not None:
             self.reason = "the model draws random numbers, which are others once it is compiled"
         elif any(result.outcome.loss_drew for result in results):
-            self.reason = "the loss function draws random numbers, which are others in the model by itself"
+            self.reason = "the loss function draws random numbers, which differ in the unsplit model"
             if seedings_elsewhere() != self._seedings:
                 self.reason = "random numbers were drawn meanwhile, by the loss function or by another thread"
         return nothing if self.reason else results

@@ -1,4 +1,4 @@
-"""The check of a pipeline: whether its pieces compute what the model computes by itself.
+"""The check of a pipeline: whether its pieces compute the same as the unsplit model.
 
 The first step is checked on two microbatches, which a pipeline interleaves and plain training does not: see trial.py.
 Later steps are checked on one, now and then: see sentinels.py. It costs little more than these microbatches' forward
@@ -134,7 +134,7 @@ class ModelCheck(NoCheck, Keeper):
             return
         ground = self._ground
         if ground.updates.validation.is_on:
-            ground.recording.settle()  # else an update may be taken back in the middle of the step
+            ground.recording.settle()  # else an update may be undone in the middle of the step
         with ground.recording.between.during("check"), self._crew.together("the check of the model"):
             self._agree_on_weights()
             factor = ground.updates.scaler.scale * step.share

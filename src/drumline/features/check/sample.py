@@ -21,8 +21,8 @@ _HOST = torch.device("cpu")
 def chosen(counts: Sequence[float], copies: Sequence[int], num_microbatches: int) -> list[int]:
     """Return the microbatches to look at, of those that count most: the first, or the middle one of every copy.
 
-    Where stages have copies, microbatches that run by different ones overtake each other, mostly in the middle of a
-    step: a value that a block leaves for a later one is then another microbatch's.
+    If stages have copies, microbatches in different copies overtake each other, mostly in the middle of a step. A value
+    that a block leaves for a later one then belongs to another microbatch.
 
     >>> chosen([0, 1, 1, 1], [0, 0, 0, 0], 2), chosen([1], [0], 2), chosen([1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1], 2)
     ([1, 2], [0], [1, 4])

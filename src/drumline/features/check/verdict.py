@@ -56,15 +56,15 @@ def allowed_off(assembly: Assembly, kinds: set[torch.dtype]) -> float:
 
 # Outputs are right, and only gradients are wrong.
 _PARTIAL = (
-    "if the parameter is behind a colwise layer, and sees some features only: "
+    "if the parameter is behind a colwise layer, and sees only some features: "
     'tensor_parallel={**PLAN, MODULE: "partial"}; else '
 )
 
 _TRACED = "move what hooks, modes or attributes change between blocks into a block, or pass a list of blocks"
 _CHAIN = (
-    "let blocks return all that later blocks need, as a tuple, and keep nothing of a microbatch in lists, dicts or "
-    "attributes, where the next microbatch comes before its backward; if the model has its own forward, define that in "
-    "its class and pass example="
+    "let blocks return all that later blocks need, as a tuple; do not keep values of a microbatch in lists, dicts or "
+    "attributes: the next microbatch overwrites them before the backward; if the model has its own forward, define it "
+    "in its class and pass example="
 )
 
 

@@ -58,7 +58,7 @@ class WholeContext(TorchFunctionMode):
         if attn_mask is not None:
             raise ModelError(
                 "attention gets a mask, and cp divides its sequence",
-                expected="is_causal=True, or no mask: masks are made for a part of the sequence only",
+                expected="is_causal=True, or no mask: masks are made for only a part of the sequence",
                 fix="leave out padding masks, packed documents and windows shorter than the sequence, or use cp=1",
             )
         if query.shape[-2] != key.shape[-2]:

@@ -1,4 +1,4 @@
-"""Sum a stage's gradients over the lines that saw other tokens, while the rank goes on with other stages.
+"""Sum a stage's gradients over the lines that saw other tokens, while the rank continues with other stages.
 
     2W7   last backward of stage 2
     2REDUCE_GRAD    gradients are copied into buckets; each bucket's all-reduce starts

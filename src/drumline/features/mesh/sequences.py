@@ -113,7 +113,7 @@ def placed(
             raise BatchError(
                 f"sequences of {part.shape[1]} tokens are divided over cp = {axes.size(AXIS)}, and layers of the model "
                 f"attend to a window of {takes.window}",
-                expected=f"at most {takes.window} tokens: masks of windows are made for a part of the sequence only",
+                expected=f"at most {takes.window} tokens: masks of windows are made for only a part of the sequence",
                 fix="use shorter sequences, or cp=1",
             )
         if part.shape[1] % axes.size(AXIS):
@@ -128,7 +128,7 @@ def placed(
         _refuse_packed(value, name)
     if takes.shifts and named.get("labels") is not None:
         raise BatchError(
-            "the model shifts labels by itself, and cp divides its sequences: the last label of a part is in the next",
+            "the model shifts labels itself, and cp divides its sequences: the last label of a part is in the next",
             expected="a target that was shifted before: the next token of each",
             fix="leave out labels=, pass loss_fn= to Pipeline, and that target= to step",
         )
@@ -145,7 +145,7 @@ def _refuse_packed(positions: Any, name: str) -> None:
         if bool((tensor.diff(dim=-1) != 1).any()):
             raise BatchError(
                 f"{name} do not count up by one in every row, as of packed documents, and cp divides the sequences",
-                expected="one document in each row: masks are made for a part of the sequence only",
+                expected="one document in each row: masks are made for only a part of the sequence",
                 fix=f"leave {name} out, or use cp=1",
             )
 

@@ -25,7 +25,7 @@ class MovingMethods(Methods):
 
         Pass `cuts`, the names of the first blocks of stages 1, 2, ..., or `balance`, the number of blocks in each
         stage or "even", as to `Pipeline`. Call it between two steps. Parameters, buffers, gradients, float32 copies and
-        the state of optimizers from `pipe.optimizer` move with their blocks, and training goes on as if nothing had
+        the state of optimizers from `pipe.optimizer` move with their blocks, and training continues as if nothing had
         moved. Parameters that `parameters()` returned before may have left this rank: do not keep them.
 
         >>> from torch import nn

@@ -6,9 +6,9 @@ from drumline.core.settings.clash import Clash, call, fact
 from drumline.engine.together import AFTER, NO_FLUSH, axis
 
 _STAYS = {
-    NO_FLUSH: "layers move where no microbatch is in flight",
-    AFTER: "copies of updates that may be taken back do not move",
-    axis("tp", "ep"): "parts of layers and experts do not move",
-    fact("zero"): "pieces of divided state do not move",
+    NO_FLUSH: "layers can move only if no microbatch is in flight",
+    AFTER: "copies of updates that may be undone do not move",
+    axis("tp", "ep"): "parts of layers and experts cannot move",
+    fact("zero"): "pieces of divided state cannot move",
 }
 CLASHES = tuple(Clash(call("repartition"), other, "layers that stay", why) for other, why in _STAYS.items())

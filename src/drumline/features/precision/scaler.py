@@ -133,7 +133,7 @@ class LossScaler(Scales, Observer, Keeper):
         return {"scaler": self.state_dict()}
 
     def take(self, content: Mapping[str, Any], tensors: Mapping[str, Tensor], named: Named) -> None:
-        """Go on with a stored scale, if there was one."""
+        """Continue with a stored scale, if there was one."""
         if content.get("scaler") is not None:
             self.load_state_dict(content["scaler"])
 

@@ -1,8 +1,8 @@
 """A run that continues in its folder, after a failure or by another number of ranks.
 
-    FOLDER/metrics.jsonl      goes on: lines of steps that will run again are cut off, so each step stands there once
-    FOLDER/rank0.jsonl ...    begin anew: timelines belong to one program and one set of processes
-    FOLDER/earlier/01/        what the first processes recorded, lost steps included: a run folder of its own
+    FOLDER/metrics.jsonl      continues: lines of steps that will run again are cut off, so each step stands there once
+    FOLDER/rank0.jsonl ...    start again: timelines belong to one program and one set of processes
+    FOLDER/earlier/01/        what the first processes recorded, lost steps included: its own run folder
 
 The run keeps its name, which stands in every line.
 """

@@ -1,6 +1,6 @@
 """Write a run to a folder, whose files stay open as long as the pipeline lives.
 
-Lines are buffered, so that a step does not wait for the disk, and written as whole lines: after a second, when the
+Lines are buffered, so that a step does not wait for the disk. They are written as whole lines: after a second, when the
 pipeline is closed or fails, and when the process ends. A killed process loses at most that second. On a full disk lines
 wait until there is room: see core/measured/outbox.py. Buffered lines belong to the process that created them: forked
 processes, such as a loader's workers, never write them.

@@ -15,7 +15,7 @@ from drumline.features.saving.state import State
 
 
 class SavingMethods(Methods):
-    """Checkpoints of all that training needs to go on."""
+    """Checkpoints of all that training needs to continue."""
 
     @cached_property
     def _state(self) -> State:
@@ -36,15 +36,15 @@ class SavingMethods(Methods):
         only: Collection[str] | None = None,
         wait: bool = False,
     ) -> Saving:
-        """Save everything that training needs to go on, as a checkpoint in `folder`; call it on every rank.
+        """Save everything that training needs to continue, as a checkpoint in `folder`; call it on every rank.
 
-        It returns as soon as the state is copied aside; a thread writes it while training goes on, and the checkpoint
+        It returns as soon as the state is copied aside; a thread writes it while training continues, and the checkpoint
         appears once every rank has written its part. `wait`, or `.wait()` of what is returned, waits for that.
         `extra` is data of your own, such as the position in the data: numbers, texts, bytes, tensors and arrays, in
         lists, tuples, sets and dicts. `files` are further files to store in the checkpoint, by name: their text or
-        bytes, a path to copy from, or a function that writes it: it is called with the folder of the checkpoint, in
-        which all ranks' tensors are, and with the file. `only` names the parameters and buffers to store, such as those
-        of an adapter; `load` then leaves all others as they are. `keep` is how many whole checkpoints of this run stay,
+        bytes, a path to copy from, or a function that writes the file. The function gets the folder of the checkpoint,
+        which has all ranks' tensors, and the file. `only` names the parameters and buffers to store, such as those of
+        an adapter; `load` then leaves all others as they are. `keep` is how many whole checkpoints of this run stay,
         this one included; older ones are removed, and then damaged ones and those that a rewind has left.
 
         >>> import tempfile
@@ -68,12 +68,12 @@ class SavingMethods(Methods):
     def load(self, folder: str | Path, *, optimizers: bool = True, missing_ok: bool) -> Loaded | None: ...
 
     def load(self, folder: str | Path, *, optimizers: bool = True, missing_ok: bool = False) -> Loaded | None:
-        """Go on from the newest whole checkpoint of a folder's run, or from the one given; call it on every rank.
+        """Continue from the newest whole checkpoint of a folder's run, or from the one given; call it on every rank.
 
         Parameters, buffers, optimizer state, float32 copies, the loss scale, random generators and the step's number
         come back bit for bit. Schedule, cut and number of ranks may differ from those that saved. Make the optimizers
         first; `optimizers=False` loads the model alone. A damaged checkpoint is passed over with a warning. If training
-        went on from an earlier checkpoint before, later steps of the line that was left are not the newest. With
+        continued from an earlier checkpoint before, later steps of the line that was left are not the newest. With
         `missing_ok`, a folder without checkpoints returns None. Steps that the run folder has recorded beyond the
         checkpoint are cut off: they will run again.
         """

@@ -1,4 +1,4 @@
-"""Saving while training goes on: copy the state aside, write it from a thread, let it appear once all have written.
+"""Saving while training continues: copy the state aside, write it from a thread, let it appear once all have written.
 
     training thread   agree on step and token ─► copy aside ─► next steps ...
     each process               └─► write files, checksums, fsync ─► process-0000N.json
@@ -185,7 +185,7 @@ def _refusal(job: _Job, error: BaseException) -> BaseException:
         return RunError(
             f"the checkpoint {job.final} could not be written: {error.strerror or error}",
             expected="room on the disk, and a folder that this user may write to",
-            fix="earlier checkpoints are whole: free some space, and go on",
+            fix="earlier checkpoints are whole: free some space, and continue",
         )
     return error
 
@@ -240,7 +240,7 @@ def _awaited(job: _Job, process: int) -> Path:
             raise RunError(
                 f"the checkpoint {job.final} is not written: process {number} could not write its files",
                 expected="room on every process's disk",
-                fix="earlier checkpoints are whole: free some space, and go on",
+                fix="earlier checkpoints are whole: free some space, and continue",
             )
         return path.exists()
 

@@ -138,7 +138,7 @@ def generators(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def check_generators(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
-    """Raise if generators cannot go on from what is stored; those of the process stay as they are."""
+    """Raise if generators cannot continue from what is stored; those of the process stay as they are."""
     try:
         _set_states(torch.Generator(), random.Random(), np.random.RandomState(0), tensors, plain)
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
@@ -159,7 +159,7 @@ def _set_states(
 
 
 def restore_generators(tensors: Mapping[str, Tensor], plain: Mapping[str, Any], device: torch.device) -> None:
-    """Let the generators go on from where they were."""
+    """Let the generators continue from where they were."""
     _set_states(torch.default_generator, random, np.random, tensors, plain)
     if device.type in tensors:
         torch.get_device_module(device).set_rng_state(tensors[device.type], device)

@@ -177,7 +177,7 @@ class State:
         )
 
     def _tell_of_left(self, path: Path, left: Sequence[Path]) -> None:
-        """Say if a checkpoint of a later step is not used, because training went on from an earlier one since."""
+        """Say if a checkpoint of a later step is not used, because training continued from an earlier one since."""
         later = [file for file in left if folders.step_of(file) > folders.step_of(path)]
         if later and self._process == 0:
             text = "going on from %s: %s has a later step, on a line that was left; name it to use it"

@@ -16,7 +16,7 @@ from drumline.model.weights.tied import Ties
 
 
 def fit(kit: Kit, setting: PipelineSetup, options: StreamOptions) -> None:
-    """Have rows go on for ever, if the schedule has no flush."""
+    """Make rows endless if the schedule has no flush."""
     if setting.program.num_updates:
         kit.executor, kit.flow, kit.admit = StreamExecutor, partial(_stream, options), partial(_admit, options)
 

@@ -15,8 +15,7 @@ Each of the three is a list of jobs for the executor's loop. A cell of a slice b
 A job of an earlier step finds that step's data by itself, and tells the channel that its messages belong to it.
 
 Gradients add up in `.grad` while a slice runs. With the last microbatch of an update they move to `pending`, and with
-the UPDATE to the optimizer, unless they are not finite; what has begun to add up for the next update waits aside
-meanwhile.
+the UPDATE to the optimizer, unless they are not finite. Gradients of the next update wait separately meanwhile.
 """
 
 from __future__ import annotations
@@ -150,7 +149,7 @@ class StreamExecutor(Executor):
         return [self._put_aside]
 
     def _put_aside(self, clock: Clock, draft: Draft) -> Iterable[Wait]:
-        """Put aside the gradients that have begun to add up."""
+        """Set aside the gradients that have begun to add up."""
         for param in self._parameters():
             if param.grad is not None:
                 self._partial[param] = param.grad
@@ -316,7 +315,7 @@ class StreamExecutor(Executor):
         return min(self.stages)
 
     def _close(self, cell: Cell, job: Job, _: Step) -> None:
-        """Put aside the gradients of an update, which are complete on this rank."""
+        """Set aside the gradients of an update, which are complete on this rank."""
         position, microbatch = self._place(cell)
         step, settings = self._steps[position]
         if self.exchange.has_ties:

@@ -4,10 +4,10 @@
 
     rank 0   | F0 F1 B0 | F2 B1 F3 B2 U1 | F4 B3 F5 B4 U3 | ...
     rank 1   | F0 B0 F1 B1 | F2 B2 F3 B3 U1 | F4 B4 F5 B5 U3 | ...
-               step 0        step 1           step 2, and so on for ever
+               step 0        step 1           step 2, and so on forever
 
-In the call of step t a rank runs slice t: all forwards of step t, and those backwards and updates that come before the
-next step's first forward in its row. So no rank empties between two calls. After a few steps all slices are alike.
+In the call of step t a rank runs slice t. It has all forwards of step t, and the backwards and updates before the next
+step's first forward in its row. So no rank empties between two calls. After a few steps all slices are alike.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Slice = tuple[tuple[Cell, ...], ...]  # a row for each rank
 
 @dataclass(frozen=True)
 class StreamRows:
-    """The slices of all steps; the last one repeats for ever."""
+    """The slices of all steps; the last one repeats forever."""
 
     name: str
     num_microbatches: int  # of a step

@@ -5,7 +5,7 @@
     drain         backwards in flight run, and all updates that are due are made; the stream begins again
 
 An update uses the optimizers' settings, such as learning rates, of the step whose gradients it takes, as they were when
-that step was called. A checkpoint keeps the gradients of updates that are due, so that a run goes on from it exactly.
+that step was called. A checkpoint keeps the gradients of updates that are due, so that a run continues from it exactly.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class Stream(Flow, Keeper):
         return {"schedule": self.name, **counts, "rows": rows}
 
     def refuse_stored(self, content: Mapping[str, Any]) -> None:
-        """Refuse updates that are due, unless the schedule goes on here: it has the same rows."""
+        """Refuse updates that are due, unless the schedule continues here: it has the same rows."""
         stored = content.get("stream")
         if stored is not None and self._counts() != {key: entry for key, entry in stored.items() if key != "position"}:
             raise _cannot_go_on(stored)
@@ -231,7 +231,7 @@ class Stream(Flow, Keeper):
         self.restart()
 
     def take(self, content: Mapping[str, Any], tensors: Mapping[str, Tensor], named: Named) -> None:
-        """Go on from where a stream was."""
+        """Continue from where a stream was."""
         stored = content.get("stream")
         if stored is None:
             return
@@ -275,12 +275,12 @@ class NoStream(Observer, Keeper):
 
 
 def _cannot_go_on(stored: Mapping[str, Any]) -> ModelError:
-    """Return the error of a checkpoint with updates that are due, where its schedule does not go on."""
+    """Return the error of a checkpoint with updates that are due, where its schedule does not continue."""
     return ModelError(
         f"the checkpoint has updates of {stored['schedule']} that are due, with"
         f" {counted(stored['num_ranks'], 'rank')} and {counted(stored['num_microbatches'], 'microbatch')}",
         expected="the same schedule, ranks and microbatches here",
-        fix="go on as it was saved, or call pipe.drain() before pipe.save; optimizers=False loads the model alone",
+        fix="continue as it was saved, or call pipe.drain() before pipe.save; optimizers=False loads the model alone",
     )
 
 

@@ -3,7 +3,7 @@
     F0  F1  B0  U0  F2  B1      U0 makes version 1; B1 needs version 0, so version 1 gets memory of its own
 
 A forward uses the newest version. What autograd keeps of a parameter for the backward is an alias: the same memory, but
-a tensor of its own. Before an update, each parameter that changes and that some backward still needs moves to new
+its own tensor. Before an update, each parameter that changes and that some backward still needs moves to new
 memory, and the alias keeps the old one. So nothing is copied that no backward needs, parameters that an update leaves
 alone stay shared by all versions, and old memory is freed with the last alias of it.
 

@@ -1,1 +1,1 @@
-"""Updates that are made before all ranks agree on them, and taken back where they were wrong."""
+"""Updates that are made before all ranks agree on them, and undone where they were wrong."""

@@ -1,4 +1,4 @@
-"""What an update changes, kept as it was before, so that the update can be taken back bit for bit.
+"""What an update changes, kept as it was before, so that the update can be undone bit for bit.
 
     take ── the optimizer steps ── stepped       and later, if the step must not stand:  give_back
 
@@ -118,7 +118,7 @@ class KeptBuffers:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Put back what the step has changed."""
+        """Restore what the step has changed."""
         for place, tensor, version in self._changed():
             if tensor is not None and _version(tensor) != version:
                 if place.name not in self._copies:

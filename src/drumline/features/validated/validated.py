@@ -8,9 +8,9 @@ the slowest rank in every step. Here it does not wait:
     rank 2         step t ─┤ tell norms │ update │ F0 ┊ verdict │ B0 ...
 
 When a rank reaches the end of its next step's opening (see core/prove/opening.py), all ranks have told their norms, so
-the verdict costs no wait. If the norm is too large, or a gradient was not finite, every rank takes its update back from
-copies, makes it again with clipped gradients or leaves it out, and begins the step again. This follows Qi et al.,
-"Zero bubble pipeline parallelism" (arXiv 2401.10241), section 4, with words to all ranks in place of a relay.
+the verdict costs no wait. If the norm is too large, or a gradient was not finite, every rank undoes its update with
+copies. It repeats the update with clipped gradients or skips it, and begins the step again. This follows Qi et al.,
+"Zero bubble pipeline parallelism" (arXiv 2401.10241), section 4, with words to all ranks instead of a relay.
 
 Whether a step begins again follows from the verdict alone, which is the same on all ranks. A rank that has asked for it
 earlier, to save a state, runs the opening in vain like the others. After a verdict that changed an update, all ranks
@@ -264,7 +264,7 @@ class Validation(Observer, Validates):
         return update.verdict
 
     def settle(self) -> None:
-        """Wait for the verdict on the update under way, and mend the update if it was wrong."""
+        """Wait for the verdict on the update under way, and fix the update if it was wrong."""
         update = self._update
         if update is not None:
             with self._mending(update):
@@ -333,7 +333,7 @@ class Validation(Observer, Validates):
         return not self._again
 
     def again(self, step: Step) -> None:
-        """Mend the update, before the step begins again."""
+        """Fix the update, before the step begins again."""
         self._buffers.give_back()
         self.settle()
         self._update, self._again = None, False

@@ -149,4 +149,4 @@ def _why_so_few(blocks: Sequence[Block]) -> str:
         return ""
     (name, reason), more = merged[0], len(merged) - 1
     others = f" (and {counted(more, 'module')} more)" if more else ""
-    return f": no cut can stand before {name}{others}, because {reason}"
+    return f": no cut is possible before {name}{others}, because {reason}"

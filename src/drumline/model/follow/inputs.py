@@ -56,7 +56,7 @@ class Inputs(NamedTuple):
         return self.each(known) if baked else self
 
     def unpacked(self, device: torch.device) -> Inputs:
-        """Return the arguments with tensors in place of `Numbers`."""
+        """Return the arguments with tensors instead of `Numbers`."""
         return self.each(lambda _, value: value.tensor.to(device) if isinstance(value, Numbers) else value)
 
     def each(self, function: Callable[[str | int, Any], Any]) -> Inputs:

@@ -4,8 +4,8 @@ Each call records whether gradients are on and what autocast does, and the piece
 forward switches on around its blocks would be missing when the pieces run, so it is refused by name.
 
 When the pieces run, blocks have the hooks that they had before. So a hook that the forward registers on a block while
-it runs, such as one that collects features, may read what the block returns, which is traced like everything else. It
-must not change it.
+it runs, such as one that collects features, may read the block's outputs. They are traced like everything else. It must
+not change it.
 """
 
 from __future__ import annotations

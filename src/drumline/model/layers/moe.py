@@ -3,8 +3,8 @@
     tokens ──► router ──► the top_k experts of each token, and their weights ──► experts ──► weighted sum
 
 The load-balancing loss travels with the activations: a block takes and returns a pair (x, aux). So it reaches the last
-stage as any other activation does, its gradient comes back the same way, and every microbatch's loss weight and loss
-scale apply to it without further ado. The other common way, adding the gradient inside the block, needs to know these
+stage like any other activation, and its gradient comes back the same way. Every microbatch's loss weight and loss scale
+apply to it without further code. The other common way, adding the gradient inside the block, needs to know these
 weights before the last stage has seen the microbatch.
 """
 

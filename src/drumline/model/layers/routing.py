@@ -61,7 +61,7 @@ class SortedPairs:
 
 
 def limited(index: Tensor, num_experts: int, most: int) -> Tensor:
-    """Return the index with `num_experts` in place of those pairs that exceed what an expert takes.
+    """Return the index with `num_experts` instead of those pairs that exceed what an expert takes.
 
     First choices go before second choices, and then earlier tokens before later ones.
 

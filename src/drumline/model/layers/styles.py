@@ -4,7 +4,7 @@
     "layers.*.o_proj": "rowwise"       each line has some columns of the weight; the lines' outputs are added up
 
 A plan is a dict from patterns (`fnmatch`) to styles. A style is a name, an object such as `Colwise(parts=3)`, or
-torch's own `ColwiseParallel()` and `RowwiseParallel()`. Hugging Face models bring a plan of their own.
+torch's own `ColwiseParallel()` and `RowwiseParallel()`. Hugging Face models bring their own plan.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     mse_loss(scores, wanted) ──► 9 ── mul ┘
 
 The mean over a batch is the mean of its microbatches' means, each weighted by what it counts. So from the loss back
-through sums and constant factors, every part must end in a call that says what it is a mean or a sum of: one of torch's
-losses, `mean`, `sum`, or a sum divided by a count of the inputs. Anything else that is found is named.
+through sums and constant factors, every part must end in a call that says what it is a mean or a sum of. Such calls are
+torch's losses, `mean`, `sum`, or a sum divided by a count of the inputs. Anything else that is found is named.
 """
 
 from __future__ import annotations

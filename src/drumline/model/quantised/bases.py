@@ -1,8 +1,8 @@
 """Replace the linear layers of a model by quantised, frozen ones: where it has memory, or on the meta device.
 
-On the meta device a layer becomes what it will be, without memory: its weight has the parts, shapes and types of a
-quantised one, and remembers how it is made (`Recipe`). Whoever reads its value later, from a file or an initialiser,
-packs it by `pack`, one weight after the other.
+On the meta device a layer gets its final form without memory. Its weight has the parts, shapes and types of a quantised
+one, and stores how it is made (`Recipe`). Whoever reads its value later, from a file or an initialiser, packs it by
+`pack`, one weight after the other.
 
     nn.Linear, bfloat16, meta ──quantise(model, "nf4")──► Linear4bit, uint8 codes and scales, meta
                                                                │  Pipeline(model, weights=folder)

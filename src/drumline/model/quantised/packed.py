@@ -157,7 +157,7 @@ def settle(modules: Iterable[nn.Module]) -> None:
 
 def _settle_four(module: Any, weight: Any) -> None:
     weight.module = module  # a copy of the weight still has the original's
-    # Else an evaluation on some hosts packs the weight anew in place, and computes in bfloat16 from then on.
+    # Else an evaluation on some hosts packs the weight again in place, and computes in bfloat16 from then on.
     module.support_avx512bf16_for_cpu = False
     if not weight.bnb_quantized and weight.quant_state is None:
         weight._quantize(weight.device)

@@ -1,7 +1,7 @@
 """The current state of a value, cheap to take and compare, so that every step can check whether it has changed.
 
-Numbers and text are compared by type and value, containers and plain objects by their contents, tensors by identity and
-by how often they were changed in place, everything else by identity.
+Numbers and text are compared by type and value; containers and plain objects by their contents; tensors by identity and
+by how often they were changed in place; everything else by identity.
 """
 
 from __future__ import annotations

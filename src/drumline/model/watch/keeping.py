@@ -1,9 +1,9 @@
-"""Put back what a run of a model changes besides gradients, so that the next run finds it as it was.
+"""Restore what a run of a model changes besides gradients, so that the next run finds it as it was.
 
 ::
 
     buffers, modes, attributes of modules            put back
-    lists, dicts, sets, plain tensors, arrays,       what is in them is put back, wherever modules or the code
+    lists, dicts, sets, plain tensors, arrays,       what is in them is restored, wherever modules or the code
     random generators, objects of the user's own     of their classes reach them: attributes, globals, closures
     anything else (iterators, files, C++ objects)    stays as the run left it
 """
@@ -134,13 +134,13 @@ class Memory:
                 self.note(inside, depth - 1)
 
     def put_back(self) -> None:
-        """Put back what has changed."""
+        """Restore what has changed."""
         for put in self._puts:
             put()
 
 
 def _contents_of(value: Any) -> tuple[PutBack | None, Sequence[Any]]:
-    """Return a function that puts back what a value holds, and what it holds."""
+    """Return a function that restores what a value holds, and what it holds."""
     if isinstance(value, Tensor):
         return _of_tensor(value), ()
     if isinstance(value, nn.Module):
@@ -158,7 +158,7 @@ def _contents_of(value: Any) -> tuple[PutBack | None, Sequence[Any]]:
 
 
 def _of_module(module: nn.Module) -> tuple[PutBack, Sequence[Any]]:
-    """Return what puts back a module's buffers, mode and attributes, and what it holds."""
+    """Return what restores a module's buffers, mode and attributes, and what it holds."""
     table = dict(module._buffers)
     copies = [(tensor, tensor.detach().clone()) for tensor in table.values() if tensor is not None]
     attributes = {name: attribute for name, attribute in vars(module).items() if name not in _TORCHS_OWN}
@@ -219,7 +219,7 @@ def _of_array(array: Any) -> PutBack:
 
 
 def _of_container(value: Any) -> PutBack:
-    """Return what puts back the items of a list, a dict or a set; one that holds the same ones is left alone."""
+    """Return what restores the items of a list, a dict or a set; one that holds the same ones is left alone."""
     content = dict(value) if isinstance(value, dict) else list(value)
     before = [id(item) for item in _items(value)]
 
@@ -236,7 +236,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _of_object(value: Any) -> tuple[PutBack | None, Sequence[Any]]:
-    """Return what puts back the fields of an object of a user's class, and these."""
+    """Return what restores the fields of an object of a user's class, and these."""
     space = getattr(value, "__dict__", None)
     fields = dict(space) if isinstance(space, dict) else {}
     slots = [

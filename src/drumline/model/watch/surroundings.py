@@ -186,7 +186,7 @@ def _inside(function: FunctionType) -> tuple[Any, ...]:
 
 
 def _nothing(value: Any) -> None:
-    """Set nothing: a function's parts are put back by what they hold."""
+    """Set nothing: a function's parts are restored by what they hold."""
 
 
 def _setter(read: Reader) -> Callable[[Any], None]:

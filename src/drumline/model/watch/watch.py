@@ -1,8 +1,8 @@
 """Check before every step whether everything that a cut model depends on besides its inputs is unchanged.
 
     modes, hooks, what is frozen, attributes and variables that the forward reads between blocks     traced again
-    another buffer in place of one used between blocks                                                adopted
-    another module in place of one, another parameter                                                 refused
+    another buffer instead of one used between blocks                                                adopted
+    another module instead of one, another parameter                                                 refused
 
 The modules are those of the user's model, as long as it lives: a model that is gone no longer changes. What the code
 of a model may read elsewhere is in `surroundings`.

@@ -9,8 +9,8 @@ rank has a copy, which is kept equal to the last bit.
 
 A rank's blocks are copies if another rank of the same process owns tensors in them (`TiedCopies`). With several
 processes, every rank has its own model. Ranks that take turns in one process share one model, so everything that
-several of them hold is copied: all of a stage's second copy, and tied tensors, whose blocks otherwise keep the user's
-own. The copies do not belong to the user: before every step they follow the user's tensors.
+several of them hold is copied. This is all of a stage's second copy, and tied tensors; otherwise blocks keep the user's
+own tensors. The copies do not belong to the user: before every step they follow the user's tensors.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     take     store the batch at the first stage and the target at the last, and split them into microbatches
     begin    observers prepare: put earlier gradients aside, scale the loss
     run      this process's ranks run their rows
-    end      observers restore what they put aside
+    end      observers restore what they set aside
     tell     all ranks tell each other the outcome, and none waits for another
 
 Whatever else there is observes the step: see engine/ranks/observer.py.

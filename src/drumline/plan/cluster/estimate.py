@@ -160,7 +160,7 @@ def _least_taken(layout: Layout, loads: Sequence[Load], hop: float) -> float:
 
     - A microbatch comes down to its first stage, then it does all its work.
     - A microbatch passes all stages and comes back to its last one, then it does all its backwards.
-    - A microbatch comes down to its first stage, then it does all its forwards, and the last of them goes on to the
+    - A microbatch comes down to its first stage, then it does all its forwards, and the last of them continues to the
       last stage and back to the first.
 
     If backwards are whole, the first two end with the way up from its first stage; if they are split, it may compute

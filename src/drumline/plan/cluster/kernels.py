@@ -4,10 +4,10 @@ Rates are the device's data-sheet numbers times the share that kernels achieve, 
 what they are spent on (`Spent`), and by the pass of a microbatch that they belong to (`Ops`). Those of a layer are sums
 over its operations.
 
-With FP8, for every number that is cast, a kernel first reads it to find the largest one (2 bytes), then another reads
-it again (2) and writes it in 8 bits (1). Tensor cores want both operands along the inner sum, so what enters two
-products is written twice, once transposed: inputs (forward, and the weight's gradient) and gradients of outputs (those
-of the input and the weight).
+With FP8, a kernel first reads every number to find the largest one (2 bytes). Then another kernel reads it again (2)
+and writes it in 8 bits (1). Tensor cores need both operands along the inner sum, so operands of two products are
+written twice, once transposed. These are inputs (forward, and the weight's gradient) and gradients of outputs (those of
+the input and the weight).
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ a device keeps, in bytes, with h the hidden width, a heads and s the sequence,
     34h/t                      with the scores (5as/t) recomputed, or never stored
     2h                         with everything recomputed: the input of a layer
 
-Latent attention keeps its n latent numbers before and after their norms, and for every head queries and keys
-of width k, values and outputs of width v: 4n + 4a(k + v)/t instead of 8h/t. If the projections up to the heads are
+Latent attention keeps its n latent numbers before and after their norms. For every head it keeps queries and keys of
+width k, values and outputs of width v: 4n + 4a(k + v)/t instead of 8h/t. If the projections up to the heads are
 recomputed, 2r + 4n + 2av/t: all heads share a key of width r, and queries, keys and values are not kept.
 
 With FP8, the products with a layer's weights take 8-bit inputs: attention's projections, feed-forward blocks, experts.

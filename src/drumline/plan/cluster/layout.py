@@ -40,8 +40,8 @@ class Practice:
     - `duplex`: messages between two ranks travel both ways at once.
     - `overlap_data`: ranks exchange gradients during the last backward, and weights during the next forward; in a
       pipeline only with `overlap_staged`.
-    - `host_seconds`: what the host takes to issue the kernels of one layer in one pass (forward, gradients of inputs,
-      gradients of weights); a pass cannot be shorter, however small its products are.
+    - `host_seconds`: how long the host takes to launch the kernels of one layer in one pass (forward, gradients of
+      inputs, gradients of weights). A pass cannot be shorter, however small its products are.
     - `host_meets`: the share by which that grows with every further tensor-parallel rank: ranks that meet in a
       collective wait for the slowest host.
     - `meet_seconds`: how long tensor-parallel ranks wait for each other at every collective.

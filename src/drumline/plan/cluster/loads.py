@@ -51,8 +51,8 @@ def data_exchange(
 
     A reduce-scatter sums the gradients. All sums (ZeRO 0) or the new 16-bit weights come back. ZeRO 2 keeps no whole
     gradients and sums them after every microbatch; in a pipeline it keeps them, and sums once. ZeRO 3 keeps no whole
-    weights either, and gathers them before every forward and every backward, layer by layer, so every layer pays for
-    the start and the latency of a collective. `base` are bytes of frozen weights, which only ZeRO 3 gathers.
+    weights either. It gathers them before every forward and every backward, layer by layer, so every layer pays for the
+    start and the latency of a collective. `base` are bytes of frozen weights, which only ZeRO 3 gathers.
     """
     reduce = gather = reduced = gathered = 0.0
     there = layout.practice.gradient_bytes

@@ -186,8 +186,8 @@ class Transformer:
     def attention_weights(self) -> int:
         """The weights of attention that a token is multiplied with in a layer.
 
-        DeepSeek-V3: 7168 x 1536 + 1536 x 128 x 192 for queries, 7168 x 576 + 512 x 128 x 256 for keys and values, and
-        128 x 128 x 7168 for the output.
+        DeepSeek-V3: 7168 x 1536 + 1536 x 128 x 192 for queries; 7168 x 576 + 512 x 128 x 256 for keys and values; 128 x
+        128 x 7168 for the output.
 
         >>> latent = LatentAttention(queries=1536, keys_values=512, head=128, rotary_head=64, value_head=128)
         >>> Transformer("v3", 61, 7168, 128, vocabulary=129280, sequence=4096, latent=latent).attention_weights

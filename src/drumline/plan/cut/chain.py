@@ -1,7 +1,7 @@
 """A chain of blocks as numbers: what runs of blocks cost as stages, on ranks that hold a given number of pairs.
 
-Everything is a difference of prefix sums, so runs can be arrays of any shape: every slice of the chain for dynamic
-programming, the stages of one cut, or those of many cuts at once.
+Everything is a difference of prefix sums, so runs can be arrays of any shape. They can be every slice of the chain for
+dynamic programming, the stages of one cut, or those of many cuts at once.
 """
 
 from __future__ import annotations

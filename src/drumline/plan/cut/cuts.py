@@ -16,7 +16,7 @@ Only the simulator knows what a program makes of a cut. So hill climbing follows
 improves any given measure.
 
     2 | 3 | 3 | 1      12.4 ms      move one boundary by one or two blocks, or two boundaries by one
-    2 | 3 | 2 | 2      12.1 ms      go on from the best neighbour, until none is shorter
+    2 | 3 | 2 | 2      12.1 ms      continue from the best neighbour, until none is shorter
 
 All neighbours of a cut are measured at once: the simulator times them as columns of one compiled program.
 """

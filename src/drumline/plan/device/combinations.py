@@ -142,7 +142,7 @@ class Question:
 
 
 def reordered(program: Program, order: Sequence[int]) -> Program:
-    r"""Return the program with rank `order[r]` in place of rank r.
+    r"""Return the program with rank `order[r]` instead of rank r.
 
     >>> print(reordered(Program.parse("0F0,0B0\n1F0,1B0"), [1, 0]))
     1F0,1B0

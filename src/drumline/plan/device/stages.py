@@ -1,7 +1,7 @@
 """Cuts of a profiled model for one program and one microbatch size: what each costs, and the best that fits.
 
-If there are few cuts, all are simulated. Otherwise the exact cuts of `cuts` are the start (the shortest largest stage,
-and the shortest sum + (M - 1) x largest, among cuts whose stages each fit their rank), and boundaries move as long as
+If there are few cuts, all are simulated. Otherwise it starts with the exact cuts of `cuts`: the shortest largest stage,
+and the shortest sum + (M - 1) x largest, among cuts whose stages each fit their rank. Then boundaries move as long as
 the simulated step gets shorter.
 """
 

@@ -182,7 +182,7 @@ def train_config(
 ) -> str:
     """Return the whole plan as Drumline's own config, with what is `said` of it on top.
 
-    `source` is the folder or config.json of the model, `program_file` the program to run in place of the schedule.
+    `source` is the folder or config.json of the model, `program_file` the program to run instead of the schedule.
     """
     nested = ("experts", "latent", "details", "sequence", "frozen_base")
     model: dict[str, Any] = {"kind": "hf", "path": source} if source else {}

@@ -58,7 +58,7 @@ def _adapters(transformer: Transformer, layout: Layout, source: str) -> Iterator
     if base.kind == "int4":
         yield "a base of int4: it has int8, float8 and nf4"
     if not source:
-        yield "adapters: the built-in GPT has no weights to put them beside; plan from the model's Hugging Face folder"
+        yield "adapters: the built-in GPT has no trained weights for them; plan from the model's Hugging Face folder"
 
 
 def _state(transformer: Transformer, cluster: Cluster, layout: Layout) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Choose the layout to run: the shortest step that fits.
 
 The complete objective: **the seconds of one step of the given batch, on the busiest rank** (compute, recomputation,
-exposed communication, bubble, optimizer), **over all layouts whose fullest device fits in its memory minus the
+exposed communication, bubble, optimizer). It considers **all layouts whose fullest device fits in its memory minus the
 headroom**. No estimate tells layouts apart that differ by less than a percent, so among those the one that sends fewer
 bytes wins, then the plainer one. Bubble and communication count as the seconds they cost, the stash as bytes of the
 limit; there are no weights to tune.

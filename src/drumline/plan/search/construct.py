@@ -8,8 +8,8 @@ makes a rank wait for an I that is about to arrive; a small one fills the gap. W
 after that, the rank takes whatever is ready. So a few numbers per rank cover the hand-made programs of the literature,
 and everything in between.
 
-F is not a candidate if the rank could not hold its pair, or could then not finish a microbatch that has begun: later
-stages of the same rank keep room for one.
+F is not a candidate if the rank could not hold its pair, or could then not finish a started microbatch. Later stages of
+the same rank keep room for one.
 """
 
 from __future__ import annotations

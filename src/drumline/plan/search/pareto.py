@@ -1,7 +1,7 @@
 """Bubble against memory: the best program found under every limit, from the smallest feasible limit to plenty.
 
-Limits are in whole microbatches (v pairs of 1/v each count as one), or in bytes if these are known, so that
-placements can be compared with each other and with every hand-made schedule.
+Limits are in whole microbatches (v pairs of 1/v each count as one), or in bytes if these are known. So placements can
+be compared with each other and with every hand-made schedule.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Find the best program within a limit, with a proof and its distance from the bound; on one placement, or on all.
 
 With all placements, the costs are those of a stage when every rank holds one. A placement with v stages per rank cuts
-each of these into v equal parts, so that every placement does the same work and holds the same bytes; a limit in pairs
+each of these into v equal parts, so that every placement does the same work and holds the same bytes. A limit in pairs
 counts v of them as one.
 
     one stage per rank    a        b        c        d

@@ -103,7 +103,7 @@ def _overhead(evidence: Evidence, cost: str) -> str:
 
 def _unexplained(evidence: Evidence, cost: str) -> str:
     return (
-        f"Look at what the traces do not name: it {cost}. "
+        f"Check what the traces do not name: it {cost}. "
         "Record with with_stack=True, or label the rest of the step with record_function"
     )
 

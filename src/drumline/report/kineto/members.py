@@ -1,7 +1,7 @@
 """Which trace belongs to which rank of the pipeline, and whether all of them come from one run.
 
-A trace names its rank and its process groups. If one of these is called pp (torchtitan: mesh_pp), it is the pipeline,
-and ranks outside it (data or tensor parallel) belong to other pipelines; otherwise all traces form one pipeline.
+A trace names its rank and its process groups. If one of these is called pp (torchtitan: mesh_pp), it is the pipeline.
+Ranks outside it (data or tensor parallel) then belong to other pipelines. Otherwise all traces form one pipeline.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What was changed while a run went on: each decision with what was predicted, what moved, and what came of it."""
+"""What was changed during a run: each decision with what was predicted, what moved, and what came of it."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def needed(module: str, *, extra: str) -> Any:
 class TensorBoard:
     """Writes event files into a folder; needs only the package tensorboard, not PyTorch.
 
-    A full disk loses some points, and ends nothing: once there is room, another file of events goes on.
+    A full disk loses some points, and ends nothing: once there is room, another file of events continues.
     """
 
     def __init__(self, folder: str | Path, *, clock: Callable[[], float] = time.time) -> None:

@@ -84,7 +84,7 @@ def _advice(reports: Sequence[RunReport]) -> str:
     listed = f"{', '.join(named[:-1])} and {named[-1]}" if len(near) <= _LISTED else f"{len(named)} runs"
     return (
         f"{listed} take about the same time for a step: {duration(best)} to {duration(_makespan(near[-1]))}."
-        f" Differences below {least:.0%} cannot be told from chance here."
+        f" Differences below {least:.0%} may be chance here."
     )
 
 
@@ -286,7 +286,7 @@ def _steps(runs: Sequence[Figures]) -> str:
 
 
 def _changes(run: Figures) -> str:
-    """Return what was changed while the run went on, as a table; empty if nothing was."""
+    """Return what was changed during the run, as a table; empty if nothing was."""
     if not run["changes"]:
         return ""
     rows = [cells(change) for change in run["changes"]]

@@ -181,7 +181,7 @@ class RunReport:
 
     @cached_property
     def changes(self) -> list[dict[str, Any]]:
-        """What was changed while the run went on: the first step after it, why, predicted and real seconds."""
+        """What was changed during the run: the first step after it, why, predicted and real seconds."""
         return changes_of(self.run.decisions())
 
     @property
@@ -251,7 +251,7 @@ def report_of(run: Run, *, step: int | None = None, name: str | None = None) -> 
     report = RunReport(observed_step, Advice(()), name or short_names([run.path])[0])
     nothing = report.steadiness.withheld if report.steadiness.busy else ""
     if is_part(observed_step.measured.program):
-        nothing = "no advice: the schedule has no flush, and its rows go on for ever"
+        nothing = "no advice: the schedule has no flush, and its rows never end"
     elif run.is_served:
         nothing = "no advice: the load of a service is what its clients ask for"
     return replace(report, advice=Advice((), nothing=nothing) if nothing else advise(observed_step))

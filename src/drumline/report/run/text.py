@@ -44,7 +44,7 @@ def report_text(report: RunReport, *, width: int = 100, colour: bool = False) ->
 
 
 def _changed(report: RunReport, width: int) -> Iterator[str]:
-    """Yield the table of what was changed while the run went on, if anything was."""
+    """Yield the table of what was changed during the run, if anything was."""
     if report.changes:
         rows = [[cell for name, cell in zip(HEADER, cells(change), strict=True) if name != "why"]
                 for change in report.changes]  # fmt: skip

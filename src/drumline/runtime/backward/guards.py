@@ -20,8 +20,8 @@ anything, and the forward starts again with plain layers. Then I finds their gra
 them. This is right, only early. It is remembered, so that later forwards run this way at once.
 
 The same holds for a hook on a layer's output (`h.register_hook`), because the gradient that W gets has not passed
-through it, and for a layer that uses a tensor besides its arguments, whose gradient would end there. Such a forward
-also starts again with plain layers.
+through it. It also holds for a layer that uses a tensor besides its arguments, whose gradient would end there. Such a
+forward also starts again with plain layers.
 
 A forward that is not recorded, as in any schedule without split backwards, replaces nothing of torch.
 """
@@ -93,8 +93,8 @@ def refuse_foreign(
             raise ModelError(
                 f"{one_of}, or loss_fn, uses a parameter of shape {tuple(leaf.shape)} that this rank's stage does not"
                 " hold",
-                expected="a loss of the output, the target and parameters of its own",
-                fix="for a penalty on all weights, use the optimizer's weight_decay, or run all ranks in one process"
+                expected="a loss of the output, the target and its own parameters",
+                fix="for a penalty on all weights, use the optimizer's weight_decay; or run all ranks in one process"
                 " with a schedule that flushes; for a tied weight, tie it explicitly: head.weight = embedding.weight",
             )
         if isinstance(leaf, nn.Parameter):

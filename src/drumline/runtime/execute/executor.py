@@ -72,10 +72,10 @@ class Executor:
         self.exchange = GradientExchange(*exchanged) if reducer is None else SummedExchange(reducer, shards, *exchanged)
         self.endings = self._endings()
         self.current: Action | None = None
-        self.watched: Callable[[Job], Job] | None = None  # returns what runs in place of a job of a watched step
+        self.watched: Callable[[Job], Job] | None = None  # returns what runs instead of a job of a watched step
         self._has_pairs = any(action.op is Op.OVERLAP for action in program.rows[rank])
         self.takes_turns = False  # whether the halves of an overlapped pair run in turns, at their exchanges
-        self.replacing: Sequence[Replacing] = ()  # return what runs in place of jobs, one after the other
+        self.replacing: Sequence[Replacing] = ()  # return what runs instead of jobs, one after the other
         self.replace_jobs()
         self.draft = Draft(rank)  # of the current step
         self._gathering: dict[int, int] = {}  # since when each stage's parameters are gathered

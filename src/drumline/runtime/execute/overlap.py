@@ -73,7 +73,7 @@ def _stream() -> torch.Stream | None:
 
 
 def run_both(here: Callable[[], Any], aside: Callable[[], Any]) -> tuple[Any, Any]:
-    """Run two computations in turns, one of them in a thread of its own; return both results.
+    """Run two computations in turns, one of them in its own thread; return both results.
 
     >>> steps_seen = []
     >>> def counting(name):

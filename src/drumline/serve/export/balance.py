@@ -1,8 +1,8 @@
 """Where to cut for serving: by what blocks take in ONNX Runtime, not by what they take in PyTorch.
 
-Every block is timed as a graph of its own, and the cut with the shortest largest stage follows. Fused graphs take other
-times than their blocks, so the stages are timed too, and the cut is made again with each stage's blocks scaled to the
-stage's time, as long as that promises a gain.
+Every block is timed as its own graph, and the cut with the shortest largest stage follows. Fused graphs take other
+times than their blocks, so the stages are timed too. As long as that promises a gain, the cut is made again, with each
+stage's blocks scaled to the stage's time.
 """
 
 from __future__ import annotations

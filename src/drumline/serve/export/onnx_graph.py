@@ -23,7 +23,7 @@ from drumline.serve.wire.tensors import DATATYPES
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
-_LARGE = 2**20  # bytes of weights from which on they stand in a file of their own
+_LARGE = 2**20  # bytes of weights from which on they stand in their own file
 DATA = "model.onnx.data"
 
 
@@ -99,7 +99,7 @@ class Graph:
         described: dict[str, Tensor],
         path: Path,
     ) -> None:
-        """Write a stretch of nodes as a graph of its own; `described` has the tensors that cross, by name here."""
+        """Write a stretch of nodes as its own graph; `described` has the tensors that cross, by name here."""
         names = {boundary_value.value: boundary_value.name for boundary_value in taken}
         nodes = [_renamed(node, names) for node in self.nodes[first:end]]
         for boundary_value in values:

@@ -2,7 +2,7 @@
 
 A stage hangs if for so many seconds
 - its event loop has not turned: the process is stopped, or stuck;
-- it is in one computation, whose thread has used no processor time: it waits for a disk, or for ever;
+- it is in one computation, whose thread has used no processor time: it waits for a disk, or forever;
 - it is in one computation that nobody waits for any more, and does not react: a kernel that never returns.
 
 So a stage that computes for long is left alone as long as anybody waits for it. If the whole machine stands still, the
@@ -53,7 +53,7 @@ class HangWatch:
         signs = {
             "its event loop has not turned": state.beat == before.beat,
             "it computes, and uses no processor time": same and state.worked == before.worked,
-            "nobody has waited for what it computes": same and state.unwanted == state.computing,
+            "no request waits for what it computes": same and state.unwanted == state.computing,
         }
         for what, is_still in signs.items():
             self._still[what] = self._still.get(what, 0.0) + passed if is_still else 0.0

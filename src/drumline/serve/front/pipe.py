@@ -209,7 +209,7 @@ class Pipe:
                 self._ask_again(microbatch, first)
             except asyncio.CancelledError:
                 if microbatch.is_over and microbatch.call.cancelled():
-                    raise Failed(grpc.StatusCode.CANCELLED, "nobody waits for it") from None
+                    raise Failed(grpc.StatusCode.CANCELLED, "no request waits for it") from None
                 raise
 
     async def _check_spared(self, microbatch: Microbatch, error: Failed) -> None:
@@ -223,7 +223,7 @@ class Pipe:
         """Send a microbatch again, without rows of requests that are answered: others of them may have failed."""
         if microbatch.drop_answered():
             if not microbatch.slices:
-                raise Failed(grpc.StatusCode.CANCELLED, "nobody waits for it")
+                raise Failed(grpc.StatusCode.CANCELLED, "no request waits for it")
             self._pack(microbatch)
         microbatch.attempts += 1
         self._metrics.retries.inc()

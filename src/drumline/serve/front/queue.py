@@ -81,7 +81,7 @@ class Queue:
         return Microbatch(next(self._numbers), slices) if slices else None
 
     def alone(self, rows: TicketRows) -> Microbatch:
-        """Return rows that were sent together with others as a microbatch of their own."""
+        """Return rows that were sent together with others as their own microbatch."""
         return Microbatch(next(self._numbers), [rows])
 
     def clear(self, make: Callable[[], Failed]) -> None:

@@ -1,8 +1,8 @@
 """The timeline of a served load, as the folder of a run that `drumline report` reads.
 
-Every `window` microbatches, in the order in which they entered, are a step by the program of inference: stage s is rank
-s, and its row is F of each microbatch. What stages measured becomes starts and ends, and the messages between them.
-Stages of one machine share a clock; on several hosts times would need their clocks, so that is refused.
+Every `window` microbatches, in the order in which they entered, are a step of the inference program. Stage s is rank s,
+and its row is F of each microbatch. What stages measured becomes starts and ends, and the messages between them. Stages
+of one machine share a clock; on several hosts times would need their clocks, so that is refused.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check_record(folder: Path, served: Path) -> None:
 class LoadRecord:
     """Writes what stages measured to a run's folder, a step at a time.
 
-    If the disk takes no more, `stopped` hears why, nothing more is written, and the service goes on.
+    If the disk takes no more, `stopped` hears why, nothing more is written, and the service continues.
     """
 
     def __init__(

@@ -296,7 +296,7 @@ class RemoteStages(ServedStages):
             self._ready[number].set()
 
     async def stop(self) -> None:
-        """Ask no more; the stages go on."""
+        """Ask no more; the stages continue."""
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)

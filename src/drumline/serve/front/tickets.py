@@ -56,7 +56,7 @@ class Ticket:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody waits for it any more."""
+        """Whether no request waits for it any more."""
         return self.answer.done() or time.monotonic() >= self.deadline
 
     def take(self, rows: int) -> TicketRows:

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end in a loop of its own, in a notebook too, where one runs already.
+    """Run a coroutine to its end in its own loop, in a notebook too, where one runs already.
 
     >>> async def answer() -> int:
     ...     return run_to_end(asyncio.sleep(0, 42))

@@ -180,7 +180,7 @@ def _dimensions(content: Parsed) -> dict[str, tuple[int, int | None]]:
 def _tensors(content: Parsed) -> tuple[Tensor, ...]:
     tensors = tuple(_tensor(entry) for entry in content.each(most=10_000))
     if not tensors or len({tensor.name for tensor in tensors}) != len(tensors):
-        raise content.refuse("at least one tensor, each with a name of its own")
+        raise content.refuse("at least one tensor, each with its own name")
     return tensors
 
 

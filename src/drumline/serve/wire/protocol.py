@@ -1,6 +1,6 @@
 """The messages and calls of KServe's inference protocol, version 2, that front, stages and clients use.
 
-The messages are built from the table below when this module is imported, in a pool of their own. So they do not clash
+The messages are built from the table below when this module is imported, in their own pool. So they do not clash
 with those of Triton's client in the same process, and no generated code is kept. Names and numbers of fields are those
 of the public protocol: any of its clients understands them.
 """
@@ -53,7 +53,7 @@ _SCALARS = ("bool", "int32", "int64", "uint32", "uint64", "float", "double", "st
 
 
 def _add_field(message: Any, text: str) -> None:
-    """Add a field to a message's description; a map is a message of its own, with a key and a value."""
+    """Add a field to a message's description; a map is its own message, with a key and a value."""
     name, number, kind = text.split()
     field = message.field.add(name=name, number=int(number), label=_Field.LABEL_OPTIONAL)
     mark, kind = (kind[0], kind[1:]) if kind[0] in "*@|" else ("", kind)

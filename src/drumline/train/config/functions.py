@@ -57,7 +57,7 @@ def _importing(home: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise ConfigError(
-            f"{home} cannot be imported: {type(error).__name__}: {error}", fix="make it import by itself"
+            f"{home} cannot be imported: {type(error).__name__}: {error}", fix="make sure that it can be imported alone"
         ) from error
     finally:
         if folder in sys.path:

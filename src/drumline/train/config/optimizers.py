@@ -58,7 +58,7 @@ def misfits(table: str, kind: str, settings: dict[str, Any]) -> Iterator[Problem
     takes = [name for name in inspect.signature(known[kind].__init__).parameters if name not in _GIVEN_BY_US]
     for name in settings:
         if name not in takes:
-            fix = f"it has a key of its own: {table}.lr" if name == "lr" else nearest(name, takes)
+            fix = f"it has its own key: {table}.lr" if name == "lr" else nearest(name, takes)
             yield Problem("", f"{table}.settings.{name}", f"is no argument of {kind}", fix=fix)
     if all(name in takes for name in settings):
         for name, error, expected in _refused(known[kind], settings):

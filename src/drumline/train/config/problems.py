@@ -12,7 +12,7 @@ _SAYS = ("is", "has", "sums", "stands", "asks")  # with these a key is the subje
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: where it was given, the key, what is wrong with it, and the mend.
+    """One thing that is wrong: where it was given, the key, what is wrong with it, and the fix.
 
     >>> print(Problem("mine.toml, line 3", "batch.sequense", "unknown key", fix="did you mean sequence?"))
     mine.toml, line 3: batch.sequense: unknown key; did you mean sequence?

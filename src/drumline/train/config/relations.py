@@ -141,7 +141,7 @@ def schedule_exists(judged: PlacedSettings) -> Iterator[Problem]:
     if name == "auto":
         yield judged.problem(
             "pipeline.schedule", 'is "auto"', "a schedule to begin with",
-            "name one and set adapt.on, which searches other programs while the run goes on",
+            "name one and set adapt.on, which searches other programs during the run",
         )  # fmt: skip
     elif not name.endswith(".csv"):
         try:

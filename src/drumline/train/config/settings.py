@@ -96,13 +96,13 @@ class ModelSettings:
     )
     qk_norm: bool = setting(False, "whether queries and keys are normed (gpt)")
     qkv_bias: bool = setting(False, "whether queries, keys and values alone have biases (gpt)")
-    inputs: int = setting(16, "numbers of a point (mlp)", COUNT)
-    outputs: int = setting(4, "numbers that are predicted for a point (mlp)", COUNT)
+    inputs: int = setting(16, "inputs of a point (mlp)", COUNT)
+    outputs: int = setting(4, "outputs for a point (mlp)", COUNT)
     path: str = setting("", "folder with a config.json, or that file (hf)")
     pretrained: bool = setting(True, "whether to load the folder's weights, if it has any (hf)")
     function: str = setting("", f"{_FUNCTION}, which returns the model (function)")
     arguments: dict[str, Any] = setting({}, "what the function is called with, by name")
-    others: dict[str, Any] = setting({}, "numbers of a plan that no key above expresses")
+    others: dict[str, Any] = setting({}, "parts of a plan that no key above expresses")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +110,9 @@ class DataSettings:
     """What it is trained on."""
 
     kind: str = setting("text", "what the files hold", one_of("text", "tokens", "instructions", "points", "function"))
-    files: tuple[str, ...] = setting((), "files to train on", empty="the text shipped with Drumline")
+    files: tuple[str, ...] = setting((), "files to train on", empty="the text that comes with Drumline")
     validation: float = setting(0.05, "share of the documents that is held out", PART)
-    validation_files: tuple[str, ...] = setting((), "files that are held out, in place of a share")
+    validation_files: tuple[str, ...] = setting((), "files that are held out, instead of a share")
     separator: str = setting("", 'text between the documents of a file, like "\\n\\n"', empty="a file is one document")
     token_type: str = setting("uint16", "kind of number in token files other than .npy, like uint16")
     end: int | None = setting(None, "token that ends a document in token files", COUNT_OR_0, empty="the tokenizer's")
@@ -129,7 +129,7 @@ class DataSettings:
     exact: bool = setting(True, "whether to refuse data of a function that could not be continued exactly (function)")
     fingerprint: str = setting(
         "sampled",
-        "how a run that continues sees whether files have changed: by sizes and 16 MiB of them, or by all bytes",
+        "how a continued run checks whether files have changed: by sizes and 16 MiB of them, or by all bytes",
         one_of("sampled", "whole"),
     )
 
@@ -173,15 +173,17 @@ class MeshSettings:
 
     tensor: int = setting(1, "ranks that divide every matrix", COUNT)
     pipeline: int = setting(
-        2, "ranks that divide the model into stages; unless given, one for each accelerator if there are any", COUNT
+        2, "ranks that divide the model into stages; by default one for each accelerator if there are any", COUNT
     )
     data: int = setting(1, "pipelines that get different rows of the batch", COUNT)
     context: int = setting(1, "pipelines that get different parts of the same sequences", COUNT)
-    expert: int = setting(1, "how many of the data-parallel ranks share out the experts; it divides data", COUNT)
+    expert: int = setting(
+        1, "how many of the data-parallel ranks divide the experts; data must be a multiple of it", COUNT
+    )
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh as `dl.Pipeline` takes it, in which experts have an axis of their own.
+        """The mesh as `dl.Pipeline` takes it, in which experts have their own axis.
 
         >>> MeshSettings(pipeline=2, data=4, expert=2).axes
         {'pp': 2, 'dp': 2, 'cp': 1, 'ep': 2, 'tp': 1}
@@ -211,7 +213,7 @@ class PipelineSettings:
     cuts: tuple[str, ...] = setting((), "names of the blocks with which stages 1, 2, ... begin")
     plan: str = setting("", "a JSON file of `drumline plan PROFILE`, which decides schedule, cut and microbatches")
     transport: str = setting(
-        "auto", "how ranks talk to each other", one_of("auto", "in-process", "shared-memory", "gloo", "nccl")
+        "auto", "what carries messages between ranks", one_of("auto", "in-process", "shared-memory", "gloo", "nccl")
     )
     interface: str = setting(
         "", "network interface between hosts, or an address of it", empty="the one towards rank 0's host"
@@ -224,7 +226,7 @@ class PipelineSettings:
     capture: bool = setting(False, "whether ranks launch CUDA graphs")
     check_model: bool | int | str = setting(
         True,
-        "which steps are checked against one process: the first and a few later ones, the first, or every so many",
+        "which steps are checked against one process: the first and a few later ones, the first, or every N-th",
         _CHECKS,
     )
 
@@ -235,12 +237,12 @@ class MemorySettings:
 
     recompute: str = setting(
         "none",
-        "activations to recompute; selective (attention's scores) is none here: torch's attention never keeps them",
+        "activations to recompute; selective (attention's scores) means none: torch's attention never keeps them",
         one_of("none", "selective", "full"),
     )
     zero: int = setting(
         0,
-        "what data-parallel ranks divide: 1 the optimizer's state, 3 parameters and gradients too; 2 is not run",
+        "what data-parallel ranks divide: 1 the optimizer's state, 3 parameters and gradients too; 2 is refused",
         _ZERO,
     )
     sequence_parallel: bool = setting(False, "sequence parallelism, for tensor-parallel ranks")
@@ -253,11 +255,11 @@ class MemorySettings:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerGroup:
-    """Parameters with an optimizer of their own, found by their names."""
+    """Parameters with their own optimizer, found by their names."""
 
     names: tuple[str, ...] = setting(("*",), 'patterns of parameter names, like "*.weight"')
     kind: str = setting("AdamW", _OPTIMIZER)
-    only_matrices: bool = setting(False, "whether to pass over parameters that do not have two dimensions")
+    only_matrices: bool = setting(False, "whether to skip parameters that do not have two dimensions")
     lr: float | None = setting(None, "learning rate", NUMBER_OR_0, empty="optimizer.lr")
     settings: dict[str, Any] = setting({}, "further arguments of the optimizer")
 
@@ -270,12 +272,12 @@ class OptimizerSettings:
     lr: float = setting(3e-4, "learning rate", NUMBER_OR_0)
     settings: dict[str, Any] = setting({}, "further arguments of the optimizer: weight_decay, betas, ...")
     groups: tuple[OptimizerGroup, ...] = setting(
-        (), "parameters with an optimizer of their own; the first group that matches takes a parameter"
+        (), "parameters with their own optimizer; the first group that matches takes a parameter"
     )
     clip_norm: float = setting(1.0, "largest norm of all gradients together", NUMBER_OR_0, empty="no clipping")
     validated: str = setting(
         "before",
-        "when all ranks agree on the norm and on NaN: before they update, or after, which takes wrong updates back",
+        "when all ranks agree on the norm and on NaN: before they update, or after, which undoes wrong updates",
         one_of("before", "after"),
     )
 
@@ -298,8 +300,8 @@ class LearningRateSettings:
 class PrecisionSettings:
     """In which numbers the model computes."""
 
-    compute: str = setting("fp32", "numbers of the products; bf16 and fp16 by autocast", _NUMBERS)
-    weights: str = setting("fp32", "numbers of the parameters", _NUMBERS)
+    compute: str = setting("fp32", "precision of the products; bf16 and fp16 by autocast", _NUMBERS)
+    weights: str = setting("fp32", "precision of the parameters", _NUMBERS)
     master_weights: bool = setting(False, "whether the optimizer updates float32 copies of bf16 or fp16 parameters")
 
 
@@ -322,7 +324,7 @@ class CheckpointSettings:
     every: int = setting(0, "steps between checkpoints", STEPS_OR_0, empty="none before the end")
     at_end: bool = setting(True, "whether to save after the last step")
     keep: int = setting(3, "number of whole checkpoints of the run to keep, the newest", COUNT)
-    resume: str = setting("", "folder of a run or of one of its checkpoints, to continue from", empty="start anew")
+    resume: str = setting("", "folder of a run or of one of its checkpoints, to continue from", empty="a new start")
     continues: bool = setting(
         False, "whether to continue the run in run.out if there is one, instead of refusing the folder"
     )
@@ -341,17 +343,17 @@ class FailureSettings:
         0, "how often to start local ranks again after a failure; torchrun has --max-restarts", COUNT_OR_0
     )
     elastic: bool = setting(
-        False, "whether to go on with fewer ranks if some do not come back, and with more if torchrun has more"
+        False, "whether to continue with fewer ranks if some do not come back, and with more if torchrun has more"
     )
     again_within: int = setting(
-        2, "elastic, local ranks: one that dies again within so many restarts does not come back", COUNT
+        2, "elastic, local ranks: a rank that dies again within this many restarts does not come back", COUNT
     )
-    min_ranks: int = setting(1, "elastic: the fewest ranks to go on with", COUNT)
+    min_ranks: int = setting(1, "elastic: the fewest ranks to continue with", COUNT)
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptSettings:
-    """What may change while a run goes on: the settings of `dl.Pipeline(adapt=...)`, and whether to use them."""
+    """What may change during a run: the settings of `dl.Pipeline(adapt=...)`, and whether to use them."""
 
     on: bool = setting(False, "whether to adapt")
     program: bool = same_as(Adapt, "program")
@@ -391,27 +393,24 @@ class TrainSettings:
     """
 
     model: ModelSettings = table(ModelSettings, "what is trained")
-    data: DataSettings = table(
-        DataSettings, "what it is trained on; without files, a text that is shipped with Drumline"
-    )
-    adapter: AdapterSettings = table(AdapterSettings, "what is trained in place of the model, which is then frozen")
+    data: DataSettings = table(DataSettings, "what it is trained on; without files, a text that comes with Drumline")
+    adapter: AdapterSettings = table(AdapterSettings, "what is trained instead of the model, which is then frozen")
     batch: BatchSettings = table(BatchSettings, "how much one optimizer step sees")
     lengths: LengthSettings = table(LengthSettings, "what to do about documents of unequal length")
     mesh: MeshSettings = table(
-        MeshSettings, "how many ranks each kind of parallelism has; all but expert multiply to the number of ranks"
+        MeshSettings,
+        "how many ranks each kind of parallelism has; the product of all except expert is the number of ranks",
     )
     pipeline: PipelineSettings = table(PipelineSettings, "schedule, cut, and how ranks run")
     memory: MemorySettings = table(MemorySettings, "what is recomputed, and how state is sharded")
     optimizer: OptimizerSettings = table(OptimizerSettings, "how parameters are updated")
     learning_rate: LearningRateSettings = table(LearningRateSettings, "how the rate changes over the steps")
-    precision: PrecisionSettings = table(PrecisionSettings, "in which numbers the model computes")
+    precision: PrecisionSettings = table(PrecisionSettings, "the precision of computation")
     evaluation: EvaluationSettings = table(EvaluationSettings, "held-out loss, and a sample text")
     checkpoint: CheckpointSettings = table(
         CheckpointSettings, "when the state is saved, in the run's folder, and from where a run continues"
     )
-    adapt: AdaptSettings = table(
-        AdaptSettings, "what may change while the run goes on, where measured steps show that it pays"
-    )
+    adapt: AdaptSettings = table(AdaptSettings, "what may change during the run, if measured steps show that it pays")
     failures: FailureSettings = table(FailureSettings, "what a run survives")
     run: RunSettings = table(RunSettings, "how long, where to, and what is logged")
 

@@ -75,7 +75,7 @@ class Reading:
     def _unknown_table(self, name: str, value: Any) -> None:
         homes = [table for table in TABLES if name in keys()[table]]
         if homes and not isinstance(value, Mapping):
-            self.add((name,), name, "stands outside of any table", fix=f"it belongs to [{'] or ['.join(homes)}]")
+            self.add((name,), name, "is outside of any table", fix=f"it belongs to [{'] or ['.join(homes)}]")
         else:
             path = next((flag for flag in self.source.flags if flag[0] == name), (name,))
             self.add(path, name, "unknown table", fix=nearest(name[:60], TABLES))

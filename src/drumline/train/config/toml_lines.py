@@ -5,8 +5,8 @@
                           0.95] }   (..., "betas", 1)                         3
     [[optimizer.groups]]            ("optimizer", "groups", 0)                5
 
-So the parser reads the first lines of the text, with brackets and quotes closed that these leave open: a key stands in
-the last line of the fewest that have it.
+So the parser reads the first lines of the text, and closes brackets and quotes that these leave open. A key is in the
+last line of the fewest lines that have it.
 """
 
 from __future__ import annotations

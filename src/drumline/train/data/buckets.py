@@ -4,7 +4,7 @@
     length   216   1 row  in each of 13                     batch.microbatch documents of mean length, steps as
     length   552   1 row  in each of  5                     batch.sequences of them
 
-Every number of microbatches has a program of its own.
+Every number of microbatches has its own program.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class TokenFiller:
                 tokens[at, start:stop], target[at, start:stop] = inputs, targets
                 documents[at, start:stop], places[at, start:stop] = number, np.arange(len(inputs))
                 start = stop
-            # What is left over is a document of its own, in which nothing counts.
+            # What is left over is its own document, in which nothing counts.
             documents[at, start:], places[at, start:] = len(row), np.arange(shape[1] - start)
         self._check(tokens)
         tensors = {self.inputs: torch.from_numpy(tokens), "target": torch.from_numpy(target)}
@@ -96,7 +96,7 @@ def _places(built: Built) -> str:
         if name in built.takes:
             return name
     raise ModelError(
-        f'lengths.how is "packed", and {type(built.model).__name__} cannot be told where documents begin',
+        f'lengths.how is "packed", and {type(built.model).__name__} does not learn where documents begin',
         expected="a model that takes document_ids or position_ids",
         fix='use lengths.how = "padded" or "buckets"',
     )

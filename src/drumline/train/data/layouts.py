@@ -6,8 +6,8 @@ Samples of an epoch come shuffled, in windows. A layout makes units of a window,
     padded            a unit is a microbatch                 a step has num_microbatches of each data-parallel rank
     buckets           a unit is a step, rows of one length
 
-Steps go on over the ends of windows and epochs, so nothing is left out. What a window of buckets leaves over, too few
-rows of a length to fill a step, is carried into the next; at the end of an epoch neighbours in length share steps.
+Steps continue over the ends of windows and epochs, so nothing is left out. A window of buckets may leave over too few
+rows of a length to fill a step. These go into the next window; at the end of an epoch neighbours in length share steps.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def own_position(saved: dict[str, Any], number: int, count: int) -> dict[str, An
     if len(parts) != count:
         raise UsageError(
             f"the position in the data is that of {counted(len(parts), 'data-parallel rank')}, and there are {count}",
-            expected="as many as before: each has data of its own from data.function",
+            expected="as many as before: each has its own data from data.function",
             fix=f"set mesh.data = {len(parts)}",
         )
     part: dict[str, Any] = parts[number]

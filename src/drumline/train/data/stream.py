@@ -130,7 +130,7 @@ class PlannedStream:
         return {"version": _STATE, **place, "of": self._described(), "contents": self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position; the data and how they are laid out must be the same."""
+        """Continue from a position; the data and how they are laid out must be the same."""
         if state.get("version") != _STATE:
             expected = f"version {_STATE}, of this version of Drumline"
             raise UsageError(f"the position in the data has version {state.get('version')!r:.40}", expected=expected)
@@ -145,7 +145,7 @@ class PlannedStream:
             raise UsageError(
                 f"the data have changed since the position was saved: {what}",
                 expected="the contents that the run was trained on",
-                fix="bring them back, or start a run anew: leave out --resume",
+                fix="restore them, or start a new run: leave out --resume",
             )
         self.close()
         self._at = Position(state["epoch"], state["window"], state["unit"], tuple(state["carried"]))

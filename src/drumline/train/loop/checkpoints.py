@@ -41,7 +41,7 @@ def found_in(resume: str) -> Path:
     raise UsageError(
         f"checkpoint.resume: {resume} holds no checkpoint",
         expected="the folder of a run that saved some, or of one checkpoint",
-        fix="leave it out to start anew; --continue starts a run again that was stopped before its first checkpoint",
+        fix="leave it out to start a new run; --continue restarts a run that stopped before its first checkpoint",
     )
 
 
@@ -120,7 +120,7 @@ class Checkpoints:
         return "" if self._last is None else str(self._last.path)
 
     def _save(self, step: int, counts: dict[str, Any], *, is_last: bool) -> None:
-        """Begin a checkpoint; where it cannot begin, go on without unless it is the last."""
+        """Begin a checkpoint; where it cannot begin, continue without unless it is the last."""
         self._look()
         extra = {**counts, "data": position_of(self._data.training, self._pipe)}
         keep = self._settings.checkpoint.keep

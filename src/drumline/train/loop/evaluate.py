@@ -56,7 +56,7 @@ def evaluate(pipe: Pipeline, call: Calling, batches: Iterable[Batch], step: int)
         args, kwargs = call(batch)
         loss = pipe.eval_step(*args, outputs=False, **kwargs).loss
         if loss is None:
-            raise ModelError("the model returned no loss for a held-out batch", fix="let it have the labels there too")
+            raise ModelError("the model returned no loss for a held-out batch", fix="give it the labels there too")
         total += float(loss) * count
         num_tokens += count
     if not num_tokens:

@@ -268,7 +268,7 @@ class Calling:
     takes_target: bool
     tokenizer: Tokenizer | None
     adapter: Adapter | None = None
-    counts: frozenset[int] = frozenset()  # microbatches of steps that have a program of their own
+    counts: frozenset[int] = frozenset()  # microbatches of steps that have their own program
 
     @staticmethod
     def of(built: Built, counts: Sequence[int] = ()) -> Calling:

@@ -153,6 +153,6 @@ def _checked(
         raise UsageError(
             f"{where}: Muon got {other!r} of the shape {tuple(shapes[other])}",
             expected="matrices: Muon updates parameters with two dimensions",
-            fix="set only_matrices = true; what is left over goes to the optimizer of the table",
+            fix="set only_matrices = true; the other parameters go to the optimizer of the table",
         )
     return ParameterGroup(group, getattr(torch.optim, group.kind), settings.lr if group.lr is None else group.lr, names)

@@ -1,8 +1,8 @@
 """The most memory that the ranks of this process have held at once.
 
-On an accelerator it is what PyTorch allocated. On a host, or where PyTorch does not count, it is what the tensors of
-the first update took, and those of any with a larger step, which is what a dry run forecasts. The process, its
-libraries and the allocator's reserve come on top: `resident_bytes` counts them.
+On an accelerator it is what PyTorch allocated. On a host, or if PyTorch does not count, it is the memory of the tensors
+of the first update, and of later updates with a larger step. A dry run forecasts the same. The process, its libraries
+and the allocator's reserve come on top: `resident_bytes` counts them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PeakMemory:
         if self._on_device:
             return
         with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew from here
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is counted again from here
 
     def wants(self, pipe: Pipeline, batch: Batch) -> bool:
         """Whether the next step will be weighed: if it, or its microbatches, are the largest so far."""
@@ -78,7 +78,7 @@ class PeakMemory:
 
 
 def _counts(device: torch.device) -> bool:
-    """Count a device's memory anew from here; whether it is counted at all."""
+    """Count a device's memory again from here; whether it is counted at all."""
     if device.type == "cpu":
         return False
     try:

@@ -2,7 +2,7 @@
 
     settings ──► model, data, pipeline ──► training.py
 
-Every rank does the same in the same order: it reads the same batches, so it knows all counts of tokens beforehand, and
+Every rank does the same in the same order. It reads the same batches, so it knows all counts of tokens in advance, and
 steps, evaluates and samples at the same points.
 """
 
@@ -53,7 +53,8 @@ def run_training(
 
     Rank 0 calls `tell` with every update, evaluation and sample; without it they are written to stderr. Reading an
     update waits for the device, so without `tell` only those are read that are shown. SIGTERM or Ctrl-C on any rank
-    ends it after a step with a checkpoint. `continues` goes on with the run in the folder, from its newest checkpoint.
+    ends it after a step with a checkpoint. `continues` continues with the run in the folder, from its newest
+    checkpoint.
     """
     check(settings)
     train_settings, settings = settings, gathered(settings)

@@ -1,7 +1,7 @@
 """What keeps a run from its next update: steps that are skipped for a NaN, and a stop that somebody asked for.
 
 An update whose loss or gradients are not finite on some rank is skipped by all ranks. It still counts as a step: the
-learning rate and the data go on. So the run equals one that leaves out the optimizers' step there and nothing else.
+learning rate and the data continue. So the run equals one that leaves out the optimizers' step there and nothing else.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Skips:
             raise NonFiniteError(
                 f"step {skipped.step}: {skipped.skipped}, in {counted(skipped.in_a_row, 'step')} in a row",
                 expected=f"at most {self._most} in a row, as failures.max_skipped says",
-                fix=f"{last}, or look at the data of these steps",
+                fix=f"{last}, or check the data of these steps",
             )
 
     def _settle(self) -> None:

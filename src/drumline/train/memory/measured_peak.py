@@ -26,7 +26,9 @@ def peak_memory(
     first of a recorded run, or any with `weigh=True`. What was received from other ranks is not weighed.
     """
     if timeline.stash is None:
-        raise RunError("the step was not weighed", fix="take the first step of a recorded run, or pass weigh=True")
+        raise RunError(
+            "memory was not measured in the step", fix="take the first step of a recorded run, or pass weigh=True"
+        )
     state = _MemoryState(optimizers, pipe._updates.masters.of, pipe._updates.validation.is_on)
     return tuple(
         _rank(executor.rank, list(executor.stages.values()), state, timeline, accumulates)

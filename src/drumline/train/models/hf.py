@@ -2,9 +2,9 @@
 
 Nothing is downloaded, and no code of the folder runs. The folder's own tokenizer is used where it has one.
 
-Packed rows need a model that keeps documents apart when their positions start again at 0. Which families do so is not
-written anywhere, so a small copy of the model is asked: it must compute the same for two documents in one row as for
-each by itself.
+Packed rows need a model that keeps documents apart when their positions start again at 0. No list says which families
+do so, so Drumline tests a small copy of the model. It must compute the same for two documents in one row as for each
+alone.
 """
 
 from __future__ import annotations

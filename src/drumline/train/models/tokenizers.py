@@ -66,7 +66,7 @@ class FolderTokenizer:
         return tokens[:-1] if tokens and tokens[-1] == self.end else tokens
 
     def encode_next(self, text: str) -> list[int]:
-        """Return the tokens of a text that goes on after another."""
+        """Return the tokens of a text that continues after another."""
         tokens: list[int] = self.inner(text, add_special_tokens=False, verbose=False)["input_ids"]
         return tokens
 

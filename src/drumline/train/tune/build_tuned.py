@@ -126,7 +126,7 @@ def _started(weights: str | Weights | None, folder: Path, names: dict[str, str])
     if weights is None:
         raise ModelError(
             f"adapter.start is {folder}, and the model has no weights",
-            expected="the weights that the adapter was trained beside",
+            expected="the weights that the adapter was trained with",
             fix="set model.pretrained = true and name the model's folder in model.path",
         )
     stored, theirs = Weights(weights) if isinstance(weights, str) else weights, Weights(folder / TENSORS)

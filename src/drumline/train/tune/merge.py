@@ -4,8 +4,8 @@
                      └──► a layer with an adapter: both read, merged by PEFT's own layer ──► written, forgotten
     files of the adapter ► what was trained whole (modules_to_save, biases) ───────────────► written in its place
 
-The numbers are those of the base's files. An adapter that was trained beside a quantised base is merged into the full
-weights: what it learned about their rounding is then lost, so it computes nearly the same and not the same.
+The numbers are those of the base's files. An adapter that was trained with a quantised base is merged into the full
+weights. This loses what it learned about their rounding, so the result computes nearly, not exactly, the same.
 """
 
 from __future__ import annotations

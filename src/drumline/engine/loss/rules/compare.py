@@ -3,8 +3,8 @@
     output rows   0 1 2 3 4 5 6 7        whole
                   0 1 2 | 3 4 5 6 7      parts: do their losses and gradients add up to those of the whole, and how?
 
-The outputs are detached copies, random draws are equal for the same rows, and what the function keeps is put back, so
-that nothing is left of it but the answer.
+The outputs are detached copies, and random draws are equal for the same rows. The function's state is restored, so only
+the answer remains.
 """
 
 from __future__ import annotations

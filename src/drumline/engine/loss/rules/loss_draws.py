@@ -4,7 +4,7 @@
     part    dropout draws a mask of shape (3, 5)         gets rows 0 to 2 of the first one
     part    dropout draws a mask of shape (5, 5)         gets rows 3 to 7
 
-Draws that choose among rows (`randperm`) cannot be equal: they are named. Everything is put back afterwards: the
+Draws that choose among rows (`randperm`) cannot be equal: they are named. Everything is restored afterwards: the
 generators of torch, Python and numpy, and those that the loss has of its own.
 """
 

@@ -1,7 +1,7 @@
 """A loss function while it runs: its calls into torch form a graph like that of a traced model.
 
-The graph shows which numbers are added up to the loss, which masks and counts come from the targets alone, and which
-numbers the function reads on the host, where nobody can follow them.
+The graph shows which numbers are added up to the loss, and which masks and counts come from the targets alone. It also
+shows which numbers the function reads on the host, where tracing cannot follow them.
 """
 
 from __future__ import annotations

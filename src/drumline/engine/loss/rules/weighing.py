@@ -48,7 +48,7 @@ class MicrobatchCounts:
         only = chosen[0] if len(chosen) == 1 else None
         if only is not None and only.tally is not None and not only.power and not _needs_one(rules, self.parts):
             chosen_column = columns[only.tally]
-            if any(isinstance(value, Tensor) for value in chosen_column):  # nobody waits for it
+            if any(isinstance(value, Tensor) for value in chosen_column):  # no request waits for it
                 return Weighing([value / total[only.tally] for value in chosen_column])
         plain = {at: [float(value) for value in column] for at, column in columns.items()}
         for at, column in plain.items():

@@ -79,7 +79,7 @@ class Relay:
                         module = self.model.get_submodule(name)
                         if any(True for _ in (*module.parameters(), *module.buffers())):
                             own_module = self.home.modules.get(name, module)
-                            # In place of its forward, so that its hooks still run around it.
+                            # Instead of its forward, so that its hooks still run around it.
                             stack.enter_context(
                                 put_in([(vars(module), "forward", self._run(name, own_module.forward))])
                             )

@@ -50,7 +50,7 @@ class Nudge(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._at = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function, and nudge what it makes anew."""
+        """Run a function, and nudge what it makes again."""
         output = func(*args, **(kwargs or {}))
         schema = func._schema
         if schema.is_mutable or func.overloadpacket.__name__ in _MOVING:

@@ -4,8 +4,8 @@ None of its gradients stays in the model. As each is made, its sketch is taken a
 uses again; only those that are wanted in full leave for the host. There they are taken, not copied, unless others hold
 their memory too.
 Buffers, attributes, random generators and gradients of before are given back. The user's hooks run, since what they do
-is part of the model; those that run once a parameter's gradient has been added do not, since an optimizer may be in
-them.
+is part of the model. Hooks that run once a parameter's gradient has been added do not run, since they may contain an
+optimizer.
 """
 
 from __future__ import annotations

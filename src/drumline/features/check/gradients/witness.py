@@ -1,8 +1,8 @@
 """A witness sees what one microbatch of a step did on one rank: its part of each gradient, and the loss's input.
 
-    forward                               gradients so far are put aside; what a block adds by itself is copied, added
+    forward                               gradients so far are set aside; what a block adds by itself is copied, added
     backward of the first microbatch      gradients appear: each is sketched where it is
-    backward of a later one               gradients so far are put aside; what appears is sketched, added and freed
+    backward of a later one               gradients so far are set aside; what appears is sketched, added and freed
 
 So no gradient is kept twice, and all sums have the bits that they have without a witness.
 """

@@ -59,7 +59,7 @@ class LineBuffers(Observer):
             raise ModelError(
                 f"a forward changes the buffer {name}, and {self._axes.named(first)} and {self._axes.named(rank)} have "
                 "different values of it after the first step",
-                expected="buffers that all lines of a mesh change alike: each sees a part of the batch",
+                expected="buffers that all lines of a mesh change in the same way: each line sees a part of the batch",
                 fix="leave the buffer out of the state (persistent=False), or train on one line",
             )
 

@@ -6,8 +6,8 @@ Every line has other tokens. The exchanges are hooks of the experts' module, out
 gradients need none of them: in a split backward, I runs the reverse exchanges once, and W exchanges nothing. The
 gradient of an expert is complete where the expert is: its tokens of all lines went through it.
 
-Any module with this interface can be divided: its parameters stack all experts along their first dimension, and its
-forward takes tokens (T, h), the chosen experts (T, k) and their weights (T, k). The models of transformers have it too.
+Any module with this interface can be divided. Its parameters stack all experts along their first dimension. Its forward
+takes tokens (T, h), the chosen experts (T, k) and their weights (T, k). The models of transformers have it too.
 """
 
 from __future__ import annotations

@@ -278,7 +278,7 @@ def _refuse_between(blocks: Sequence[Block], modules: Sequence[DividedModule]) -
     for layer in modules:
         if id(layer.module) in names and (layer.takes_part or layer.makes_part):
             raise ModelError(
-                f"tensor_parallel divides {layer.name}, a block of its own, and the model's forward would see its part",
+                f"tensor_parallel divides {layer.name}, a separate block, so the model's forward would see only a part",
                 expected="colwise and rowwise layers inside one module, which the forward calls as a whole",
                 fix='put both into one module, pass a list of blocks, or use "colwise_gather" and "rowwise_split"',
             )

@@ -1,7 +1,7 @@
 """What divided layers exchange around their forwards, so that each computes what it would in one process.
 
-Each exchange is a hook of a module. They share what is known while a forward runs: the last input of layers by columns,
-whether random numbers were drawn for parts, and which layer has made parts that are on their way.
+Each exchange is a hook of a module. They share what is known while a forward runs: the last input of layers by columns;
+whether random numbers were drawn for parts; and which layer has made parts that are on their way.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class LayerExchanges:
                 )
                 raise ModelError(
                     f"random numbers are drawn before {name} for this line's part alone, as by a dropout of attention",
-                    expected="draws for whole tensors only, which all lines repeat alike",
+                    expected="draws for whole tensors only, which all lines repeat in the same way",
                     fix="set that dropout to 0, or divide the model over another axis",
                 )
             self.unseen.discard(module)

@@ -35,7 +35,7 @@ def refuse_unpaired(modules: Sequence[DividedModule]) -> None:
         if layer.makes_part:
             raise ModelError(
                 f"tensor_parallel divides {layer.name} by columns, and no layer by rows takes its part",
-                expected='a "rowwise" layer behind it, which adds the parts up',
+                expected='a "rowwise" layer after it, which adds the parts up',
                 fix=f'name that layer too, or let all lines get the whole output: {{{layer.name!r}: "colwise_gather"}}',
             )
         raise ModelError(

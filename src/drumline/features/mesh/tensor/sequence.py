@@ -4,10 +4,9 @@
                    a part of      whole rows, some heads         a part of
                    the tokens                                    the tokens
 
-The norms, dropouts and sums between the divided layers work on their part of the tokens alone: their activations take
-1/tp of the memory, and instead of one sum of whole rows there are a gathering and a sum of parts, which move as much.
-A layer, here, is a block with divided modules inside; rows are whole before and after it, so that cuts see plain whole
-tensors.
+The norms, dropouts and sums between the divided layers work only on their part of the tokens, so their activations take
+1/tp of the memory. An all-gather and a reduce-scatter replace the sum of whole rows, and move as much. A layer, here,
+is a block with divided modules inside; rows are whole before and after it, so that cuts see plain whole tensors.
 
 Parameters of a layer outside its divided modules see some of the tokens only, so their gradients are summed over tp. A
 dropout there draws for whole rows and takes its part, so that it drops what one process drops.
@@ -66,7 +65,7 @@ class SequenceLayers:
             )
         if not self.modules:
             raise ModelError(
-                "sequence_parallel is True, and no block has its colwise and rowwise layers in a module of their own",
+                "sequence_parallel is True, and no block has its colwise and rowwise layers in a separate module",
                 expected="blocks such as norm, attention, norm, feed-forward, each part a module",
                 fix=_FIX,
             )

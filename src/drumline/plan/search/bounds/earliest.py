@@ -6,7 +6,7 @@ equal microbatches pass in order. With room for K pairs:
     before F5 of a stage:   F0 .. F4     I0 .. I(5-K)     and enough W to make room for F5
 
 Their work has to fit between the head of any action and the next. So heads push each other up, sweep by sweep, along
-the ranks and back. Every sweep is a proof of its own.
+the ranks and back. Every sweep is its own proof.
 """
 
 from __future__ import annotations

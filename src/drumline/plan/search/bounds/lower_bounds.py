@@ -5,9 +5,9 @@
     residence   a pair is held while its microbatch goes to the last stage and back, and room is limited
     passage     everything that must precede an action has run before it; everything that must follow runs after it
 
-All bounds look at a smaller instance whose optimum is no larger: every microbatch costs as much as the cheapest, and a
-whole backward is an I that ends early with a W right after it. There, all microbatches are alike, so they may as well
-pass every stage in order (swapping two that overtake each other makes nothing later), and "the m-th F of a stage" is a
+All bounds use a smaller instance whose optimum is no larger. There every microbatch costs as much as the cheapest, and
+a whole backward is an I that ends early with a W right after it. There, all microbatches are alike, so they may as well
+pass every stage in order: swapping two that overtake each other makes nothing later. So "the m-th F of a stage" is a
 single action and not a set of them.
 """
 

@@ -1,7 +1,7 @@
 """A simplified instance that bounds can reason about: its optimum is no larger than the real one.
 
-Every microbatch costs and holds as much as the cheapest. A whole backward of 5, where I takes 2 and W takes 4, becomes
-an I of 2 with a W of 3 after it: splitting takes longer, and not splitting passes the gradient on later.
+Every microbatch costs and holds as much as the cheapest. If I takes 2 and W takes 4, a whole backward of 5 becomes an I
+of 2 with a W of 3 after it. Splitting takes longer, and not splitting passes the gradient on later.
 """
 
 from __future__ import annotations

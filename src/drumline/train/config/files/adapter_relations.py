@@ -54,7 +54,7 @@ def _an_adapter_fits_the_model(judged: PlacedSettings) -> Iterator[Problem]:
     if kind != "hf":
         yield judged.problem(
             key, f'is given, and model.kind is "{kind}"', "a Hugging Face model, which has something to start from",
-            "pass --model with the model's folder; a function may return a model with adapters of its own",
+            "pass --model with the model's folder; a function may return a model with its own adapters",
         )  # fmt: skip
     for package, what in (("peft", key), (_PACKAGES.get(adapter.base, ""), "adapter.base")):
         if package and importlib.util.find_spec(package) is None:

@@ -64,7 +64,7 @@ def _object(path: str) -> dict[str, Any]:
     except (UnicodeDecodeError, RecursionError):
         raise _Broken(f"{path}: not JSON in UTF-8") from None
     if not isinstance(content, dict):
-        raise _Broken(f"{path}: a {type(content).__name__} in place of an object")
+        raise _Broken(f"{path}: a {type(content).__name__} instead of an object")
     return content
 
 

@@ -54,7 +54,7 @@ class BatchStream(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position."""
+        """Continue from a position."""
         ...
 
 

@@ -7,8 +7,8 @@ only while data are read:
     training     ──────┐   ┌───────────┐   ┌──────        the same generators,
     data               └───┘           └───┘              two states of each
 
-What data draw then depends on the state at the start of an epoch and on how many batches were read since, and on
-nothing else: both are in a checkpoint.
+The random numbers of data then depend only on the state at the start of an epoch and on how many batches were read
+since. Both are in a checkpoint.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Draws:
         return {"global": dict(self._global_states), "held": held_states}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Let all of them go on from where they were."""
+        """Let all of them continue from where they were."""
         self._global_states = dict(state["global"])
         held_generators = generators_in(self._source)
         for where, value in state["held"].items():

@@ -1,4 +1,4 @@
-"""Data that are gone through again in every epoch, and go on exactly where a run stopped.
+"""Data that are gone through again in every epoch, and continue exactly where a run stopped.
 
     count    at the start of an epoch the state of all random numbers is kept; to continue, the epoch begins from it
              again, and the batches that were used are read and passed over
@@ -56,7 +56,7 @@ class DataSource:
             return self.batches.state_dict()
 
     def load(self, state: Any) -> None:
-        """Let the data go on from where they said."""
+        """Let the data continue from where they said."""
         self.close()
         with self.draws.running():
             self.batches.load_state_dict(state)
@@ -88,7 +88,7 @@ class RepeatedStream(BatchStream):
         self.epoch = self.batches = 0
         self._begun = source.draws.state()  # of the random numbers, at the start of the epoch
         self._digest = ""  # digest of the epoch's batches so far
-        self._saved: dict[str, Any] | None = None  # the position from which to go on
+        self._saved: dict[str, Any] | None = None  # the position from which to continue
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
@@ -130,7 +130,7 @@ class RepeatedStream(BatchStream):
             self._refuse(f"{self.name} gives other batches than those that this run was trained on")
 
     def _refuse(self, what: str) -> None:
-        """Refuse data that do not go on exactly, or only warn if that is allowed."""
+        """Refuse data that do not continue exactly, or only warn if that is allowed."""
         error = UsageError(
             what,
             expected="the same data, in the same order, from the same seeds",
@@ -150,7 +150,7 @@ class RepeatedStream(BatchStream):
         return {"version": _STATE, **place, "begun": self._begun, "now": now, "source": own_state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position, with the next batch that is asked for."""
+        """Continue from a position, with the next batch that is asked for."""
         if state.get("version") != _STATE:
             raise UsageError(
                 f"the position in the data of {self.name} was saved by another version of Drumline",
@@ -159,7 +159,7 @@ class RepeatedStream(BatchStream):
             )
         if (state["source"] is not None) != self.source.has_state:
             which = "with" if self.source.has_state else "without"
-            raise UsageError(f"{self.name} gives data {which} a state_dict of their own", expected="the same as before")
+            raise UsageError(f"{self.name} gives data {which} their own state_dict", expected="the same as before")
         self._saved = state
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
     count    begin, two batches; the random numbers as before, begin again: the same two batches
     state    begin, a batch, save, another one of every worker; load: the same others. Load the beginning: the first
 
-What hides its randomness, goes on where it was left, or has a state that cannot be saved is found here, not when the
+What hides its randomness, continues where it was left, or has a state that cannot be saved is found here, not when the
 run is to be continued.
 """
 
@@ -58,7 +58,7 @@ def _try_again(source: DataSource, name: str) -> None:
             f"{name} gives other batches when it is gone through once more from the same random state",
             expected="batches that depend on the epoch and on random generators that the data hold, as a DataLoader's",
             fix="draw from torch's, numpy's or Python's generator; for an order that changes with the epoch, have"
-            f" set_epoch(epoch); for a position of its own, have state_dict() and load_state_dict(state); {_ANYHOW}",
+            f" set_epoch(epoch); for its own position, have state_dict() and load_state_dict(state); {_ANYHOW}",
         )
 
 
@@ -83,7 +83,7 @@ def _try_state(source: DataSource, name: str) -> None:
     if behind != again or first != anew:
         when = "after a batch" if behind != again else "at the beginning"
         raise UsageError(
-            f"{name} gives data that do not go on where their state_dict says, {when}",
+            f"{name} gives data that do not continue where their state_dict says, {when}",
             expected="load_state_dict(state) after which the next batch is the one that would have followed",
             fix=f"let the state hold all that decides what follows, random generators too, {_ANYHOW}",
         )

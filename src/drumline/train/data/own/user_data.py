@@ -42,7 +42,7 @@ def data_by_function(settings: TrainSettings, built: Built, *, rank: int, size: 
     pair = isinstance(returned, tuple) and len(returned) == 2 and not isinstance(returned[0], Tensor)
     training, held_out = returned if pair else (returned, ())
     if isinstance(training, Iterator) or not isinstance(training, Iterable):
-        fix = "return an object whose __iter__ begins anew, such as a class with your generator function as __iter__"
+        fix = "return an object whose __iter__ starts again, such as a class with your generator function as __iter__"
         once = isinstance(training, Iterator)
         raise UsageError(f"{name} returned a {type(training).__name__}", expected=FORMS, fix=fix if once else "")
     if settings.failures.elastic and size > 1 and settings.data.exact:

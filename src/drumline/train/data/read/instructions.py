@@ -164,7 +164,7 @@ def _by_template(place: str, messages: list[Message], writer: _Writer) -> Counte
             raise UsageError(
                 f"{place}: the chat template writes message {at + 1} differently when others follow it",
                 expected="a template that only adds to what it has written",
-                fix="give each response a line of its own, with the messages before it",
+                fix="give each response its own line, with the messages before it",
             )
         counts[len(before) : len(after)] = [True] * (len(after) - len(before))
     return tokens, counts
