@@ -18,6 +18,9 @@ from some import some
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
     *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
