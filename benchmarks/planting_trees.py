@@ -20,7 +20,7 @@ from queue import SimpleQueue
 
 from planting import ROOT
 
-COPIED = ("src", "tests", "benchmarks", "scripts", "docs", "notebooks", "deploy")
+COPIED = ("src", "tests", "benchmarks", "scripts", "docs", "notebooks", "deploy", "examples", ".github")
 COPIED_FILES = (
     "conftest.py",
     "pyproject.toml",
@@ -29,6 +29,7 @@ COPIED_FILES = (
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "CITATION.cff",
     "LICENSE",
 )
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "_build", "out", ".*")

@@ -1,4 +1,4 @@
-"""Draws the picture that opens each schedule's file: `python scripts/draw_pictures.py` rewrites them in place."""
+"""Draws the pictures of schedules' files and of pages: `python scripts/draw_pictures.py` rewrites them in place."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from drumline.core.costs import Costs
 from drumline.core.simulate.simulate import simulate
 from drumline.report.draw.grid import grid
+from drumline.report.draw.palette import PAPER
 from drumline.report.draw.svg import svg
 from drumline.schedules import find, schedules
 
@@ -60,27 +61,48 @@ def source(name: str) -> Path:
     return Path(path)
 
 
-_README = ("1f1b", "zb-v")
+# One unit of time is as wide in both parts of the README's picture, beside what stands left and right of the rows.
+_UNIT, _BESIDE = 22, 196
 
 
-def readme_pictures() -> dict[Path, str]:
-    """Return the README's pictures by file: the usual schedule, and the one without a bubble inside a rank's span.
+def page_pictures() -> dict[Path, str]:
+    """Return the pictures that pages show without a build: one of the README, two of the first steps.
 
-    >>> [path.name for path, drawn in readme_pictures().items() if drawn.startswith("<svg")]
-    ['readme-1f1b.svg', 'readme-zb-v.svg']
+    >>> [path.name for path, drawn in page_pictures().items() if drawn.startswith("<svg")]
+    ['readme.svg', 'start-1f1b.svg', 'start-zb-v.svg']
     """
     docs = Path(__file__).parents[1] / "docs"
-    return {
-        docs / f"readme-{name}.svg": svg(
-            simulate(find(name).build(4, 8)), width=960, title=f"{name} on 4 ranks, 8 microbatches"
-        )
-        for name in _README
-    }
+    drawn = {docs / "readme.svg": same_work()}
+    for name in ("1f1b", "zb-v"):
+        timeline = simulate(find(name).build(4, 8))
+        drawn[docs / f"start-{name}.svg"] = svg(timeline, width=960, title=f"{name} on 4 ranks, 8 microbatches")
+    return drawn
+
+
+def same_work() -> str:
+    """Return one picture of the same work by 1f1b and by zb-v, which cuts it into stages of half the size.
+
+    >>> same_work().count("<svg"), "bubble 27.3%" in same_work(), "bubble 5.88%" in same_work()
+    (3, True, True)
+    """
+    parts, top, right = [], 0, 0
+    for name, seconds in (("1f1b", 1.0), ("zb-v", 0.5)):
+        timeline = simulate(find(name).build(4, 8), Costs(seconds, seconds, seconds))
+        width = round(_BESIDE + _UNIT * timeline.makespan)
+        drawn = svg(timeline, width=width, title=name)
+        height = re.search(r'height="(\d+)', drawn)
+        assert height is not None
+        parts.append(drawn.replace("<svg ", f'<svg y="{top}" ', 1).rstrip())
+        top, right = top + int(height[1]), max(right, width)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{right}" height="{top}" viewBox="0 0 {right} {top}"'
+    label = ' role="img" aria-label="The same work by 1f1b, and by zb-v, which ends earlier">'
+    paper = f'<rect width="100%" height="100%" rx="6" fill="{PAPER}"/>'
+    return "\n".join([head + label, paper, *parts, "</svg>", ""])
 
 
 def main() -> int:
     """Rewrite every picture that has changed."""
-    for path, drawn in readme_pictures().items():
+    for path, drawn in page_pictures().items():
         path.write_text(drawn, encoding="utf-8")
     for name in schedules():
         path = source(name)

@@ -319,15 +319,6 @@ def test_a_drifted_output_is_found(tmp_path: Path) -> None:
     assert replay(page) != page.read_text(encoding="utf-8")
 
 
-def first_screen() -> list[str]:
-    return (ROOT / "README.md").read_text(encoding="utf-8").split("\n")[:40]
-
-
-def test_readme_opens_with_the_two_commands() -> None:
-    assert "make demo" in "\n".join(first_screen())
-    assert "make test" in "\n".join(first_screen())
-
-
 def prose(lines: list[str]) -> Iterator[str]:
     """Yield the paragraphs and list items outside of blocks, headings, pictures and tables.
 
@@ -356,14 +347,8 @@ def sentences(paragraph: str) -> list[str]:
     return [name for name in re.split(r"(?<=[.?!])\s+", text) if name]
 
 
-def test_sentences_on_readmes_first_screen_are_short() -> None:
-    spoken = [sentence for paragraph in prose(first_screen()) for sentence in sentences(paragraph)]
-    assert len(spoken) > 5
-    assert [name for name in spoken if len(name.split()) > 25] == []
-
-
-def test_readme_shows_1f1b_before_zb_v_and_explains_letters_before_use() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_first_page_shows_1f1b_before_zb_v_and_explains_letters_before_use() -> None:
+    text = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
     assert text.index("1f1b.svg") < text.index("zb-v.svg")
     # The letters F, B, I and W are explained before the first picture of a split backward.
     assert all(text.index(f"**{letter}**") < text.index("zb-v.svg") for letter in "FBIW")
@@ -391,23 +376,37 @@ def test_no_page_is_overwritten_by_the_builder() -> None:
     assert {name for name in names if name.startswith("_")} == set()
 
 
-def toctrees() -> dict[str, list[str]]:
-    """Return the groups of the contents: caption and pages."""
-    lines = (ROOT / "docs" / "index.md").read_text(encoding="utf-8").split("\n")
-    found = {}
-    for block in blocks(lines):
-        if block.kind == "{toctree}":
-            caption = next(line.split(":caption:")[1].strip() for line in block.lines if ":caption:" in line)
-            found[caption] = [line for line in block.lines if line and not line.startswith(":")]
-    return found
+DOORS = ["learn", "training", "coming", "planning", "reference"]
 
 
-def test_every_page_is_in_one_group_of_the_contents() -> None:
-    groups = toctrees()
-    assert list(groups) == ["Tutorials", "How-to guides", "Reference", "Design"]
-    listed = [page for pages in groups.values() for page in pages]
+def contents(page: str) -> list[str]:
+    """Return the pages that a page's tables of contents name."""
+    lines = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split("\n")
+    trees = [block for block in blocks(lines) if block.kind == "{toctree}"]
+    return [line for block in trees for line in block.lines if line and not line.startswith(":")]
+
+
+def rows(page: str) -> list[list[str]]:
+    """Return the pages that each row of a page's tables links to, row by row."""
+    lines = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split("\n")
+    return [found for line in lines if line.startswith("| ") and (found := re.findall(r"\]\(([\w-]+)\.md\)", line))]
+
+
+def test_the_index_has_five_doors() -> None:
+    assert contents("index") == DOORS
+    assert [row[0] for row in rows("index")] == DOORS
+
+
+def test_every_page_is_behind_one_door() -> None:
+    listed = [page for door in DOORS for page in contents(door)]
     pages = [path.stem for path in PAGES if path.name not in ("README.md", "index.md")]
-    assert sorted(listed) == sorted(pages)
+    assert sorted(listed + DOORS) == sorted(pages)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_door_says_what_each_page_behind_it_is_for(door: str) -> None:
+    """One row for each page, in the order of the contents."""
+    assert rows(door) == [[page] for page in some(contents(door))]
 
 
 def test_the_api_reference_has_every_public_name() -> None:
@@ -421,7 +420,6 @@ def test_the_api_reference_has_every_public_name() -> None:
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_every_schedule_is_described(name: str) -> None:
-    assert f"| `{name}` |" in (ROOT / "README.md").read_text(encoding="utf-8")
     gallery = [path for path in PAGES if path.stem.startswith("schedules")]
     described = [path for path in gallery if f"\n## {name}\n" in path.read_text(encoding="utf-8")]
     assert len(described) == 1

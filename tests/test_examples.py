@@ -64,6 +64,29 @@ def test_lora_on_two_ranks_ends_with_an_adapter_that_peft_loads(
     assert all(param.abs().max() > 0 for param in weights.values())
 
 
+def test_an_own_model_with_lora_trains_as_in_a_plain_loop_and_peft_loads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch, peft = needed("torch", extra="train"), needed("peft", extra="tune")
+    finetune = example("finetune_own")
+    monkeypatch.setattr(sys, "argv", ["finetune_own", str(tmp_path)])
+    finetune.main()
+    last = capsys.readouterr().out.splitlines()[-1]
+
+    model, (x, target) = finetune.adapted(), finetune.batch()
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-2)
+    for _ in range(finetune.STEPS):
+        for rows, wanted in zip(x.chunk(finetune.MICROBATCHES), target.chunk(finetune.MICROBATCHES), strict=True):
+            (torch.nn.functional.mse_loss(model(rows), wanted) / finetune.MICROBATCHES).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loaded = peft.PeftModel.from_pretrained(finetune.base(), tmp_path)
+    assert torch.allclose(loaded(x), model(x), atol=1e-4)
+    loss = torch.nn.functional.mse_loss(loaded(x), target).item()
+    assert last.endswith(f"loss {loss:.4f}")
+    assert loss < torch.nn.functional.mse_loss(finetune.base()(x), target).item() / 10
+
+
 def test_a_flux_with_lora_trains(capsys: pytest.CaptureFixture[str]) -> None:
     needed("diffusers", extra="tunetest")
     example("finetune_flux").main()

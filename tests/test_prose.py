@@ -21,9 +21,6 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-    *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")),
-    *sorted((ROOT / "docs").glob("*.md")),
-]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 MOST_WORDS = 30
 

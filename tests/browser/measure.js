@@ -108,7 +108,7 @@
 
   /* Marks lose their titles to data-said once they were pointed at. */
   const MARKS = ".surface .hatch, .surface .box:not([stroke=none]), .legend path, .bar .part, .swatch .part, .curve .line, #scatter circle, svg[aria-label] polyline, "
-    + "svg[aria-label] circle, svg[aria-label] path[stroke-width], svg[aria-label] rect:not(.aim):is(:has(title), [data-said])";
+    + "svg[aria-label] circle, svg[aria-label] path[stroke-width], .plane .series line, svg[aria-label] rect:not(.aim):is(:has(title), [data-said])";
 
   /* Every mark with too little contrast against what lies around it: its strongest paint counts. */
   function marks(needed) {
@@ -193,7 +193,9 @@
     const ring = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0 ? style.outlineColor
       : style.boxShadow.match(/rgba?\([^)]*\)|color\([^)]*\)/)?.[0];
     const under = ground(node.parentElement ?? node, Math.max(1, Math.min(innerWidth - 2, box.left - 3)), box.top + box.height / 2);
-    return { reach: node.dataset.reach ?? null, name: named(node), ring: ring ? Number(contrast(over(colour(ring), under), under).toFixed(2)) : 0 };
+    const [low, high] = [Math.max(0, box.top), Math.min(innerHeight, box.bottom)], at = Math.min(innerWidth - 1, Math.max(0, (box.left + box.right) / 2));
+    const over_it = document.elementFromPoint(at, (low + high) / 2), covered = !over_it || !(node.contains(over_it) || over_it.contains(node));
+    return { reach: node.dataset.reach ?? null, name: named(node), covered, ring: ring ? Number(contrast(over(colour(ring), under), under).toFixed(2)) : 0 };
   }
   const reached = () => seen;
 
@@ -225,7 +227,72 @@
       && !node.closest(".unseen, .sidebar-drawer, .toc-drawer")).map((node) => `${named(node)} to ${Math.round(node.getBoundingClientRect().right)}`);
   }
 
-  const all = (normal, large, needed, layout) => ({ texts: texts(normal, large), marks: marks(needed), beyond: layout ? overflowing() : [],
+  /* Boxes with more inside than they show, unless they scroll and the keyboard reaches them; in a wide window none may
+     scroll sideways but text that was written for a terminal. */
+  function cut(wide) {
+    const found = [];
+    for (const node of document.body.querySelectorAll("*")) {
+      if (!(node instanceof HTMLElement) || !node.clientWidth || node.matches(".unseen, .plot, select, input") || !visible(node)) continue;
+      const style = getComputedStyle(node), sideways = node.scrollWidth - node.clientWidth, down = node.scrollHeight - node.clientHeight;
+      const scrolls = (overflow) => ["auto", "scroll"].includes(overflow), reached = node.tabIndex >= 0 && Boolean(node.ariaLabel);
+      if (sideways > 1 && !(scrolls(style.overflowX) && reached && (!wide || node.tagName === "PRE"))) {
+        found.push(`${named(node)} is ${sideways} px too wide${scrolls(style.overflowX) && !reached ? ", scrolls, and cannot be focused" : ""}`);
+      }
+      if (down > 1 && style.overflowY !== "visible" && !(scrolls(style.overflowY) && reached)) found.push(`${named(node)} is ${down} px too high`);
+    }
+    for (const svg of document.querySelectorAll("svg[aria-label]:not(.bar)")) {
+      if (!visible(svg)) continue;
+      const { left, right, top, bottom } = (svg.closest("figure") ?? svg).getBoundingClientRect();
+      const words = [...svg.querySelectorAll("text")].map((text) => [text.textContent, text.getBoundingClientRect()]);
+      for (const [at, [text, box]] of words.entries()) {
+        if (box.left < left - 1 || box.right > right + 1 || box.top < top - 1 || box.bottom > bottom + 1) found.push(`${text} is outside of its picture`);
+        const on = words.slice(0, at).find(([, one]) => Math.min(one.right, box.right) - Math.max(one.left, box.left) > 1
+          && Math.min(one.bottom, box.bottom) - Math.max(one.top, box.top) > 4);
+        if (on) found.push(`${text} lies on ${on[0]}`);
+      }
+    }
+    return found;
+  }
+
+  /* Large areas as light as the other theme's paper. */
+  function foreign() {
+    const dark = matchMedia("(prefers-color-scheme: dark)").matches, found = [];
+    for (const node of document.querySelectorAll("body *")) {
+      const sheet = node instanceof SVGElement && node.matches("svg[aria-label] > rect[width='100%']");
+      if (!sheet && !(node instanceof HTMLElement)) continue;
+      const [r, g, b, a] = colour(getComputedStyle(node)[sheet ? "fill" : "backgroundColor"]);
+      const { width, height } = node.getBoundingClientRect();
+      if (a < 0.9 || width * height < 5000 || !visible(node)) continue;
+      if (dark ? light([r, g, b]) > 0.1 : light([r, g, b]) < 0.7) found.push(`${named(node)} in ${named(node.parentElement)} is rgb(${r}, ${g}, ${b})`);
+    }
+    return found;
+  }
+
+  /* Pairs of things that the keyboard reaches one after the other, though people read them the other way round. */
+  function disordered() {
+    scrollTo(0, 0);
+    const nodes = [...document.querySelectorAll("[data-reach]")].filter(visible);
+    const boxes = nodes.map((node) => node.getBoundingClientRect());
+    return nodes.slice(1).flatMap((node, at) => {
+      const [before, after] = [boxes[at], boxes[at + 1]];
+      const above = after.bottom <= before.top + 1 && after.left < before.right - 1;
+      const level = Math.min(before.bottom, after.bottom) - Math.max(before.top, after.top) > 4;
+      return above || (level && after.right <= before.left + 1) || node.tabIndex > 0 ? [`${named(nodes[at])} comes before ${named(node)}`] : [];
+    });
+  }
+
+  const PLACES = { contents: ".contents", timeline: ".heading", table: "table", steps: ".curve", chart: ".plane", legend: ".keys", bars: ".row", details: "summary" };
+
+  /* Where a run has its colour, as [run, place, colour]. */
+  function runs() {
+    return [...document.querySelectorAll("[data-run]")].filter(visible).map((node) => {
+      const style = getComputedStyle(node);
+      const place = Object.keys(PLACES).find((name) => node.closest(PLACES[name])) ?? named(node.parentElement);
+      return [node.dataset.run, place, [style.fill, style.stroke].find((one) => one !== "none" && colour(one)[3] > 0) ?? ""];
+    });
+  }
+
+  const all = (normal, large, needed, layout) => ({ texts: texts(normal, large), marks: marks(needed), beyond: [...foreign(), ...(layout ? overflowing() : [])],
     wide: document.documentElement.scrollWidth, paper: matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light" });
-  window.measure = { all, canvas: pixels, texts, marks, overflowing, listen, reached, visited, drawn };
+  window.measure = { all, canvas: pixels, texts, marks, overflowing, cut, disordered, runs, listen, reached, visited, drawn };
 })();

@@ -7,6 +7,7 @@ None may be wider than its window, hide text or marks in too little contrast, or
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -18,9 +19,10 @@ import pytest
 
 from browser.windows import Window, Windows
 from cluster_models import GIB, Rough, small_cluster, small_transformer
+from demo_outcomes import demo_outcomes, run_of
 from drumline.cli.main import main
 from drumline.core.costs import Costs
-from drumline.core.measured.run import Run, read_run
+from drumline.core.measured.run import read_run
 from drumline.core.simulate.simulate import simulate
 from drumline.plan.layouts.explain import explain
 from drumline.plan.layouts.pins import Pins
@@ -39,7 +41,6 @@ from extras import needed
 from kineto_traces import written
 from matrices import ALL, left
 from profiles import SOME, model_profile
-from simulated_runs import even_blocks, per_stage, write_simulated_run
 from some import some
 
 MEASURE = (Path(__file__).parent / "measure.js").read_text()
@@ -57,35 +58,38 @@ def compared(folder: Path) -> str:
     return compare_page(compare(2, num_microbatches=4), num_ranks=2, num_microbatches=4)
 
 
-def run_of(folder: Path, name: str, schedule: str, num_microbatches: int = 4, num_steps: int = 4) -> Run:
-    """Write a run with all that a report shows: losses, bytes, queues and blocks."""
-    program, costs = generate(schedule, num_ranks=2, num_microbatches=num_microbatches), per_stage(1e-3, 2e-3)
-    overhead = 0.0 if schedule in ("zb-h1", "pipedream-2bw") else 1e-4  # which have actions that take no time here
-    given: dict[str, Any] = {"blocks": even_blocks(2, 4), "overhead": overhead, "num_steps": num_steps}
-    path = write_simulated_run(folder / name, program, costs, jitter=0.1, weigh=1e6, **given)
-    lines = [
-        json.loads(line) | {"pp/edge0-1/peak_queue": 2} for line in (path / "metrics.jsonl").read_text().splitlines()
-    ]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
-    return read_run(path)
-
-
 def one_run(folder: Path) -> str:
     return run_page(reports_of([run_of(folder, "alone", "1f1b")]))
+
+
+def several_runs(folder: Path) -> str:
+    runs = [run_of(folder, f"gpt-2-small-on-two-ranks-{name}", name) for name in ("1f1b", "gpipe", "zb-h1")]
+    return run_page(reports_of(runs))
+
+
+def changed_run(folder: Path) -> str:
+    """Return the report of a run whose cut was changed while it ran, and its schedule tried."""
+    why = "rank 1 takes 31% longer than rank 0 since step 1"
+    lines = [
+        {"step": 1, "kind": "cut", "why": why, "before": "4 | 4 blocks", "seconds": 0.03, "predicted": 0.024},
+        {"step": 2, "kind": "move", "balance_before": [4, 4], "balance_after": [5, 3], "bytes_moved": 2**26}
+        | {"seconds": {"send": 0.25, "rebuild": 0.5}},
+        {"step": 3, "kind": "cut", "of": 1, "predicted": 0.024, "real": 0.025, "without": 0.03, "kept": True},
+        {"step": 3, "kind": "program", "before": "1f1b", "after": "zb-h1", "seconds": 0.025, "trial": True},
+    ]
+    run = run_of(folder, "changed", "1f1b")
+    (run.path / "decisions.jsonl").write_text("".join(json.dumps({"run": "abc", **line}) + "\n" for line in lines))
+    return run_page(reports_of([read_run(run.path)]))
 
 
 def demo(folder: Path) -> str:
     """Return a report of several runs, with what the demo says above it."""
     pytest.importorskip("torch")
-    from drumline.train.demo import TRIALS, Outcome
     from drumline.train.demo_panel import opening
-    from drumline.train.two_stages import Build
 
-    outcomes = []
-    for trial in TRIALS:
-        run = run_of(folder, f"demo-{trial.name}", trial.schedule, trial.num_microbatches, num_steps=2)
-        outcomes.append(Outcome(Build(), trial, run, losses=(1.0, 0.5), difference=0.0))
-    return run_page(reports_of([outcome.run for outcome in outcomes]), opening=opening(outcomes))
+    outcomes = demo_outcomes(folder)
+    title = "Demo: one model trained with 4 schedules"
+    return run_page(reports_of([outcome.run for outcome in outcomes]), title=title, opening=opening(outcomes))
 
 
 def profiled(folder: Path) -> str:
@@ -140,6 +144,8 @@ KINDS: dict[str, Callable[[Path], str]] = {
     "show": shown,
     "compare": compared,
     "report of one run": one_run,
+    "report of several runs": several_runs,
+    "report of a run that was changed": changed_run,
     "demo": demo,
     "profile": profiled,
     "plan of a profile": planned_from_profile,
@@ -153,12 +159,26 @@ KINDS: dict[str, Callable[[Path], str]] = {
 DOCS = Path(__file__).parents[2] / "docs"
 # Of the documentation: lists of links, wide tables beside commands, docstrings, output with pictures.
 DOCUMENTS = ("index", "cli", "api", "cluster")
-BRIEF = ("show", "report of one run", "profile", "plan of a cluster")  # stand for the others
-EVERY = [
-    *BRIEF,
-    "explore",
-    *left(*(kind for kind in KINDS if kind not in BRIEF), *(f"docs: {name}" for name in DOCUMENTS)),
-]
+EVERY = [*KINDS, "explore", *left(*(f"docs: {name}" for name in DOCUMENTS))]
+# Pages of several runs, where each run has its colour, and where some have.
+PLACES = {"contents", "timeline", "table", "steps", "legend", "details"}
+SEVERAL: dict[str, set[str]] = {"report of several runs": set(), "demo": {"chart", "bars"}}
+# What a page is, as its title says; and who writes it: no other module of the tool writes pages.
+PAGES = {
+    "show": ("1f1b: 4 ranks, 8 microbatches", {"cli/show.py", "cli/simulate.py", "cli/search.py", "report/explore.py"}),
+    "compare": ("Comparison of 17 schedules", {"report/compare.py"}),
+    "report of one run": ("Run alone: 1f1b", {"report/run/page.py"}),
+    "report of several runs": ("Comparison of 3 runs: 1f1b, gpipe, zb-h1", {"report/run/page.py"}),
+    "report of a run that was changed": ("Run changed: 1f1b", {"report/run/page.py"}),
+    "demo": ("Demo: one model trained with 4 schedules", {"report/run/page.py"}),
+    "profile": ("Profile of made up", {"report/plan/profiles.py"}),
+    "plan of a profile": ("Plan for made up on 2 ranks", {"cli/plan_profile.py"}),
+    "plan of a cluster": ("Plan for small on 8 x toy", {"report/plan/page.py"}),
+    "analyze": ("Recorded trace: 1f1b", {"cli/analyze.py"}),
+    "pareto": ("2 ranks, 4 microbatches: bubble against memory", {"report/draw/pareto.py"}),
+    "load": ("Load test of 127.0.0.1:8001", {"serve/load/page.py"}),
+    "explore": ("Schedule explorer: 1f1b against zb-h1", {"report/explore.py"}),
+}
 WALKED = ("show", "explore", "report of one run", "plan of a cluster")  # by Tab from end to end
 
 
@@ -227,23 +247,35 @@ def unseen(page: Any, tallest: int) -> Iterator[tuple[Any, ...]]:
                 yield width, theme, "the page is wider than its window", told["wide"]
 
 
-def unreached(page: Any, *, walked: bool) -> Iterator[tuple[Any, ...]]:
-    """Yield what the keyboard does not reach, does not leave, or reaches without a ring that is seen.
+def unreached(page: Any, *, walked: bool, ours: bool) -> Iterator[tuple[Any, ...]]:
+    """Yield what the keyboard does not reach, does not leave, or reaches out of order or without a ring that is seen.
 
     The browser moves the focus on with Tab unless a script takes the key: where no script does, asking each is enough.
+    Of `ours`, yield what is cut off by its own box, too.
     """
-    for width, theme in ((1280, "dark"), (390, "light")) if walked else ((1280, "dark"),):
+    for width, themes in LOOKS:
         page.set_viewport_size({"width": width, "height": 900})
-        page.emulate_media(color_scheme=theme)
-        page.keyboard.press("Tab")  # from here on, the browser shows the focus as it does for the keyboard
-        names = page.evaluate("measure.listen()")
-        tabs = walked and (ALL or width == 1280)
-        reached = walk(page, len(names)) if tabs else page.evaluate("measure.visited()")
-        numbers = {entry["reach"] for entry in reached}
-        yield from ((width, "no Tab", name) for at, name in enumerate(names) if str(at) not in numbers)
-        yield from (
-            (width, theme, "no ring", value) for value in some(reached) if value["ring"] < MARK or value.get("trapped")
-        )
+        for theme in themes:
+            page.emulate_media(color_scheme=theme)
+            page.keyboard.press("Tab")  # from here on, the browser shows the focus as it does for the keyboard
+            page.evaluate("measure.drawn()")
+            names = page.evaluate("measure.listen()")
+            first = theme == themes[0]
+            reached = (
+                walk(page, len(names))
+                if walked and first and (ALL or width == 1280)
+                else page.evaluate("measure.visited()")
+            )
+            numbers = {entry["reach"] for entry in reached}
+            yield from ((width, "no Tab", name) for at, name in enumerate(names) if str(at) not in numbers)
+            yield from (
+                (width, theme, "no ring", value)
+                for value in some(reached)
+                if value["ring"] < MARK or value.get("trapped") or (ours and value["covered"])
+            )
+            if ours and first:
+                yield from ((width, told) for told in page.evaluate("measure.disordered()"))
+                yield from ((width, told) for told in page.evaluate(f"measure.cut({str(width >= 1280).lower()})"))
 
 
 def walk(page: Any, count: int) -> list[dict[str, Any]]:
@@ -273,6 +305,49 @@ def unopened(page: Any) -> Iterator[tuple[Any, ...]]:
 @pytest.mark.parametrize("kind", EVERY)
 def test_all_of_a_page_is_seen_and_reached(windows: Windows, pages: Callable[[str], str], kind: str) -> None:
     window = opened(windows, pages(kind), "html[data-answered]" if kind == "explore" else "html[data-painted-ms]")
-    page, tallest = window.page, TALLEST_DOCUMENT if kind.startswith("docs: ") else TALLEST
-    assert [*unseen(page, tallest), *unreached(page, walked=kind in WALKED), *unopened(page)] == []
+    page, is_document = window.page, kind.startswith("docs: ")
+    troubles = [
+        *unseen(page, TALLEST_DOCUMENT if is_document else TALLEST),
+        *unreached(page, walked=kind in WALKED, ours=not is_document),
+        *unopened(page),
+        *(discoloured(page, SEVERAL[kind]) if kind in SEVERAL else ()),
+    ]
+    if kind in PAGES:
+        assert page.locator("h1").inner_text().startswith(PAGES[kind][0])
+    assert troubles == []
     assert window.troubles == []
+
+
+def discoloured(page: Any, more: set[str]) -> Iterator[tuple[Any, ...]]:
+    """Yield runs that have several colours, or the one of another run, or none where they should have theirs."""
+    for theme in ("light", "dark"):
+        page.emulate_media(color_scheme=theme)
+        page.evaluate("measure.drawn()")
+        told = page.evaluate("measure.runs()")
+        names = list(dict.fromkeys(name for name, _, _ in told))
+        colours = {name: {colour for run, _, colour in told if run == name} for name in names}
+        yield from ((theme, name, *sorted(found)) for name, found in colours.items() if len(found) != 1)
+        yield from (
+            (theme, name, other, "have the same colour")
+            for at, name in enumerate(names)
+            for other in names[:at]
+            if colours[name] & colours[other]
+        )
+        yield from (
+            (theme, name, "has no colour in", place)
+            for name in names or ["every run"]
+            for place in sorted(PLACES - {place for run, place, _ in told if run == name})
+        )
+        yield from ((theme, "no run has its colour in", place) for place in more - {place for _, place, _ in told})
+
+
+def test_every_module_that_writes_pages_is_among_them() -> None:
+    source = Path(main.__code__.co_filename).parents[1]
+    writes = re.compile(r"\b(?:page_with|plain_page|picture)\(|(?<=import )page\b(?=\n|, picture)")
+    writers = {
+        path.relative_to(source).as_posix()
+        for path in source.rglob("*.py")
+        if path.name != "html.py" and writes.search(path.read_text(encoding="utf-8"))
+    }
+    assert writers == {writer for _, names in PAGES.values() for writer in names}
+    assert set(PAGES) == {*KINDS, "explore"}

@@ -16,8 +16,9 @@ from drumline.core.costs import Costs
 from drumline.core.measured.run import read_run
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.report.compare import compare, compare_page
-from drumline.report.draw.chart import Series, chart
-from drumline.report.draw.html import page, picture_page
+from drumline.report.draw.chart import Graph, Series
+from drumline.report.draw.html import page, plain_page
+from drumline.report.draw.plot import plot
 from drumline.report.run.page import run_page
 from drumline.report.run.report import reports_of
 from drumline.schedules import generate
@@ -129,8 +130,8 @@ def test_arrows_walk_the_points_of_a_comparison(opened: Open) -> None:
 
 def test_arrows_walk_the_series_of_a_picture(opened: Open) -> None:
     series = [Series("bound", [(1, 0.5), (2, 0.25), (3, 0.2)]), Series("measured", [(3, 0.3)], marks=True)]
-    shown = opened(picture_page("a picture", chart(series, title="Bubble", x_label="M", y_label="bubble"), "words"))
-    enter(shown, "svg")
+    shown = opened(plain_page("a picture", plot(Graph(series, "Bubble", "M", "bubble"))))
+    enter(shown, "svg.plane")
     assert press(shown, "ArrowRight") == "bound: M 2, bubble 0.25"
     assert press(shown, "ArrowDown") == "measured: M 3, bubble 0.3"
     assert press(shown, "ArrowUp") == "bound: M 3, bubble 0.2"

@@ -82,7 +82,7 @@ def test_no_part_of_a_bar_lies_outside_of_it(opened: Open, tmp_path: Path) -> No
 def test_several_runs_are_compared_on_one_axis(opened: Open, tmp_path: Path) -> None:
     found = reports(tmp_path, "1f1b", "gpipe", "zb-h1")
     page = opened(*found)
-    assert page.locator("h1").inner_text() == "3 runs side by side"
+    assert page.locator("h1").inner_text() == "Comparison of 3 runs: 1f1b, gpipe, zb-h1"
     assert page.locator(".chart h2").count() == 6
     rows = page.locator(".report table").first.locator("tbody tr").all_inner_texts()
     assert [row.split()[0] for row in rows] == ["run0", "run1", "run2"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -103,3 +104,25 @@ def test_an_output_that_was_sent_is_not_held_for_its_backward() -> None:
     assert all(some(leaf.untyped_storage().data_ptr() != place for leaf in stage.passes[0][0].leaves))
     held = [root.node for root in stage.passes[0][0].roots]
     assert held, "a root is a place in the graph"
+
+
+@pytest.mark.parametrize(("wanted", "most"), [(False, 1), (True, 6)])
+def test_an_evaluation_holds_only_outputs_that_were_asked_for(wanted: bool, most: int) -> None:
+    outputs: list[weakref.ref[torch.UntypedStorage]] = []
+    alive: list[int] = []
+
+    class Last(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            value = super().forward(x)
+            outputs.append(weakref.ref(value.untyped_storage()))
+            alive.append(sum(each() is not None for each in outputs))
+            return value
+
+    pipe = Pipeline(
+        [torch.nn.Linear(4, 4), Last(4, 4)], loss_fn=functional.mse_loss, num_microbatches=6, num_ranks=2,
+        check_model=False,
+    )  # fmt: skip
+    batch = torch.randn(12, 4)
+    result = pipe.eval_step(batch, target=batch, outputs=wanted)
+    assert max(alive[-6:]) == most
+    assert (result.output is not None) is wanted

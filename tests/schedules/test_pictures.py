@@ -1,4 +1,4 @@
-"""The pictures above each recipe and in the README are what the tool draws."""
+"""The pictures above each recipe, in the README and on the first page are what the tool draws."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def test_each_recipe_opens_with_the_picture_of_what_it_makes(name: str) -> None:
     assert DRAW["picture"](name) in docstring, "run scripts/draw_pictures.py"
 
 
-def test_the_readmes_pictures_are_what_the_tool_draws() -> None:
-    pictures = DRAW["readme_pictures"]()
-    assert len(pictures) == 2
+def test_the_pictures_of_pages_are_what_the_tool_draws() -> None:
+    pictures = DRAW["page_pictures"]()
+    assert len(pictures) == 3
     for path, drawn in pictures.items():
         assert path.read_text(encoding="utf-8") == drawn, "run scripts/draw_pictures.py"

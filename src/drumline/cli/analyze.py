@@ -60,6 +60,7 @@ def _written(analysis: Analysis, form: str, paper: Paper) -> str | bytes:
     shown: list[Timeline] = [_with_name(timeline, f"{name}, step {timeline.step}")]
     if analysis.ideal is not None:
         shown.append(_with_name(analysis.ideal, f"{name}, at best"))
+    title = f"Recorded trace: {name}, step {timeline.step}"
     return page(shown, title=title, advice=analysis.advice.sentence, seconds=True)
 
 

@@ -61,8 +61,9 @@ def run(args: argparse.Namespace) -> int:
     tell = {} if args.json else {"finished": _tell}
     outcomes = run_demo(args.out, build, progress=_show, **tell)
     page, reports = args.out / "report.html", reports_of([outcome.run for outcome in outcomes])
-    save(page, run_page(reports, opening=opening(outcomes)))
     busy = next((report.steadiness.sentence for report in reports if report.steadiness.busy), "")
+    title = f"Demo: one model trained with {len({outcome.trial.schedule for outcome in outcomes})} schedules"
+    save(page, run_page(reports, title=title, opening=opening(outcomes, busy=busy)))
     if args.json:
         rows, devices = [outcome.summary() for outcome in outcomes], outcomes[0].run.environment["devices"]
         print_json({"devices": devices, "rows": rows, "busy_machine": busy, "report": str(page)})

@@ -102,7 +102,7 @@ def _page(planned: Planned) -> str:
     fullest = max(rank_bytes.total for rank_bytes in plan.rank_bytes)
     return page(
         [candidate.timeline() for candidate in list(best.values())[:_DRAWN]],
-        title=f"{plan.model.name} on {counted(plan.num_ranks, 'rank')}, a batch of {plan.batch} rows",
+        title=f"Plan for {plan.model.name} on {counted(plan.num_ranks, 'rank')}, a batch of {plan.batch} rows",
         advice=f"{plan.schedule}, {_pieces(plan)}:"
         f" a step takes {plan.step_seconds * 1e3:.1f} ms, the fullest rank {fullest / _MIB:.1f} MiB",
         seconds=True,

@@ -252,7 +252,7 @@ def _text(dry_run: DryRun, line: str) -> str:
         ]
         for stage in info["stages"]
     ]
-    names = ("weights", "gradients", "optimizer", "activations", "received", "total")
+    names = ("weights", "gradients", "optimizer", "activations", "received", "working", "total")
     ranks = [[str(rank), *(size_text(size[name]) for name in names)] for rank, size in enumerate(info["rank_bytes"])]
     sizes = f"{counted(info['microbatches'], 'microbatch')} of {info['microbatch']} x {info['sequence']}"
     if info["buckets"]:
@@ -277,7 +277,7 @@ def _text(dry_run: DryRun, line: str) -> str:
         f"Simulated: bubble {percent(info['bubble'])}, {duration(info['step_seconds'])} for an optimizer step on "
         f"{info['device']}",
         "",
-        "Memory that each rank needs at its fullest moment, without temporary memory of kernels:",
+        "Memory that each rank needs at its fullest moment; working: what an action needs while it runs",
         table(["rank", *names], ranks, width=width, keep=("total",)),
         *_fit(info["fit"], width),
         *(

@@ -187,12 +187,13 @@ class Pipeline(AttachedMethods):
 
         Ranks with the last stage return `result.output`, unless `outputs=False`.
         """
-        wanted, step = _switched(outputs), self._new_step(train=False)
+        step = self._new_step(train=False)
+        step.wants_outputs = _switched(outputs)
         self._run.run_by(step, program)
         self._run.flow.pause("eval_step")
         with self._recording.between.during("evaluate"):
             tally = self._run.evaluate(step, CalledWith(batch, named, target))
-            return StepResult(step.draw, lambda: tally.loss, output_of(step) if wanted else None)
+            return StepResult(step.draw, lambda: tally.loss, output_of(step))
 
     def _new_step(self, *, train: bool = True) -> Step:
         return Step(self._ledger.number, train=train, draw=self._ledger.num_trained)

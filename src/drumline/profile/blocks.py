@@ -12,7 +12,7 @@ frozen block has no W, and a block with nothing trainable up to it has neither B
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from statistics import median, quantiles
 from typing import Any
@@ -21,27 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import BatchError, ModelError
-from drumline.core.prove.frozen import needed
-from drumline.core.rules import Backward
 from drumline.model.block import Block, Model, blocks_of
 from drumline.model.catalogue import places_in
 from drumline.model.patches import having_gradients
 from drumline.model.quantised.packed import num_bytes
 from drumline.model.randomness import Randomness
-from drumline.model.values import pack
 from drumline.plan.device.blocks import OpTimes, Profile, ProfiledBlock
+from drumline.profile.chain import Chain, Ops
 from drumline.runtime.clocks import clock_for
-from drumline.runtime.draft import Clock, Draft
 from drumline.runtime.recomputing import Buffers
-from drumline.runtime.stage import Loss, Stage
-from drumline.runtime.stash import Scale
 
-_NANO = 1e-9
-_MICROBATCH = 0
 _NUM_WARM_UPS = 3
-
-Gradients = tuple[Tensor | None, ...]
-Ops = list[list[float]]  # seconds, by op and stage
 
 
 def profile(
@@ -85,13 +75,13 @@ def profile(
     ):
         separate_blocks = [[block] for block in blocks]
         chains = [
-            _Chain(stages, randomness, loss_fn, split=split)
+            Chain(stages, randomness, loss_fn, split=split)
             for split in (False, True)
             for stages in (separate_blocks, [blocks])
         ]
-        runs = _repeated(lambda: [link.run(microbatch, target, clock) for link in chains], num_runs, max_seconds)
+        runs = _repeated(lambda: [link.timed(microbatch, target, clock) for link in chains], num_runs, max_seconds)
         sizes = chains[2].weigh(microbatch, target)
-        again = _Chain(separate_blocks, randomness, loss_fn, split=False, checkpointed=[block.name for block in blocks])
+        again = Chain(separate_blocks, randomness, loss_fn, split=False, checkpointed=[block.name for block in blocks])
         leaves, more = again.leaves(microbatch, target, sizes)
     whole, whole_at_once, halves, halves_at_once = zip(*runs, strict=True)
     apart_ops, at_once_ops = (
@@ -133,143 +123,6 @@ def _repeated(run: Callable[[], list[Ops]], num_runs: int, max_seconds: float | 
             break
         runs.append(run())
     return runs[min(_NUM_WARM_UPS, len(runs) - 1) :]
-
-
-class _Chain:
-    """Stages that make up the model, all in this process."""
-
-    def __init__(
-        self,
-        stages: Sequence[Sequence[Block]],
-        randomness: Randomness,
-        loss_fn: Loss | None,
-        *,
-        split: bool,
-        checkpointed: Collection[str] = (),
-    ) -> None:
-        self.split = split
-        last = len(stages) - 1
-        kinds = needed([any(block.trains for block in blocks) for blocks in stages])
-        self.stages = [
-            Stage(
-                index,
-                blocks,
-                randomness,
-                checkpointed=checkpointed,
-                loss=loss_fn if index == last else None,
-                split=(_MICROBATCH,) if split else (),
-                kind=kind,
-                trained_below=index > kinds.count(Backward.NONE),
-            )
-            for index, (blocks, kind) in enumerate(zip(stages, kinds, strict=True))
-        ]
-
-    def run(self, value: Any, target: Any, clock: Clock) -> Ops:
-        """Take a microbatch through and back; return the seconds of each op, stage by stage."""
-        draft = Draft(0)
-        table: Ops = [[0.0] * len(self.stages) for _ in range(3 if self.split else 2)]
-        order: list[tuple[int, int]] = []
-        clock.begin(draft)
-        for stage in self.stages:
-            stage.begin()
-
-        def timed(op: int, stage: Stage, call: Callable[..., Any], *arguments: Any) -> Any:
-            order.append((op, stage.index))
-            draft.starts.append(clock.mark())
-            result = call(_MICROBATCH, *arguments)
-            draft.ends.append(clock.mark())
-            return result
-
-        for stage in self.stages:
-            value = timed(0, stage, stage.forward, value, target)
-        gradients = _seed(value)
-        for stage in self.passed():
-            gradients = timed(1, stage, stage.backward_input if self.split else stage.backward, gradients)
-        if self.split:
-            for stage in self.trained():
-                timed(2, stage, stage.backward_weight)
-        clock.settle(draft, wait=True)
-        for (op, index), start, end in zip(order, draft.starts, draft.ends, strict=True):
-            table[op][index] = (end - start) * _NANO
-        return table
-
-    def passed(self) -> list[Stage]:
-        """Return the stages that a gradient passes through, the last first."""
-        return [stage for stage in reversed(self.stages) if stage.kind is not Backward.NONE]
-
-    def trained(self) -> list[Stage]:
-        """Return the stages that have weight gradients."""
-        return [stage for stage in self.stages if stage.kind is Backward.WHOLE]
-
-    def weigh(self, value: Any, target: Any) -> list[tuple[int, int, int, int]]:
-        """Return each block's bytes: kept from F, kept from I to W, received if a stage begins here, and sent."""
-        scales = [Scale([stage]) for stage in self.stages]
-        values = [value]  # keep all alive, so that no address is reused
-        for stage, scale in zip(self.stages, scales, strict=True):
-            scale.ignore(values[0], target)
-            with scale.watching():
-                values.append(stage.forward(_MICROBATCH, values[-1], target))
-        full = _newly([scale.kept_bytes() for scale in scales])
-        inputs = [_storages(item) for item in values[:-1]]
-        received = [
-            sum(size for place, size in taken.items() if place not in new and place not in inputs[0])
-            for taken, new in zip(inputs, full, strict=True)
-        ]
-        gradients = _seed(values[-1])
-        for stage in self.passed():
-            gradients = stage.backward_input(_MICROBATCH, gradients)
-        until = _newly([scale.kept_bytes() for scale in scales])
-        for stage in self.trained():
-            stage.backward_weight(_MICROBATCH)
-        handed_on = [sum(tensor.nbytes for tensor in pack(value)[0]) for value in values[1:]]
-        kept_storages, later = ([sum(entry.values()) for entry in each] for each in (full, until))
-        return list(zip(kept_storages, later, received, handed_on, strict=True))
-
-    def leaves(
-        self, value: Any, target: Any, sizes: Sequence[tuple[int, int, int, int]]
-    ) -> tuple[list[int], list[int]]:
-        """Return what each recomputed block keeps besides its input, and how much more it holds in B than otherwise.
-
-        `sizes` is the result of `weigh`. Only the last block, which includes the loss, holds more.
-        """
-        measured, first, scales = [], value, [Scale([stage]) for stage in self.stages]
-        for stage, scale in zip(self.stages, scales, strict=True):
-            scale.begin(first, target)
-            with scale.watching():
-                value = stage.forward(_MICROBATCH, value, target)
-            measured.append(scale.weigh())
-        more, last, scale = [0] * len(self.stages), self.stages[-1], scales[-1]
-        if last.kind is Backward.WHOLE:
-            scale.begin(first, target)
-            with scale.watching():
-                last.backward(_MICROBATCH, _seed(value))
-            kept_bytes, _, start, _ = sizes[-1]
-            received = sizes[-2][3] if len(sizes) > 1 else 0
-            more[-1] = max(scale.peak + received - kept_bytes - start, 0)
-        for stage in self.stages:
-            stage.begin()
-        return measured, more
-
-
-def _newly(kept_storages: Sequence[dict[int, int]]) -> list[dict[int, int]]:
-    """Return, for each block, the storages that no earlier block keeps."""
-    seen_places: set[int] = set()
-    new_storages = []
-    for entry in kept_storages:
-        new_storages.append({place: size for place, size in entry.items() if place not in seen_places})
-        seen_places.update(entry)
-    return new_storages
-
-
-def _storages(value: Any) -> dict[int, int]:
-    """Return the bytes of each storage inside a value, by address."""
-    storages = (tensor.untyped_storage() for tensor in pack(value)[0])
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
-
-
-def _seed(output: Any) -> Gradients:
-    """Return a gradient for everything that the last block returns."""
-    return tuple(torch.ones_like(tensor) if tensor.is_floating_point() else None for tensor in pack(output)[0])
 
 
 def _told_apart(single_runs: Sequence[Ops], at_once: Sequence[Ops]) -> tuple[list[OpTimes], OpTimes]:

@@ -271,11 +271,11 @@ def compare_page(rows: Sequence[Row], *, num_ranks: int, num_microbatches: int) 
     """Return a comparison as a page: all schedules on one time axis, bubble against peak memory, and what to run.
 
     >>> text = compare_page(compare(2, num_microbatches=2), num_ranks=2, num_microbatches=2)
-    >>> "<title>2 ranks, 2 microbatches: 17 schedules</title>" in text
+    >>> "<title>Comparison of 17 schedules: 2 ranks, 2 microbatches</title>" in text
     True
     """
     from drumline.report.draw.html import page
 
-    title = f"{num_ranks} ranks, {num_microbatches} microbatches: {len(rows)} schedules"
+    title = f"Comparison of {len(rows)} schedules: {num_ranks} ranks, {num_microbatches} microbatches"
     points = [{"name": row.name, **row.summary()} for row in rows]
     return page([row.timeline for row in rows], title=title, rows=points, advice=str(recommend(rows)))

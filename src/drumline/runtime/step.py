@@ -30,7 +30,7 @@ class Step:
     targets: Sequence[Any] = ()
     shares: Sequence[Tensor] = ()  # each microbatch's share of the batch's loss
     cuts: Callable[[Any], list[Any]] | None = None  # splits the batch into inputs
-    wants_outputs: bool = False  # whether a training step keeps the last stage's output
+    wants_outputs: bool = False  # whether it keeps the last stage's output
     train: bool = True
     program: int = 0  # number of its program among those of the pipeline
     is_split: bool = False  # whether the user split the batch, so that shapes of microbatches may differ

@@ -33,7 +33,7 @@ class Chart {
     });
     this.node = element("section", { className: "chart", id: `timeline-${index}` },
       element("div", { className: "heading" },
-        element("h2", { textContent: model.name }), element("span", { className: "facts", textContent: facts }), this.note,
+        element("h2", {}, ...sign(raw.run), model.name), element("span", { className: "facts", textContent: facts }), this.note,
         element("span", { className: "figures" }, figure("makespan", timeText(raw.makespan)),
           figure(raw.bubble_of ?? "bubble", percent(raw.bubble)), figure("peak", model.amount(model.peak)))),
       element("div", { className: "body" }, this.left, this.plot, this.right));

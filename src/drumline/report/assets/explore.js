@@ -163,11 +163,24 @@ async function choose(file) {
   refresh();
 }
 
-/* The picture comes first and stays in view; the controls are beside or below it. */
-const stage = node("div", "", "stage"), work = node("div", "", "work");
-stage.append(byId("figures"), byId("trouble"), document.querySelector(".toolbar"), byId("legend"), byId("charts"));
-work.append(stage, form);
+/* The picture comes first and stays in view; the controls are beside or below it. In a narrow window only the timelines
+   stay: their headings have the figures that matter. What is read first is also reached first. */
+const stage = node("div", "", "stage"), work = node("div", "", "work"), narrow = matchMedia("(max-width: 999px)");
+const [numbers, troubles, toolbar, signs, charts] = [byId("figures"), byId("trouble"), document.querySelector(".toolbar"), byId("legend"), byId("charts")];
+
+function arrange() {
+  if (narrow.matches) {
+    stage.replaceChildren(troubles, charts);
+    work.replaceChildren(numbers, stage, toolbar, signs, form);
+  } else {
+    stage.replaceChildren(numbers, troubles, toolbar, signs, charts);
+    work.replaceChildren(stage, form);
+  }
+}
 document.querySelector("main").prepend(work);
+arrange();
+narrow.addEventListener("change", arrange);
+page.boxes.listen(stage);
 
 for (const input of inputs) {
   const start = extra.settings[input.name];

@@ -125,3 +125,26 @@ class Marks {
     if (width !== undefined) Object.assign(node.style, { width: `${width}px`, height: `${height}px` });
   }
 }
+
+/* What scrolls takes the keyboard while more is in it than fits, and says what it is: not every browser does so alone. */
+class ScrollBoxes {
+  constructor(boxes = ".scroll, pre, .stage") {
+    this.watch = new ResizeObserver((entries) => { for (const { target } of entries) if (target.closest(boxes)) this.look(target.closest(boxes)); });
+    for (const box of document.querySelectorAll(boxes)) this.listen(box);
+  }
+
+  /* Call it again once other things are in the box. */
+  listen(box) {
+    for (const one of [box, ...box.children]) this.watch.observe(one);
+    this.look(box);
+  }
+
+  look(box) {
+    const more = box.scrollWidth > box.clientWidth || box.scrollHeight > box.clientHeight;
+    const heading = box.closest(".card, .panel, .report, .stage, body").querySelector("h2, h3, h1");
+    const said = more ? { tabindex: "0", role: "region", "aria-label": `${heading?.textContent.trim() ?? "more"}, scrolls` } : {};
+    for (const name of ["tabindex", "role", "aria-label"]) {
+      if (name in said) box.setAttribute(name, said[name]); else box.removeAttribute(name);
+    }
+  }
+}

@@ -36,6 +36,14 @@ function legend(models, state) {
   return entries;
 }
 
+/* The square with the colour of a timeline's run, if the page has several runs. */
+function sign(run) {
+  if (!run) return [];
+  const swatch = svgNode("svg", { class: "swatch" });
+  svgNode("rect", { class: `part ${run.kind}`, "data-run": run.name }, swatch);
+  return [swatch, " "];
+}
+
 function summary(models) {
   const anyBytes = models.some((model) => model.bytesKnown);
   /* Programs over several steps, or with smaller stages, compare only per microbatch and per whole rank. */
@@ -55,7 +63,7 @@ function summary(models) {
   const head = element("tr", {}, element("th", { textContent: "schedule", scope: "col" }),
     ...columns.map(([name]) => element("th", { textContent: name, scope: "col" })));
   const lines = models.map((model, at) => element("tr", {},
-    element("td", {}, element("a", { href: `#timeline-${at}`, textContent: model.name })),
+    element("td", {}, ...sign(model.raw.run), element("a", { href: `#timeline-${at}`, textContent: model.name })),
     ...columns.map(([, value, shown, compared], column) => {
       const best = compared && models.length > 1 && value(model) !== null && value(model) <= least[column] * (1 + 1e-9);
       return element("td", { textContent: shown(value(model)), className: best ? "best" : "" });
@@ -94,7 +102,7 @@ function scatter(points, colours, width) {
   });
   const spots = gathered(points, best, x, y);
   placeLabels(spots, (p) => p.name + (p.bubble > most ? ` ${percent(p.bubble)} ↑` : "") + (p.fits ? "" : " (over)"), obstacles,
-    { left: left - 30, right: width, bottom });
+    { left, right: width, bottom });
   for (const { members, at, down, lit, label } of spots) {
     const colour = lit ? colours.accent : colours.muted;
     const dot = svgNode("circle", { cx: at, cy: down, r: 5, class: "point", stroke: colour, "stroke-width": 1.5,

@@ -10,6 +10,7 @@ class Page {
     this.explainer = new Explainer(this);
     this.pointers = new Pointers(this, this.explainer);
     this.player = new Player(this);
+    this.boxes = new ScrollBoxes();
     this.controls();
     window.addEventListener("resize", () => { this.scatter(); this.invalidate(); });
     window.addEventListener("scroll", () => this.request(), { passive: true });
@@ -40,6 +41,7 @@ class Page {
     this.charts = this.models.map((model, index) => new Chart(model, this.state, index));
     byId("charts").replaceChildren(...this.charts.map((chart) => chart.node));
     byId("summary").replaceChildren(summary(this.models));
+    this.boxes.listen(byId("summary"));
     byId("tradeoff").hidden = !data.points.length;
     if (data.points.length) document.querySelector(".toolbar").before(byId("overview"));
     else byId("charts").after(byId("overview"));

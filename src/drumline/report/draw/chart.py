@@ -27,12 +27,45 @@ _LONGEST = 28  # letters of a name that fit
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve, or with `marks` single points: (x, y) each."""
+    """One curve, or with `marks` single points: (x, y) each.
+
+    On a page, `kind` is the class that has its colour, and `run` the name of the run that it shows.
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
     marks: bool = False
     dashed: bool = False
+    kind: str = ""
+    run: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """What a chart shows: all series, and the words around them. `log_x` doubles from mark to mark.
+
+    The x axis begins at the first point, or at `x_from`.
+    """
+
+    series: Sequence[Series]
+    title: str
+    x_label: str
+    y_label: str
+    log_x: bool = False
+    x_from: float | None = None
+
+    def check(self) -> None:
+        """Raise an error if it cannot be drawn."""
+        points = [point for curve in self.series for point in curve.points]
+        if not points or not all(math.isfinite(x) and math.isfinite(y) for x, y in points):
+            raise UsageError("the chart has no points, or one that is not finite", expected="finite numbers to draw")
+        if self.log_x and min(x for x, _ in points) <= 0:
+            raise UsageError(f"x is {number(min(x for x, _ in points))} on a logarithmic axis", expected="x above 0")
+
+    def svg(self, *, width: int = 720, height: int = 400) -> str:
+        """Return it as an SVG document."""
+        words = {"title": self.title, "x_label": self.x_label, "y_label": self.y_label}
+        return chart(self.series, **words, width=width, height=height, log_x=self.log_x, x_from=self.x_from)
 
 
 def chart(
@@ -48,18 +81,15 @@ def chart(
 ) -> str:
     """Return an SVG document with all series; tooltips show each point's numbers. `log_x` doubles from mark to mark.
 
-    The x axis begins at the first point, or at `x_from`.
+    The x axis begins at the first point, or at `x_from`. On a page, `plot` follows its theme and its width.
 
     >>> bound = Series("M / (M + 1)", [(1, 0.5), (4, 0.8)])
     >>> picture = chart([bound], title="Bound", x_label="M", y_label="utilisation")
     >>> picture.count("<polyline"), "utilisation" in picture
     (1, True)
     """
+    Graph(series, title, x_label, y_label, log_x, x_from).check()
     points = [point for curve in series for point in curve.points]
-    if not points or not all(math.isfinite(x) and math.isfinite(y) for x, y in points):
-        raise UsageError("the chart has no points, or one that is not finite", expected="finite numbers to draw")
-    if log_x and min(x for x, _ in points) <= 0:
-        raise UsageError(f"x is {number(min(x for x, _ in points))} on a logarithmic axis", expected="x above 0")
     xs, ys = zip(*points, strict=True)
     first = min(xs) if x_from is None else min(x_from, *xs)
     across = Axis(first, max(xs), _LEFT, width - _RIGHT, log_x)

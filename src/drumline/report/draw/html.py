@@ -21,7 +21,7 @@ from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.draw.markup import safe
-from drumline.report.draw.palette import theme
+from drumline.report.draw.palette import drawn, theme
 from drumline.report.draw.scene import document
 from drumline.report.draw.svg import svg
 from drumline.report.draw.trace import trace
@@ -33,14 +33,6 @@ _SCRIPTS = [
     f"{name}.js"
     for name in ("model", "surface", "chart", "panels", "view", "explain", "pointers", "player", "marks", "viewer")
 ]
-# Pictures are drawn on white paper; what is wider than the window scrolls by itself.
-_PLAIN = """:root { color-scheme: light dark; --raised: Canvas; --ink: CanvasText; --rule: GrayText; --shadow: none; }
-body { margin: 16px auto; padding: 0 16px; max-width: 1000px; }
-div, pre { overflow-x: auto; }
-div > svg { display: block; }
-.tip { font-family: system-ui, sans-serif; }
-:focus-visible { outline: 2px solid #2b8ab8; outline-offset: -2px; }
-"""
 _UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&"}
 _EXTRA = '<script type="application/json" id="extra">{}</script>'
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
@@ -125,21 +117,24 @@ def _scoped(*scripts: str) -> str:
     return f'"use strict";\n{{\n{body}}}\n'
 
 
-def picture_page(title: str, picture: str, words: str) -> str:
-    """Return a picture and the text below it as an HTML page that opens from disk.
+def plain_page(title: str, body: str, *, lead: str = "") -> str:
+    """Return a page without timelines that opens from disk: a title, a sentence, and markup below them.
 
-    >>> '<pre tabindex="0">1 &lt; 2</pre>' in picture_page("a profile", "<svg/>", "1 < 2")
+    >>> "<h1>a profile</h1>" in plain_page("a profile", "<p>1 &lt; 2</p>")
     True
     """
-    style, script = asset("marks.css") + _PLAIN, _scoped(asset("marks.js"), "new Marks();\n")
-    policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
+    style = theme() + "".join(map(asset, ("viewer.css", "marks.css", "report.css"))) + drawn()
+    script = _scoped(asset("marks.js"), "new Marks();\nnew ScrollBoxes();\n")
+    policy = f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
+    said = f'<p class="advice">{safe(lead)}</p>\n' if lead else ""
     lines = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{safe(title)}</title>\n<style>{style}</style>\n</head>\n<body>",
-        f"<div>{picture}</div>",
-        f'<pre tabindex="0">{safe(words)}</pre>',
+        '<meta name="color-scheme" content="light dark">',
+        f'<title>{safe(title)}</title>\n<link rel="icon" href="data:,">\n<style>{style}</style>\n</head>\n<body>',
+        f'<header class="masthead">\n<h1>{safe(title)}</h1>\n{said}</header>',
+        f'<main><div class="report">{body}</div></main>',
         f"<script>{script}</script>\n</body>\n</html>",
     ]
     return "\n".join(lines)

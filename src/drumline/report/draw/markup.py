@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
+from drumline.report.draw.palette import run_class
 from drumline.report.draw.sheet import Axis, Plane
 
 _POINTS = 400  # of a curve; more steps than that share one
@@ -33,10 +34,12 @@ def safe(text: object) -> str:
     return escape(str(text).encode("utf-8", "replace").decode())
 
 
-def bar_row(name: str, parts: Sequence[BarPart], whole: float, value: str, *, about: str = "", kind: str = "") -> str:
+def bar_row(
+    name: str, parts: Sequence[BarPart], whole: float, value: str, *, about: str = "", kind: str = "", sign: str = ""
+) -> str:
     """Return a stacked bar between its name and its total; `kind` holds classes of the row.
 
-    Tooltips and the description for screen readers begin with `about`, or with the name.
+    Tooltips and the description for screen readers begin with `about`, or with the name. `sign` is markup before it.
 
     >>> bar_row("rank 0", [BarPart("busy", 1, "busy 1 s")], 2, "1 s").count('aria-label="rank 0: busy 1 s"')
     1
@@ -50,7 +53,8 @@ def bar_row(name: str, parts: Sequence[BarPart], whole: float, value: str, *, ab
         at += share
     said = safe(", ".join(part.title for part in parts))
     picture = f'<svg class="bar" role="img" aria-label="{about}: {said}">{"".join(rects)}</svg>'
-    return f'<div class="row {kind}"><span>{safe(name)}</span>{picture}<span class="value">{safe(value)}</span></div>'
+    words = f"<span>{sign}{safe(name)}</span>"
+    return f'<div class="row {kind}">{words}{picture}<span class="value">{safe(value)}</span></div>'
 
 
 def bar_rows(rows: Iterable[str]) -> str:
@@ -74,6 +78,24 @@ def legend_html(kinds: Iterable[tuple[str, str]]) -> str:
     return f'<p class="keys">{"".join(entries)}</p>'
 
 
+def run_sign(order: int, name: str) -> str:
+    """Return the square that has a run's colour, wherever the run is named.
+
+    >>> run_sign(1, "first")
+    '<svg class="swatch"><rect class="part run-1" data-run="first"/></svg> '
+    """
+    return f'<svg class="swatch"><rect class="part {run_class(order)}" data-run="{safe(name)}"/></svg> '
+
+
+def run_legend(names: Sequence[str]) -> str:
+    """Return the legend of several runs, in their order.
+
+    >>> run_legend(["first", "second"]).count("swatch")
+    2
+    """
+    return f'<p class="keys">{"".join(f"<span>{run_sign(*run)}{safe(run[1])}</span>" for run in enumerate(names))}</p>'
+
+
 def card(title: str, body: str, *, wide: bool = False) -> str:
     """Return a section of a page with its title; `wide` ones take the whole row.
 
@@ -92,15 +114,23 @@ def cards(figures: Iterable[tuple[str, str, str]]) -> str:
     return f'<dl class="cards">{"".join(items)}</dl>'
 
 
-def table_html(header: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = ()) -> str:
-    """Return a table; the columns in `words` hold text, the others numbers."""
+def table_html(
+    header: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = (), signs: Sequence[str] = ()
+) -> str:
+    """Return a table; the columns in `words` hold text, the others numbers. `signs` are markup before the rows' names.
+
+    >>> '<td class="words"><i/>a</td><td>1</td>' in table_html(["run", "s"], [["a", "1"]], words=[0], signs=["<i/>"])
+    True
+    """
     left = [' class="words"' if at in words else "" for at in range(len(header))]
     head = "".join(f'<th scope="col"{kind}>{safe(name)}</th>' for name, kind in zip(header, left, strict=True))
-    lines = "".join(
-        f"<tr>{''.join(f'<td{kind}>{safe(cell)}</td>' for cell, kind in zip(row, left, strict=True))}</tr>"
-        for row in rows
-    )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+    lines = []
+    for at, row in enumerate(rows):
+        cells = [f"<td{kind}>{safe(cell)}</td>" for cell, kind in zip(row, left, strict=True)]
+        if signs:
+            cells[0] = f"<td{left[0]}>{signs[at]}{safe(row[0])}</td>"
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
 class PlotLine(NamedTuple):
@@ -129,7 +159,11 @@ def curves(
     steps = [step for line in lines for step, _ in line.points]
     first, last = min(steps, default=0), max(steps, default=0)
     plane = Plane(Axis(first, last, 0, _WIDTH), Axis(low, high, _HEIGHT, 0))
-    paths = [f'<path class="line {line.kind}" d="{_path(line.points, plane)}"/>' for line in lines if line.points]
+    paths = [
+        f'<path class="line {line.kind}" data-run="{safe(line.name)}" d="{_path(line.points, plane)}"/>'
+        for line in lines
+        if line.points
+    ]
     places = (plane.x.at(mark) for mark in marks if first <= mark <= last)
     paths += [f'<path class="line mark" d="M{at:.1f} 0V{_HEIGHT}"/>' for at in places]
     drawn = "".join(paths) + _titles(lines, written, plane)

@@ -102,13 +102,47 @@ def theme() -> str:
         for side in (0, 1)
     )
     fills = [f".part.{name.removeprefix('idle-')} {{ fill: var(--{name}); }}" for name in names]
-    lines = [f".line.run-{at} {{ stroke: var(--run-{at}); }}" for at in range(len(RUNS))]
+    lines = [
+        f".line.run-{at} {{ stroke: var(--run-{at}); }} .series.run-{at} {{ color: var(--run-{at}); }}"
+        for at in range(len(RUNS))
+    ]
     scopes = [
         f":root {{ {light} }}",
         f'@media (prefers-color-scheme: dark) {{ :root:not([data-theme="light"]) {{ {dark} }} }}',
         f':root[data-theme="dark"] {{ {dark} }}',
     ]
-    return "\n".join([*scopes, *fills, *lines, ".line.again { stroke-dasharray: 5 4; }", ""])
+    return "\n".join([*scopes, *fills, *lines, *_AGAIN, ""])
+
+
+# What the colours of a standalone picture become on a page with a theme.
+_ON_PAGES = {
+    INK: "ink",
+    MUTED: "muted",
+    RULE: "rule",
+    TRACK: "track",
+    PAPER: "paper",
+    SHADES[Op.FORWARD].edge: "accent",
+    SHADES[Op.BACKWARD_INPUT].edge: "run-1",
+    IDLE[Cause.FILL].light: "idle-fill",
+}
+
+
+def drawn() -> str:
+    """Return a style sheet by which standalone pictures of the class `drawn` follow a page's theme.
+
+    >>> print(drawn().splitlines()[1])
+    .drawn [fill="#66727e"] { fill: var(--muted); } .drawn [stroke="#66727e"] { stroke: var(--muted); }
+    """
+    uses = ("fill", "stroke")
+    lines = (
+        " ".join(f'.drawn [{use}="{hue}"] {{ {use}: var(--{name}); }}' for use in uses)
+        for hue, name in _ON_PAGES.items()
+    )
+    return "\n".join([*lines, ""])
+
+
+# A rim around the square of a run that repeats a colour, a dashed line for its curve.
+_AGAIN = (".line.again { stroke-dasharray: 5 4; }", ".swatch .part.again { stroke: var(--ink); stroke-width: 5; }")
 
 
 def run_class(number: int) -> str:

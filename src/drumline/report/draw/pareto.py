@@ -20,12 +20,15 @@ from drumline.core.action import Op
 from drumline.core.timeline.idle import Cause
 from drumline.core.units import number, size_text
 from drumline.plan.search.pareto import Pareto, Point
-from drumline.report.draw.html import picture_page
+from drumline.report.draw.html import plain_page
+from drumline.report.draw.markup import card, table_html
 from drumline.report.draw.palette import IDLE, MUTED, SHADES, TRACK
 from drumline.report.draw.sheet import Axis, circle, grouped, level, px, sheet, text, upright
 from drumline.report.draw.table import table
 
 _LEFT, _TOP, _RIGHT, _BOTTOM = 64.0, 64.0, 24.0, 56.0
+_BROAD, _SLIM = 860, 320  # widths on a page: in a wide window, and in a narrow one
+_ABOUT = "line: searched; dots: hand-made schedules; dashed: lower bound, nothing is possible in the shade"
 _LINE, _DOT, _LIMIT = SHADES[Op.FORWARD].edge, SHADES[Op.BACKWARD_INPUT].edge, IDLE[Cause.FILL].light
 
 
@@ -39,8 +42,8 @@ class _Plane(NamedTuple):
         return self.memory.at(memory), self.bubble.at(min(bubble, self.bubble.high))
 
 
-def pareto_svg(picture: Pareto, *, width: int = 800, height: int = 420) -> str:
-    """Return the picture as a standalone SVG.
+def pareto_svg(picture: Pareto, *, width: int = 800, height: int = 420, headed: bool = True) -> str:
+    """Return the picture as a standalone SVG, or not `headed` by its title for a page that has it.
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.plan.search.pareto import pareto
@@ -65,8 +68,7 @@ def pareto_svg(picture: Pareto, *, width: int = 800, height: int = 420) -> str:
     for (x, y), point in zip(dots, others, strict=True):
         above = " ↑" if point.bubble > plane.bubble.high else ""
         lines += labels.put(x, y, point.name + above)
-    about = "line: searched; dots: hand-made schedules; dashed: lower bound, nothing is possible in the shade"
-    return sheet(lines, width=width, height=height, title=_title(picture), about=about)
+    return sheet(lines, width=width, height=height, title=_title(picture), about=_ABOUT, headed=headed)
 
 
 def _title(picture: Pareto) -> str:
@@ -82,7 +84,17 @@ def pareto_page(picture: Pareto) -> str:
     >>> page.startswith("<!doctype html>"), "<svg" in page
     (True, True)
     """
-    return picture_page(_title(picture), pareto_svg(picture), pareto_table(picture))
+    pictures = "".join(
+        f'<div class="drawn {name}">{pareto_svg(picture, width=width, headed=False)}</div>'
+        for name, width in (("broad", _BROAD), ("slim", _SLIM))
+    )
+    header, rows = _listed(picture)
+    about = f'<p class="note">{_ABOUT}</p>'
+    parts = [
+        card("Bubble against memory", about + pictures, wide=True),
+        card("The least bubble for each memory", table_html(header, rows, words=(3, 4)), wide=True),
+    ]
+    return plain_page(_title(picture), "".join(parts))
 
 
 def pareto_table(picture: Pareto, *, width: int = 120) -> str:
@@ -95,6 +107,11 @@ def pareto_table(picture: Pareto, *, width: int = 120) -> str:
                     1  40.00%  40.00%     linear      one by one      40.00%
                     2   7.69%   7.69%     linear           zb-h1       7.69%
     """
+    return table(*_listed(picture), width=width, left=0)
+
+
+def _listed(picture: Pareto) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of the table."""
     rows = []
     for point in picture.front:
         fitting = [other for other in picture.hand_made if other.memory <= point.memory * (1 + 1e-12)]
@@ -103,7 +120,7 @@ def pareto_table(picture: Pareto, *, width: int = 120) -> str:
         hand_made = [best.name, f"{best.bubble:.2%}"] if best else ["none", ""]
         rows.append([memory, f"{point.bubble:.2%}", f"{point.bound or 0.0:.2%}", point.placement, *hand_made])
     header = [f"{picture.unit} held", "bubble", "bound", "placement", "best hand-made", "its bubble"]
-    return table(header, rows, width=width, left=0)
+    return header, rows
 
 
 def _shown(picture: Pareto) -> list[Point]:
@@ -122,7 +139,11 @@ def _axes(plane: _Plane, unit: str) -> Iterator[str]:
         size = 1024.0 ** ("B", "KiB", "MiB", "GiB", "TiB").index(name)
     memory = replace(plane.memory, high=plane.memory.high / size)
     yield from upright(
-        memory, plane.bubble.end, bottom + 5, most=10, written=lambda mark: f"{number(mark)} {name}".rstrip()
+        memory,
+        plane.bubble.end,
+        bottom + 5,
+        most=min(10, int((right - left) / 58)),
+        written=lambda mark: f"{number(mark)} {name}".rstrip(),
     )
     yield from level(plane.bubble, left, right, most=8, written=lambda mark: f"{number(100 * mark, 3)}%")
     yield text(right, bottom + 40, f"{unit} a rank holds", anchor="end", fill=MUTED)

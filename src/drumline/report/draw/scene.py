@@ -183,7 +183,7 @@ def _by_rank(columns: Mapping[str, Ints], chosen: Flags, of: ActionColumns) -> I
 
 def _titled(scenes: Sequence[dict[str, Any]]) -> str:
     if len(scenes) != 1:
-        return f"{len(scenes)} timelines side by side"
+        return f"Comparison of {len(scenes)} timelines"
     return f"{scenes[0]['name']}: {len(scenes[0]['rows'])} ranks, {scenes[0]['microbatches']} microbatches"
 
 

@@ -25,6 +25,7 @@ from drumline.report.draw.packed import plain
 from drumline.report.draw.palette import INK, MUTED, PAPER, RULE
 
 APART = 6.0  # from line to line of a hatch
+_HEAD = 44  # height of the title and the line below it
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 
 
@@ -90,22 +91,32 @@ def ticks(extent: float, *, most: int = 10) -> Sequence[float]:
 
 
 def sheet(
-    lines: Iterable[str], *, width: float, height: float, title: str, about: str, described: str | None = None
+    lines: Iterable[str],
+    *,
+    width: float,
+    height: float,
+    title: str,
+    about: str,
+    described: str | None = None,
+    headed: bool = True,
 ) -> str:
     """Return the document: a title, a line about the picture, and the drawing; `described` is for screen readers.
+
+    A page that has the title itself has it not `headed`: the picture begins below these lines.
 
     >>> sheet(["<g/>"], width=300, height=200, title="1F1B & friends", about="seconds").splitlines()[2]
     '<text x="16" y="26" font-size="15" font-weight="600">1F1B &amp; friends</text>'
     """
+    top = 0 if headed else _HEAD
     head = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{px(width)}" height="{px(height)}" '
-        f'viewBox="0 0 {px(width)} {px(height)}" role="img" aria-label="{xml_text(described or title)}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{px(width)}" height="{px(height - top)}" '
+        f'viewBox="0 {px(top)} {px(width)} {px(height - top)}" role="img" aria-label="{xml_text(described or title)}" '
         f'font-family="{xml_text(FONT)}" font-size="11" fill="{INK}">',
         f'<rect width="100%" height="100%" rx="6" fill="{PAPER}"/>',
         f'<text x="16" y="26" font-size="15" font-weight="600">{xml_text(title)}</text>',
         f'<text x="16" y="44" fill="{MUTED}">{xml_text(about)}</text>',
     ]
-    return "\n".join([*head, *lines, "</svg>", ""])
+    return "\n".join([*(head if headed else head[:1]), *lines, "</svg>", ""])
 
 
 def upright(

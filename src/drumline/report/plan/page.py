@@ -14,9 +14,10 @@ from drumline.plan.launch.launch import AXES, Launch, first_places, links
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.explain import Explanation, Reasons
 from drumline.plan.layouts.planner import ClusterPlan
-from drumline.report.draw.chart import Bar, Series, bars, chart
+from drumline.report.draw.chart import Bar, Graph, Series, bars
 from drumline.report.draw.html import asset, page_with
 from drumline.report.draw.markup import BarPart, bar_row, bar_rows, card, cards, legend_html, safe, table_html
+from drumline.report.draw.plot import plot
 from drumline.report.draw.scene import document
 from drumline.report.plan import text
 
@@ -45,7 +46,7 @@ def plan_page(explanation: Explanation, reasons: Reasons) -> str:
     drawn = reasons.drawing
     data = document(
         [] if drawn is None else [drawn.timeline],
-        title=title,
+        title=f"Plan for {title}",
         advice=". ".join(choice) + ".",
         names=None if drawn is None else [drawn.shows],
         seconds=True,
@@ -74,7 +75,7 @@ def _below(explanation: Explanation, reasons: Reasons) -> str:
         _changes(reasons),
         _more(reasons),
         card("Bytes that a device sends per step", table_html(header, text.traffic_rows(plan, reasons))),
-        *(f'<div class="card">{picture}</div>' for picture in (pareto_chart(plan, reasons), scaling_chart(reasons))),
+        *(card(graph.title, plot(graph)) for graph in (_pareto(plan, reasons), _scaling(reasons))),
         _ranks(plan),
         card("Strong and weak scaling", table_html(text.SCALING, text.scaling_rows(plan, reasons))),
         _launch(explanation.launch),
@@ -199,6 +200,10 @@ def best_svg(plan: ClusterPlan) -> str:
 
 def pareto_chart(plan: ClusterPlan, reasons: Reasons, *, width: int = 520) -> str:
     """Plot throughput against memory: the fastest layout for each memory, the choice, and the limit."""
+    return _pareto(plan, reasons).svg(width=width)
+
+
+def _pareto(plan: ClusterPlan, reasons: Reasons) -> Graph:
 
     def point(choice: Choice) -> tuple[float, float]:
         return choice.bytes / _GIB, plan.tokens_per_second(choice) / 1e3
@@ -214,28 +219,20 @@ def pareto_chart(plan: ClusterPlan, reasons: Reasons, *, width: int = 520) -> st
     if shown:
         series.append(Series("other meshes, and the choice with one setting changed", shown, marks=True))
     series.append(Series("chosen", [point(plan.chosen)], marks=True))
-    return chart(
-        series,
-        title="Throughput against memory",
-        x_label="GiB held by the fullest device",
-        y_label="thousand tokens per second",
-        width=width,
-        x_from=0.0,
-    )
+    words = ("Throughput against memory", "GiB held by the fullest device", "thousand tokens per second")
+    return Graph(series, *words, x_from=0.0)
 
 
 def scaling_chart(reasons: Reasons, *, width: int = 520) -> str:
     """Plot strong and weak scaling: throughput per device, relative to the smallest cluster."""
+    return _scaling(reasons).svg(width=width)
+
+
+def _scaling(reasons: Reasons) -> Graph:
     series = []
     for name, words in (("strong", "strong: the same batch"), ("weak", "weak: the batch grows with the devices")):
         points = [(float(dot.devices), dot.efficiency) for dot in reasons.scaling[name] if dot.efficiency is not None]
         if points:
             series.append(Series(words, points))
-    return chart(
-        series,
-        title="Scaling",
-        x_label="devices",
-        y_label="throughput per device, relative to the smallest cluster that fits",
-        width=width,
-        log_x=True,
-    )
+    relative = "throughput per device, relative to the smallest cluster that fits"
+    return Graph(series, "Scaling", "devices", relative, log_x=True)

@@ -22,6 +22,8 @@ from drumline.report.draw.markup import (
     cards,
     curves,
     legend_html,
+    run_legend,
+    run_sign,
     safe,
     table_html,
 )
@@ -39,7 +41,7 @@ _TOLD_APART = 0.01
 _LISTED = 3
 
 
-def run_page(reports: Sequence[RunReport], *, opening: str = "") -> str:
+def run_page(reports: Sequence[RunReport], *, title: str = "", opening: str = "") -> str:
     """Return the page of one run, or of several side by side; `opening` is markup to begin with."""
     timelines: list[Timeline] = []
     names = []
@@ -47,8 +49,11 @@ def run_page(reports: Sequence[RunReport], *, opening: str = "") -> str:
         prefix = f"{report.name}: " if len(reports) > 1 else ""
         timelines += [report.step.measured, report.step.simulated]
         names += [f"{prefix}measured, step {report.step.step}", f"{prefix}simulated, same seconds of every action"]
-    data = document(timelines, title=_title(reports), advice=_advice(reports), names=names, seconds=True)
+    data = document(timelines, title=title or _title(reports), advice=_advice(reports), names=names, seconds=True)
     data["strips"] = len(reports) == 1  # memory and queues, which the toolbar shows and hides
+    if len(reports) > 1:
+        for at, timeline in enumerate(data["timelines"]):
+            timeline["run"] = {"name": reports[at // 2].name, "kind": run_class(at // 2)}
     figures = [report.figures() for report in reports]
     above = _contents(figures) + opening + _above(figures)
     return page_with(data, panel=above, below=_below(figures), style=asset("report.css"))
@@ -56,9 +61,11 @@ def run_page(reports: Sequence[RunReport], *, opening: str = "") -> str:
 
 def _title(reports: Sequence[RunReport]) -> str:
     if len(reports) > 1:
-        return f"{len(reports)} runs side by side"
+        used = dict.fromkeys(report.step.program.name for report in reports)
+        listed = f": {', '.join(used)}" if len(used) <= _LISTED else ""
+        return f"Comparison of {len(reports)} runs{listed}"
     program = reports[0].step.program
-    return f"{reports[0].name}: {program.name}, {counts(program)}"
+    return f"Run {reports[0].name}: {program.name}, {counts(program)}"
 
 
 def _advice(reports: Sequence[RunReport]) -> str:
@@ -98,9 +105,9 @@ def _contents(runs: Sequence[Figures]) -> str:
     """Return links to the sections of a page with several runs; empty for one run."""
     if len(runs) == 1:
         return ""
-    links = [("title", "Overview"), ("charts", "Timelines"), ("steps", "Steps")]
-    links += [(f"run-{number}", run["name"]) for number, run in enumerate(runs)]
-    listed = "".join(f'<li><a href="#{place}">{safe(name)}</a></li>' for place, name in links)
+    links = [("title", "Overview", ""), ("charts", "Timelines", ""), ("steps", "Steps", "")]
+    links += [(f"run-{order}", run["name"], run_sign(order, run["name"])) for order, run in enumerate(runs)]
+    listed = "".join(f'<li><a href="#{place}">{sign}{safe(name)}</a></li>' for place, name, sign in links)
     return f'<nav class="contents" aria-label="Contents"><ol>{listed}</ol></nav>'
 
 
@@ -113,9 +120,9 @@ def _below(runs: Sequence[Figures]) -> str:
     for order, run in enumerate(runs):
         details = f'<div class="pair">{_ranks(run) + _causes(run) + _stages(run) + _peaks_section(run)}</div>'
         if len(runs) > 1:
-            swatch = f'<svg class="swatch"><rect class="part {run_class(order)}"/></svg>'
-            figures = f"step {_time(run['makespan'])}, bubble {percent(run['bubble'])}"
-            title = f'<summary><h2>{swatch} {safe(run["name"])}</h2> <span class="note">{figures}</span></summary>'
+            figures = f"step {run['step']}: {_time(run['makespan'])}, bubble {percent(run['bubble'])}"
+            name = f"<h2>{run_sign(order, run['name'])}{safe(run['name'])}</h2>"
+            title = f'<summary>{name} <span class="note">{figures}</span></summary>'
             parts.append(f'<details class="report" id="run-{order}">{title}{_remedies(run)}{details}</details>')
         else:
             parts.append(f'<section class="report">{details}</section>')
@@ -126,7 +133,7 @@ def _cards(run: Figures) -> str:
     slowest = run["per_stage"][run["slowest_stage"]]
     figures = [
         ("makespan", _time(run["makespan"]), run["which_step"]),
-        ("bubble", percent(run["bubble"]), f"utilisation {percent(run['utilisation'])}"),
+        ("bubble", percent(run["bubble"]), _of_steps(run)),
         ("overhead and jitter", percent(run["overhead_share"]), f"simulated {_time(run['simulated_makespan'])}"),
         ("slowest stage", str(slowest["stage"]), f"{_time(slowest['seconds'])} per microbatch"),
         ("peak stash", fullest(run["per_rank"]), "on the fullest rank"),
@@ -134,6 +141,12 @@ def _cards(run: Figures) -> str:
     rates = {"tokens_per_second": "tokens/s per rank", "rows_per_second": "rows/s"}
     known = [("throughput", number(run[key], 4), unit) for key, unit in rates.items() if run[key] is not None]
     return cards([*figures, *known[:1]])
+
+
+def _of_steps(run: Figures) -> str:
+    """Return which bubble a card shows, and the median beside it."""
+    several = run["num_steps"] > 1 and run["median_bubble"] is not None
+    return f"of this step; median of all steps {percent(run['median_bubble'])}" if several else "of this step"
 
 
 def _remedies(run: Figures) -> str:
@@ -147,28 +160,37 @@ def _remedies(run: Figures) -> str:
 
 
 def _comparison(runs: Sequence[Figures]) -> str:
-    columns: list[tuple[str, Callable[[Figures], float], Callable[[float], str]]] = [
+    """Return a table of the runs: what they ran, the step that is shown of each, and medians over all steps."""
+    columns: list[tuple[str, Callable[[Figures], float | None], Callable[[float], str]]] = [
         ("makespan", lambda run: run["makespan"], _time),
         ("simulated", lambda run: run["simulated_makespan"], _time),
-        ("bubble", lambda run: run["bubble"], percent),
         ("overhead and jitter", lambda run: run["overhead_share"], percent),
         ("slowest stage", lambda run: max(stage["seconds"] for stage in run["per_stage"]), _time),
+        ("bubble, step shown", lambda run: run["bubble"], percent),
+        ("median bubble, all steps", lambda run: run["median_bubble"], percent),
     ]
-    least = [min(value(run) for run in runs) for _, value, _ in columns]
+    values = [[value(run) for run in runs] for _, value, _ in columns]
+    least = [min((share for share in column if share is not None), default=0.0) for column in values]
+    several = len({run["ranks"] for run in runs}) > 1
     rows = []
     for order, run in enumerate(runs):
         cells = [
-            f"<td{' class=best' if value(run) - least[at] <= _TOLD_APART * abs(least[at]) else ''}>"
-            f"{safe(shown(value(run)))}</td>"
-            for at, (_, value, shown) in enumerate(columns)
+            f"<td>{run_sign(order, run['name'])}{safe(run['name'])}</td>",
+            f'<td class="words">{run["schedule"]}</td>',
         ]
-        swatch = f'<svg class="swatch"><rect class="part {run_class(order)}"/></svg>'
-        plain = (run["schedule"], run["ranks"], run["microbatches"], fullest(run["per_rank"]), run["num_steps"])
-        cells += [f"<td>{safe(cell)}</td>" for cell in plain]
-        rows.append(f"<tr><td>{swatch} {safe(run['name'])}</td>{''.join(cells)}</tr>")
-    names = ["run", *(name for name, _, _ in columns), "schedule", "ranks", "microbatches", "peak stash", "steps"]
-    head = "".join(f'<th scope="col">{name}</th>' for name in names)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+        cells += [f"<td>{run[key]}</td>" for key in (*(["ranks"] if several else []), "microbatches", "step")]
+        for (_, _, shown), column, lowest in zip(columns, values, least, strict=True):
+            figure = column[order]
+            best = figure is not None and figure - lowest <= _TOLD_APART * abs(lowest)
+            cells.append(f"<td{' class=best' if best else ''}>{'' if figure is None else safe(shown(figure))}</td>")
+        cells += [f"<td>{safe(cell)}</td>" for cell in (fullest(run["per_rank"]), run["num_steps"])]
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    names = [*(["ranks"] if several else []), "microbatches", "step shown", *(name for name, _, _ in columns)]
+    head = "".join(f'<th scope="col">{name}</th>' for name in (*names, "peak stash", "steps"))
+    head = f'<th scope="col">run</th><th scope="col" class="words">schedule</th>{head}'
+    note = '<p class="note">Times are those of one step of each run, a typical one. The timelines below show it.</p>'
+    table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    return f"<h2>The runs</h2>{table}{note}"
 
 
 def _ranks(run: Figures) -> str:
@@ -257,7 +279,7 @@ def _steps(runs: Sequence[Figures]) -> str:
             figures.append(curves(name, lines, written, low=low, high=high, marks=marks))
     if not figures:
         return ""
-    keys = legend_html((run_class(number), run["name"]) for number, run in enumerate(runs)) if len(runs) > 1 else ""
+    keys = run_legend([run["name"] for run in runs]) if len(runs) > 1 else ""
     return (
         f'<section class="report" id="steps"><h2>Steps</h2>{keys}<div class="curves">{"".join(figures)}</div></section>'
     )

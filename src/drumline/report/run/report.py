@@ -223,6 +223,7 @@ class RunReport:
             "overhead_seconds": self.overhead_seconds,
             "overhead_share": self.overhead_share,
             "bubble": step.measured.bubble,
+            "median_bubble": self._middle("bubble"),
             "utilisation": 1.0 - step.measured.bubble,
             **{name: self._middle(name) for name in ("rows_per_second", "tokens_per_second")},
             "slowest_stage": self.slowest_stage,

@@ -306,10 +306,11 @@ class Executor:
             self._outputs[index, microbatch] = output
         elif step.train:
             step.losses[microbatch] = output
-        elif job.stage is None or job.stage.loss is None:
-            step.outputs[microbatch] = output
         else:
-            step.outputs[microbatch], loss = output
+            has_loss = job.stage is not None and job.stage.loss is not None
+            value, loss = output if has_loss else (output, None)
+            if step.wants_outputs:  # those of a whole batch take more memory than a step of training
+                step.outputs[microbatch] = value
             if loss is not None:
                 step.losses[microbatch] = loss
 

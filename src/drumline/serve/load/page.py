@@ -8,16 +8,16 @@ from functools import partial
 from drumline.core.errors import counted
 from drumline.report.draw.html import asset, page_with
 from drumline.report.draw.markup import card, cards, table_html
+from drumline.report.draw.plot import plot
 from drumline.report.draw.scene import document
 from drumline.serve.load.generator import Result
-from drumline.serve.load.picture import HEADER, cells, load_svg, milliseconds, name_of, short
+from drumline.serve.load.picture import HEADER, cells, load_graph, milliseconds, name_of, short
 
 _SHARES = (("p50", "half"), ("p99", "99%"))
 # The page has no timelines, and none of what serves them.
 _STYLE = """.toolbar, #overview, .legend, footer { display: none; }
 .load .words { text-align: left; } .load td.words:first-child { white-space: nowrap; }
 .load td.words:last-child { white-space: normal; min-width: 190px; } .load .card.wide { grid-column: 1 / -1; }
-.load .card:has(> svg) { grid-row: span 2; }
 """
 
 
@@ -25,14 +25,15 @@ def load_page(results: Sequence[Result], *, service: str = "a service") -> str:
     """Return plot, tables and failures as a page that opens from disk.
 
     >>> text = load_page([Result(2, seconds=1.0, rows=4, latencies=[0.01, 0.02])], service="127.0.0.1:8001")
-    >>> "<title>Load of 127.0.0.1:8001</title>" in text, text.count("<table>")
+    >>> "<title>Load test of 127.0.0.1:8001</title>" in text, text.count("<table>")
     (True, 2)
     """
     answered = [result for result in results if result.latencies]
     parts = [_latencies(results), _inside(answered), _failures(results)]
     if answered:
-        parts.insert(0, f'<div class="card">{load_svg(results)}</div>')
-    data = document([], title=f"Load of {service}", advice=_sentence(results))
+        graph = load_graph(results)
+        parts.insert(0, card(graph.title, plot(graph)))
+    data = document([], title=f"Load test of {service}", advice=_sentence(results))
     panel = f'<section class="report">{_figures(answered)}</section>' if answered else ""
     below = f'<section class="report load"><div class="pair">{"".join(parts)}</div></section>'
     extra = {"loads": [result.to_json() for result in results]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drumline.core.errors import RunError
-from drumline.report.draw.chart import Series, chart
+from drumline.report.draw.chart import Graph, Series
 from drumline.report.draw.table import table
 from drumline.serve.load.generator import PERCENTILES, Result
 
@@ -50,8 +50,8 @@ def name_of(result: Result) -> str:
     return f"{result.concurrency} at a time" if result.concurrency else f"{result.rate:g}/s"
 
 
-def load_svg(results: Sequence[Result]) -> str:
-    """Return a plot of latency over throughput, a curve for each percentile."""
+def load_graph(results: Sequence[Result]) -> Graph:
+    """Return latency over throughput, a curve for each percentile."""
     figures = sorted((r.to_json() for r in results if r.latencies), key=lambda entry: float(entry["rows_per_second"]))
     if not figures:
         first = {code: why for result in reversed(results) for code, why in result.whys.items()}
@@ -63,7 +63,12 @@ def load_svg(results: Sequence[Result]) -> str:
         )
         for each in PERCENTILES
     ]
-    return chart(series, title="Latency over throughput", x_label="rows a second", y_label="milliseconds")
+    return Graph(series, "Latency over throughput", "rows a second", "milliseconds")
+
+
+def load_svg(results: Sequence[Result]) -> str:
+    """Return a plot of latency over throughput."""
+    return load_graph(results).svg()
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -4,11 +4,12 @@
     activations         1     2     2     2     2     1      microbatches of its stage, as weighed
     gradients           0     0     all   all   all   all    of a stage from its first backward on
     weights, state      all the time
+    working             what each action needs while it runs
 
 What a rank holds is bytes of tensors: parameters and buffers; gradients; what the optimizer keeps, float32 copies
 included; activations that wait for their backward, each storage once; and, told apart, what was received from other
-ranks. Weights that autocast has cast are held once for all microbatches. The fullest moment of a step counts. `held`
-says the same of a run, from what it recorded. Neither knows the temporary memory of single kernels.
+ranks. Weights that autocast has cast are held once for all microbatches. On top comes what an action needs only while
+it runs (`profile/working.py`). The fullest moment counts: an action's, or the optimizer's.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from drumline.plan.cut.timed import TimedCuts, steps_of
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.stages import split_share
 from drumline.profile.blocks import profile, tied
+from drumline.profile.working import Working, working
 from drumline.runtime.stage import Stage
 from drumline.schedules import find
 from drumline.train.memory.stand_ins import is_on_meta, stand_ins
@@ -65,6 +67,7 @@ class RankMemory:
     optimizer: float
     activations: float
     received: float = 0.0
+    working: float = 0.0
 
     @property
     def total(self) -> float:
@@ -134,9 +137,14 @@ def forecast(
                 max_seconds=_SECONDS,
             )  # fmt: skip
         found_profile, cast = _without_casts(found_profile, blocks, microbatch, precision)
+        with precision.autocast:
+            needs = working(
+                blocks, microbatch, device=device, target=wanted, loss_fn=intake.loss if intake.has_loss else None,
+                split=split_share(program) > 0,
+            )  # fmt: skip
     layers = tuple(replace(layer, tied=own_ties) for layer, own_ties in zip(found_profile.layers, ties, strict=True))
     found_profile = replace(found_profile, layers=layers)
-    return WeighedBlocks(tuple(blocks), found_profile, cast, state_of, accumulates).forecast(options)
+    return WeighedBlocks(tuple(blocks), found_profile, tuple(needs), cast, state_of, accumulates).forecast(options)
 
 
 @dataclass(frozen=True)
@@ -145,6 +153,7 @@ class WeighedBlocks:
 
     blocks: tuple[Block, ...]
     profile: Profile
+    working: tuple[Working, ...]
     cast: Mapping[str, int]
     state_of: StateOf
     accumulates: bool
@@ -176,8 +185,8 @@ def _added_up(weighed: WeighedBlocks, choices: Options, program: Program) -> For
         counts, optimizer_states=0, placement=program.placement, recompute=again, split=split_share(program)
     )
     costs = replace(costs, gradient_bytes=_gradients(costs, stages, choices))
-    how = {"accumulates": weighed.accumulates}
-    ranks = tuple(_ranks(program, costs, stages, weighed.cast, weighed.state_of, **how))
+    needs = _needs(weighed, counts, again)
+    ranks = tuple(_ranks(program, costs, stages, needs, weighed))
     if program.num_updates:
         ranks = tuple(
             replace(rank, weights=rank.weights * versions)
@@ -237,10 +246,8 @@ def _ranks(
     program: Program,
     costs: Costs,
     stages: Sequence[Sequence[Block]],
-    cast: Mapping[str, int],
-    state_of: StateOf,
-    *,
-    accumulates: bool,
+    needs: Mapping[tuple[int, Op], float],
+    weighed: WeighedBlocks,
 ) -> Iterator[RankMemory]:
     weights, gradients = (costs.per_stage(f"{name}_bytes", program.num_stages) for name in ("weight", "gradient"))
     sizes, bare = Sizes.of(program, costs), Sizes.of(program, _without_received(costs, program.num_stages))
@@ -248,15 +255,57 @@ def _ranks(
         held_stages = program.placement.stages_of(rank)
         own_blocks = [block for stage in held_stages for block in stages[stage]]
         stash, without = ([during for during, _ in size.stash(row)] for size in (sizes, bare))
-        grown = list(moments_of(row, {stage: gradients[stage] for stage in held_stages}, accumulates=accumulates))
-        at = max(range(len(row)), key=lambda at: grown[at] + stash[at], default=0)
-        yield RankMemory(
+        own_gradients = {stage: gradients[stage] for stage in held_stages}
+        grown = list(moments_of(row, own_gradients, accumulates=weighed.accumulates))
+        needed = [sum(needs.get((part.stage, part.op), 0.0) for part in action.work) for action in row]
+        at = max(range(len(row)), key=lambda at: grown[at] + stash[at] + needed[at], default=0)
+        action = RankMemory(
             weights=sum(weights[stage] for stage in held_stages),
             gradients=grown[at],
-            optimizer=float(sum(state_of(name, tensor) for name, tensor in _trained(own_blocks))),
-            activations=without[at] + sum(cast.get(block.name, 0) for block in own_blocks),
+            optimizer=float(sum(weighed.state_of(name, tensor) for name, tensor in _trained(own_blocks))),
+            activations=without[at] + sum(weighed.cast.get(block.name, 0) for block in own_blocks),
             received=stash[at] - without[at],
+            working=needed[at],
         )
+        update = replace(
+            action, gradients=sum(own_gradients.values()), activations=0.0, received=0.0,
+            working=_update_need(own_blocks, torch.device(weighed.profile.device)),
+        )  # fmt: skip
+        yield max(action, update, key=lambda moment: moment.total)
+
+
+def _update_need(blocks: Sequence[Block], device: torch.device) -> float:
+    """Return what an update needs: torch's optimizers go parameter by parameter on a host, elsewhere through all."""
+    sizes = [float(tensor.nbytes) for _, tensor in _trained(blocks)]
+    return max(sizes, default=0.0) if device.type == "cpu" else sum(sizes)
+
+
+def _needs(weighed: WeighedBlocks, counts: Sequence[int], again: Sequence[bool]) -> dict[tuple[int, Op], float]:
+    """Return what every stage's op needs above what is held while it runs.
+
+        F    block 0, then 1 above what 0 keeps, ...
+        B    the last block, then the one before above what the last has freed, ...
+
+    A recomputed stage runs F inside of B (or I), and F itself keeps nothing on its way.
+    """
+    needs: dict[tuple[int, Op], float] = {}
+    first = 0
+    for stage, (count, recomputed) in enumerate(zip(counts, again, strict=True)):
+        layers, blocks = weighed.profile.layers[first : first + count], weighed.working[first : first + count]
+        kept = [float(layer.activation_bytes) for layer in layers]
+        freed = [own - layer.held_until_weight_bytes for own, layer in zip(kept, layers, strict=True)]
+        forward = max(sum(kept[:at]) + block.forward for at, block in enumerate(blocks)) - sum(kept)
+        back = max(block.backward - sum(kept[at + 1 :]) for at, block in enumerate(blocks))
+        by_input = max(block.backward_input - sum(freed[at + 1 :]) for at, block in enumerate(blocks))
+        by_input -= max(0.0, -sum(freed))  # what I keeps for W is held
+        again_forward = forward if recomputed else 0.0
+        alone = float(max(block.forward for block in blocks))
+        needs[stage, Op.FORWARD] = alone if recomputed else max(0.0, forward)
+        needs[stage, Op.BACKWARD] = max(0.0, again_forward, back)
+        needs[stage, Op.BACKWARD_INPUT] = max(0.0, again_forward, by_input)
+        needs[stage, Op.BACKWARD_WEIGHT] = float(max(block.backward_weight for block in blocks))
+        first += count
+    return needs
 
 
 def _without_received(costs: Costs, num_stages: int) -> Costs:
