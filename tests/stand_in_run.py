@@ -49,10 +49,11 @@ def next_token(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output.flatten(0, 1).float(), target.flatten())
 
 
-def batch(settings: TrainSettings, built: Built) -> Batch:
-    """Return the batch of a pipeline step."""
+def batch(settings: TrainSettings, built: Built, *, rank: int = 0, size: int = 1) -> Batch:
+    """Return the batch of a pipeline step, or a line's part of it."""
     rows = settings.batch.sequences // settings.batch.accumulate
     tokens = torch.randint(256, (rows, settings.batch.sequence + 1), generator=torch.Generator().manual_seed(1))
+    tokens = tokens.chunk(size)[rank]
     return Batch({"input": tokens[:, :-1]}, tokens[:, 1:], tokens[:, 1:].numel(), tokens[:, 1:].numel())
 
 
@@ -91,9 +92,9 @@ def optimizers(shapes: dict[str, torch.Size], settings: OptimizerSettings) -> li
     return [Chosen(group, getattr(torch.optim, group.kind), settings.lr, names) for group, names in found]
 
 
-def data(settings: TrainSettings, built: Built) -> Data:
-    """Return data of that one batch."""
-    return Data(iter(()), (batch(settings, built),), 0)  # type: ignore[arg-type]
+def data(settings: TrainSettings, built: Built, *, rank: int = 0, size: int = 1) -> Data:
+    """Return data of that one batch, or of a line's part of it."""
+    return Data(iter(()), (batch(settings, built, rank=rank, size=size),), 0)  # type: ignore[arg-type]
 
 
 def stand_in(patch: pytest.MonkeyPatch) -> None:

@@ -138,3 +138,22 @@ def test_without_pipelining_the_forecast_is_one_rank_of_everything(monkeypatch: 
     found = dry_run(settings).forecast
     assert len(found.ranks) == 1
     assert found.ranks[0].received == 0
+
+
+@pytest.mark.features("mesh")
+def test_lines_of_a_mesh_hold_what_one_line_holds_and_divide_the_optimizers_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_in(monkeypatch)
+    one, lines, divided = (
+        dry_run(read_settings(None, {**SMALL, **more})).forecast.ranks
+        for more in (
+            {},
+            {"mesh.data": 2, "batch.sequences": 32},
+            {"mesh.data": 2, "batch.sequences": 32, "memory.zero": 1},
+        )
+    )
+    assert lines == one
+    for own, whole in some(zip(divided, one, strict=True)):
+        assert own.optimizer == pytest.approx(whole.optimizer / 2, rel=0.01)
+        assert (own.weights, own.gradients) == (whole.weights, whole.gradients)

@@ -279,6 +279,11 @@ def _text(dry_run: DryRun, line: str) -> str:
         "",
         "Memory that each rank needs at its fullest moment; working: what an action needs while it runs",
         table(["rank", *names], ranks, width=width, keep=("total",)),
+        *(
+            ["Of a mesh with context or tensor lines, activations and layers count undivided here."]
+            if max(dry_run.settings.mesh.context, dry_run.settings.mesh.tensor) > 1
+            else []
+        ),
         *_fit(info["fit"], width),
         *(
             ["The whole model was built for this: only built-in and Hugging Face models can be built without memory."]

@@ -23,7 +23,7 @@ from drumline.train.config.settings import OptimizerSettings, TrainSettings
 from drumline.train.data.build import build_data
 from drumline.train.data.example import example_of, fullest, sized
 from drumline.train.data.items.batch import Batch, Bucket
-from drumline.train.loop.making import build, pipeline_arguments
+from drumline.train.loop.making import build, pipeline_arguments, rows_of
 from drumline.train.loop.optimizers import ParameterGroup, choose
 from drumline.train.memory.forecast import Forecast, forecast
 from drumline.train.memory.optimizer_bytes import state_bytes
@@ -109,11 +109,12 @@ def dry_run(settings: TrainSettings) -> DryRun:
     device = torch.device(settings.pipeline.device or "cpu")
     torch.manual_seed(settings.run.seed)
     built = build(settings, build_tuned, whole=False)
-    data = build_data(settings, built)
+    number, size = rows_of(settings)
+    data = build_data(settings, built, rank=number, size=size)
     example = example_of(data, settings.num_microbatches)
     data.close()
     arguments = pipeline_arguments(settings, built, example, Path(settings.folder))
-    arguments |= {"record": True, "device": str(device), "transport": "in-process"}
+    arguments |= {"record": True, "device": str(device), "transport": "auto"}  # nothing is sent
     state_of = states(settings, built.model)
 
     def forecast_of(example: Batch, count: int = 0) -> Forecast:
