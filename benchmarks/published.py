@@ -133,18 +133,18 @@ def main() -> None:
         print(f"in the code:   product {REACH.product}, memory {REACH.memory}, node {NODE_REACH}\n")
         written["fit"] = {"product": constants[0], "memory": constants[1], "node": constants[2], "error": rest}
     for title, runs in (
-        ("The constants are from these", sc21()),
-        ("Nothing is from these", held_out()),
+        ("The constants come from these rows", sc21()),
+        ("No constant comes from these rows", held_out()),
         ("Found when all was settled", sc21_scaling()),
-        ("The same with sharded weights, which the model gets wrong", sc21_sharded()),
-        ("H100: one constant is from the first of these", llama3()),
-        ("FP8: nothing is from these", fp8()),
+        ("The same with sharded weights, where the model fails", sc21_sharded()),
+        ("H100: one constant comes from the first of these rows", llama3()),
+        ("FP8: no constant comes from these rows", fp8()),
     ):
         print(f"{title}\n\n{table(runs, exact=options.exact)}\n")
         rows = compared(runs, (best_constant(sc21()), best_constant(runs)), exact=options.exact)
         mean, worst = errors_of(rows)
         written[title] = {"rows": [row.to_json() for row in rows], "mean": mean, "worst": worst}
-    print(f"The rows that nothing is from, twelve of them\n\n{practices_table(held_out(), exact=options.exact)}\n")
+    print(f"The twelve rows that gave no constant\n\n{practices_table(held_out(), exact=options.exact)}\n")
     written["practices"] = practice_errors(held_out(), exact=options.exact)
     if options.left_out:
         print(f"Each paper's rows, with constants from the other papers\n\n{left_out_table(left_out())}\n")

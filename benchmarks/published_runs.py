@@ -204,7 +204,7 @@ def llama3() -> tuple[Run, ...]:
 
 
 def fp8() -> tuple[Run, ...]:
-    """Return runs in FP8 on H100: ten of NVIDIA's tables, and DeepSeek-V3 on H800. No constant is from these."""
+    """Return runs in FP8 on H100: ten of NVIDIA's tables, and DeepSeek-V3 on H800. No constant comes from these."""
     found = []
     for source, name, transformer, layout, rate in _FP8:
         seconds = layout.batch * transformer.sequence / rate / layout.num_devices

@@ -211,7 +211,7 @@ trials["1f1b"][0].timeline()
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3))
 for name in names:
-    timeline = trials[name][0].timeline(0)  # the first step of a run is weighed
+    timeline = trials[name][0].timeline(0)  # memory is measured in the first step of a run
     for edge, curve in timeline.queue_depths.items():
         if edge == (0, 1):
             left.step([at * 1e3 for at, _ in curve], [depth for _, depth in curve], where="post", label=name)

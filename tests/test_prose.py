@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from some import some
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
-    *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -33,7 +33,7 @@ def test_sentences_of_a_page_are_short(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [docstrings, comments, texts], ids=lambda kind: kind.__name__)
-def test_sentences_of_the_source_are_short(kind: type[Iterator[tuple[int, str]]]) -> None:
+def test_sentences_of_the_source_are_short(kind: Callable[[str], Iterator[tuple[int, str]]]) -> None:
     long = {
         path.relative_to(ROOT).as_posix(): found
         for path in some(SOURCES)

@@ -231,7 +231,7 @@ def test_sequences_in_parts_give_the_gradients_of_one_process(ranks: list[Any]) 
         assert f"sequences of {2 * LENGTH} tokens" in long
         assert f"a window of {LENGTH}; expected at most {LENGTH} tokens" in long
         assert "position_ids do not count up by one in every row" in packed
-        assert "the model shifts labels by itself" in labels
+        assert "the model shifts labels itself" in labels
 
 
 def test_attention_that_cannot_be_gathered_is_refused_before_the_start() -> None:

@@ -1,4 +1,4 @@
-"""Hugging Face models without an example: followed on a guess, or refused with the mend."""
+"""Hugging Face models without an example: traced with a guessed example, or refused with a fix."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def help_of(key: Setting) -> str:
     >>> help_of(keys()["run"]["threads"])
     'threads of each rank (default: cores / local ranks)'
     >>> help_of(keys()["precision"]["weights"])
-    'numbers of the parameters (fp32, bf16, fp16; default fp32)'
+    'precision of the parameters (fp32, bf16, fp16; default fp32)'
     """
     if key.kind is bool:
         return key.short.removeprefix("whether to ")
