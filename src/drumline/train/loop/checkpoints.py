@@ -51,6 +51,14 @@ def checkpoints_of(run: str | Path) -> Path | None:
     return next((path for path in (Path(run), Path(run) / FOLDER) if checkpoints(path)), None)
 
 
+def check_resumed(settings: TrainSettings, adapter: Adapter | None, *, continues: bool) -> None:
+    """Refuse to go on with another adapter than the one in the newest checkpoint, before anything is written."""
+    own_folder = checkpoints_of(Path(settings.folder) / FOLDER) if continues else None
+    folder = own_folder or (checkpoints_of(settings.checkpoint.resume) if settings.checkpoint.resume else None)
+    if folder is not None:
+        check_same(adapter, checkpoints(folder)[0])
+
+
 class Checkpoints:
     """Saves a run, and brings one back."""
 
@@ -66,7 +74,7 @@ class Checkpoints:
     ) -> None:
         self._pipe, self._settings, self._data, self._continues = pipe, settings, data, continues
         self._saves = saves(pipe)
-        self._folder, self._adapter = folder / FOLDER, adapter
+        self._folder = folder / FOLDER
         self._last: Saving | None = None
         self._only = None if adapter is None else frozenset(adapter.names)
         self._beside: dict[str, str | bytes | Path | Maker] = {}
@@ -80,7 +88,6 @@ class Checkpoints:
         Returns the step it was saved after, and the counts.
         """
         resume = self._settings.checkpoint.resume
-        self._check_adapter(resume)
         loaded = self._saves.load(self._folder, missing_ok=True) if self._continues else None
         if loaded is None and resume and checkpoints_of(resume):
             loaded = self._saves.load(found_in(resume), missing_ok=False)
@@ -95,13 +102,6 @@ class Checkpoints:
             )
         self._data.training.load_state_dict(own_position(extra["data"], *self._pipe.axes.rows))
         return {**extra, "step": loaded.step}
-
-    def _check_adapter(self, resume: str) -> None:
-        """Refuse to go on with another adapter than the one in the newest checkpoint."""
-        own_folder = checkpoints_of(self._folder) if self._continues else None
-        folder = own_folder or (checkpoints_of(resume) if resume else None)
-        if folder is not None:
-            check_same(self._adapter, checkpoints(folder)[0])
 
     def is_due(self, step: int) -> bool:
         """Whether it is time to save after a step."""

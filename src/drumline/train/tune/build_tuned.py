@@ -97,7 +97,9 @@ def _of_base(settings: TrainSettings) -> TrainSettings:
 def _check_names(model: nn.Module, adapter: AdapterSettings) -> None:
     """Refuse names that no module has: PEFT passes over them if others are found."""
     paths = [path for path, _ in model.named_modules()]
-    holding = [path for path, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None]
+    holding = [
+        path for path, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None
+    ]
     leaves = dict.fromkeys(path.rpartition(".")[2] for path in holding)
     for key in ("targets", "excluded", "modules_to_save"):
         names = getattr(adapter, key)

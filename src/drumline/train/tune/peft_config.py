@@ -24,7 +24,7 @@ _REGULAR = set("^$*+?()[]{}|\\")
 def is_pattern(name: str) -> bool:
     """Whether a single target is a regular expression of whole names.
 
-    >>> is_pattern("q_proj"), is_pattern(r".*\\.q_proj")
+    >>> is_pattern("q_proj"), is_pattern(".*q_proj")
     (False, True)
     """
     return bool(_REGULAR & set(name))

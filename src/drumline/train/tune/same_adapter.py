@@ -15,8 +15,10 @@ from drumline.train.models.built import Adapter
 from drumline.train.tune.peft_config import CONFIG, OWN
 
 # What an adapter is, by PEFT's names; a run that continues may change all else, such as dropout.
-_MAKE_UP = ("peft_type", "r", "lora_alpha", "alpha", "target_modules", "modules_to_save", "bias", "use_rslora", "use_dora",
-            "layers_to_transform", "rank_pattern", "alpha_pattern", "feedforward_modules")  # fmt: skip
+_MAKE_UP = (
+    "peft_type", "r", "lora_alpha", "alpha", "target_modules", "modules_to_save", "bias", "use_rslora", "use_dora",
+    "layers_to_transform", "rank_pattern", "alpha_pattern", "feedforward_modules",
+)  # fmt: skip
 
 
 def check_same(adapter: Adapter | None, checkpoint: Path) -> None:
