@@ -77,10 +77,11 @@ floors:
 	  -W ignore::pyparsing.warnings.PyparsingDeprecationWarning
 
 # All combinations of what `make test` thins out (models, schedules, counts, transports), and the matrix of Hugging Face
-# families and schedules for docs/models-tested.md; an hour.
+# families and schedules for docs/models-tested.md and of adapters for docs/adapters-tested.md; an hour.
 matrices: $(VENV)/full.stamp
 	ALL_CASES=1 $(BIN)/pytest -m matrix --numprocesses 2
 	OMP_NUM_THREADS=1 $(BIN)/python tests/hf_matrix.py --write
+	OMP_NUM_THREADS=1 $(BIN)/python tests/adapter_matrix.py --write
 
 # Real runs of `drumline train` that are killed, stopped or damaged (tests/faults), and a service under faults; the short
 # form is for .ci/run.

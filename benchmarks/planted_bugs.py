@@ -16,6 +16,7 @@ from planted_schedules import SCHEDULES
 from planted_serve import SERVE
 from planted_stream import STREAM
 from planted_train import TRAIN
+from planted_tune import TUNE
 
 BUGS = (
     *CORE,
@@ -32,4 +33,5 @@ BUGS = (
     *STREAM,
     *SERVE,
     *TRAIN,
+    *TUNE,
 )

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +210,7 @@ def outcome(kind: str, family: str, base: str, schedule: str = "1f1b") -> str:
             )
             pipe.step(**batch)
     except DrumlineError as error:
-        return f"refused: {error}"
+        return f"refused: {error}" if kind == "prefix tuning" else f"wrong: refused, {error}"
     ours = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     if ours.keys() != plain.keys():
         return f"wrong: other gradients, {sorted(ours.keys() ^ plain.keys())[:3]}"
@@ -221,24 +223,27 @@ def outcome(kind: str, family: str, base: str, schedule: str = "1f1b") -> str:
 HEAD = """\
 # Adapters that are tested
 
-`python tests/adapter_matrix.py --write` wrote this page: kinds of adapters by PEFT, on families of models and on bases
-in full precision, in int8 and in NF4 (bitsandbytes). Each was trained for a step on two stages by 1f1b, and its
-gradients compared with those of a plain loop over the same microbatches.
+`python tests/adapter_matrix.py --write` wrote this page, with PyTorch {torch}, PEFT {peft} and transformers
+{transformers} on a CPU: kinds of adapters by PEFT, on families of models and on bases in full precision, in int8 and in
+NF4 (bitsandbytes). Each was trained for a step on two stages by 1f1b, and its gradients compared with those of a plain
+loop over the same microbatches.
 
 - **=** the same bits
 - **≈** within 1e-6 of the largest gradient
 - **P** PEFT itself does not take this pair (below)
 - **R** refused in one line, because it passes a cache of keys between blocks
 
-Each cell has the base in full precision, int8, NF4.
+Each cell has the base in full precision, int8, NF4. `make test` tries a part of the cells, `make matrices` all of them.
+[Adapters in training runs](train-adapters.md) says which of them `drumline train` takes.
 
 """
 
 
 def page(outcomes: Mapping[tuple[str, str, str], str]) -> str:
     """Return the table of a run of all cases, and what PEFT itself or we refuse."""
+    versions = {name: version(name).partition("+")[0] for name in ("torch", "peft", "transformers")}
     lines = [
-        *HEAD.splitlines(),
+        *HEAD.format_map(versions).splitlines(),
         f"| adapter | {' | '.join(FAMILIES)} |",
         f"|---|{'---|' * len(FAMILIES)}",
     ]
@@ -248,12 +253,18 @@ def page(outcomes: Mapping[tuple[str, str, str], str]) -> str:
             " ".join(signs[outcomes[kind, family, base].partition(":")[0]] for base in BASES) for family in FAMILIES
         ]
         lines.append(f"| {kind} | {' | '.join(cells)} |")
-    lines += ["", "What PEFT says of the pairs that it does not take:", ""]
-    reasons: dict[str, list[str]] = {}
+    lines += ["", "What a plain loop of PEFT says of the pairs that it does not take:", ""]
+    reasons: dict[tuple[str, str, str], tuple[str, list[str]]] = {}
     for (kind, family, base), told in outcomes.items():
-        if told.startswith("PEFT: "):
-            reasons.setdefault(told.removeprefix("PEFT: "), []).append(f"{kind} on {family} ({base})")
-    lines += [f"- {', '.join(names)}: `{reason}`" for reason, names in reasons.items()]
+        if told.startswith("PEFT: "):  # sizes of layers differ between families
+            reason = told.removeprefix("PEFT: ")
+            _, families = reasons.setdefault((kind, base, re.sub(r"\d+", "N", reason)), (reason, []))
+            families.append(family)
+    lines += ["| adapter | base | families | PEFT's error |", "|---|---|---|---|"]
+    for (kind, base, _), (reason, families) in reasons.items():
+        others = [family for family in FAMILIES if family not in families]
+        shown = ", ".join(families) if len(families) < 6 else f"all but {', '.join(others)}" if others else "all"
+        lines.append(f"| {kind} | {base} | {shown} | `{reason}` |")
     return "\n".join(lines) + "\n"
 
 

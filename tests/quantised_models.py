@@ -40,9 +40,9 @@ class Adapted(nn.Module):
         return torch.tanh(self.base(x) + self.up(self.down(x)))
 
 
-def chain(base: str) -> nn.Sequential:
+def chain(base: str, seed: int = 0) -> nn.Sequential:
     """Return four layers with adapters."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     layers = quantise(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))), base)
     torch.manual_seed(1)
     return nn.Sequential(*map(Adapted, layers.children()))

@@ -21,6 +21,7 @@ from drumline.checkpoint.saves import Saves, saves
 from drumline.checkpoint.staging import StagedFile
 from drumline.core.errors import ModelError, RecordError, RunError, WaitTimeout
 from drumline.features.saving import saver
+from drumline.model.weights.files import Weights
 from drumline.pipeline.pipeline import Pipeline
 from matrices import long
 from refused import refused
@@ -319,3 +320,11 @@ def test_transformers_loads_a_checkpoint(tmp_path: Path) -> None:
     config.save_pretrained(path)
     again = transformers.AutoModelForCausalLM.from_pretrained(path)
     assert torch.equal(again(tokens).logits, wanted)
+
+
+def test_a_process_without_tensors_writes_a_file_that_others_can_read(tmp_path: Path) -> None:
+    staged = StagedFile()
+    staged.take({})
+    assert staged.write(tmp_path / "none.safetensors") == {}
+    assert Weights(tmp_path / "none.safetensors").tensors == {}
+    assert (tmp_path / "none.safetensors").stat().st_size == staged.num_bytes > 0

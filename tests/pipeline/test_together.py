@@ -137,6 +137,8 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"adapter": "lora", **mesh_facts(TP)}, {"adapter.method": "lora", "mesh.tensor": 2}),
     "a quantised `--base` x `zero=3`": (
         {"base": "nf4", **TWO_LINES}, {"adapter.base": "nf4", "memory.zero": 3, "mesh.data": 2}),
+    "`--adapter loha` or `lokr` x `--base nf4`": (
+        {"adapter": "loha", "base": "nf4"}, {"adapter.method": "lokr", "adapter.base": "nf4"}),
     "`--elastic` x several lines without `dp`": (
         {"elastic": True, **mesh_facts(TP)}, {"failures.elastic": True, "mesh.tensor": 2}),
 }  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import drumline as dl
-from adapter_matrix import BASES, FAMILIES, KINDS, MICROBATCHES, adapted, batch_of, outcome, peft
+from adapter_matrix import BASES, FAMILIES, KINDS, MICROBATCHES, adapted, batch_of, outcome, peft, plain_gradients
 from hf_zoo import made
 from matrices import matrix
 
@@ -31,6 +31,25 @@ def test_gradients_are_those_of_a_plain_loop(kind: str, family: str, base: str, 
         assert told == "equal"
     else:
         assert told.partition(":")[0] in ("equal", "close"), told
+
+
+def test_dora_takes_its_norms_from_four_bits() -> None:
+    assert outcome("dora", "llama", "nf4") == "equal"
+
+
+def test_heads_that_are_tied_have_adapters_of_their_own() -> None:
+    batch, base = batch_of("qwen2"), made("qwen2")
+    assert base.lm_head.weight is base.model.embed_tokens.weight
+    config = peft.LoraConfig(r=4, target_modules=["lm_head", "embed_tokens"], init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model: Any = peft.get_peft_model(base, config)
+        expected = plain_gradients(copy.deepcopy(model), batch)
+        pipeline_of(model, example=batch).step(**batch)
+    ours = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    assert len(expected) == 4
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[name], grad) for name, grad in expected.items())
 
 
 def pipeline_of(model: Any, **settings: Any) -> dl.Pipeline:

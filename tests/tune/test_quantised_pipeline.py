@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +34,7 @@ from quantised_models import (
     plain_llama,
     settings,
     stepped,
+    values,
 )
 
 pytestmark = pytest.mark.torch
@@ -253,3 +256,26 @@ def test_each_rank_reads_and_quantises_its_own_stages(tmp_path: Path) -> None:
     assert not set(held) & set(others)
     assert len(held) + len(others) == 21
     assert (count, rest) == (len(held), len(others)), "each rank quantises its own weights, and no others"
+
+
+def lines(base: str) -> tuple[bytes, list[Tensor]]:
+    """Build the same model by another seed on every line, and return its base and the gradients of a step."""
+    model = chain(base, seed=10 + int(os.environ["RANK"]))
+    with dl.Pipeline(model, mesh={"pp": 1, "dp": 2}, **settings("chain")) as pipe:
+        gradients = stepped(pipe, "chain")
+    frozen = [value for name, value in values(model).items() if ".base." in name]
+    assert frozen
+    return b"".join(value.contiguous().numpy().tobytes() for value in frozen), list(gradients.values())
+
+
+def of_bases(bases: Sequence[str]) -> list[tuple[bytes, list[Tensor]]]:
+    return [lines(base) for base in bases]
+
+
+@pytest.mark.features("mesh")
+def test_lines_begin_with_the_codes_and_scales_of_the_first() -> None:
+    first, second = dl.launch(of_bases, BASES, num_ranks=2)
+    for base, (ours, gradients), (theirs, others) in zip(BASES, first, second, strict=True):
+        assert ours == theirs, base
+        assert len(gradients) == len(others) > 0
+        assert all(torch.equal(grad, other) for grad, other in zip(gradients, others, strict=True))

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from drumline.core.errors import ConfigError, DrumlineError
+from drumline.core.errors import ConfigError, DrumlineError, ModelError
 from drumline.model.quantised.bases import BASES
 from drumline.plan.cluster.frozen_base import BASES as PLANNED
 from drumline.train.config.adapter_settings import PLAIN_BASES, QUANTISED_BASES
 from drumline.train.config.files.settings_file import read_settings
+from drumline.train.loop.run import run_training
 from drumline.train.tune.build_tuned import build_tuned
+from hf_zoo import made
 from refused import refused
 from tune.llama import chats as chats_of
-from tune.runs import settings_of
+from tune.runs import newest, settings_of
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no method": ({"adapter.rank": 4}, "is given, but no adapter; expected adapter.method: lora"),
@@ -27,6 +31,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown base": ({"adapter.method": "lora", "adapter.base": "nf5"}, "did you mean nf4"),
     "merging without saving": (
         {"adapter.method": "lora", "adapter.merge": True, "checkpoint.at_end": False}, "checkpoint.at_end is false"),
+    "4-bit codes under LoHa": ({"adapter.method": "loha", "adapter.base": "nf4"}, 'set adapter.base = "int8"'),
     "a divided layer": ({"adapter.method": "lora", "mesh.tensor": 2}, "layers that no line divides"),
 }  # fmt: skip
 
@@ -52,6 +57,13 @@ def test_what_peft_refuses_is_told_with_names_of_layers(llama: Path, tmp_path: P
     chats = chats_of(tmp_path / "chats.jsonl")
     for keys, said in (
         ({"adapter__targets": ["q_prj"]}, "did you mean q_proj?"),
+        ({"adapter__targets": ["q_proj", "v_prj"]}, "no module of the model has the name 'v_prj'"),
+        ({"adapter__excluded": ["lm_hed"]}, "did you mean lm_head?"),
+        ({"adapter__modules_to_save": ["lm_hed"]}, "did you mean lm_head?"),
+        ({"adapter__targets": [".*nothing.*"]}, "expected names of layers: down_proj"),
+        ({"adapter__settings": {"layers_to_transform": [0]}}, "name layers in adapter.targets"),
+        ({"adapter__settings": {"trainable_token_indices": [3]}}, 'adapter.modules_to_save = ["embed_tokens"]'),
+        ({"adapter__dora": True, "adapter__base": "llm-int8"}, 'set adapter.base = "int8"'),
         ({"adapter__settings": {"layers_to_transfrm": [0]}}, "did you mean layers_to_transform?"),
         ({"adapter__settings": {"r": 3}}, "expected adapter.rank, which says the same"),
         ({"adapter__settings": {"init_lora_weights": "pissa"}}, "init_lora_weights = 'pissa'"),
@@ -60,6 +72,49 @@ def test_what_peft_refuses_is_told_with_names_of_layers(llama: Path, tmp_path: P
         with pytest.raises(DrumlineError) as caught:
             build_tuned(settings, device="meta")
         assert said in str(caught.value)
+
+
+def test_a_base_that_cannot_be_quantised_is_refused(llama: Path, tmp_path: Path) -> None:
+    chats = chats_of(tmp_path / "chats.jsonl")
+    folder, packed = tmp_path / "gpt2", tmp_path / "packed"
+    made("gpt2").save_pretrained(folder)
+    shutil.copytree(llama, packed)
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (packed / "config.json").write_text(json.dumps(config))
+    keys: dict[str, Any] = {"adapter__base": "nf4", "lengths__how": "padded", "data__tokenizer": str(llama)}
+    with refused(ModelError, "adapter.base is 'nf4', and .*gpt2 has no linear layer", fix='"bf16"'):
+        build_tuned(settings_of(folder, chats, tmp_path / "run", **keys), device="meta")
+    with refused(ModelError, "quantised already, by bitsandbytes", expected="full precision", fix="--base nf4"):
+        build_tuned(settings_of(packed, chats, tmp_path / "run"), device="meta")
+
+
+def test_a_folder_without_tokenizer_is_told_so(tmp_path: Path) -> None:
+    made("llama").save_pretrained(tmp_path / "model")
+    settings = settings_of(tmp_path / "model", chats_of(tmp_path / "chats.jsonl"), tmp_path / "run")
+    with refused(ModelError, "model has no tokenizer, and the one of bytes has 257", fix="data.tokenizer"):
+        build_tuned(settings, device="meta")
+
+
+def test_an_adapter_starts_beside_its_own_base(llama: Path, tmp_path: Path) -> None:
+    chats = chats_of(tmp_path / "chats.jsonl")
+    settings = settings_of(llama, chats, tmp_path / "run", run__steps=1)
+    run_training(settings, tell=lambda _: None)
+    checkpoint = newest(tmp_path / "run")
+    made("llama").save_pretrained(tmp_path / "other")
+    keys: dict[str, Any] = {"adapter__method": "", "adapter__rank": 8, "adapter__start": str(checkpoint)}
+    other = settings_of(tmp_path / "other", chats, tmp_path / "new", data__tokenizer=str(llama), **keys)
+    with refused(ModelError, "adapter.start: .*lora_A.* has shape", expected="fits the model", fix="--model"):
+        build_tuned(other, device="meta")
+    for more, error, fix in (
+        ({"adapter__rank": 2}, "adapter.rank is 2, and the adapter in .* has 4", "change it back"),
+        ({"adapter__alpha": 3.0}, "adapter.alpha is 3.0, and the adapter in .* has 8", "change it back"),
+        ({"adapter__method": "ia3", "adapter__rank": 8}, "adapter.method is 'ia3', .* has 'lora'", "change it back"),
+        ({"adapter__method": "", "adapter__rank": 8}, "holds an adapter, without its base", "add --adapter"),
+    ):
+        again = settings_of(llama, chats, tmp_path / "again", checkpoint__resume=str(checkpoint), **more)
+        with refused(ModelError, error, fix=fix):
+            run_training(again, tell=lambda _: None)
 
 
 def test_settings_name_the_bases_that_there_are() -> None:

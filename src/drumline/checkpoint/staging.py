@@ -35,7 +35,7 @@ class StagedFile:
     """
 
     def __init__(self) -> None:
-        self._layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] | None = None  # a file without tensors has one too
         self._header = b""
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._places: dict[str, Tensor] = {}

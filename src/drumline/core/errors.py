@@ -152,13 +152,15 @@ def nearest(word: str, known: Iterable[str]) -> str:
     'did you mean a100-40 or a100-80?'
     >>> nearest("xyz", ["gpipe", "1f1b"])
     'choose one of gpipe, 1f1b'
+    >>> nearest("xyz", [])
+    ''
     """
     words = {name.lower(): name for name in known}
     longer = [name for name in words if word and name.startswith(word.lower())]
     close = longer[:4] or difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.5)
     if close:
         return f"did you mean {' or '.join(words[name] for name in close)}?"
-    return f"choose one of {', '.join(words.values())}"
+    return f"choose one of {', '.join(words.values())}" if words else ""
 
 
 def installing(extra: str) -> str:

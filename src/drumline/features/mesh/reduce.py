@@ -25,6 +25,7 @@ from drumline.channel.lines.grid import AXES, DATA
 from drumline.channel.lines.slices import sharded_over
 from drumline.core.errors import ModelError
 from drumline.model.precision import gradient_dtype
+from drumline.model.quantised.packed import parts_of
 
 _BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel
 
@@ -129,16 +130,20 @@ def _note_end(bucket: GradientBucket, now: Callable[[], int], _: object) -> None
 
 @torch.no_grad()
 def share_values(axes: Axes, tensors: Iterable[Tensor]) -> None:
-    """Give all copies of each tensor along the mesh the values of the first; all ranks call it alike."""
+    """Give all copies of each tensor along the mesh the values of the first; all ranks call it alike.
+
+    Of a packed tensor, its codes and scales are sent.
+    """
     works = []
     for tensor in tensors:
         along = tuple(name for name in AXES[1:] if name not in sharded_over(tensor))
         group = axes.group(*along)
-        if group is not None:
-            plain = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
+        for part in parts_of(tensor).values() if group is not None else ():
+            own = part.view(torch.uint8) if part.dtype.itemsize == 1 and part.dtype is not torch.bool else part
+            plain = own.contiguous()
             work = dist.broadcast(plain, axes.members(*along)[0], group=group, async_op=True)
             assert work is not None
-            works.append((tensor, plain, work, along))
+            works.append((own, plain, work, along))
     for tensor, plain, work, along in works:
         axes.wait(work, "sharing the model's first values", along)
         if plain.data_ptr() != tensor.data_ptr():

@@ -30,7 +30,7 @@ from drumline.core.errors import ModelError
 from drumline.model.catalogue import named_tensors
 from drumline.model.hooks import BACKWARD, FORWARD
 from drumline.model.patches import Patch, Replacement, put_in
-from drumline.model.quantised.packed import copied_states, settle
+from drumline.model.quantised.packed import copied_states, settle, unpacked_shape
 from drumline.model.quantised.sketch import sketch
 from drumline.model.values import MISSING, content_of, pack, unpack
 from drumline.model.watch.fingerprint import can_change
@@ -150,7 +150,8 @@ class Skeleton:
         self._known: dict[Any, tuple[Any, tuple[int | Meta, ...]]] = {}
 
     def _like(self, tensor: Tensor) -> Tensor:
-        like = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        # Of 4-bit codes, the shape of what they stand for: DoRA computes with it.
+        like = torch.empty(unpacked_shape(tensor), dtype=tensor.dtype, device=self.device)
         return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
 
     def fakes(self, metas: Iterable[Meta]) -> list[Tensor]:

@@ -48,12 +48,16 @@ _ONE_OF_EACH = Given("mesh", "several lines without `dp`",
                      lambda facts: SEVERAL_LINES.holds(facts) and without("dp").holds(facts),
                      "no data-parallel pipeline of {mesh_name} can be left out")  # fmt: skip
 _ADAPTER = Given("adapter", "`--adapter`", fact("adapter").holds)
+_BY_SHAPE = Given("adapter", "`--adapter loha` or `lokr`", fact("adapter", "loha", "lokr").holds)
+_FOUR_BITS = Given("base", "`--base nf4`", fact("base", "nf4").holds)
 _QUANTISED = Given("base", "a quantised `--base`", fact("base", *QUANTISED_BASES).holds)
 CLASHES = (
     Clash(_ADAPTER, axis("tp", "ep"), "layers that no line divides", "adapters belong to whole layers",
           fix="set mesh.tensor = 1 and mesh.expert = 1, and use more stages"),
     Clash(_QUANTISED, fact("zero", 3), "whole layers on every line", "quantised weights are not divided",
           ("zero", 1)),
+    Clash(_BY_SHAPE, _FOUR_BITS, "lora or ia3, or another base",
+          "PEFT adds these adapters to weights, and 4-bit codes have another shape", ("base", "int8")),
     Clash(_ELASTIC, NO_FLUSH, "a flushed schedule", "updates that are due belong to their ranks", _FIXED),
     Clash(_ELASTIC, _ONE_OF_EACH, "lines of dp, or one line", "each line holds what no other one holds", _FIXED),
 )  # fmt: skip

@@ -25,6 +25,7 @@ from drumline.train.data.position import own_position, position_of
 from drumline.train.models.built import Adapter
 from drumline.train.models.companion_files import files_beside
 from drumline.train.tune.adapter_files import adapter_files
+from drumline.train.tune.same_adapter import check_same
 
 FOLDER = "checkpoints"
 
@@ -48,6 +49,14 @@ def found_in(resume: str) -> Path:
 def checkpoints_of(run: str | Path) -> Path | None:
     """Return the folder of checkpoints of a run, of such a folder, or of one checkpoint; None if it has none."""
     return next((path for path in (Path(run), Path(run) / FOLDER) if checkpoints(path)), None)
+
+
+def check_resumed(settings: TrainSettings, adapter: Adapter | None, *, continues: bool) -> None:
+    """Refuse to go on with another adapter than the one in the newest checkpoint, before anything is written."""
+    own_folder = checkpoints_of(Path(settings.folder) / FOLDER) if continues else None
+    folder = own_folder or (checkpoints_of(settings.checkpoint.resume) if settings.checkpoint.resume else None)
+    if folder is not None:
+        check_same(adapter, checkpoints(folder)[0])
 
 
 class Checkpoints:

@@ -23,6 +23,7 @@ from drumline.train.config.write import keep_settings
 from drumline.train.data.build import build_data
 from drumline.train.data.example import example_of
 from drumline.train.data.items.batch import Data
+from drumline.train.loop.checkpoints import check_resumed
 from drumline.train.loop.making import (
     Calling,
     MakeModel,
@@ -62,6 +63,7 @@ def run_training(
         torch.set_num_threads(settings.run.threads)
     before = resident()
     built = build(settings, make_model)
+    check_resumed(settings, built.adapter, continues=continues)
     number, count = rows_of(settings)
     folder = Path(settings.folder)
     with closing(make_data(settings, built, rank=number, size=count)) as data:

@@ -119,7 +119,16 @@ def _hf(settings: TrainSettings) -> Built:
     if built.tokenizer is None and settings.data.kind != "tokens":
         built = replace(built, tokenizer=ByteTokenizer())
     config = built.model.config
-    _check_vocabulary(int(getattr(config, "vocab_size")), built.tokenizer)  # noqa: B009 - typed as a module
+    stands_in = built.tokenizer if isinstance(built.tokenizer, ByteTokenizer) and not named else None
+    size = int(getattr(config, "vocab_size"))  # noqa: B009 - typed as a module
+    if stands_in is not None and stands_in.vocabulary > size:
+        raise ModelError(
+            f"{settings.model.path} has no tokenizer, and the one of bytes has {stands_in.vocabulary} tokens, the model"
+            f" {size}",
+            expected="the tokenizer that the model was trained with",
+            fix="copy its files into that folder, or name their folder in data.tokenizer",
+        )
+    _check_vocabulary(size, built.tokenizer)
     return built
 
 

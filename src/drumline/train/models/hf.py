@@ -46,6 +46,7 @@ def hf_model(
 ) -> Built:
     """Return the model on the meta device, with the weights of its folder to be read stage by stage."""
     config = config_of(path)
+    _check_numbers(path, config)
     _check_lengths(path, config, sequence)
     if packed and not keeps_documents_apart(config):
         raise ModelError(
@@ -149,6 +150,19 @@ def _new_model(config: Any, dtype: torch.dtype) -> nn.Module:
     model.config.use_cache = False
     module: nn.Module = model
     return module
+
+
+def _check_numbers(path: str, config: Any) -> None:
+    """Refuse weights that are quantised already, which every library names and packs in its own way."""
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is None:
+        return
+    table = quantised if isinstance(quantised, dict) else vars(quantised)
+    raise ModelError(
+        f"{path} holds weights that are quantised already, by {str(table.get('quant_method', '?'))[:40]!s}",
+        expected="a model in full precision, whose layers are quantised as they are read",
+        fix="name the folder of the model that they were made of, with --base nf4 or int8",
+    )
 
 
 def _check_lengths(path: str, config: Any, sequence: int) -> None:

@@ -20,14 +20,14 @@ from torch import nn
 from drumline.core.errors import ModelError, nearest
 from drumline.engine.state.materialise import materialise
 from drumline.model.catalogue import named_tensors
-from drumline.model.quantised.bases import quantise
+from drumline.model.quantised.bases import quantise, quantised_names
 from drumline.model.weights.files import Weights
-from drumline.train.config.adapter_settings import PLAIN_BASES, QUANTISED_BASES
+from drumline.train.config.adapter_settings import PLAIN_BASES, QUANTISED_BASES, AdapterSettings
 from drumline.train.config.placed import concerning
 from drumline.train.config.settings import TrainSettings
 from drumline.train.models.build import build_model
 from drumline.train.models.built import Adapter, Built
-from drumline.train.tune.peft_config import peft, peft_config
+from drumline.train.tune.peft_config import is_pattern, peft, peft_config
 
 TENSORS = "adapter_model.safetensors"
 
@@ -56,7 +56,20 @@ def adapted(built: Built, settings: TrainSettings) -> Built:
         config = peft_config(settings.adapter)
     if settings.adapter.base in QUANTISED_BASES:
         with concerning("adapter.base"):
+            if not quantised_names(built.model):
+                raise ModelError(
+                    f"adapter.base is {settings.adapter.base!r}, and {settings.model.path} has no linear layer",
+                    expected="layers of nn.Linear, which can be quantised",
+                    fix='set adapter.base = "bf16"',
+                )
             quantise(built.model, settings.adapter.base)
+    if settings.adapter.base == "llm-int8" and getattr(config, "use_dora", False) and _is_on_cpu(settings):
+        raise ModelError(
+            'adapter.dora is true, and adapter.base is "llm-int8" on a CPU, where PEFT loses the scales of weights',
+            expected="an accelerator, or another base",
+            fix='set adapter.base = "int8"',
+        )
+    _check_names(built.model, settings.adapter)
     with concerning("adapter.targets"), torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped = _wrapped(library, built.model, config)
@@ -65,8 +78,13 @@ def adapted(built: Built, settings: TrainSettings) -> Built:
     weights = built.weights
     names = _names(library, wrapped)
     if settings.adapter.start:
-        weights = _started(weights, Path(settings.adapter.start), names)
+        shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model)}
+        weights = _started(weights, Path(settings.adapter.start), names, shapes)
     return replace(built, model=model, weights=weights, adapter=Adapter(names, _written(config)))
+
+
+def _is_on_cpu(settings: TrainSettings) -> bool:
+    return torch.device(settings.pipeline.device or "cpu").type == "cpu"
 
 
 def _of_base(settings: TrainSettings) -> TrainSettings:
@@ -74,6 +92,27 @@ def _of_base(settings: TrainSettings) -> TrainSettings:
     base, precision = settings.adapter.base, settings.precision
     numbers = base if base in PLAIN_BASES else precision.compute if base else precision.weights
     return replace(settings, precision=replace(precision, weights=numbers))
+
+
+def _check_names(model: nn.Module, adapter: AdapterSettings) -> None:
+    """Refuse names that no module has: PEFT passes over them if others are found."""
+    paths = [path for path, _ in model.named_modules()]
+    holding = [
+        path for path, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None
+    ]
+    leaves = dict.fromkeys(path.rpartition(".")[2] for path in holding)
+    for key in ("targets", "excluded", "modules_to_save"):
+        names = getattr(adapter, key)
+        if key != "modules_to_save" and len(names) == 1 and is_pattern(names[0]):
+            continue
+        for name in names:
+            if not any(f".{path}".endswith(f".{name}") for path in paths):
+                with concerning(f"adapter.{key}"):
+                    raise ModelError(
+                        f"no module of the model has the name {name!r:.80}",
+                        expected="ends of names of modules",
+                        fix=nearest(name[:80], leaves),
+                    )
 
 
 def _wrapped(library: Any, model: nn.Module, config: Any) -> Any:
@@ -119,7 +158,9 @@ def _written(config: Any) -> bytes:
     return (json.dumps(table, indent=2, sort_keys=True, default=str) + "\n").encode()
 
 
-def _started(weights: str | Weights | None, folder: Path, names: dict[str, str]) -> Weights:
+def _started(
+    weights: str | Weights | None, folder: Path, names: dict[str, str], shapes: dict[str, tuple[int, ...]]
+) -> Weights:
     """Return the base's files together with those of an adapter, under the names that both have in the model."""
     if not (folder / TENSORS).is_file():
         raise ModelError(f"adapter.start: {folder} has no {TENSORS}", expected="an adapter as PEFT saves it")
@@ -136,6 +177,12 @@ def _started(weights: str | Weights | None, folder: Path, names: dict[str, str])
                 f"adapter.start: {folder / TENSORS} has no {theirs_name!r}",
                 expected="a tensor for every part of the adapter",
                 fix=nearest(theirs_name, theirs.tensors),
+            )
+        if (shape := theirs.tensors[theirs_name].shape) != shapes[name]:
+            raise ModelError(
+                f"adapter.start: {theirs_name!r} of {folder / TENSORS} has shape {shape}",
+                expected=f"{shapes[name]}, which fits the model",
+                fix="pass --model with the base that the adapter was trained beside",
             )
         stored.tensors[name] = theirs.tensors[theirs_name]
     return stored

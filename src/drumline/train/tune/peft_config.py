@@ -13,12 +13,21 @@ CONFIG = "adapter_config.json"
 _CLASSES = {"lora": "LoraConfig", "ia3": "IA3Config", "loha": "LoHaConfig", "lokr": "LoKrConfig"}
 _ALL = "all-linear"
 _STARTS = (True, "gaussian")  # values of init_lora_weights that need neither the base nor data
-_OWN = {
+OWN = {
     "r": "rank", "lora_alpha": "alpha", "alpha": "alpha", "lora_dropout": "dropout", "module_dropout": "dropout",
     "target_modules": "targets", "exclude_modules": "excluded", "modules_to_save": "modules_to_save", "bias": "bias",
     "use_rslora": "rslora", "use_dora": "dora",
 }  # fmt: skip
 _REGULAR = set("^$*+?()[]{}|\\")
+
+
+def is_pattern(name: str) -> bool:
+    """Whether a single target is a regular expression of whole names.
+
+    >>> is_pattern("q_proj"), is_pattern(".*q_proj")
+    (False, True)
+    """
+    return bool(_REGULAR & set(name))
 
 
 def peft() -> Any:
@@ -32,7 +41,14 @@ def peft() -> Any:
 
 def peft_config(settings: AdapterSettings) -> Any:
     """Return PEFT's configuration of an adapter."""
-    return _saved(settings) if settings.start else _new_config(settings)
+    config = _saved(settings) if settings.start else _new_config(settings)
+    if getattr(config, "trainable_token_indices", None):
+        raise UsageError(
+            "the adapter trains single tokens of an embedding (trainable_token_indices)",
+            expected="an adapter whose layers start by themselves: these start from rows of the base",
+            fix='train the embedding whole: adapter.modules_to_save = ["embed_tokens"]',
+        )
+    return config
 
 
 def _new_config(settings: AdapterSettings) -> Any:
@@ -47,6 +63,7 @@ def _new_config(settings: AdapterSettings) -> Any:
         raise UsageError(
             f"adapter.settings: PEFT's {kind.__name__} refuses them: {(str(error).splitlines() or ['?'])[0][:200]}",
             expected="arguments that go together",
+            fix="name layers in adapter.targets" if "layers_to_transform" in settings.settings else "",
         ) from None
 
 
@@ -56,7 +73,7 @@ def _arguments(settings: AdapterSettings) -> dict[str, Any]:
     if settings.excluded:
         arguments["exclude_modules"] = list(settings.excluded)
     targets = list(settings.targets)
-    if len(targets) == 1 and _REGULAR & set(targets[0]):
+    if len(targets) == 1 and is_pattern(targets[0]):
         arguments["target_modules"] = targets[0]
     elif targets or settings.method != "ia3":
         arguments["target_modules"] = targets or _ALL
@@ -73,12 +90,12 @@ def _further(settings: AdapterSettings, kind: Any) -> dict[str, Any]:
     """Return the user's further arguments; refuse those that PEFT does not know, and those that have a key here."""
     known = inspect.signature(kind).parameters
     for name, value in settings.settings.items():
-        if name in _OWN and name in known:
-            raise UsageError(f"adapter.settings has {name}", expected=f"adapter.{_OWN[name]}, which says the same")
+        if name in OWN and name in known:
+            raise UsageError(f"adapter.settings has {name}", expected=f"adapter.{OWN[name]}, which says the same")
         if name not in known:
             raise UsageError(
                 f"adapter.settings has {name[:60]!r}, which PEFT's {kind.__name__} does not take",
-                fix=nearest(name[:60], [text for text in known if text not in _OWN]),
+                fix=nearest(name[:60], [text for text in known if text not in OWN]),
             )
         if name == "init_lora_weights" and value not in _STARTS:
             raise UsageError(
