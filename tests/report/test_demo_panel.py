@@ -14,6 +14,7 @@ from drumline.report.run.page import run_page
 from drumline.report.run.report import reports_of
 from drumline.train.demo import COMPARED, Outcome
 from drumline.train.demo_panel import opening
+from some import some
 
 
 @pytest.fixture(scope="module")
@@ -45,4 +46,5 @@ def test_bubbles_say_whether_they_are_of_one_step_or_medians(outcomes: list[Outc
     heads = re.findall(r"<th [^>]*>([^<]*bubble[^<]*)</th>", page)
     assert heads == ["bubble in theory", "median bubble, measured", "bubble, step shown", "median bubble, all steps"]
     medians = [report.figures()["median_bubble"] for report in reports]
-    assert all(f"<td>{percent(median)}</td>" in page or f"class=best>{percent(median)}" in page for median in medians)
+    for median in some(medians):
+        assert f"<td>{percent(median)}</td>" in page or f"class=best>{percent(median)}" in page

@@ -79,8 +79,8 @@ def test_the_forecast_is_what_ranks_hold(monkeypatch: pytest.MonkeyPatch) -> Non
             parts = {part: (getattr(told, part), getattr(seen, part)) for part in ("weights", "gradients", "optimizer")}
             for part, (mine, theirs) in some(parts.items()):
                 assert mine == theirs, (name, rank, part)
-            held = told.total - told.received - told.working  # tensors that wait are weighed, not those in use
-            assert held == pytest.approx(seen.total, rel=0.02), (name, rank)
+            waiting = told.total - told.received - told.working  # tensors that wait are weighed, not those in use
+            assert waiting == pytest.approx(seen.total, rel=0.02), (name, rank)
             assert 0 <= told.received < 0.1 * told.total
 
 
@@ -145,7 +145,7 @@ def test_lines_of_a_mesh_hold_what_one_line_holds_and_divide_the_optimizers_stat
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stand_in(monkeypatch)
-    one, lines, divided = (
+    alone, lines, divided = (
         dry_run(read_settings(None, {**SMALL, **more})).forecast.ranks
         for more in (
             {},
@@ -153,7 +153,7 @@ def test_lines_of_a_mesh_hold_what_one_line_holds_and_divide_the_optimizers_stat
             {"mesh.data": 2, "batch.sequences": 32, "memory.zero": 1},
         )
     )
-    assert lines == one
-    for own, whole in some(zip(divided, one, strict=True)):
-        assert own.optimizer == pytest.approx(whole.optimizer / 2, rel=0.01)
-        assert (own.weights, own.gradients) == (whole.weights, whole.gradients)
+    assert lines == alone
+    for part, whole in some(zip(divided, alone, strict=True)):
+        assert part.optimizer == pytest.approx(whole.optimizer / 2, rel=0.01)
+        assert (part.weights, part.gradients) == (whole.weights, whole.gradients)

@@ -139,11 +139,11 @@ def share_values(axes: Axes, tensors: Iterable[Tensor]) -> None:
         along = tuple(name for name in AXES[1:] if name not in sharded_over(tensor))
         group = axes.group(*along)
         for part in parts_of(tensor).values() if group is not None else ():
-            own = part.view(torch.uint8) if part.dtype.itemsize == 1 and part.dtype is not torch.bool else part
-            plain = own.contiguous()
+            number = part.view(torch.uint8) if part.dtype.itemsize == 1 and part.dtype is not torch.bool else part
+            plain = number.contiguous()
             work = dist.broadcast(plain, axes.members(*along)[0], group=group, async_op=True)
             assert work is not None
-            works.append((own, plain, work, along))
+            works.append((number, plain, work, along))
     for tensor, plain, work, along in works:
         axes.wait(work, "sharing the model's first values", along)
         if plain.data_ptr() != tensor.data_ptr():

@@ -292,12 +292,12 @@ def _needs(weighed: WeighedBlocks, counts: Sequence[int], again: Sequence[bool])
     first = 0
     for stage, (count, recomputed) in enumerate(zip(counts, again, strict=True)):
         layers, blocks = weighed.profile.layers[first : first + count], weighed.working[first : first + count]
-        kept = [float(layer.activation_bytes) for layer in layers]
-        freed = [own - layer.held_until_weight_bytes for own, layer in zip(kept, layers, strict=True)]
-        forward = max(sum(kept[:at]) + block.forward for at, block in enumerate(blocks)) - sum(kept)
-        back = max(block.backward - sum(kept[at + 1 :]) for at, block in enumerate(blocks))
-        by_input = max(block.backward_input - sum(freed[at + 1 :]) for at, block in enumerate(blocks))
-        by_input -= max(0.0, -sum(freed))  # what I keeps for W is held
+        stashes = [float(layer.activation_bytes) for layer in layers]
+        releases = [layer.activation_bytes - layer.held_until_weight_bytes for layer in layers]
+        forward = max(sum(stashes[:at]) + block.forward for at, block in enumerate(blocks)) - sum(stashes)
+        back = max(block.backward - sum(stashes[at + 1 :]) for at, block in enumerate(blocks))
+        by_input = max(block.backward_input - sum(releases[at + 1 :]) for at, block in enumerate(blocks))
+        by_input -= max(0.0, -sum(releases))  # what I keeps for W is held
         again_forward = forward if recomputed else 0.0
         alone = float(max(block.forward for block in blocks))
         needs[stage, Op.FORWARD] = alone if recomputed else max(0.0, forward)
