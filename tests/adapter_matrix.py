@@ -44,6 +44,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "roberta": ("SEQ_CLS", ("query", "value"), ("output.dense",)),
 }
 BASES = ("plain", "int8", "nf4")
+NOT_LINEAR = ("gpt2",)  # families whose layers are no nn.Linear: nothing of them is quantised
 
 
 def _task(family: str) -> dict[str, Any]:
@@ -232,6 +233,7 @@ loop over the same microbatches.
 - **≈** within 1e-6 of the largest gradient
 - **P** PEFT itself does not take this pair (below)
 - **R** refused in one line, because it passes a cache of keys between blocks
+- **-** the family's layers are no `nn.Linear`, so there is no quantised base
 
 Each cell has the base in full precision, int8, NF4. `make test` tries a part of the cells, `make matrices` all of them.
 [Adapters in training runs](train-adapters.md) says which of them `drumline train` takes.
@@ -250,21 +252,30 @@ def page(outcomes: Mapping[tuple[str, str, str], str]) -> str:
     signs = {"equal": "=", "close": "≈", "PEFT": "P", "refused": "R", "wrong": "**wrong**"}
     for kind in KINDS:
         cells = [
-            " ".join(signs[outcomes[kind, family, base].partition(":")[0]] for base in BASES) for family in FAMILIES
+            " ".join(
+                "-"
+                if family in NOT_LINEAR and base != "plain"
+                else signs[outcomes[kind, family, base].partition(":")[0]]
+                for base in BASES
+            )
+            for family in FAMILIES
         ]
         lines.append(f"| {kind} | {' | '.join(cells)} |")
     lines += ["", "What a plain loop of PEFT says of the pairs that it does not take:", ""]
-    reasons: dict[tuple[str, str, str], tuple[str, list[str]]] = {}
+    reasons: dict[tuple[str, str], dict[str, tuple[str, list[str]]]] = {}
     for (kind, family, base), told in outcomes.items():
-        if told.startswith("PEFT: "):  # sizes of layers differ between families
-            reason = told.removeprefix("PEFT: ")
-            _, families = reasons.setdefault((kind, base, re.sub(r"\d+", "N", reason)), (reason, []))
-            families.append(family)
+        if told.startswith("PEFT: ") and (base == "plain" or family not in NOT_LINEAR):
+            reason = told.removeprefix("PEFT: ").strip("(")
+            same = reasons.setdefault(
+                (kind, re.sub(r"\d+", "N", reason)), {}
+            )  # sizes of layers differ between families
+            same.setdefault(base, (reason, []))[1].append(family)
     lines += ["| adapter | base | families | PEFT's error |", "|---|---|---|---|"]
-    for (kind, base, _), (reason, families) in reasons.items():
+    for (kind, _), bases in reasons.items():
+        reason, families = next(iter(bases.values()))
         others = [family for family in FAMILIES if family not in families]
         shown = ", ".join(families) if len(families) < 6 else f"all but {', '.join(others)}" if others else "all"
-        lines.append(f"| {kind} | {base} | {shown} | `{reason}` |")
+        lines.append(f"| {kind} | {', '.join(bases)} | {shown} | `{reason}` |")
     return "\n".join(lines) + "\n"
 
 

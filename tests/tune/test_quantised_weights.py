@@ -20,8 +20,12 @@ from drumline.model.quantised.packed import is_packed, num_bytes, parts_of
 from drumline.model.quantised.state import flattened
 from extras import needed
 from quantised_models import BASES, are_equal, chain, emptied, plain_llama, settings
+from refused import refused
 
 pytestmark = pytest.mark.torch
+
+
+WIDE = "model.layers.0.self_attn.o_proj.weight"
 
 
 def on_meta(base: str) -> Any:
@@ -128,6 +132,10 @@ def test_wrong_files_are_refused_by_name(tmp_path: Path) -> None:
     assert text.startswith(f"the files have no {name!r}, a part of {name}")
     torch.save(plain_llama().state_dict() | {name: torch.ones(3, 3)}, tmp_path / "shape.bin")
     text = refusal(ModelError, lambda: dl.materialise(on_meta("nf4"), tmp_path / "shape.bin"))
+    wide = {name: torch.cat([value, value], dim=-1) for name, value in plain_llama().state_dict().items()}
+    torch.save(plain_llama().state_dict() | {WIDE: wide[WIDE]}, tmp_path / "wide.bin")
+    with refused(ModelError, f"{WIDE}' has shape", expected="the shape of"):
+        dl.materialise(on_meta("nf4"), tmp_path / "wide.bin")
     assert text == f"the tensor {name!r} has shape (3, 3); expected (128, 64), the shape of {name}"
 
 

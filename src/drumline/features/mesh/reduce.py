@@ -1,4 +1,4 @@
-"""Sum a stage's gradients over the lines that saw other tokens, while the rank continues with other stages.
+"""Sum a stage's gradients over the lines that saw other tokens, while the rank goes on with other stages.
 
     2W7   last backward of stage 2
     2REDUCE_GRAD    gradients are copied into buckets; each bucket's all-reduce starts
@@ -27,6 +27,7 @@ from drumline.core.errors import ModelError
 from drumline.model.precision import gradient_dtype
 from drumline.model.quantised.packed import parts_of
 
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel
 
 
@@ -139,11 +140,11 @@ def share_values(axes: Axes, tensors: Iterable[Tensor]) -> None:
         along = tuple(name for name in AXES[1:] if name not in sharded_over(tensor))
         group = axes.group(*along)
         for part in parts_of(tensor).values() if group is not None else ():
-            number = part.view(torch.uint8) if part.dtype.itemsize == 1 and part.dtype is not torch.bool else part
-            plain = number.contiguous()
+            numbers = part.view(torch.uint8) if part.dtype in _FLOAT8 else part  # not every backend sends these
+            plain = numbers.contiguous()
             work = dist.broadcast(plain, axes.members(*along)[0], group=group, async_op=True)
             assert work is not None
-            works.append((number, plain, work, along))
+            works.append((numbers, plain, work, along))
     for tensor, plain, work, along in works:
         axes.wait(work, "sharing the model's first values", along)
         if plain.data_ptr() != tensor.data_ptr():

@@ -182,15 +182,13 @@ MACHINES = {
     "h200": Machine(Device("H200", 989e12, 140 * _GIB, 4.8e12, 132, HOPPER, 1979e12), 450e9, 50e9),
     "h800": Machine(Device("H800", 989e12, 80 * _GIB, 3.35e12, 132, HOPPER, 1979e12), 200e9, 50e9),
     "b200": Machine(Device("B200", 2250e12, 178 * _GIB, 8e12, 148, HOPPER, 4500e12), 900e9, 50e9),
-    # Cards of workstations, on PCI Express (x16, one way) and 10 Gb/s Ethernet. The rate is dense bfloat16 with sums in
-    # float32, half of that with sums in float16 on GeForce cards.
-    #
-    #     3090, 4090, 5090    71.2, 165.2, 209.5    https://waredb.com/processor/nvidia-geforce-rtx-4090 (and others);
-    #                                               5090: 3,352 TOPS of sparse FP4 / 16, from nvidia.com/geforce
-    #     L40S                362.05, 864 GB/s      https://www.mullet.se/product.html?product_id=355414 (its data sheet)
-    #
-    # Memory is what drivers report: 24,576, 24,564 and 32,607 MiB, of an L40S with ECC 46,068 MiB
-    # (https://github.com/akash-network/provider-configs/pull/99, https://github.com/noonghunna/club-3090/issues/1229).
+    # Cards of workstations, on PCI Express (x16, one way) and 10 Gb/s Ethernet. Dense bfloat16 with sums in float32:
+    # GeForce cards do 64 multiply-adds a tensor core and clock, half of what they do with sums in float16. So it is
+    # SMs x 4 x 64 x 2 x 1.695, 2.52 and 2.407 GHz: https://gist.github.com/getianao/33fb5306ba896193c7ae59ec64794283,
+    # https://waredb.com/processor/nvidia-geforce-rtx-4090 (165.15). L40S: 362.05 and 864 GB/s by its data sheet, as in
+    # https://www.mullet.se/product.html?product_id=355414. Memory is what drivers report, in MiB 24,576, 24,564, 32,607
+    # and with ECC 46,068: https://github.com/noonghunna/club-3090/issues/390, https://github.com/RLinf/RLinf/issues/255,
+    # https://github.com/noonghunna/club-3090/issues/1229, https://github.com/akash-network/provider-configs/pull/99.
     "rtx-3090": Machine(Device("RTX 3090", 71.2e12, 24 * _GIB, 0.936e12, 82), 32e9, 1.25e9),
     "rtx-4090": Machine(Device("RTX 4090", 165.2e12, 24 * _GIB, 1.008e12, 128), 32e9, 1.25e9),
     "rtx-5090": Machine(Device("RTX 5090", 209.5e12, 31.8 * _GIB, 1.792e12, 170), 64e9, 1.25e9),
