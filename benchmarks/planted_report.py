@@ -28,7 +28,7 @@ REPORT = (
     ),
     Bug(
         "cells-as-markup",
-        "table_html.cells",
+        "table_html",
         "f'<td{kind}>{safe(cell)}</td>'",
         "f'<td{kind}>{cell}</td>'",
         "A reason in a table becomes markup of the plan's page.",

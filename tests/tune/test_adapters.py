@@ -38,7 +38,8 @@ def test_dora_takes_its_norms_from_four_bits() -> None:
 
 
 def test_heads_that_are_tied_have_adapters_of_their_own() -> None:
-    batch, base = batch_of("qwen2"), made("qwen2")
+    batch = batch_of("qwen2")
+    base: Any = made("qwen2")
     assert base.lm_head.weight is base.model.embed_tokens.weight
     config = peft.LoraConfig(r=4, target_modules=["lm_head", "embed_tokens"], init_lora_weights=False)
     with warnings.catch_warnings():

@@ -113,7 +113,7 @@ def test_without_a_flush_gradients_are_of_the_weights_before(
             logits = model(**{name: value[row : row + 1] for name, value in batch.inputs.items()}).logits
             cross = nn.functional.cross_entropy(logits[0], batch.target[row], ignore_index=IGNORED, reduction="sum")
             (cross / tokens).backward()
-        versions.append({name: versions[step][name] - param.grad for name, param in trained.items()})  # type: ignore[operator]
+        versions.append({name: versions[step][name] - param.grad for name, param in trained.items()})
     data.close()
     expected = {theirs: versions[-1][name] for name, theirs in built.adapter.names.items()}
     assert difference(found, expected) <= 1e-6

@@ -74,10 +74,15 @@ def test_what_peft_refuses_is_told_with_names_of_layers(llama: Path, tmp_path: P
         assert said in str(caught.value)
 
 
+def saved(family: str, folder: Path) -> None:
+    model: Any = made(family)
+    model.save_pretrained(folder)
+
+
 def test_a_base_that_cannot_be_quantised_is_refused(llama: Path, tmp_path: Path) -> None:
     chats = chats_of(tmp_path / "chats.jsonl")
     folder, packed = tmp_path / "gpt2", tmp_path / "packed"
-    made("gpt2").save_pretrained(folder)
+    saved("gpt2", folder)
     shutil.copytree(llama, packed)
     config = json.loads((packed / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
@@ -90,7 +95,7 @@ def test_a_base_that_cannot_be_quantised_is_refused(llama: Path, tmp_path: Path)
 
 
 def test_a_folder_without_tokenizer_is_told_so(tmp_path: Path) -> None:
-    made("llama").save_pretrained(tmp_path / "model")
+    saved("llama", tmp_path / "model")
     settings = settings_of(tmp_path / "model", chats_of(tmp_path / "chats.jsonl"), tmp_path / "run")
     with refused(ModelError, "model has no tokenizer, and the one of bytes has 257", fix="data.tokenizer"):
         build_tuned(settings, device="meta")
@@ -101,7 +106,7 @@ def test_an_adapter_starts_beside_its_own_base(llama: Path, tmp_path: Path) -> N
     settings = settings_of(llama, chats, tmp_path / "run", run__steps=1)
     run_training(settings, tell=lambda _: None)
     checkpoint = newest(tmp_path / "run")
-    made("llama").save_pretrained(tmp_path / "other")
+    saved("llama", tmp_path / "other")
     keys: dict[str, Any] = {"adapter__method": "", "adapter__rank": 8, "adapter__start": str(checkpoint)}
     other = settings_of(tmp_path / "other", chats, tmp_path / "new", data__tokenizer=str(llama), **keys)
     with refused(ModelError, "adapter.start: .*lora_A.* has shape", expected="fits the model", fix="--model"):

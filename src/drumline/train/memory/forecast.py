@@ -296,8 +296,8 @@ def _needs(weighed: WeighedBlocks, counts: Sequence[int], again: Sequence[bool])
         releases = [layer.activation_bytes - layer.held_until_weight_bytes for layer in layers]
         forward = max(sum(stashes[:at]) + block.forward for at, block in enumerate(blocks)) - sum(stashes)
         back = max(block.backward - sum(stashes[at + 1 :]) for at, block in enumerate(blocks))
-        by_input = max(block.backward_input - sum(releases[at + 1 :]) for at, block in enumerate(blocks))
-        by_input -= max(0.0, -sum(releases))  # what I keeps for W is held
+        grown = max(0.0, -sum(releases))  # what I keeps for W counts as held
+        by_input = max(block.backward_input - sum(releases[at + 1 :]) for at, block in enumerate(blocks)) - grown
         again_forward = forward if recomputed else 0.0
         alone = float(max(block.forward for block in blocks))
         needs[stage, Op.FORWARD] = alone if recomputed else max(0.0, forward)
