@@ -29,8 +29,8 @@ REPORT = (
     Bug(
         "cells-as-markup",
         "table_html",
-        "f'<td{kind}>{safe(cell)}</td>'",
-        "f'<td{kind}>{cell}</td>'",
+        'f"<td{kind}>{safe(cell)}</td>"',
+        'f"<td{kind}>{cell}</td>"',
         "A reason in a table becomes markup of the plan's page.",
     ),
     Bug(

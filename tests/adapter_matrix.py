@@ -225,9 +225,9 @@ HEAD = """\
 # Adapters that are tested
 
 `python tests/adapter_matrix.py --write` wrote this page, with PyTorch {torch}, PEFT {peft} and transformers
-{transformers} on a CPU. It shows kinds of adapters by PEFT, on families of models and on bases in full precision, in int8
-and in NF4 (bitsandbytes). Each was trained for a step on two stages by 1f1b, and its gradients compared with those of a plain
-loop over the same microbatches.
+{transformers} on a CPU. It shows kinds of adapters by PEFT, on families of models and on bases in full precision, in
+int8 and in NF4 (bitsandbytes). Each was trained for a step on two stages by 1f1b, and its gradients compared with those
+of a plain loop over the same microbatches.
 
 - **=** the same bits
 - **≈** within 1e-6 of the largest gradient
