@@ -24,7 +24,7 @@ HOST = torch.device("cpu")
 
 def most_allocated(call: Callable[[], Any]) -> int:
     """Return the most bytes above those at the beginning, by the profiler's record of each allocation."""
-    with traced(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+    with traced(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as trace:
         call()
     changes = sorted(
         (event.start_ns(), event.nbytes()) for event in trace.profiler.kineto_results.events()

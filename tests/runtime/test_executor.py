@@ -104,6 +104,7 @@ def test_forwards_alone_return_outputs_and_losses() -> None:
     batch, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     hub, made = executors(forwards, model)
     step = step_on(batch, target, train=False)
+    step.wants_outputs = True
     run(hub, made, step)
     whole = nn.Sequential(*model)
     for at, (given, wanted) in enumerate(zip(batch.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)):

@@ -25,9 +25,12 @@ def keys_of(base: str) -> dict[str, Any]:
     return {"adapter__base": base, "pipeline__transport": "auto", "pipeline__device": "cpu", "optimizer__lr": 1.0}
 
 
-def trained(llama: str, chats: str, out: str) -> dict[str, list[str]]:
-    """Train with every base, and return the names of the tensors that this rank has read from files."""
-    told = {}
+def trained(llama: str, chats: str, out: str) -> tuple[dict[str, list[str]], dict[str, dict[str, Tensor]]]:
+    """Train with every base; return the tensors' names that this rank has read from files, and plain loops' adapters.
+
+    A plain loop runs in a process like the ranks': bitsandbytes packs alike there, whatever it found in the tests' own.
+    """
+    told, plain = {}, {}
     for base in BASES:
         read: list[str] = []
         into, whole = StoredTensor.into, StoredTensor.read
@@ -46,12 +49,14 @@ def trained(llama: str, chats: str, out: str) -> dict[str, list[str]]:
             settings = settings_of(Path(llama), Path(chats), Path(out) / (base or "plain"), **keys_of(base))
             run_training(settings, tell=lambda _: None)
         told[base] = read
-    return told
+        plain[base] = plain_loop(settings)
+    return told, plain
 
 
 def test_each_rank_reads_its_own_stages_and_both_write_one_adapter(llama: Path, tmp_path: Path) -> None:
     chats = chats_of(tmp_path / "chats.jsonl")
-    ranks = dl.launch(trained, str(llama), str(chats), str(tmp_path), num_ranks=2)
+    outcomes = dl.launch(trained, str(llama), str(chats), str(tmp_path), num_ranks=2)
+    ranks, (plain, _) = zip(*outcomes, strict=True)
     names = set(Weights(llama).tensors)
     for base in BASES:
         own = [set(rank[base]) & names for rank in ranks]
@@ -61,7 +66,7 @@ def test_each_rank_reads_its_own_stages_and_both_write_one_adapter(llama: Path, 
         assert len(own[1]) < 0.7 * len(names)
         out = tmp_path / (base or "plain")
         found = load_file(newest(out) / "adapter_model.safetensors")
-        expected = plain_loop(settings_of(llama, chats, out, **keys_of(base)))
+        expected = plain[base]
         assert found.keys() == expected.keys()
         for name, tensor in some(found.items()):
             assert torch.allclose(tensor, expected[name], rtol=0.0, atol=1e-5), name
