@@ -115,6 +115,7 @@ bench: $(VENV)/full.stamp
 	$(BIN)/python benchmarks/compile.py --json out/compile.json
 	$(BIN)/python benchmarks/train_gpt.py --json out/train_gpt.json
 	$(BIN)/python benchmarks/finetune_pair.py --json out/finetune_pair.json
+	$(BIN)/python benchmarks/finetune_memory.py --small --layers 4 --tokens 64 --json out/finetune_memory.json
 	$(BIN)/python benchmarks/saving.py --json out/saving.json
 	$(BIN)/python benchmarks/soak.py --json out/soak.json
 	PYTHONPATH=tests $(BIN)/python benchmarks/adapt.py --out out/adapt --json out/adapt.json

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -127,7 +127,10 @@ class _Search:
     def _smaller(self, times: int) -> Ranks:
         """Return what ranks hold with microbatches of one row."""
         ranks = self.again(num_microbatches=self.settings.num_microbatches * times).ranks
-        return [replace(e, activations=e.activations / times, received=e.received / times) for e in ranks]
+        return [
+            replace(e, **{part: getattr(e, part) / times for part in ("activations", "received", "working")})
+            for e in ranks
+        ]
 
     def _bases(self) -> Iterator[tuple[str, Ranks]]:
         """Yield the base in fewer bytes."""
@@ -174,7 +177,7 @@ class _Search:
     def _together(self, single: Mapping[str, Ranks]) -> Ranks:
         """Return what ranks hold if all is changed at once: of each kind of memory the least."""
         every = [self.forecast.ranks, *single.values()]
-        names = ("weights", "gradients", "optimizer", "activations", "received")
+        names = [field.name for field in fields(RankMemory)]
         return [
             RankMemory(**{e: min(getattr(r, e) for r in ranks) for e in names}) for ranks in zip(*every, strict=True)
         ]
