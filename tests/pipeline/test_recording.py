@@ -171,7 +171,7 @@ def test_a_full_disk_delays_the_record_and_not_the_training(
             pipe._recording.flush()
         told = capsys.readouterr().err
         assert told.count("cannot write the record of the steps to") == 1
-        assert "No space left on device; training goes on" in told
+        assert "No space left on device; training continues" in told
         assert dl.read_run(tmp_path).steps == (0,)
         train(pipe, 1)
         pipe._recording.flush()
@@ -218,10 +218,13 @@ def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
     with pipeline(record=tmp_path) as pipe:
         train(pipe, 2)
         child = os.fork()
-        if not child:
-            pipe._recording.close()
-            os._exit(0)
-        os.waitpid(child, 0)
+        if not child:  # it must not go on with the tests, whatever happens
+            try:
+                pipe._recording.close()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
         assert not (tmp_path / "ended.json").exists()
         train(pipe, 1)
     assert dl.read_run(tmp_path).steps == (0, 1, 2)

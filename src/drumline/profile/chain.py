@@ -1,6 +1,8 @@
 """The blocks of a model as a chain of stages in one process: a microbatch goes through all of them and back.
 
-F of block 0, 1, ..., n-1      B (or I) of block n-1, ..., 1, 0      W of block 0, ..., n-1
+    F of block 0, 1, ..., n-1      B (or I) of block n-1, ..., 1, 0      W of block 0, ..., n-1
+
+Each action may be timed, or weighed while it runs.
 """
 
 from __future__ import annotations

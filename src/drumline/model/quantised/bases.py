@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError, NotInstalled, installing, nearest
+from drumline.model.quantised.hushed import hushed
 from drumline.model.quantised.packed import is_packed, settle
 
 _RECIPE = "recipe"
@@ -200,7 +201,7 @@ def _replaced(layer: nn.Linear, recipe: Recipe) -> nn.Linear:
 def _library(name: str) -> Any:
     """Return a package of the extra `tune`, imported when it is first used."""
     try:
-        with torch.device("cpu"):
+        with torch.device("cpu"), hushed():
             library = importlib.import_module(name)
             if name == "bitsandbytes":  # it keeps a table where it first needs it, which could be the meta device
                 library.functional.quantize_blockwise(torch.zeros(1))

@@ -21,6 +21,7 @@ from drumline.core.errors import ModelError, nearest
 from drumline.engine.state.materialise import materialise
 from drumline.model.catalogue import named_tensors
 from drumline.model.quantised.bases import quantise, quantised_names
+from drumline.model.quantised.hushed import hushed
 from drumline.model.weights.files import Weights
 from drumline.train.config.adapter_settings import PLAIN_BASES, QUANTISED_BASES, AdapterSettings
 from drumline.train.config.placed import concerning
@@ -118,7 +119,8 @@ def _check_names(model: nn.Module, adapter: AdapterSettings) -> None:
 def _wrapped(library: Any, model: nn.Module, config: Any) -> Any:
     """Return what PEFT makes of a model; its errors are ours."""
     try:
-        return library.get_peft_model(model, config)
+        with hushed():  # PEFT imports libraries of quantised weights
+            return library.get_peft_model(model, config)
     except (ValueError, TypeError) as error:
         leaves = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
         asked = config.target_modules

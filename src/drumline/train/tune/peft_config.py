@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import DrumlineError, ModelError, NotInstalled, UsageError, installing, nearest
+from drumline.model.quantised.hushed import hushed
 from drumline.train.config.adapter_settings import METHODS, AdapterSettings
 
 CONFIG = "adapter_config.json"
@@ -33,7 +34,8 @@ def is_pattern(name: str) -> bool:
 def peft() -> Any:
     """Return PEFT; refuse without it, saying how to install it."""
     try:
-        import peft
+        with hushed():
+            import peft
     except ImportError:
         raise NotInstalled("an adapter needs PEFT", fix=installing("tune")) from None
     return peft
