@@ -1,4 +1,4 @@
-"""Libraries of quantised weights say at their import which optional kernels a machine lacks: no result depends on it."""
+"""Libraries of quantised weights log which optional kernels a machine lacks, at their import. No result depends on it."""
 
 from __future__ import annotations
 
