@@ -95,7 +95,7 @@ def _text(result: Verification, width: int) -> str:
             more = f" and {len(worst) - _MOST_NAMED} more" if len(worst) > _MOST_NAMED else ""
             verdict += f" Wrong gradients: {', '.join(worst[:_MOST_NAMED])}{more}."
             verdict += f" {_where(result)}"
-    turns = " between ranks that took turns" if result.transport == "in-process" else ""
+    turns = " as they took turns" if result.transport == "in-process" else ""
     batches = (
         ""
         if result.num_steps == 1
@@ -103,7 +103,8 @@ def _text(result: Verification, width: int) -> str:
         if result.batches_differ
         else ("; every step had the same batch")
     )
-    tail = f"loss {result.loss:.6g}{batches}; bubble measured{turns}: {result.bubble:.1%} of the last step"
+    idle = f"measured{turns}: ranks idle for {result.bubble:.1%} of the last step, of a small model mostly for messages"
+    tail = f"loss {result.loss:.6g}{batches}; {idle}"
     shown = table(["", "largest difference", "of parameter"], rows, width=width, keep=("largest difference",))
     return "\n".join([wrapped(head, width), shown, wrapped(verdict, width), wrapped(tail, width)])
 

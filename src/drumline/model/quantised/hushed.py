@@ -1,4 +1,4 @@
-"""Libraries of quantised weights log which optional kernels a machine lacks, at their import. No result depends on it."""
+"""Imports of quantising libraries without notes on optional kernels that a machine lacks: no result needs them."""
 
 from __future__ import annotations
 
