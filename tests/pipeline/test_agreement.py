@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.channel.launch.launch import launch
-from drumline.core.errors import DrumlineError, MismatchError, RankFailed, WaitTimeout
+from drumline.core.errors import DrumlineError, MismatchError, RankFailed, RunError, WaitTimeout
 from drumline.engine.ranks import transports
 from drumline.engine.ranks.agreement import (
     ArgumentPrint,
@@ -350,3 +350,9 @@ def test_a_missing_rank_is_waited_for_no_longer_than_the_timeout(rank: int, monk
     text = f"rank {rank} waits for {missing}"
     with refused(WaitTimeout, text):
         transports.num_ranks("gloo", None, timeout=0.5)
+
+
+def test_a_wrong_interface_is_refused_on_one_host_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transports.dist, "is_initialized", lambda: True)
+    with refused(RunError, "interface is 'wire7'", expected="an interface of this host"):
+        transports.num_ranks("shared-memory", None, interface="wire7")

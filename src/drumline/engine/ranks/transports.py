@@ -19,7 +19,7 @@ from drumline.channel.devices.choice import AskedDevice
 from drumline.channel.devices.rank_devices import RankDevices, chosen_transport
 from drumline.channel.devices.visible import card_of, own_device, tell_nccl
 from drumline.channel.distributed import DistributedChannel
-from drumline.channel.interfaces import endpoint, loopback
+from drumline.channel.interfaces import endpoint, loopback, place_named
 from drumline.channel.lines.axes import Axes
 from drumline.channel.lines.grid import described
 from drumline.channel.rank_names import BY_NUMBER, RankNames, mesh_shown
@@ -78,6 +78,8 @@ def num_ranks(transport: str, asked: int | None, *, timeout: float = TIMEOUT, in
                 fix="start ranks with torchrun or dl.launch, or use transport='in-process'",
             )
         _join(timeout, interface)
+    elif interface:
+        place_named(interface)  # nothing listens anew; a wrong name is refused all the same
     return dist.get_world_size()
 
 
@@ -96,6 +98,8 @@ def _join(timeout: float, interface: str) -> None:
     place = loopback()
     if len(set(hosts)) > 1:
         place = agreed_place(joining, rank, size, interface or named_before(), timeout=timeout)
+    elif interface:
+        place_named(interface)
     for name in _INTERFACE:
         if place.interface and (interface or name not in os.environ):
             os.environ[name] = place.interface  # read by torch when it connects
