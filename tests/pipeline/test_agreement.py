@@ -353,6 +353,6 @@ def test_a_missing_rank_is_waited_for_no_longer_than_the_timeout(rank: int, monk
 
 
 def test_a_wrong_interface_is_refused_on_one_host_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transports.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     with refused(RunError, "interface is 'wire7'", expected="an interface of this host"):
         transports.num_ranks("shared-memory", None, interface="wire7")
