@@ -195,16 +195,19 @@ class Stage:
         """Run a segment that will run again, as in training, and keep only its value."""
         this.buffers = segment.buffers.save()
         chance = HostChance() if segment.suspects else None
-        try:
-            with torch.enable_grad() if segment.needs_graph else discarding():
-                value = self._on_input(segment, this, microbatch)
-        except GraphNeeded:
-            segment.needs_graph = True
-            segment.buffers.undo(this.buffers)
-            drawn = nullcontext() if chance is None else chance.again()
-            with torch.enable_grad(), drawn:
-                value = self._on_input(segment, this, microbatch)
+        with segment.ledger if segment.ledger.is_needed else NOTHING:
+            try:
+                with torch.enable_grad() if segment.needs_graph else discarding():
+                    value = self._on_input(segment, this, microbatch)
+            except GraphNeeded:
+                segment.needs_graph = True
+                segment.buffers.undo(this.buffers)
+                segment.ledger.rewind()
+                drawn = nullcontext() if chance is None else chance.again()
+                with torch.enable_grad(), drawn:
+                    value = self._on_input(segment, this, microbatch)
         this.chance = chance if chance is not None and chance.has_moved() else None
+        this.state = segment.ledger.before
         segment.buffers.learn()
         return mapped(value, Tensor.detach)
 
@@ -283,12 +286,13 @@ class Stage:
         return self.precision.full(tensor)
 
     def _again(self, segment: Segment, this: Pass, microbatch: int) -> None:
-        """Recompute a checkpointed segment, on the buffers that its first run saw."""
+        """Recompute a checkpointed segment, on the buffers and the state that its first run saw."""
         if this.again:
             drawn = nullcontext() if this.chance is None else this.chance.again()
-            with segment.buffers.as_they_were(this.buffers), self.precision.autocast, drawn:
+            state = NOTHING if this.state is None else this.state.put_in()
+            with segment.buffers.as_they_were(this.buffers), self.precision.autocast, drawn, state:
                 self._with_graph(segment, this, microbatch)
-            this.buffers, this.chance = {}, None
+            this.buffers, this.chance, this.state = {}, None, None
             this.again = False
             if self.at_peak is not None:
                 self.at_peak()
