@@ -315,7 +315,13 @@ def trained_plainly(model: nn.Module) -> Outcome:
 
 def piped(model: nn.Module, schedule: str, **settings: Any) -> Pipeline:
     given: dict[str, Any] = {} if isinstance(model, nn.Sequential) else {"example": batch(0)[0]}
-    given |= {"num_ranks": 2, "num_microbatches": NUM_MICROBATCHES, "transport": "in-process", "record": False}
+    given |= {
+        "record": False,
+        "balance": "even",
+        "num_ranks": 2,
+        "num_microbatches": NUM_MICROBATCHES,
+        "transport": "in-process",
+    }
     return Pipeline(model, loss_fn=functional.mse_loss, schedule=schedule, **{**given, **settings})
 
 
@@ -344,7 +350,11 @@ def test_a_recomputed_block_finds_what_its_first_run_found(kind: type[Keeps], sc
     compare(kind, "chain", schedule, "full")
 
 
-@matrix("kind, schedule", KINDS, ["1f1b", "gpipe", "zb-h1"], times=1)
+# Tracing takes a tensor that one block stores in a dict for one that the next block reads, and refuses to cut there.
+TRACED = [kind for kind in KINDS if kind not in (Table, Renewed)]
+
+
+@matrix("kind, schedule", TRACED, ["1f1b", "gpipe", "zb-h1"], times=1)
 def test_so_does_a_block_of_a_traced_model(kind: type[Keeps], schedule: str) -> None:
     compare(kind, "traced", schedule, "full")
 
@@ -352,11 +362,19 @@ def test_so_does_a_block_of_a_traced_model(kind: type[Keeps], schedule: str) -> 
 FEW = some_of(KINDS, [Counter, OwnGenerator, MeanReplaced, DropsAndCounts, NeedsGradient])
 
 
-@matrix("kind, schedule, form", FEW, ["zb-h1", "1f1b", "gpipe", "interleaved-1f1b", "zb-v"], ["chain", "traced"], times=1)
+@matrix(
+    "kind, schedule, form", FEW, ["zb-h1", "1f1b", "gpipe", "interleaved-1f1b", "zb-v"], ["chain", "traced"], times=1
+)
 def test_without_recomputation_blocks_keep_what_plain_training_leaves(
     kind: type[Keeps], schedule: str, form: str
 ) -> None:
     compare(kind, form, schedule, "none")
+
+
+def test_measuring_blocks_for_a_cut_leaves_their_state_alone() -> None:
+    model = model_of(Counter, "traced")
+    piped(model, "1f1b", balance=None)
+    assert [block.calls for block in some(blocks_in(model)) if isinstance(block, Counter)] == [0, 0, 0, 0]
 
 
 def test_only_the_named_block_runs_on_what_it_kept() -> None:
@@ -381,8 +399,7 @@ class UsesUpInside(UsesUp):
         super().__init__({"source": [values]})
 
     def scale(self, x: Tensor) -> Any:
-        for value in self.values["source"][0]:
-            return value
+        return next(iter(self.values["source"][0]))
 
 
 def numbers() -> Iterator[float]:

@@ -118,17 +118,12 @@ class Segment:
 
         If they change their input in place, they get a copy of it, because a leaf must not change.
         """
-        if self.ledger.is_new and torch.is_grad_enabled():  # it may have to start again
-            with self.ledger:
-                output = self.run(value, microbatch, randomness, tape)
-            self.quiet &= not self.ledger.changes or self.compiled is not None
-            return output
         value_given = mapped(value, Tensor.clone) if self.on_copies else value
         value_given = cast_apart(value_given) if torch._C._is_any_autocast_enabled() else value_given
         if self.sheet is not None:
             self.sheet.now = microbatch
         try:
-            if self.quiet:
+            if self.quiet and not self.ledger.changes:
                 versions = versions_of(value_given) if self.suspects else []
                 if self.suspects:
                     randomness.watch()
@@ -139,9 +134,7 @@ class Segment:
                     return output if self.seal is None else self.seal(output)
                 self.quiet = False  # it drew without being seeded: run all of it again
                 self.unchanged(value_given, versions)
-                self.ledger.rewind()
-                if tape is not None:
-                    tape.records.clear()
+                self._undo(tape)
             for name, run in self.pieces:
                 if name in self.suspects:
                     randomness.apply(microbatch, name)
@@ -151,10 +144,14 @@ class Segment:
             if self.on_copies or "a leaf Variable that requires grad" not in str(error) or not pack(value)[0]:
                 raise
             self.on_copies = True
-            self.ledger.rewind()
-            if tape is not None:
-                tape.records.clear()
+            self._undo(tape)
         return self.run(value, microbatch, randomness, tape)
+
+    def _undo(self, tape: Tape | None) -> None:
+        """Undo what a run has recorded and changed, because it starts again."""
+        self.ledger.rewind()
+        if tape is not None:
+            tape.records.clear()
 
     def recorded(
         self, this: Pass, tape: Tape, microbatch: int, randomness: Randomness, loss: Callable[[Any], Any] | None
@@ -181,9 +178,8 @@ class Segment:
             if not lookout.must_restart:
                 self.takes_gradients = False
                 return new_loss
-            tape.records.clear()
             self.unchanged(this.leaves, versions)
-            self.ledger.rewind()
+            self._undo(tape)
             if before is not None:
                 self.buffers.put_back(before)
             elif self.buffers.places:

@@ -156,7 +156,8 @@ class Stage:
                         value = self._with_graph(segment, this, microbatch, loss)
                     else:  # the same without a call, for most forwards of a schedule
                         guarded = segment.receives and len(this.leaves) > 1
-                        with torch.enable_grad(), looked_after(this.leaves) if guarded else NOTHING:
+                        look = segment.ledger if segment.ledger.is_new else NOTHING
+                        with torch.enable_grad(), look, looked_after(this.leaves) if guarded else NOTHING:
                             tensor = this.leaves[0] if this.form is None else unpack(this.leaves, this.form)
                             output = segment.run(tensor, microbatch, self.randomness)
                             value = segment.ended(this, output if loss is None else loss(output))

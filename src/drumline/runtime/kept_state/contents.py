@@ -63,7 +63,9 @@ def kind_of(value: Any) -> Kind | None:
 
 
 def can_be_used_up(value: Any) -> bool:
-    """Whether every use gives something else, and none can be taken back; an iterator of the user's own class has fields.
+    """Whether every use gives something else, and none can be taken back.
+
+    An iterator of the user's own class has fields, which can.
 
     >>> can_be_used_up(iter([1])), can_be_used_up([1]), can_be_used_up(random.SystemRandom())
     (True, False, True)

@@ -199,10 +199,7 @@ class Ledger:
     def _holder(tables: list[Space], holds: Callable[[Any], bool]) -> tuple[int, str]:
         """Return the attribute that holds something: its module's number, and its name."""
         return next(
-            (at, name)
-            for at, table in enumerate(tables)
-            for name, value in own_values(table).items()
-            if holds(value)
+            (at, name) for at, table in enumerate(tables) for name, value in own_values(table).items() if holds(value)
         )
 
     def _named(self, at: int, name: str) -> str:

@@ -126,15 +126,15 @@ class Snapshot:
         return part
 
     def _reached(self, values: Iterable[Any]) -> set[int]:
-        seen, waiting = set[int](), list(values)
+        reached, waiting = set[int](), list(values)
         while waiting:
             number = id(waiting.pop())
-            if number not in seen:
-                seen.add(number)
+            if number not in reached:
+                reached.add(number)
                 waiting += self._tuples.get(number, ())
                 _, kind, state = self.objects.get(number, (None, None, None))
                 waiting += items_of(state) if kind is not None and kind.holds_objects else ()
-        return seen
+        return reached
 
     def stand_in(self, value: Any) -> Any:
         """Return the copy of a tensor, a tuple with copies in it, or the value itself."""

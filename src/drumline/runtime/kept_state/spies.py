@@ -1,5 +1,7 @@
 """Who takes from an iterator: a stand-in for it notes it, because an iterator does not say how far it has come.
 
+::
+
     self.words = iter(words)      a block's attribute
     next(self.words)              in its forward: a second run gets the next word, not the same
 """
@@ -8,7 +10,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from io import IOBase
 from typing import Any
 
 from drumline.runtime.kept_state.contents import are_same, with_items
