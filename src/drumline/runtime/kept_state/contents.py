@@ -29,7 +29,7 @@ from drumline.model.watch.surroundings import is_known
 
 _WHOLE = (*PLAIN, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, nn.Module, Tensor)
 _PLAIN = frozenset(PLAIN)
-_EVERYBODYS = frozenset(map(id, (torch.default_generator, np.random.mtrand._rand, random._inst)))  # type: ignore[attr-defined]
+_EVERYBODYS = frozenset(map(id, (torch.default_generator, np.random.mtrand._rand, random._inst)))
 
 
 class Kind(NamedTuple):

@@ -74,7 +74,7 @@ class Snapshot:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._memory:
-            self._memory[key] = storage, storage.clone()
+            self._memory[key] = storage, storage.clone()  # type: ignore[no-untyped-call]
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return empty.set_(self._memory[key][1], tensor.storage_offset(), tensor.shape, tensor.stride())
 
