@@ -262,7 +262,8 @@ class NeedsGradient(Counter):
 
 KINDS: list[type[Keeps]] = [
     Counter, Appears, Late, LateList, OwnGenerator, LateGenerator, NumpyGenerator, NumpyState, PythonChance,
-    MeanInPlace, MeanReplaced, MeanInTuple, View, Hidden, Window, Table, Renewed, Object, Array, DropsAndCounts, NeedsGradient,
+    MeanInPlace, MeanReplaced, MeanInTuple, View, Hidden, Window, Table, Renewed, Object, Array, DropsAndCounts,
+    NeedsGradient,
 ]  # fmt: skip
 
 
