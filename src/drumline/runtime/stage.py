@@ -290,7 +290,7 @@ class Stage:
         """Recompute a checkpointed segment, on the buffers and the state that its first run saw."""
         if this.again:
             drawn = nullcontext() if this.chance is None else this.chance.again()
-            state = NOTHING if this.state is None else this.state.put_in()
+            state = NOTHING if this.state is None or not segment.ledger.changes else this.state.put_in()
             with segment.buffers.as_they_were(this.buffers), self.precision.autocast, drawn, state:
                 self._with_graph(segment, this, microbatch)
             this.buffers, this.chance, this.state = {}, None, None

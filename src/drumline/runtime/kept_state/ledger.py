@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
+from operator import is_, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ _FIX = 'give it what it needs as an input, or do not recompute it: checkpoint="n
 
 Space = dict[str, Any]  # the attributes of a module
 _NOTHING = Snapshot((), most_bytes=-1)
+_TRAINING = itemgetter("training")
 
 
 class StateBefore:
@@ -98,7 +100,7 @@ class Ledger:
     def __enter__(self) -> None:
         """Take what the forward may change."""
         self.is_new, self.is_open, self.before = False, True, None
-        self._mode = tuple([space["training"] for space in self._spaces])
+        self._mode = tuple(map(_TRAINING, self._spaces))
         self._tables = tables = [space.copy() for space in self._spaces]
         if self._mode in self._known:
             deep = self._deep
@@ -124,7 +126,7 @@ class Ledger:
             return
         for used in () if spies is None else spies.used():
             self._refuse_used(tables, used)
-        reset = self._reset_in(tables)
+        reset = set() if all(map(_is_same_table, tables, self._spaces)) else self._reset_in(tables)
         changed = set() if snapshot is None else snapshot.changed()
         self.changes |= bool(reset or changed)
         if self._mode not in self._known and snapshot is not None:
@@ -226,7 +228,7 @@ def _may_keep(module: nn.Module) -> bool:
 
 
 def _is_same_table(table: Space, space: Space) -> bool:
-    return len(table) == len(space) and [*map(id, table.values())] == [*map(id, space.values())]
+    return len(table) == len(space) and all(map(is_, table.values(), space.values()))
 
 
 def _fill(space: Space, table: Space) -> None:
