@@ -219,6 +219,7 @@ OF_FILE = {
     "runtime/batch.py": ("tests/pipeline/test_pipeline.py",),
     "runtime/execute/jobs.py": ("tests/runtime/test_executor.py",),
     "runtime/step.py": ("tests/pipeline/test_updates.py",),
+    "runtime/kept_state": ("tests/pipeline/test_kept_state.py",),
     "runtime/recomputing.py": ("tests/pipeline/test_odd_models.py",),
     "features/capture": ("tests/pipeline/test_captured.py",),
     "runtime/gradients/clip.py": ("tests/pipeline/test_pipeline.py",),

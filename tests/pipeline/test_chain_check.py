@@ -130,7 +130,8 @@ def test_microbatches_that_overtake_each_other_are_looked_at(schedule: str, firs
 
 def test_recomputation_is_on_where_it_will_be() -> None:
     """A block that is another each time it runs is right until it is recomputed."""
-    make = RIGHT["a generator"]
+    stepped(pipeline(made(RIGHT["a generator"]), checkpoint="full"))  # which a block holds, and which is put back
+    make = RIGHT["a counter in a closure"]
     stepped(pipeline(made(make)))
     with refused(ModelError, "the model, run block by block, returns something else than by itself"):
         stepped(pipeline(made(make), checkpoint="full"))

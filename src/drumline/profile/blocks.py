@@ -26,6 +26,7 @@ from drumline.model.catalogue import places_in
 from drumline.model.patches import having_gradients
 from drumline.model.quantised.packed import num_bytes
 from drumline.model.randomness import Randomness
+from drumline.model.watch.keeping import undisturbed
 from drumline.plan.device.blocks import OpTimes, Profile, ProfiledBlock
 from drumline.profile.chain import Chain, Ops
 from drumline.runtime.clocks import clock_for
@@ -46,8 +47,8 @@ def profile(
 ) -> Profile:
     """Measure every block of `model` on its device, with one microbatch; the last block includes the loss.
 
-    Parameters, gradients, buffers and random numbers are restored afterwards. The whole model and the activations of
-    one microbatch must fit on the device. After `max_seconds`, no further run begins.
+    Parameters, gradients, buffers, attributes and random numbers are restored afterwards. The whole model and the
+    activations of one microbatch must fit on the device. After `max_seconds`, no further run begins.
 
     >>> sizes = profile(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), torch.randn(2, 4), num_runs=1)
     >>> [(layer.name, layer.weight_bytes, layer.output_bytes) for layer in sizes.layers]
@@ -70,6 +71,7 @@ def profile(
     randomness, buffers, clock = Randomness(seed, device), Buffers(modules), clock_for(device)
     with (
         randomness.kept_aside(),
+        undisturbed(layer for module in modules for layer in module.modules()),
         buffers.as_they_were(buffers.save()),
         having_gradients([param for module in modules for param in module.parameters()]),
     ):

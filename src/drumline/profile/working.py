@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from drumline.model.block import Block
 from drumline.model.patches import having_gradients
 from drumline.model.randomness import Randomness
+from drumline.model.watch.keeping import undisturbed
 from drumline.profile.chain import Chain
 from drumline.runtime.recomputing import Buffers
 from drumline.runtime.stage import Loss
@@ -59,7 +60,12 @@ def working(
     randomness, buffers = Randomness(seed, device), Buffers(modules)
     most = [[0, 0, 0, 0] for _ in blocks]
     params = [param for module in modules for param in module.parameters()]
-    with randomness.kept_aside(), buffers.as_they_were(buffers.save()), having_gradients(params):
+    with (
+        randomness.kept_aside(),
+        undisturbed(layer for module in modules for layer in module.modules()),
+        buffers.as_they_were(buffers.save()),
+        having_gradients(params),
+    ):
         for halves in (False, True) if split else (False,):
             chain = Chain([[block] for block in blocks], randomness, loss_fn, split=halves)
 

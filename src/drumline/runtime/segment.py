@@ -25,13 +25,14 @@ from drumline.runtime.backward.compiled import Named
 from drumline.runtime.backward.guards import Lookout, TakesGradients, begun, looked_after, refuse_foreign
 from drumline.runtime.backward.owners import Splitter
 from drumline.runtime.backward.tape import Tape
+from drumline.runtime.kept_state.ledger import Ledger, StateBefore
 from drumline.runtime.recomputing import Buffers
 
 
 class Pass:
     """One microbatch's pass through one segment: what its backward needs."""
 
-    __slots__ = ("again", "buffers", "chance", "form", "leaves", "plain", "roots", "tape", "wanted")
+    __slots__ = ("again", "buffers", "chance", "form", "leaves", "plain", "roots", "state", "tape", "wanted")
 
     def __init__(self, value: Any, wants_gradient: bool, plain: Collection[int] = ()) -> None:
         """Begin with a value, detached from its graph; the tensors at positions `plain` need no gradient."""
@@ -50,6 +51,7 @@ class Pass:
         self.again = False  # whether the segment must first run again
         self.buffers: dict[int, Tensor] = {}
         self.chance: HostChance | None = None  # Python's random state at its start, if it drew any
+        self.state: StateBefore | None = None  # what else its blocks kept then, if they changed it
 
     def value(self) -> Any:
         """Return the input of the blocks."""
@@ -92,6 +94,7 @@ class Segment:
         self.modules = [module for block in blocks for module in block.module.modules()]
         self.buffers = Buffers([block.module for block in blocks])
         self.suspects = {block.name for block in blocks if may_draw(block.module)}  # they may draw random numbers
+        self.ledger = Ledger([block for block in blocks if block.name in self.suspects], refuses=checkpointed)
         # Assumed to draw nothing until it does. With buffers a run could not be repeated, so this is not tried.
         self.quiet = not self.suspects or not self.buffers.places
         if compiled is not None and any(draws(module) for _, module in self.blocks):
@@ -120,7 +123,7 @@ class Segment:
         if self.sheet is not None:
             self.sheet.now = microbatch
         try:
-            if self.quiet:
+            if self.quiet and not self.ledger.changes:
                 versions = versions_of(value_given) if self.suspects else []
                 if self.suspects:
                     randomness.watch()
@@ -131,8 +134,7 @@ class Segment:
                     return output if self.seal is None else self.seal(output)
                 self.quiet = False  # it drew without being seeded: run all of it again
                 self.unchanged(value_given, versions)
-                if tape is not None:
-                    tape.records.clear()
+                self._undo(tape)
             for name, run in self.pieces:
                 if name in self.suspects:
                     randomness.apply(microbatch, name)
@@ -142,14 +144,22 @@ class Segment:
             if self.on_copies or "a leaf Variable that requires grad" not in str(error) or not pack(value)[0]:
                 raise
             self.on_copies = True
-            if tape is not None:
-                tape.records.clear()
+            self._undo(tape)
         return self.run(value, microbatch, randomness, tape)
+
+    def _undo(self, tape: Tape | None) -> None:
+        """Undo what a run has recorded and changed, because it starts again."""
+        self.ledger.rewind()
+        if tape is not None:
+            tape.records.clear()
 
     def recorded(
         self, this: Pass, tape: Tape, microbatch: int, randomness: Randomness, loss: Callable[[Any], Any] | None
     ) -> Any:
         """Run the blocks, and a loss, with weight gradients left to W unless the forward takes gradients itself."""
+        if self.takes_gradients is None and self.ledger.is_needed and not self.ledger.is_open:
+            with self.ledger:
+                return self.recorded(this, tape, microbatch, randomness, loss)
         if not self.takes_gradients:
             before = self.buffers.copies() if self.takes_gradients is None else None
             versions = [leaf._version for leaf in this.leaves]
@@ -168,8 +178,8 @@ class Segment:
             if not lookout.must_restart:
                 self.takes_gradients = False
                 return new_loss
-            tape.records.clear()
             self.unchanged(this.leaves, versions)
+            self._undo(tape)
             if before is not None:
                 self.buffers.put_back(before)
             elif self.buffers.places:

@@ -156,7 +156,8 @@ class Stage:
                         value = self._with_graph(segment, this, microbatch, loss)
                     else:  # the same without a call, for most forwards of a schedule
                         guarded = segment.receives and len(this.leaves) > 1
-                        with torch.enable_grad(), looked_after(this.leaves) if guarded else NOTHING:
+                        look = segment.ledger if segment.ledger.is_new else NOTHING
+                        with torch.enable_grad(), look, looked_after(this.leaves) if guarded else NOTHING:
                             tensor = this.leaves[0] if this.form is None else unpack(this.leaves, this.form)
                             output = segment.run(tensor, microbatch, self.randomness)
                             value = segment.ended(this, output if loss is None else loss(output))
@@ -195,16 +196,19 @@ class Stage:
         """Run a segment that will run again, as in training, and keep only its value."""
         this.buffers = segment.buffers.save()
         chance = HostChance() if segment.suspects else None
-        try:
-            with torch.enable_grad() if segment.needs_graph else discarding():
-                value = self._on_input(segment, this, microbatch)
-        except GraphNeeded:
-            segment.needs_graph = True
-            segment.buffers.undo(this.buffers)
-            drawn = nullcontext() if chance is None else chance.again()
-            with torch.enable_grad(), drawn:
-                value = self._on_input(segment, this, microbatch)
+        with segment.ledger if segment.ledger.is_needed else NOTHING:
+            try:
+                with torch.enable_grad() if segment.needs_graph else discarding():
+                    value = self._on_input(segment, this, microbatch)
+            except GraphNeeded:
+                segment.needs_graph = True
+                segment.buffers.undo(this.buffers)
+                segment.ledger.rewind()
+                drawn = nullcontext() if chance is None else chance.again()
+                with torch.enable_grad(), drawn:
+                    value = self._on_input(segment, this, microbatch)
         this.chance = chance if chance is not None and chance.has_moved() else None
+        this.state = segment.ledger.before
         segment.buffers.learn()
         return mapped(value, Tensor.detach)
 
@@ -283,12 +287,13 @@ class Stage:
         return self.precision.full(tensor)
 
     def _again(self, segment: Segment, this: Pass, microbatch: int) -> None:
-        """Recompute a checkpointed segment, on the buffers that its first run saw."""
+        """Recompute a checkpointed segment, on the buffers and the state that its first run saw."""
         if this.again:
             drawn = nullcontext() if this.chance is None else this.chance.again()
-            with segment.buffers.as_they_were(this.buffers), self.precision.autocast, drawn:
+            state = NOTHING if this.state is None or not segment.ledger.changes else this.state.put_in()
+            with segment.buffers.as_they_were(this.buffers), self.precision.autocast, drawn, state:
                 self._with_graph(segment, this, microbatch)
-            this.buffers, this.chance = {}, None
+            this.buffers, this.chance, this.state = {}, None, None
             this.again = False
             if self.at_peak is not None:
                 self.at_peak()

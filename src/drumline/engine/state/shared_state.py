@@ -22,6 +22,8 @@ from drumline.model.block import Block
 from drumline.model.catalogue import Place, places_in
 from drumline.model.watch.fingerprint import plain_in
 from drumline.model.weights.tied import HeldTensor, Ties
+from drumline.runtime.kept_state.ledger import own_values
+from drumline.runtime.kept_state.snapshot import MOST_BYTES, Snapshot
 from drumline.runtime.stage import Stage
 from drumline.runtime.step import Step
 
@@ -42,6 +44,7 @@ class SharedBuffers(Observer):
         self._num_steps = 0
         self._before: list[tuple[Tensor | None, int, Tensor | None]] = []
         self._attributes: list[dict[str, Any]] = []
+        self._contents: Snapshot | None = None  # what attributes of stages with several copies hold
         self.moved()
 
     def moved(self) -> None:
@@ -69,7 +72,9 @@ class SharedBuffers(Observer):
             (t, 0 if t is None else _version(t), None if t is None or not copies else t.detach().clone())
             for t, copies in looks
         ]
-        self._attributes = [plain_in(vars(module)) for _, module in self._doubled] if by_value else []
+        self._attributes = [dict(vars(module)) for _, module in self._doubled] if by_value else []
+        values = (value for attributes in self._attributes for value in own_values(attributes).values())
+        self._contents = Snapshot(values, most_bytes=MOST_BYTES) if self._attributes else None
         self._num_steps += 1
 
     def end(self, step: Step) -> None:
@@ -79,14 +84,23 @@ class SharedBuffers(Observer):
             changed = now is not tensor or (now is not None and _version(now) != version)
             if changed or (copy is not None and now is not None and not torch.equal(copy, now)):
                 self._refuse(buffer_copy)
-        for (name, module), attributes in zip(self._doubled, self._attributes, strict=False):
-            for key in (key for key, value in plain_in(vars(module)).items() if attributes.get(key) != value):
+        if self._contents is not None:
+            self._refuse_doubled(self._contents)
+        self._before, self._attributes, self._contents = [], [], None
+
+    def _refuse_doubled(self, contents: Snapshot) -> None:
+        carried = contents.carried()
+        for (name, module), attributes in zip(self._doubled, self._attributes, strict=True):
+            numbers, before = plain_in(vars(module)), plain_in(attributes)
+            keys = [key for key, value in numbers.items() if before.get(key) != value]
+            if carried:
+                keys += [key for key, value in own_values(attributes).items() if contents.reaches(value, carried)]
+            for key in keys:
                 raise ModelError(
                     f"block {name!r} changes its attribute {key!r} in its forward",
                     expected="no changes under this schedule: each of its two copies of a stage sees half of the batch",
                     fix="choose a schedule with one copy of each stage, such as zb-v",
                 )
-        self._before = []
 
     def _refuse(self, copy: _BufferCopy) -> None:
         if copy.tensor.is_copied:

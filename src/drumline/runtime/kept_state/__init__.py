@@ -1,0 +1,1 @@
+"""What blocks keep beside parameters and buffers, for blocks that run twice."""
