@@ -247,6 +247,23 @@ def found_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
             yield from found_in(getattr(value, field.name, None), (*path, ("field", field.name)))
 
 
+def refuse_kinds(tensors: Iterable[Tensor], stage: int) -> None:
+    """Refuse tensors of a class of their own at the end of a stage: another process would get plain tensors.
+
+    >>> class Named(Tensor): ...
+    >>> refuse_kinds([torch.ones(2).as_subclass(Named)], 0)
+    Traceback (most recent call last):
+    drumline.core.errors.ModelError: stage 0 returns a Named, a tensor of a class of its own; expected plain tensors ...
+    """
+    for tensor in tensors:
+        if type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
+            raise ModelError(
+                f"stage {stage} returns a {type(tensor).__name__}, a tensor of a class of its own",
+                expected="plain tensors between processes",
+                fix="return x.as_subclass(torch.Tensor), and make it what it was in the next block; or cut elsewhere",
+            )
+
+
 _WITHOUT_CACHE = (
     "pass use_cache=False; prefix tuning always passes a cache of keys and cannot be cut: use prompt tuning, LoRA or "
     "another adapter"
