@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from drumline.core.errors import ModelError
 from drumline.model.block import Block
-from drumline.model.hooks import is_held, is_hooked
+from drumline.model.hooks import is_hooked, with_holders
 from drumline.model.loss.factors import Sheet
 from drumline.model.precision import cast_apart
 from drumline.model.randomness import HostChance, Randomness, draws, may_draw
@@ -131,7 +131,7 @@ class Segment:
         if self.is_hooked is None:
             self.is_hooked = any(map(is_hooked, self.parameters))
         else:
-            self.is_hooked = any(is_held(param) and is_hooked(param) for param in self.parameters)
+            self.is_hooked = any(map(is_hooked, with_holders(self.parameters)))
 
     def run(self, value: Any, microbatch: int, randomness: Randomness, tape: Tape | None = None) -> Any:
         """Run the blocks, seeding those that may draw random numbers unless none has drawn so far.

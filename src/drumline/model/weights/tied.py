@@ -29,7 +29,7 @@ from drumline.core.placement import Placement
 from drumline.model.block import Block
 from drumline.model.blocks.pieces import Piece
 from drumline.model.catalogue import Place, named_tensors, places_in
-from drumline.model.hooks import is_held, is_hooked
+from drumline.model.hooks import is_hooked, with_holders
 from drumline.model.quantised.packed import is_packed, parts_of, put_parts, settle
 from drumline.model.weights.twin import Table, Twin
 
@@ -324,7 +324,7 @@ def _computed_in(block: nn.Module) -> Iterator[tuple[int, Tensor]]:
 
 def _refuse_hooked(tensor: Tensor | None, key: str, block: str) -> None:
     """Refuse a hook that no copy of a parameter can have: it may refer to the parameter itself."""
-    if isinstance(tensor, nn.Parameter) and tensor.requires_grad and is_held(tensor) and is_hooked(tensor):
+    if isinstance(tensor, nn.Parameter) and any(map(is_hooked, with_holders([tensor]))):
         raise ModelError(
             f"a hook is where autograd adds up the gradient of {key!r} in block {block!r} (its AccumulateGrad node), "
             "and this process runs a copy of the block, too",

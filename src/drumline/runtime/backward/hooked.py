@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import unwrap
 from types import CodeType, FrameType
 
 from torch import Tensor, nn
@@ -62,11 +63,17 @@ def updated_inside(what: str) -> ModelError:
     )
 
 
-_BACKWARDS: tuple[CodeType, ...] = (add_gradients.__code__, gradients_at.__code__, accumulate.__code__)
+# Without the decorators: those of torch share one piece of code.
+_BACKWARDS: tuple[CodeType, ...] = tuple(unwrap(run).__code__ for run in (add_gradients, gradients_at, accumulate))
 
 
 def is_in_backward() -> bool:
-    """Whether a backward of a stage is running, and with it this code: it is called by a hook."""
+    """Whether a backward of a stage is running, and with it this code: it is called by a hook.
+
+    >>> import torch
+    >>> torch.no_grad()(is_in_backward)()
+    False
+    """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code in _BACKWARDS:

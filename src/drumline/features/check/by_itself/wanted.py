@@ -22,7 +22,7 @@ from drumline.core.errors import ModelError
 from drumline.engine.unsplit.plain import Plain
 from drumline.engine.unsplit.unsplit_step import Made, UnsplitMicrobatch, unsplit_step
 from drumline.features.check.gradients.sketch import sketch
-from drumline.model.hooks import hooks_behind, is_held
+from drumline.model.hooks import hooks_behind, with_holders
 from drumline.model.patches import having_gradients
 from drumline.model.precision import Precision
 from drumline.model.quantised.packed import is_packed
@@ -126,8 +126,7 @@ class _GradientCollector:
         """Take what a backward makes, and give back the gradients of before."""
         self._parameters = parameters = list(dict.fromkeys(parameters))
         before = [(param, param._post_accumulate_grad_hooks) for param in parameters]
-        with_holders = (param for param in parameters if param.requires_grad and is_held(param))
-        behind = [(table, dict(table)) for param in with_holders if (table := hooks_behind(param))]
+        behind = [(table, dict(table)) for param in with_holders(parameters) if (table := hooks_behind(param))]
         handles = []
         try:
             for table, _ in behind:

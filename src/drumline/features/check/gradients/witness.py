@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from drumline.core.action import Op
 from drumline.features.check.gradients.sketch import distances, sketch
-from drumline.model.hooks import hooks_behind, is_held
+from drumline.model.hooks import hooks_behind, with_holders
 from drumline.model.patches import put_in
 from drumline.model.values import mapped
 from drumline.runtime.execute.executor import Executor
@@ -179,7 +179,7 @@ def _putting_aside(
     Those that something else has changed afterwards, or may change, are `unclear`.
     """
     grows = Counter(param for segment in stage.segments for param in (*segment.parameters, *segment.lent))
-    unclear.update(param for param in grows if is_held(param) and hooks_behind(param))
+    unclear.update(param for param in with_holders(grows) if hooks_behind(param))
     aside: dict[nn.Parameter, Tensor] = {}
     copies: dict[nn.Parameter, Tensor | None] = {}
     noted: dict[nn.Parameter, tuple[Tensor, int]] = {}
