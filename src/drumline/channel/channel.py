@@ -89,6 +89,7 @@ class Channel(ABC):
     num_ranks: int
     naming: RankNames = BY_NUMBER  # what messages call the ranks
     timeout: float = TIMEOUT
+    copies = True  # whether tensors arrive as others with the same values
 
     @property
     def is_spread(self) -> bool:

@@ -61,6 +61,7 @@ class InProcessChannel(Channel):
     """One rank's end of a hub."""
 
     name = "in-process"
+    copies = False
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self.hub = hub

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from operator import is_
@@ -118,6 +119,11 @@ def _value(tensors: Sequence[Tensor], form: Any) -> Any:
     kind, *parts = form
     if kind == "plain":
         return parts[0]
+    if kind == "kinds":
+        inside, kinds = parts
+        return unpack(
+            [t if kind is None else t.as_subclass(kind) for t, kind in zip(tensors, kinds, strict=True)], inside
+        )
     first = HEADERS.get(kind, 0)
     inner = [tensors[part] if isinstance(part, int) else _value(tensors, part) for part in parts[first:]]
     if kind in ("tuple", "list"):
@@ -245,6 +251,38 @@ def found_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from found_in(getattr(value, field.name, None), (*path, ("field", field.name)))
+
+
+def with_kinds(tensors: Sequence[Tensor], form: Any) -> Any:
+    """Return the form of a message from which `unpack` restores tensors of classes of their own, too.
+
+    A class whose objects hold more than a tensor, or that another process could not import, is left out: there, such a
+    tensor is a plain one.
+
+    >>> with_kinds([torch.ones(2)], None) is None
+    True
+    """
+    if all(type(tensor) is Tensor for tensor in tensors):
+        return form
+    kinds = tuple(_kind_to_send(tensor) for tensor in tensors)
+    return ("kinds", form, kinds) if any(kind is not None for kind in kinds) else form
+
+
+def _kind_to_send(tensor: Tensor) -> type[Tensor] | None:
+    kind = type(tensor)
+    if kind is Tensor or isinstance(tensor, nn.Parameter) or vars(tensor) or hasattr(kind, "__tensor_flatten__"):
+        return None
+    return kind if _can_travel(kind) else None
+
+
+@functools.cache
+def _can_travel(kind: type[Tensor]) -> bool:
+    """Whether another process can import a class."""
+    try:
+        pickle.dumps(kind)
+    except (pickle.PicklingError, AttributeError):
+        return False
+    return kind.__module__ != "__main__"
 
 
 _WITHOUT_CACHE = (

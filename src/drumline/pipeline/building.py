@@ -27,6 +27,7 @@ from drumline.engine.stages.engine import Attachments, Engine
 from drumline.engine.state.tensors import Holdings
 from drumline.engine.updates.updates import Updates
 from drumline.model.randomness import Randomness
+from drumline.model.weights.overlaps import refuse_overlaps
 from drumline.model.weights.tied import Ties
 from drumline.runtime.backward.compiled import compiler_for
 
@@ -67,6 +68,8 @@ def _assembled(setting: PipelineSetup, program: Program, cut: ModelCut) -> Assem
         compiler_for(options.compile, setting.device),
         lends=_lends(setting, cut),
     )
+    if not setting.crew.alone:
+        refuse_overlaps(stages, program.placement, setting.device)
     setting.agree(assembled.described(**options.alike()))
     setting.crew.connect(assembled.ties.edges)
     return assembled

@@ -17,12 +17,20 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from drumline.core.errors import ModelError
 from drumline.model.block import Block
+from drumline.model.hooks import is_hooked, with_holders
 from drumline.model.loss.factors import Sheet
 from drumline.model.precision import cast_apart
 from drumline.model.randomness import HostChance, Randomness, draws, may_draw
 from drumline.model.values import mapped, pack, unpack
 from drumline.runtime.backward.compiled import Named
-from drumline.runtime.backward.guards import Lookout, TakesGradients, begun, looked_after, refuse_foreign
+from drumline.runtime.backward.guards import (
+    Checkpoints,
+    Lookout,
+    TakesGradients,
+    begun,
+    looked_after,
+    refuse_foreign,
+)
 from drumline.runtime.backward.owners import Splitter
 from drumline.runtime.backward.tape import Tape
 from drumline.runtime.kept_state.ledger import Ledger, StateBefore
@@ -103,21 +111,37 @@ class Segment:
         self.keeps_input = False  # whether they were seen not to do so
         self.needs_graph = False  # whether a first run that saves no tensors failed
         self.takes_gradients: bool | None = None  # whether they take gradients inside their forward; None: not known
+        self.is_reentrant = False  # whether they have reentrant checkpoints inside
 
     def renew(self) -> None:
         """Follow parameters that were frozen, unfrozen or replaced; its stage calls it at first too."""
         owned = [param for module in self.modules for param in module._parameters.values() if param is not None]
         self.looked_at = False  # whether it was checked that its graph has only its own parameters
+        self.since = 0  # the number of autograd's next node when its last forward began, until it was looked at
+        self.is_hooked: bool | None = None  # whether a hook is where autograd adds up a gradient; None: not known
         self.lent: list[nn.Parameter] = []  # parameters of other stages that its loss uses, a penalty on all weights
         self.parameters = [param for param in dict.fromkeys(owned) if param.requires_grad]
         # Compiled code splits its backward by itself.
         self.splitter = Splitter([module for _, module in self.blocks] if self.compiled is None else [])
+
+    @property
+    def runs_whole(self) -> bool:
+        """Whether its backward cannot be split: I runs all of it, and nothing is left for W."""
+        return self.is_reentrant or bool(self.is_hooked)
+
+    def look_for_hooks(self) -> None:
+        """Look for hooks that only run where autograd adds up a gradient; after the first time, for nodes that live."""
+        if self.is_hooked is None:
+            self.is_hooked = any(map(is_hooked, self.parameters))
+        else:
+            self.is_hooked = any(map(is_hooked, with_holders(self.parameters)))
 
     def run(self, value: Any, microbatch: int, randomness: Randomness, tape: Tape | None = None) -> Any:
         """Run the blocks, seeding those that may draw random numbers unless none has drawn so far.
 
         If they change their input in place, they get a copy of it, because a leaf must not change.
         """
+        self.since = self.since if self.looked_at else torch._C._autograd._get_sequence_nr()
         value_given = mapped(value, Tensor.clone) if self.on_copies else value
         value_given = cast_apart(value_given) if torch._C._is_any_autocast_enabled() else value_given
         if self.sheet is not None:
@@ -187,10 +211,11 @@ class Segment:
                     "a block with buffers begins to take gradients inside its forward, and took none in earlier steps",
                     fix="choose a schedule without split backwards, such as 1f1b",
                 )
-            self.takes_gradients = True
-        with looked_after(this.leaves if self.receives else ()):
+            self.takes_gradients, self.is_reentrant = True, lookout.is_reentrant
+        with looked_after(this.leaves if self.receives else ()), Checkpoints() as checkpoints:
             new_loss = self.run(this.value(), microbatch, randomness)
             new_loss = new_loss if loss is None else loss(new_loss)
+        self.is_reentrant = self.is_reentrant or checkpoints.is_reentrant
         if any(leaf.grad is not None for leaf in this.leaves):
             raise ModelError(
                 "a block calls backward() inside its forward, and this reaches tensors from the previous stage",
@@ -217,7 +242,8 @@ class Segment:
             self.lent = [] if self.lends is None else [p for p in self.lends() if p not in set(self.parameters)]
             own_parameters = [*self.parameters, *self.lent]
             names = [name for name, _ in self.blocks]
-            refuse_foreign(this.roots, own_parameters, names, begins, has_loss=self.has_loss and self.lends is None)
+            with_loss = self.has_loss and self.lends is None
+            refuse_foreign(this.roots, own_parameters, names, begins, has_loss=with_loss, since=self.since)
         return unpack([output.detach() for output in outputs], form)
 
     def unchanged(self, value: Any, versions: list[int]) -> None:

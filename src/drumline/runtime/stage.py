@@ -15,7 +15,7 @@ no tape, and frees a microbatch after I. Blocks below the lowest trained one rec
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from drumline.model.randomness import HostChance, Randomness
 from drumline.model.values import mapped, pack, unpack
 from drumline.runtime.backward.compiled import Compiler
 from drumline.runtime.backward.guards import NOTHING, looked_after
+from drumline.runtime.backward.hooked import refusing_updates, with_hooks
 from drumline.runtime.backward.tape import Gradients, Tape, accumulate, add_gradients, merged
 from drumline.runtime.recomputing import GraphNeeded, discarding
 from drumline.runtime.segment import Pass, Segment, versions_of
@@ -86,6 +87,8 @@ class Stage:
         self.outputs: dict[int, Any] | None = None  # outputs of a training step, if wanted
         self.at_peak: Callable[[], object] | None = None  # called when everything recomputed is held at once
         self._signature: list[tuple[int, bool]] | None = None
+        self.hooked: list[nn.Parameter] = []  # parameters with hooks, in this step
+        self._hooks_are_known = False
         self.renew()
 
     @property
@@ -122,8 +125,13 @@ class Stage:
     def begin(self) -> None:
         """Start a step: nothing is held, and the stand-ins follow parameters that moved."""
         self.passes.clear()
+        hooked = with_hooks(self.parameters)
+        self._hooks_are_known &= len(hooked) == len(self.hooked)
+        self.hooked = hooked
         if self.split:
             self.refresh()
+            for segment in self.segments:
+                segment.look_for_hooks()
 
     def refresh(self) -> None:
         """Let the stand-ins of a split backward follow parameters that moved to other memory."""
@@ -184,10 +192,13 @@ class Stage:
         self, segment: Segment, this: Pass, microbatch: int, loss: Callable[[Any], Tensor] | None = None
     ) -> Any:
         """Run a segment with its graph; split weight gradients are left to W, by compiled code itself."""
-        this.tape = Tape() if microbatch in self.split else None
+        this.tape = Tape() if microbatch in self.split and not segment.runs_whole else None
         with torch.enable_grad():
             if this.tape is not None and segment.compiled is None:
-                return segment.ended(this, segment.recorded(this, this.tape, microbatch, self.randomness, loss))
+                output = segment.recorded(this, this.tape, microbatch, self.randomness, loss)
+                if segment.runs_whole:  # as its first forward showed
+                    this.tape = None
+                return segment.ended(this, output)
             with looked_after(this.leaves if segment.receives else ()):
                 output = segment.run(this.value(), microbatch, self.randomness)
                 return segment.ended(this, output if loss is None else loss(output))
@@ -238,12 +249,24 @@ class Stage:
         """Run B: add to the parameters' gradients, and return those of the stage's inputs."""
         for segment, this in zip(reversed(self.segments), reversed(self.passes[microbatch]), strict=True):
             self._again(segment, this, microbatch)
-            roots, tensors = this.paired(gradients)
-            if roots:
-                add_gradients(roots, tensors)
-            gradients = tuple(leaf.grad for leaf in this.leaves)
+            gradients = self._added(this, gradients)
         del self.passes[microbatch]
         return tuple(gradients)
+
+    def _refusing_updates(self) -> AbstractContextManager[None]:
+        """Refuse hooks that update parameters in the middle of a step; the first time, compare values too."""
+        if not self.hooked:
+            return NOTHING
+        by_value, self._hooks_are_known = not self._hooks_are_known, True
+        return refusing_updates(self.hooked, by_value=by_value)
+
+    def _added(self, this: Pass, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Add to the parameters' gradients of a pass, and return those of its inputs."""
+        roots, tensors = this.paired(gradients)
+        if roots:
+            with self._refusing_updates():
+                add_gradients(roots, tensors)
+        return tuple(leaf.grad for leaf in this.leaves)
 
     def backward_input(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Run I: return the gradients of the stage's inputs, and keep what W needs, if there is a W."""
@@ -252,11 +275,14 @@ class Stage:
         passes = self.passes[microbatch]
         for segment, this in zip(reversed(self.segments), reversed(passes), strict=True):
             self._again(segment, this, microbatch)
+            if this.tape is None:
+                gradients = self._added(this, gradients)
+                this.leaves, this.roots = (), []
+                continue
             roots, given_tensors = this.paired(gradients)
             wanted = [leaf for leaf in this.leaves if leaf.requires_grad]
             tensors: tuple[Tensor | None, ...] = (None,) * len(wanted)
             if roots:
-                assert this.tape is not None, f"{self.index}I{microbatch} of a forward that was not split"
                 tensors = this.tape.backward_input(roots, given_tensors, wanted, [*segment.parameters, *segment.lent])
             each = iter(tensors)
             gradients = tuple(next(each) if leaf.requires_grad else None for leaf in this.leaves)
@@ -265,13 +291,26 @@ class Stage:
 
     def backward_weight(self, microbatch: int) -> None:
         """Run W: add to the parameters' gradients, and free the microbatch."""
-        accumulate(self.weight_gradients(microbatch))
+        self.add(self.weight_gradients(microbatch))
+
+    def add(self, gradients: Gradients) -> None:
+        """Add to the parameters' gradients what W has computed."""
+        with self._refusing_updates():
+            accumulate(gradients)
 
     def backward_weight_merged(self, microbatches: Sequence[int]) -> None:
-        """Run W of several microbatches as one larger product each; this sums in a different order than one by one."""
+        """Run W of several microbatches as one larger product each; this sums in a different order than one by one.
+
+        Hooks see the gradient of each microbatch, so parameters that have any keep a stage from merging.
+        """
+        if self.hooked:
+            for microbatch in microbatches:
+                self.backward_weight(microbatch)
+            return
         passes = [self.passes.pop(microbatch) for microbatch in microbatches]
         for each in reversed(list(zip(*passes, strict=True))):
-            accumulate(merged([this.tape for this in each if this.tape is not None]))
+            if tapes := [this.tape for this in each if this.tape is not None]:
+                accumulate(merged(tapes))
 
     def weight_gradients(self, microbatch: int) -> Gradients:
         """Return what W of a microbatch adds to each parameter, and free what was kept for it."""

@@ -235,7 +235,13 @@ class Engine(Observer):
                 stack.enter_context(evaluating(block.module for block in self.blocks()))
             stack.enter_context(self._computing())
             runs = zip(executors, drafts, strict=True)
-            self._crew.drive([executor.run(step, draft, jobs_of(executor)) for executor, draft in runs])
+            try:
+                self._crew.drive([executor.run(step, draft, jobs_of(executor)) for executor, draft in runs])
+            except AttributeError as error:
+                for copies in self.copies.values():
+                    if (lack := copies.lacks(error)) is not None:
+                        raise lack from error
+                raise
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

@@ -30,6 +30,7 @@ from drumline.engine.updates.optimizer_state import NamedTensors, StateByName
 from drumline.engine.updates.validation_time import Validates
 from drumline.engine.updates.whole_matrices import WholeMatrices, by_element
 from drumline.model.precision import Precision, settle_products
+from drumline.runtime.backward.hooked import is_in_backward, updated_inside
 
 
 class OptimizerEntry(NamedTuple):
@@ -91,7 +92,9 @@ class Updates:
             self.scaler.follow(listed)
 
     def before(self, optimizer: Optimizer) -> None:
-        """Stop an optimizer from stepping on a failed step."""
+        """Stop an optimizer from stepping on a failed step, or in the middle of one."""
+        if is_in_backward():
+            raise updated_inside(f"a hook calls {type(optimizer).__name__}.step()")
         self.check(optimizer)
         if self._is_stepped_inside(optimizer):
             return

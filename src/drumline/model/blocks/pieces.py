@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakMethod, ref
 
 import torch
@@ -30,7 +30,7 @@ from drumline.model.block import Block
 from drumline.model.blocks.script import Live, Script, named_calls, states_of
 from drumline.model.catalogue import named_tensors, whole_name
 from drumline.model.follow.inputs import InputKind, Inputs, names_of
-from drumline.model.follow.notes import Unseen
+from drumline.model.follow.notes import TryAgain, Unseen
 from drumline.model.follow.skeleton import Skeleton
 from drumline.model.follow.tracing import Decides
 from drumline.model.graph.graph import CallGraph
@@ -181,6 +181,13 @@ def _followed(script: Script, inputs: Inputs, there: Mapping[str, nn.Module]) ->
 
     If an opened block cannot be traced inside, raise the error of the model with the block closed.
     """
+    try:
+        return _tried(script, inputs, there)
+    except TryAgain as error:
+        raise error.as_seen() from error.__cause__
+
+
+def _tried(script: Script, inputs: Inputs, there: Mapping[str, nn.Module]) -> tuple[Script, InputKind, CallGraph]:
     closed: ModelError | None = None
     while True:
         kind, _ = script.kind(inputs, train=True)
@@ -189,16 +196,23 @@ def _followed(script: Script, inputs: Inputs, there: Mapping[str, nn.Module]) ->
         except Unseen as error:
             fresh = _alike(error.block, script, there)
             if error.block not in fresh:
-                raise closed or error from error
+                _give_up(closed, error)
             closed = closed or error
             script = replace(script, inside=script.inside | fresh)
         except Decides as error:
             baked = names_of(inputs, script.baked, error.inputs)
             if not baked:
-                raise closed or error from error
+                _give_up(closed, error)
             script = replace(script, baked=script.baked | baked)
         except ModelError as error:
-            raise closed or error from error
+            _give_up(closed, error)
+
+
+def _give_up(closed: ModelError | None, error: ModelError) -> NoReturn:
+    """Raise the error of the model with a block closed, else the last one."""
+    if closed is None:
+        raise error
+    raise closed from error
 
 
 def _alike(block: str, script: Script, there: Mapping[str, nn.Module]) -> set[str]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from drumline.core.errors import ModelError
 from drumline.model.blocks.value_names import Names, by_name, described, kind_text
 from drumline.model.follow.inputs import InputKind, Inputs
+from drumline.model.follow.notes import TryAgain
 from drumline.model.follow.skeleton import Skeleton
 from drumline.model.follow.tracing import trace
 from drumline.model.graph.emit import Emitter
@@ -127,7 +128,10 @@ class Script:
             refuse_objects(kind.form, "the model")
             raise
         if codes is None:
-            graph = self.graph(kind)
+            try:
+                graph = self.graph(kind)
+            except TryAgain as error:
+                raise error.as_seen() from error.__cause__
             codes = self.write(kind, graph, self._starts(graph))
         return codes
 

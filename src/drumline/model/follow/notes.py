@@ -20,7 +20,15 @@ from drumline.model.graph.graph import Autocast, Barrier, Call, CallGraph, Value
 from drumline.model.values import found_in, pack, refuse_objects
 
 
-class Unseen(ModelError):
+class TryAgain(ModelError):
+    """A refusal of a trace that may go well another way; if none does, users see it `as_seen`."""
+
+    def as_seen(self) -> ModelError:
+        """Return it as an error of the public tree."""
+        return ModelError(self.error, expected=self.expected, fix=self.fix).with_traceback(self.__traceback__)
+
+
+class Unseen(TryAgain):
     """A tensor that a block created but did not return is used outside it."""
 
     def __init__(self, error: str, *, expected: str = "", fix: str = "", block: str = "") -> None:

@@ -131,6 +131,10 @@ class Skeleton:
                 if id(tensor) not in memo:
                     memo[id(tensor)] = stand_in = self._like(tensor)
                     self.states[id(stand_in)] = name
+            for module in model.modules():
+                for value in vars(module).values():
+                    if isinstance(value, Tensor) and value.grad_fn is not None and not isinstance(value, FakeTensor):
+                        memo[id(value)] = self._like(value)  # that hooks compute before every forward: weight_norm
         self._alive = list(memo.values())
         for _, tensor in named_tensors(model):
             memo |= copied_states(tensor, tensor)  # nothing computes with them here

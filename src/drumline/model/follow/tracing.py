@@ -28,7 +28,7 @@ from drumline.model.catalogue import whole_name
 from drumline.model.follow.attributes import BETWEEN, Attributes
 from drumline.model.follow.inputs import InputKind, Inputs, unchecked
 from drumline.model.follow.interception import coming_by, node_like, version_of
-from drumline.model.follow.notes import Notes
+from drumline.model.follow.notes import Notes, TryAgain
 from drumline.model.follow.refusals import (
     LocalHooks,
     around,
@@ -78,7 +78,7 @@ def trace(skeleton: Skeleton, inside: frozenset[str], kind: InputKind) -> tuple[
     return tracer.graph, tracer.attributes.read_between()
 
 
-class Decides(ModelError):
+class Decides(TryAgain):
     """The forward branches on values; `inputs` are the positions of the inputs that they depend on."""
 
     def __init__(self, error: str, *, expected: str = "", fix: str = "", inputs: Sequence[int] = ()) -> None:

@@ -16,7 +16,7 @@ own tensors. The copies do not belong to the user: before every step they follow
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from drumline.core.placement import Placement
 from drumline.model.block import Block
 from drumline.model.blocks.pieces import Piece
 from drumline.model.catalogue import Place, named_tensors, places_in
+from drumline.model.hooks import is_hooked, with_holders
 from drumline.model.quantised.packed import is_packed, parts_of, put_parts, settle
 from drumline.model.weights.twin import Table, Twin
 
@@ -255,7 +256,11 @@ class TiedCopies:
 
     def _copied(self, block: Block) -> Block:
         settle(block.module.modules())
+        computed = dict(_computed_in(block.module))
+        self._memo.update(computed)
         ties = copy.deepcopy(block.module, self._memo)
+        for known in computed:  # the next forward replaces these tensors, and their ids may be used again
+            del self._memo[known]
         settle(ties.modules())
         for original, ours in zip(block.module.modules(), ties.modules(), strict=True):
             self.modules.append((original, ours))
@@ -265,6 +270,18 @@ class TiedCopies:
                 common = frozenset(key for key, tensor in theirs.items() if tensor is own_tensors[key])
                 self._tables.append((block.name, theirs, own_tensors, common))
         return replace(block, module=ties)
+
+    def lacks(self, error: AttributeError) -> ModelError | None:
+        """Return what to raise for an attribute that a copy lacks and the user's module has; None if it is another."""
+        for block, twin in self._twins:
+            if twin.ours is error.obj and isinstance(error.name, str) and hasattr(twin.theirs(), error.name):
+                return ModelError(
+                    f"block {block!r} reads its attribute {error.name!r}, and the copy of the block that this process "
+                    "runs too does not have it",
+                    expected="attributes that copy.deepcopy copies, set before the pipeline is created",
+                    fix="set it in __init__, or choose a schedule with one copy of each stage, such as zb-v",
+                )
+        return None
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -287,9 +304,33 @@ class TiedCopies:
             for key, tensor in theirs.items():
                 if key in common:
                     own_tensors[key] = tensor
-                elif tensor is not None and id(own_tensors[key]) not in done:
+                    continue
+                _refuse_hooked(tensor, key, block)
+                if tensor is not None and id(own_tensors[key]) not in done:
                     done.add(id(own_tensors[key]))
                     _follow(own_tensors[key], tensor)
+
+
+def _computed_in(block: nn.Module) -> Iterator[tuple[int, Tensor]]:
+    """Yield by their ids copies of tensors with a graph, which deepcopy refuses.
+
+    Hooks compute these before every forward: the `weight` of torch.nn.utils.weight_norm and of pruning.
+    """
+    for module in block.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                yield id(value), value.detach().clone()
+
+
+def _refuse_hooked(tensor: Tensor | None, key: str, block: str) -> None:
+    """Refuse a hook that no copy of a parameter can have: it may refer to the parameter itself."""
+    if isinstance(tensor, nn.Parameter) and any(map(is_hooked, with_holders([tensor]))):
+        raise ModelError(
+            f"a hook is where autograd adds up the gradient of {key!r} in block {block!r} (its AccumulateGrad node), "
+            "and this process runs a copy of the block, too",
+            expected="hooks that copies can have",
+            fix="use parameter.register_hook(...), or a schedule with one copy of each stage, such as zb-v",
+        )
 
 
 def _follow(copied: Tensor, original: Tensor) -> None:

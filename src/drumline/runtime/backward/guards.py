@@ -23,6 +23,9 @@ The same holds for a hook on a layer's output (`h.register_hook`), because the g
 through it. It also holds for a layer that uses a tensor besides its arguments, whose gradient would end there. Such a
 forward also starts again with plain layers.
 
+A reentrant checkpoint (`torch.utils.checkpoint` with `use_reentrant=True`) runs a backward of its own, and works only
+if autograd is not told for which tensors. So a forward with one starts again too, and I runs its whole backward.
+
 A forward that is not recorded, as in any schedule without split backwards, replaces nothing of torch.
 """
 
@@ -36,6 +39,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
@@ -58,6 +62,14 @@ def leaves_of(roots: Sequence[GradientEdge]) -> Iterator[Tensor]:
     >>> [leaf is x for leaf in leaves_of([get_gradient_edge(x * 3)])]
     [True]
     """
+    for node in nodes_of(roots):
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            yield leaf
+
+
+def nodes_of(roots: Sequence[GradientEdge]) -> Iterator[Node]:
+    """Yield the nodes of a graph, each once."""
     seen_nodes: set[Node] = set()
     todo: list[Node | None] = [root.node for root in roots]
     while todo:
@@ -65,9 +77,7 @@ def leaves_of(roots: Sequence[GradientEdge]) -> Iterator[Tensor]:
         if node is None or node in seen_nodes:
             continue
         seen_nodes.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            yield leaf
+        yield node
         todo += [source for source, _ in node.next_functions]
 
 
@@ -78,17 +88,26 @@ def refuse_foreign(
     begins: Iterable[Tensor],
     *,
     has_loss: bool = False,
+    since: int = 0,
 ) -> None:
     """Refuse a graph that begins with a parameter outside `own_parameters`, or with the beginning of another graph.
 
     `names` are the blocks that built it, `begins` the tensors with which their graph may begin. With `has_loss`, a
-    loss function built it too.
+    loss function built it too. `since` is the number of autograd's next node when their forward began.
     """
     known = {id(tensor) for tensor in (*own_parameters, *begins)}
     for leaf in leaves_of(roots):
         if id(leaf) in known:
             continue
         one_of = f"one of the blocks {', '.join(names)}" if names else "the loss"
+        is_beginning = getattr(leaf, "is_beginning", False)
+        if is_beginning or (names and isinstance(leaf, nn.Parameter) and _goes_back(roots, since)):
+            raise ModelError(
+                f"{one_of}{', or the loss,' if names else ''} uses a tensor that a block of another stage created but "
+                "did not return",
+                expected="blocks and a loss that use only what the previous block returns",
+                fix="return it from the block that creates it, as (x, aux), and pass it on",
+            )
         if isinstance(leaf, nn.Parameter) and has_loss:
             raise ModelError(
                 f"{one_of}, or loss_fn, uses a parameter of shape {tuple(leaf.shape)} that this rank's stage does not"
@@ -104,12 +123,11 @@ def refuse_foreign(
                 fix="tie it explicitly: head.weight = embedding.weight; if another block computes a tensor from it, "
                 "return that tensor from the block; for a penalty on all weights, use the optimizer's weight_decay",
             )
-        if getattr(leaf, "is_beginning", False):
-            raise ModelError(
-                f"{one_of}, or the loss, uses a tensor that a block of another stage created but did not return",
-                expected="blocks and a loss that use only what the previous block returns",
-                fix="return it from the block that creates it, as (x, aux), and pass it on",
-            )
+
+
+def _goes_back(roots: Sequence[GradientEdge], since: int) -> bool:
+    """Whether a graph has nodes from before a forward: a tensor of another forward came in, by a hook for example."""
+    return any(node._sequence_nr() < since for node in nodes_of(roots))
 
 
 _ASKING = (torch.autograd.grad.__code__, torch.autograd.backward.__code__)
@@ -173,7 +191,7 @@ class TakesGradients(BaseException):
 
 
 class Lookout:
-    """Watches a recorded forward: calls of autograd's engine, and hooks on its layers' outputs.
+    """Watches a recorded forward: calls of autograd's engine, hooks on its layers' outputs, reentrant checkpoints.
 
     >>> with Lookout(Tape()):
     ...     torch.ones(1, requires_grad=True).backward()
@@ -181,18 +199,21 @@ class Lookout:
     drumline.runtime.backward.guards.TakesGradients
     """
 
-    __slots__ = ("must_restart", "tape")
+    __slots__ = ("is_reentrant", "must_restart", "tape")
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
+        self.is_reentrant = False  # whether a checkpoint in it is
         self.must_restart = False  # whether the forward must start again; it may have caught the error
 
     def __enter__(self) -> Lookout:
         _engine.enter(self)
         _hooks.enter(self)
+        _checkpoints.enter(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        _checkpoints.leave()
         _hooks.leave()
         _engine.leave()
 
@@ -200,6 +221,37 @@ class Lookout:
         """End the forward, so that it starts again with plain layers."""
         self.must_restart = True
         raise TakesGradients
+
+    def reentrant(self) -> None:
+        """End the forward because of a reentrant checkpoint."""
+        self.is_reentrant = True
+        self.stop()
+
+
+class Checkpoints:
+    """Watches a plain forward, whose I may be asked for tensors: whether a checkpoint in it is reentrant.
+
+    >>> with Checkpoints() as seen:
+    ...     _ = torch.utils.checkpoint.checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=True)
+    >>> seen.is_reentrant
+    True
+    """
+
+    __slots__ = ("is_reentrant",)
+
+    def __init__(self) -> None:
+        self.is_reentrant = False
+
+    def __enter__(self) -> Checkpoints:
+        _checkpoints.enter(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _checkpoints.leave()
+
+    def reentrant(self) -> None:
+        """Take note of a reentrant checkpoint."""
+        self.is_reentrant = True
 
 
 def begin_again() -> None:
@@ -236,5 +288,22 @@ def _hooking(replaced: Replacement) -> Callable[..., Any]:
     return register_hook
 
 
+class _Reentrant:
+    """Replaces the autograd function of reentrant checkpoints."""
+
+    def __init__(self, replaced: Replacement) -> None:
+        self._replaced = replaced
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._replaced.original, name)
+
+    def apply(self, *args: Any) -> Any:
+        """Run the checkpoint, once the watcher knows of it."""
+        if (watcher := self._replaced.watcher) is not None:
+            watcher.reentrant()
+        return self._replaced.original.apply(*args)
+
+
 _engine = Patch(torch.autograd.Variable, "_execution_engine", _Engine)
+_checkpoints = Patch(torch.utils.checkpoint, "CheckpointFunction", _Reentrant)
 _hooks = Patch(Tensor, "register_hook", _hooking)

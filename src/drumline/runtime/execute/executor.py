@@ -24,7 +24,7 @@ from drumline.core.errors import ProgramError
 from drumline.core.program import Program
 from drumline.core.prove.opening import openings
 from drumline.core.rules import Backward
-from drumline.model.values import pack, unpack
+from drumline.model.values import pack, unpack, with_kinds
 from drumline.model.weights.tied import Ties
 from drumline.runtime.draft import BEGIN, NOTE, POST, Clock, Draft
 from drumline.runtime.execute.jobs import Job, absent, merge, nothing
@@ -346,7 +346,9 @@ class Executor:
         """Release what a job sends: return the action that receives it, its tensors and their form."""
         stage, op, microbatch, _ = job.action
         if op is Op.SEND_F:
-            return Action(stage + 1, Op.RECV_F, microbatch), *pack(self._outputs.pop((stage, job.microbatch)))
+            tensors, form = pack(self._outputs.pop((stage, job.microbatch)))
+            form = with_kinds(tensors, form) if self.channel.copies else form
+            return Action(stage + 1, Op.RECV_F, microbatch), tensors, form
         receive, gradients = Action(stage - 1, Op.RECV_B, microbatch), self._gradients.pop((stage, job.microbatch))
         if len(gradients) == 1 and gradients[0] is not None:
             return receive, (gradients[0],), None

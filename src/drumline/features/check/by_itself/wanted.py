@@ -5,7 +5,7 @@ uses again; only those that are wanted in full leave for the host. There they ar
 their memory too.
 Buffers, attributes, random generators and gradients of before are given back. The user's hooks run, since what they do
 is part of the model. Hooks that run once a parameter's gradient has been added do not run, since they may contain an
-optimizer.
+optimizer, or note what was added.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from drumline.core.errors import ModelError
 from drumline.engine.unsplit.plain import Plain
 from drumline.engine.unsplit.unsplit_step import Made, UnsplitMicrobatch, unsplit_step
 from drumline.features.check.gradients.sketch import sketch
+from drumline.model.hooks import hooks_behind, with_holders
 from drumline.model.patches import having_gradients
 from drumline.model.precision import Precision
 from drumline.model.quantised.packed import is_packed
@@ -125,8 +126,11 @@ class _GradientCollector:
         """Take what a backward makes, and give back the gradients of before."""
         self._parameters = parameters = list(dict.fromkeys(parameters))
         before = [(param, param._post_accumulate_grad_hooks) for param in parameters]
+        behind = [(table, dict(table)) for param in with_holders(parameters) if (table := hooks_behind(param))]
         handles = []
         try:
+            for table, _ in behind:
+                table.clear()
             for param in parameters:
                 param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
                 if param.requires_grad:
@@ -136,6 +140,8 @@ class _GradientCollector:
         finally:
             for handle in handles:
                 handle.remove()
+            for table, hooks in behind:
+                table.update(hooks)
             for param, hooks in before:
                 if hooks is not None:
                     param._post_accumulate_grad_hooks = hooks

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from drumline.core.action import Op
 from drumline.features.check.gradients.sketch import distances, sketch
+from drumline.model.hooks import hooks_behind, with_holders
 from drumline.model.patches import put_in
 from drumline.model.values import mapped
-from drumline.runtime.backward.tape import accumulate
 from drumline.runtime.execute.executor import Executor
 from drumline.runtime.execute.jobs import Job, nothing
 from drumline.runtime.stage import Stage
@@ -61,7 +61,7 @@ class Witness:
         for param, gradient in pairs:
             added[param] = _dense(added[param]) + _dense(gradient) if param in added else gradient.detach()
         self._note(added)
-        accumulate(pairs)
+        stage.add(pairs)
 
     def _note(self, added: Mapping[nn.Parameter, Tensor]) -> None:
         # What a forward has added is a part of the sum.
@@ -129,7 +129,7 @@ def _watched(witnesses: Sequence[Witness], job: Job) -> Job:
         return replace(job, call=partial(_alone_and_merged, watching, stage, job.together))
     if op is Op.BACKWARD_WEIGHT and job.call is not nothing:
         return replace(job, call=partial(watching[0].weighing, stage))
-    if op is Op.BACKWARD:
+    if op is Op.BACKWARD or (op is Op.BACKWARD_INPUT and any(segment.runs_whole for segment in stage.segments)):
         return replace(job, call=partial(watching[0].adding, stage, job.call))
     return replace(job, call=partial(watching[0].listening, stage, job.call)) if op is Op.FORWARD else job
 
@@ -176,9 +176,10 @@ def _putting_aside(
     Yield a function that returns what was not noted.
 
     Gradients that grow more than once in a backward, or that hooks look at, stay where they are: a copy is subtracted.
-    Those that something else has changed afterwards are `unclear`.
+    Those that something else has changed afterwards, or may change, are `unclear`.
     """
     grows = Counter(param for segment in stage.segments for param in (*segment.parameters, *segment.lent))
+    unclear.update(param for param in with_holders(grows) if hooks_behind(param))
     aside: dict[nn.Parameter, Tensor] = {}
     copies: dict[nn.Parameter, Tensor | None] = {}
     noted: dict[nn.Parameter, tuple[Tensor, int]] = {}
