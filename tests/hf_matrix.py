@@ -219,7 +219,9 @@ def table(entry: Outcome, two: Outcome) -> str:
 
 
 def _which(name: str) -> str:
-    return " with `output_router_logits`" if name.endswith("router_loss") else ""
+    said = " with `output_router_logits`" if "router_loss" in name else ""
+    said += ", without `attention_mask`" if "unmasked" in name else ""
+    return said + (", averaged" if name.endswith("mean") else "")
 
 
 def _cell(found: Outcome, start: str) -> str:
