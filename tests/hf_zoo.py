@@ -301,6 +301,11 @@ def by_rows(inputs: Any) -> int:
     return len(inputs.kwargs["pixel_values"])
 
 
+def by_texts(inputs: Any) -> int:
+    """Return what a microbatch of texts counts, each of which has a label."""
+    return len(inputs.kwargs["input_ids"])
+
+
 FAMILIES: dict[str, Family] = {
     "llama": _text("Llama"),
     "mistral": _text("Mistral"),
@@ -360,7 +365,16 @@ FAMILIES: dict[str, Family] = {
     "electra": _text("Electra", "ForMaskedLM", group="encoder"),
     "electra_pretraining": _text("Electra", "ForPreTraining", replaced, group="encoder"),
     "albert": _text("Albert", "ForMaskedLM", group="encoder"),
-    "deberta_v2": _text("DebertaV2", "ForSequenceClassification", classes, group="encoder"),
+    "deberta_v2": _text(
+        "DebertaV2", "ForSequenceClassification", classes, group="encoder", settings={"loss_weight": by_texts}
+    ),
+    "deberta_v2_single_label": _text(
+        "DebertaV2",
+        "ForSequenceClassification",
+        classes,
+        group="encoder",
+        problem_type="single_label_classification",
+    ),
     "longformer": _text("Longformer", "ForMaskedLM", group="encoder", attention_window=4),
     "modernbert": _text("ModernBert", "ForMaskedLM", group="encoder"),
     "t5": _text("T5", "ForConditionalGeneration", seq2seq, group="encoder-decoder", decoder_start_token_id=0),
