@@ -164,8 +164,8 @@ class OwnShares:
             raise ModelError(
                 f"the model's loss comes from {', '.join(walk.others[:3]) or 'nothing that was traced'}, so Drumline"
                 " cannot tell how much each microbatch contributes",
-                expected="a sum of means and sums over rows or tokens",
-                fix=f"pass {_WEIGHT}; or pass loss_fn=",
+                expected="a sum of means and sums over rows or tokens, divided by numbers or by counts of the inputs",
+                fix=f"pass {_weight_of(kind)}; or pass loss_fn=",
             )
         has_numbers = walk.has_numbers or any(walk.numbers(term) for term in walk.terms)
         other = self._with_rows(kind, rows) if mixed_by(walk) or has_numbers else None
@@ -272,6 +272,12 @@ class OwnShares:
                 elif 0 in degrees_made and any(data) and part not in mixers:
                     mixers[part] = (name_of(calls[at]), 1)
         return mixers
+
+
+def _weight_of(kind: InputKind) -> str:
+    """Return what to pass, with the name of an argument that the model gets."""
+    names = kind.form[2][1] if isinstance(kind.form, tuple) and isinstance(kind.form[2], tuple) else ()
+    return _WEIGHT.replace("input_ids", names[0]) if names else _WEIGHT
 
 
 def _degree(num_bytes: int) -> int:

@@ -63,7 +63,7 @@ def picked(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dic
     MISSING if nothing is known of it.
     """
     if name == "masked_select" and len(args) == 2 and not kwargs:
-        tensor, mask = torch.broadcast_tensors(*args)
+        tensor, mask = torch.broadcast_tensors(*args)  # type: ignore[no-untyped-call]
         return _indexed(tensor, mask)
     if name == "__getitem__":
         return _indexed(*args)
