@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from drumline.core.errors import ModelError
 from drumline.pipeline.pipeline import Pipeline
+from matrices import mainly
 from refused import refused
 
 pytestmark = pytest.mark.torch
@@ -202,7 +203,7 @@ def same_as_looped(model: nn.Module, schedule: str, by: str, steps: int = STEPS,
                 assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, (step, name)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@mainly("schedule", "1f1b", "gpipe")
 @pytest.mark.parametrize("name", MODELS)
 def test_they_are_a_plain_loop_over_the_microbatches(name: str, schedule: str) -> None:
     make, by = MODELS[name]
