@@ -341,6 +341,7 @@ def test_layers_that_blocks_skip_at_random_are_a_plain_loop_with_the_same_draws(
             result = pipe.step(x + step, target=y)
             pipe.settle()
             model.zero_grad()
+            assert len(mine.layers) == len(model.layers) == 4
             for layer, other in zip(model.layers, mine.layers, strict=True):
                 layer.replayed[:] = other.skipped
                 drawn += other.skipped

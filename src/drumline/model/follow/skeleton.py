@@ -203,22 +203,22 @@ class Skeleton:
             return self._on_zeros(module, args, kwargs)
         except Exception:
             try:
-                found = self._on_zeros(module, args, kwargs, integer=1)
+                shapes = self._on_zeros(module, args, kwargs, integer=1)
             except Exception:
-                found = None
-            if found is None:
+                shapes = None
+            if shapes is None:
                 raise
         try:
             other = self._on_zeros(module, args, kwargs, integer=2)
         except Exception:  # it may take no other number
-            other = found
-        if other != found:
+            other = shapes
+        if other != shapes:
             raise ModelError(
                 f"the shape of what {self.names[id(module)]!r} returns depends on the integers that it gets",
                 expected="blocks whose outputs' shapes depend on the shapes of their inputs",
                 fix="pad to a fixed length: pad_packed_sequence(..., total_length=x.shape[1])",
             )
-        return found
+        return shapes
 
     def _on_zeros(
         self, module: nn.Module, args: Any, kwargs: Any, *, integer: int = 0
@@ -267,14 +267,14 @@ class Skeleton:
 
 def _copied_apart(model: nn.Module) -> dict[int, Any]:
     """Return copies, by id, of what modules keep that `copy.deepcopy` cannot copy: generators, results of a forward."""
-    found: dict[int, Any] = {}
+    copies: dict[int, Any] = {}
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, torch.Generator):
-                found[id(value)] = torch.Generator(value.device).set_state(value.get_state())
+                copies[id(value)] = torch.Generator(value.device).set_state(value.get_state())
             elif isinstance(value, Tensor) and not value.is_leaf:
-                found[id(value)] = value.detach().clone()
-    return found
+                copies[id(value)] = value.detach().clone()
+    return copies
 
 
 def alias_of(tensor: Tensor) -> Tensor:

@@ -379,15 +379,15 @@ class _Tracer(Notes, TorchFunctionMode):
         """Remember what a block makes of rows that a mask picked."""
         if not any(id(tensor) in self.uneven for tensor in tensors):
             return
-        made, form = pack(result)
+        outputs, form = pack(result)
         if any(isinstance(value, int | float) and not isinstance(value, bool) for value in plain_in(form)):
             raise ModelError(
                 f"{name!r} gets rows that a mask picks, and returns a number",
                 expected="blocks that return tensors: a number may depend on how many rows there are",
                 fix="return a tensor, or put what picks the rows into the block",
             )
-        self.uneven.update(id(tensor) for tensor in made if tensor.dim())
-        self.kept_objects += made
+        self.uneven.update(id(tensor) for tensor in outputs if tensor.dim())
+        self.kept_objects += outputs
 
     def _keep_uneven_together(self) -> None:
         """Forbid cuts between rows that a mask picks and their uses: no other stage knows how many they are."""

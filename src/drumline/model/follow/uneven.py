@@ -100,13 +100,13 @@ def _indexed(tensor: Tensor, index: Any) -> tuple[Any, bool]:
 
 def _packed(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run a function of torch's packed sequences on zeros, whose lengths are known; what it counts is real."""
-    given = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
+    arguments = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
     with unset_fake_temporarily():
         real = {
             at: torch.zeros(tuple(tensor.shape), dtype=tensor.dtype) if isinstance(tensor, FakeTensor) else tensor.cpu()
-            for at, tensor in given.items()
+            for at, tensor in arguments.items()
         }
         data, numbers = func(*(real.get(id(arg), arg) for arg in args), **kwargs)
         shape = tuple(data.shape)
-    first = next(tensor for tensor in given.values() if tensor.is_floating_point())
+    first = next(tensor for tensor in arguments.values() if tensor.is_floating_point())
     return first.new_empty(shape) + 0 * first.sum(), numbers
