@@ -219,7 +219,10 @@ def table(entry: Outcome, two: Outcome) -> str:
 
 
 def _which(name: str) -> str:
-    return " with `output_router_logits`" if name.endswith("router_loss") else ""
+    said = " with `output_router_logits`" if "router_loss" in name else ""
+    said += ", without `attention_mask`" if "unmasked" in name else ""
+    said += ' with `ctc_loss_reduction="mean"`' if name.endswith("ctc_mean") else ""
+    return said + (" with its `problem_type`" if name.endswith("single_label") else "")
 
 
 def _cell(found: Outcome, start: str) -> str:

@@ -106,6 +106,17 @@ def waves(rows: int) -> Batch:
     return {"input_values": torch.randn(rows, 800, generator=_random(4)), "labels": torch.arange(rows) % 2}
 
 
+def transcribed(rows: int) -> Batch:
+    """Return waves with transcripts of other lengths."""
+    return {"input_values": waves(rows)["input_values"], "labels": tokens(rows, 6)["labels"]}
+
+
+def replaced(rows: int) -> Batch:
+    """Return texts with labels that say which words were replaced."""
+    batch = tokens(rows)
+    return batch | {"labels": batch["input_ids"] % 2}
+
+
 def spectrograms(rows: int) -> Batch:
     return {"input_values": torch.randn(rows, 40, 16, generator=_random(4)), "labels": torch.arange(rows) % 2}
 
@@ -290,6 +301,11 @@ def by_rows(inputs: Any) -> int:
     return len(inputs.kwargs["pixel_values"])
 
 
+def by_texts(inputs: Any) -> int:
+    """Return what a microbatch of texts counts, each of which has a label."""
+    return len(inputs.kwargs["input_ids"])
+
+
 FAMILIES: dict[str, Family] = {
     "llama": _text("Llama"),
     "mistral": _text("Mistral"),
@@ -319,11 +335,17 @@ FAMILIES: dict[str, Family] = {
     "granite": _text("Granite"),
     "glm4": _text("Glm4"),
     "mamba": _text("Mamba", batch=unpadded, conv_kernel=4),
+    "recurrent_gemma": _text("RecurrentGemma", batch=unpadded, lru_width=16, attention_window_size=4),
     "mixtral": _text("Mixtral", group="MoE"),
     "mixtral_with_router_loss": _text("Mixtral", group="MoE", output_router_logits=True),
+    "mixtral_with_router_loss_unmasked": _text("Mixtral", batch=unpadded, group="MoE", output_router_logits=True),
     "qwen2_moe": _text("Qwen2Moe", group="MoE", decoder_sparse_step=1),
     "qwen3_moe": _text("Qwen3Moe", group="MoE", decoder_sparse_step=1),
+    "qwen3_moe_with_router_loss_unmasked": _text(
+        "Qwen3Moe", batch=unpadded, group="MoE", decoder_sparse_step=1, output_router_logits=True
+    ),
     "olmoe": _text("Olmoe", group="MoE"),
+    "olmoe_with_router_loss": _text("Olmoe", group="MoE", output_router_logits=True),
     "deepseek_v3": _text("DeepseekV3", group="MoE", head_dim=4),
     "gpt_oss": _text("GptOss", group="MoE"),
     "switch_transformers": _text(
@@ -341,8 +363,19 @@ FAMILIES: dict[str, Family] = {
     "roberta": _text("Roberta", "ForSequenceClassification", classes, group="encoder"),
     "distilbert": _text("DistilBert", "ForTokenClassification", group="encoder", num_labels=VOCABULARY),
     "electra": _text("Electra", "ForMaskedLM", group="encoder"),
+    "electra_pretraining": _text("Electra", "ForPreTraining", replaced, group="encoder"),
     "albert": _text("Albert", "ForMaskedLM", group="encoder"),
-    "deberta_v2": _text("DebertaV2", "ForSequenceClassification", classes, group="encoder"),
+    "deberta_v2": _text(
+        "DebertaV2", "ForSequenceClassification", classes, group="encoder", settings={"loss_weight": by_texts}
+    ),
+    "deberta_v2_single_label": _text(
+        "DebertaV2",
+        "ForSequenceClassification",
+        classes,
+        group="encoder",
+        problem_type="single_label_classification",
+    ),
+    "longformer": _text("Longformer", "ForMaskedLM", group="encoder", attention_window=4),
     "modernbert": _text("ModernBert", "ForMaskedLM", group="encoder"),
     "t5": _text("T5", "ForConditionalGeneration", seq2seq, group="encoder-decoder", decoder_start_token_id=0),
     "umt5": _text("UMT5", "ForConditionalGeneration", seq2seq, group="encoder-decoder"),
@@ -423,6 +456,8 @@ FAMILIES: dict[str, Family] = {
         conv_channels=16,
     ),
     "wav2vec2": _text("Wav2Vec2", "ForSequenceClassification", waves, group="audio", classifier_proj_size=8),
+    "wav2vec2_ctc": _text("Wav2Vec2", "ForCTC", transcribed, group="audio"),
+    "wav2vec2_ctc_mean": _text("Wav2Vec2", "ForCTC", transcribed, group="audio", ctc_loss_reduction="mean"),
     "hubert": _text("Hubert", "ForSequenceClassification", waves, group="audio", classifier_proj_size=8),
     "ast": _text("AST", "ForAudioClassification", spectrograms, group="audio", max_length=40, num_mel_bins=16),
     "patchtst": _text(

@@ -18,6 +18,10 @@ pytestmark = pytest.mark.torch
         ("vit_masked", True, "zb-v", "right"),  # a sum divided by a count
         ("qwen2_vl", True, "1f1b", "right"),  # pictures packed, sizes as numbers
         ("gemma3", True, "zb-v", "right"),  # goes through a set
+        ("wav2vec2_ctc", True, "1f1b", "right"),  # checks its labels, and selects those that count
+        ("electra_pretraining", True, "zb-v", "right"),  # a mask picks what counts
+        ("longformer", True, "zb-h1", "right"),  # decides by its mask
+        ("mixtral_with_router_loss_unmasked", True, "1f1b", "right"),  # counts what experts get
         ("clip", True, "1f1b", "refused: the model's loss compares rows of the batch with each other"),
     ],
 )

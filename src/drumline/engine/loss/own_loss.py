@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -164,14 +164,14 @@ class OwnShares:
             raise ModelError(
                 f"the model's loss comes from {', '.join(walk.others[:3]) or 'nothing that was traced'}, so Drumline"
                 " cannot tell how much each microbatch contributes",
-                expected="a sum of means and sums over rows or tokens",
-                fix=f"pass {_WEIGHT}; or pass loss_fn=",
+                expected="a sum of means and sums over rows or tokens, divided by numbers or by counts of the inputs",
+                fix=f"pass {_weight_of(kind)}; or pass loss_fn=",
             )
         has_numbers = walk.has_numbers or any(walk.numbers(term) for term in walk.terms)
         other = self._with_rows(kind, rows) if mixed_by(walk) or has_numbers else None
         mixers = self._mixers(loss, other) if mixed_by(walk) else {}
         if other is not None:
-            self._degrees = self._degrees_of(walk, other, rows)
+            self._degrees = self._degrees_of(walk, other, rows, mixers)
         pairs = [name for name, degree in mixers.values() if degree > 1]
         if pairs or len(mixers) == len(walk.terms):
             raise ModelError(
@@ -220,10 +220,16 @@ class OwnShares:
         except DrumlineError:
             return None
 
-    def _degrees_of(self, walk: Walk, other: OwnLossParts, rows: int) -> list[int]:
-        """Return by which power of the rows each part is divided besides what its call says."""
+    def _degrees_of(self, walk: Walk, other: OwnLossParts, rows: int, mixers: Collection[int]) -> list[int]:
+        """Return by which power of the rows each part is divided besides what its call says.
+
+        Parts that mix rows are computed for each microbatch as they are.
+        """
         degrees = []
-        for term, two in zip(walk.terms, other.walk.terms, strict=False):
+        for at, (term, two) in enumerate(zip(walk.terms, other.walk.terms, strict=False)):
+            if at in mixers:
+                degrees.append(0)
+                continue
             # A mean over elements has as many more of them as there are rows.
             ratio = abs(term.factor / two.factor)
             inside = [walk.numbers(term), other.walk.numbers(two)]
@@ -266,6 +272,12 @@ class OwnShares:
                 elif 0 in degrees_made and any(data) and part not in mixers:
                     mixers[part] = (name_of(calls[at]), 1)
         return mixers
+
+
+def _weight_of(kind: InputKind) -> str:
+    """Return what to pass, with the name of an argument that the model gets."""
+    names = kind.form[2][1] if isinstance(kind.form, tuple) and isinstance(kind.form[2], tuple) else ()
+    return _WEIGHT.replace("input_ids", names[0]) if names else _WEIGHT
 
 
 def _degree(num_bytes: int) -> int:

@@ -22,7 +22,7 @@ from drumline.engine.ranks.elements import samples_begun
 from drumline.model.block import Block, Model, blocks_of
 from drumline.model.blocks.pieces import Piece
 from drumline.model.blocks.script import Script
-from drumline.model.blocks.value_names import function_name, short
+from drumline.model.blocks.value_names import digest_of, function_name, short
 from drumline.model.quantised.packed import parts_of
 from drumline.model.values import pack
 from drumline.runtime.user_batch import is_apart
@@ -50,7 +50,7 @@ class TracedKinds:
         """Return a digest of the graph traced for each new kind of input."""
         if self._plan is None or len(self._plan.written) == len(self._known):
             return {}
-        new = {kind: short("\n".join(lines)) for kind, lines in self._plan.written.items() if kind not in self._known}
+        new = {kind: digest_of(lines) for kind, lines in self._plan.written.items() if kind not in self._known}
         self._known.update(new)
         return new
 

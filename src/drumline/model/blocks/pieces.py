@@ -29,6 +29,7 @@ from drumline.core.errors import ModelError
 from drumline.model.block import Block
 from drumline.model.blocks.script import Live, Script, named_calls, states_of
 from drumline.model.catalogue import named_tensors, whole_name
+from drumline.model.follow.decisions import Undecided
 from drumline.model.follow.inputs import InputKind, Inputs, names_of
 from drumline.model.follow.notes import TryAgain, Unseen
 from drumline.model.follow.skeleton import Skeleton
@@ -193,17 +194,19 @@ def _tried(script: Script, inputs: Inputs, there: Mapping[str, nn.Module]) -> tu
         kind, _ = script.kind(inputs, train=True)
         try:
             return script, kind, script.graph(kind)
+        except Undecided as error:
+            script.asks[kind] = error.ask
         except Unseen as error:
             fresh = _alike(error.block, script, there)
             if error.block not in fresh:
                 _give_up(closed, error)
             closed = closed or error
-            script = replace(script, inside=script.inside | fresh)
+            script = replace(script, inside=script.inside | fresh, asks={})
         except Decides as error:
             baked = names_of(inputs, script.baked, error.inputs)
             if not baked:
                 _give_up(closed, error)
-            script = replace(script, baked=script.baked | baked)
+            script = replace(script, baked=script.baked | baked, asks={})
         except ModelError as error:
             _give_up(closed, error)
 

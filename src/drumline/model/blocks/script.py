@@ -6,6 +6,7 @@ before the same blocks. A piece takes the values that are alive before it and re
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from weakref import WeakMethod, ref
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
-from drumline.model.blocks.value_names import Names, by_name, described, kind_text
+from drumline.model.blocks.value_names import Names, by_name, described, kind_text, shortened
+from drumline.model.follow.decisions import Ask, Undecided
 from drumline.model.follow.inputs import InputKind, Inputs
 from drumline.model.follow.notes import TryAgain
 from drumline.model.follow.skeleton import Skeleton
@@ -72,6 +74,8 @@ class Script:
     exchanges: list[WeakMethod[Callable[[str, Tensor], None]]] = field(default_factory=list)
     epoch: int = 0  # how often a changed model was traced again
     baked: frozenset[str | int] = frozenset()  # arguments on whose values the forward branches
+    # What the forward reads of integer inputs next, by what is decided so far.
+    asks: dict[InputKind, Ask] = field(default_factory=dict)
     unused: frozenset[str] = frozenset()  # parameters that the forward never uses
     sheet: Sheet = field(default_factory=Sheet)  # what the parts of the model's own loss count in each microbatch
     _losses: dict[InputKind, OwnLossParts | None] = field(default_factory=dict)
@@ -87,7 +91,26 @@ class Script:
     def kind(self, inputs: Inputs, *, train: bool) -> tuple[InputKind, tuple[Tensor, ...]]:
         """Return what a graph of these inputs depends on, and the tensors that are not part of it."""
         known = inputs.packed(self.baked) if self.baked else inputs
-        return InputKind.of(known, self.skeleton.device, train=train)
+        kind, tensors = InputKind.of(known, self.skeleton.device, train=train)
+        return self._decided(kind, tensors), tensors
+
+    def _decided(self, kind: InputKind, tensors: Sequence[Tensor]) -> InputKind:
+        """Add to a kind what the forward decides by the values of these inputs, question by question."""
+        try:
+            while True:
+                ask = self.asks.get(kind)
+                if ask is not None:
+                    kind = kind._replace(decided=(*kind.decided, ask(tensors)))
+                elif kind in self._codes or not self.names:  # known, or not cut yet
+                    return kind
+                else:
+                    try:
+                        self.codes(kind)
+                    except Undecided as error:
+                        self.asks[kind] = error.ask
+        except TypeError:
+            refuse_objects(kind.form, "the model")
+            raise
 
     def graph(self, kind: InputKind) -> CallGraph:
         """Trace the model's forward on inputs of a kind."""
@@ -117,6 +140,7 @@ class Script:
         self.skeleton = Skeleton(model, self.skeleton.device)
         self._codes.clear()
         self._losses.clear()
+        self.asks.clear()
         self.epoch += 1
         return True
 
@@ -141,7 +165,21 @@ class Script:
         if loss is not None:
             scale(loss.walk, self.sheet)
         codes = self._codes[kind] = self._written(graph, starts, kind_text(self.epoch, *kind))
+        self._forget()
         return codes
+
+    def _forget(self) -> None:
+        """Keep the code of the newest kinds: where decisions depend on many numbers, every batch may have others."""
+        if len(self._codes) == _MANY and (self.baked or self.asks):
+            named = ", ".join(map(repr, sorted(self.baked, key=str))) or "its inputs"
+            warnings.warn(
+                f"the model was traced {_MANY} times, because its forward reads the values of {named} between its"
+                " blocks; put what reads them into a block, which is quicker",
+                stacklevel=2,
+            )
+        if len(self._codes) > _MOST:
+            oldest = next(iter(self._codes))
+            del self._codes[oldest], self._losses[oldest]
 
     def loss(self, kind: InputKind) -> OwnLossParts | None:
         """Return the parts of the model's own loss for inputs of a kind; None if it returns no loss."""
@@ -168,7 +206,15 @@ class Script:
         names = Names(graph)
         crossing = [by_name(border, names) for border in crossings(graph, starts[1:])]
         cuts = [Crossing(tuple(graph.inputs), tuple(graph.inputs), ()), *crossing]
-        self.written[kind] = described(names, self.names, calls, cuts)
+        lines = described(names, self.names, calls, cuts)
+        self.written[kind] = lines if len(self.written) < _MOST else shortened(lines)
+        for piece, border in zip(self.names[1:], crossing, strict=True):
+            if any(graph.values[value].is_uneven for value in border.whole):
+                raise ModelError(
+                    f"for this input, rows that a mask picks cross the cut before {piece!r}",
+                    expected="rows that are picked and used between the same two blocks",
+                    fix="pass example=, a batch like those you pass to step",
+                )
         for number, inside in enumerate(calls):
             for name in states_of(graph, inside) - self.states[number]:
                 raise ModelError(
@@ -193,6 +239,9 @@ class Script:
         resume = write(cut.sent, [*cut.again, *calls]) if cut.again else run
         sent = () if after is None else tuple(after.whole.index(value) for value in after.sent)
         return Code(run, resume, sent)
+
+
+_MANY, _MOST = 64, 512  # kinds of inputs
 
 
 def loss_of(graph: CallGraph, kind: InputKind, starts: Sequence[int]) -> OwnLossParts | None:

@@ -143,6 +143,22 @@ def described(names: Names, pieces: Sequence[str], calls: Sequence[range], cuts:
     return lines
 
 
+def shortened(lines: Sequence[str]) -> list[str]:
+    """Return one line that stands for many.
+
+    >>> digest_of(shortened(["a", "b"])) == digest_of(["a", "b"])
+    True
+    """
+    return [f"#{digest_of(lines)}"]
+
+
+def digest_of(lines: Sequence[str]) -> str:
+    """Return a short name for the code of one kind of input."""
+    if len(lines) == 1 and lines[0].startswith("#"):
+        return lines[0][1:]
+    return short("\n".join(lines))
+
+
 def kind_text(*kind: Any) -> str:
     """Return a short name for a kind of input.
 

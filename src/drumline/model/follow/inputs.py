@@ -73,6 +73,7 @@ class InputKind(NamedTuple):
     train: bool
     autocast: torch.dtype | None = None
     types: str = ""  # of the plain values: 1, 1.0 and True are equal but not the same
+    decided: tuple[int | bool, ...] = ()  # what the forward read of integer inputs, in order
 
     @classmethod
     def of(cls, inputs: Inputs, device: torch.device, *, train: bool) -> tuple[InputKind, tuple[Tensor, ...]]:
@@ -89,7 +90,7 @@ class InputKind(NamedTuple):
         return cls(form, metas, train, autocast, types), tensors
 
 
-_FEW = 256  # most values of an argument on which a forward may branch
+_FEW = 4096  # most values of an argument on which a forward may branch
 
 
 def names_of(inputs: Inputs, baked: Collection[str | int], places: Sequence[int]) -> frozenset[str | int]:

@@ -49,6 +49,7 @@ class Notes:
         self.where: dict[int, int] = {}  # tensors created inside blocks: the call
         self.base = _autocast(skeleton.device.type)
         self.gradients = torch.is_grad_enabled()
+        self.uneven: set[int] = set()  # ids of tensors whose shape depends on values
 
     def new(self, tensor: Tensor, **more: Any) -> int:
         """Return the number of a new value."""
@@ -56,7 +57,9 @@ class Notes:
         storage = id(tensor.untyped_storage())
         self.kept_objects += [tensor, tensor.untyped_storage()]
         kind = f"{tensor.dtype}{tuple(tensor.shape)}".removeprefix("torch.")
-        self.graph.values.append(Value(tensor.nbytes, self.storages.setdefault(storage, number), kind=kind, **more))
+        uneven = id(tensor) in self.uneven
+        place = self.storages.setdefault(storage, number)
+        self.graph.values.append(Value(tensor.nbytes, place, kind=kind, is_uneven=uneven, **more))
         self.numbers[id(tensor)] = number
         return number
 

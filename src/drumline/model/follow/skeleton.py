@@ -136,6 +136,7 @@ class Skeleton:
                     if isinstance(value, Tensor) and value.grad_fn is not None and not isinstance(value, FakeTensor):
                         memo[id(value)] = self._like(value)  # that hooks compute before every forward: weight_norm
         self._alive = list(memo.values())
+        memo |= _copied_apart(model)
         for _, tensor in named_tensors(model):
             memo |= copied_states(tensor, tensor)  # nothing computes with them here
         try:
@@ -176,7 +177,7 @@ class Skeleton:
         tensors, form = pack((args, kwargs))
         metas = tuple(Meta.of(tensor) for tensor in tensors)
         around = (module.training, torch.is_grad_enabled(), torch.is_autocast_enabled(self.device.type))
-        key = (_kind(module), str(form), metas, around)
+        key = (_kind(module), str(form), metas, around, _numbers_of(tensors))
         if key not in self._known:
             try:
                 with _QUIET[0].by(self), _QUIET[1].by(self), self.mode:
@@ -184,7 +185,7 @@ class Skeleton:
             except ModelError:
                 raise
             except Exception:
-                self._known[key] = self._on_zeros(module, args, kwargs)
+                self._known[key] = self._on_numbers(module, args, kwargs)
         made_form, outputs = self._known[key]
 
         def remembered(*args: Any, **kwargs: Any) -> Any:
@@ -193,13 +194,39 @@ class Skeleton:
                 iter(self.fakes(meta for meta in outputs if isinstance(meta, Meta))),
             )
             return unpack(
-                [next(fakes) if isinstance(output, Meta) else given_tensors[output] for output in outputs], made_form
+                [next(fakes) if isinstance(output, Meta) else alias_of(given_tensors[output]) for output in outputs],
+                made_form,
             )
 
         with put_in([(vars(module), "forward", remembered)]):  # so that the call still runs its hooks
             return call(*args, **kwargs)
 
-    def _on_zeros(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, tuple[int | Meta, ...]]:
+    def _on_numbers(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, tuple[int | Meta, ...]]:
+        """Run one block on zeros, or with ones for integers if it takes no zeros, such as lengths."""
+        try:
+            return self._on_zeros(module, args, kwargs)
+        except Exception:
+            try:
+                shapes = self._on_zeros(module, args, kwargs, integer=1)
+            except Exception:
+                shapes = None
+            if shapes is None:
+                raise
+        try:
+            other = self._on_zeros(module, args, kwargs, integer=2)
+        except Exception:  # it may take no other number
+            other = shapes
+        if other != shapes:
+            raise ModelError(
+                f"the shape of what {self.names[id(module)]!r} returns depends on the integers that it gets",
+                expected="blocks whose outputs' shapes depend on the shapes of their inputs",
+                fix="pad to a fixed length: pad_packed_sequence(..., total_length=x.shape[1])",
+            )
+        return shapes
+
+    def _on_zeros(
+        self, module: nn.Module, args: Any, kwargs: Any, *, integer: int = 0
+    ) -> tuple[Any, tuple[int | Meta, ...]]:
         """Run one block on zeros, because nothing else shows what it returns.
 
         Return the form of the result and, for each tensor in it, the input that it is, or its description.
@@ -218,6 +245,10 @@ class Skeleton:
                 id(tensor): self._zeros(tensor) if isinstance(tensor, FakeTensor) else tensor
                 for tensor in (*tensors, *(tensor for _, _, tensor in own_places))
             }
+            if integer:
+                for tensor in tensors:
+                    if isinstance(tensor, FakeTensor) and tensor.dtype in _INTEGERS[:-1]:
+                        zeros[id(tensor)].fill_(integer)
             entries: list[tuple[dict[str, Any], str, Any]] = [
                 (table, name, zeros[id(t)]) for table, name, t in own_places
             ]
@@ -236,6 +267,42 @@ class Skeleton:
         if isinstance(like, nn.Parameter):
             return nn.Parameter(tensor, like.requires_grad)
         return tensor.requires_grad_().clone() if like.requires_grad else tensor
+
+
+def _copied_apart(model: nn.Module) -> dict[int, Any]:
+    """Return copies, by id, of what modules keep that `copy.deepcopy` cannot copy: generators, results of a forward."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Generator):
+                copies[id(value)] = torch.Generator(value.device).set_state(value.get_state())
+            elif isinstance(value, Tensor) and not value.is_leaf:
+                copies[id(value)] = value.detach().clone()
+    return copies
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """Return another stand-in with the same memory, for what a block may return as it got it, or may not.
+
+    Of a block that decides by values or by chance, one run shows one of its ways.
+    """
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    with torch._C.DisableTorchFunction():
+        return tensor.view_as(tensor)
+
+
+def _numbers_of(tensors: Iterable[Tensor]) -> tuple[bytes, ...]:
+    """Return the values of integers that are no stand-ins, on which a block may branch."""
+    with torch._C.DisableTorchFunction():
+        return tuple(
+            tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            for tensor in tensors
+            if not isinstance(tensor, FakeTensor) and tensor.dtype in _INTEGERS and tensor.dim()
+        )
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
 def _without_cache(model: nn.Module) -> None:

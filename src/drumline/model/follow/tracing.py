@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from drumline.core.errors import ModelError
 from drumline.model.catalogue import whole_name
 from drumline.model.follow.attributes import BETWEEN, Attributes
+from drumline.model.follow.decisions import Answer, DataDependentRead, Undecided, asked
 from drumline.model.follow.inputs import InputKind, Inputs, unchecked
 from drumline.model.follow.interception import coming_by, node_like, version_of
 from drumline.model.follow.notes import Notes, TryAgain
@@ -43,12 +44,13 @@ from drumline.model.follow.refusals import (
     refuse_marked,
     refuse_others,
 )
-from drumline.model.follow.skeleton import Meta, Skeleton
+from drumline.model.follow.skeleton import Meta, Skeleton, alias_of
+from drumline.model.follow.uneven import PACKS, counts_rows, is_of_values, picked
 from drumline.model.graph.graph import CallGraph, may_draw
 from drumline.model.hooks import HOOKS
 from drumline.model.randomness import HostChance
 from drumline.model.transforms import transformed
-from drumline.model.values import pack, refuse_objects, tensors_in, unpack
+from drumline.model.values import MISSING, mapped, pack, plain_in, refuse_objects, tensors_in, unpack
 from drumline.model.watch.surroundings import Surroundings
 from drumline.model.watch.watch import AttributeName
 
@@ -65,7 +67,7 @@ def trace(skeleton: Skeleton, inside: frozenset[str], kind: InputKind) -> tuple[
     with torch.set_grad_enabled(kind.train), autocast:
         inputs = skeleton.fakes(kind.metas)
         args, kwargs = Inputs(*unpack(inputs, kind.form)).unpacked(skeleton.device)
-        tracer = _Tracer(skeleton, inside, inputs)
+        tracer = _Tracer(skeleton, inside, inputs, kind.decided)
         everywhere = Surroundings(skeleton.model.modules())
         with chance.keeping_state(), everywhere.keeping_contents(), unchecked(), tracer.watching(train=kind.train):
             try:
@@ -87,7 +89,9 @@ class Decides(TryAgain):
 
 
 class _Tracer(Notes, TorchFunctionMode):
-    def __init__(self, skeleton: Skeleton, inside: frozenset[str], inputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self, skeleton: Skeleton, inside: frozenset[str], inputs: Sequence[Tensor], decided: Sequence[Answer]
+    ) -> None:
         Notes.__init__(self, skeleton)
         TorchFunctionMode.__init__(self)
         self.inside = inside
@@ -97,6 +101,10 @@ class _Tracer(Notes, TorchFunctionMode):
         self.drawn: dict[int, bool] = {}  # random tensors created between blocks: whether uniform from 0 to 1
         self.broken = ""  # the block that failed
         self.read: tuple[Tensor, ...] = ()  # tensors whose values were read last, between blocks
+        self.inputs = inputs
+        self.decided = decided  # what the forward reads of integer inputs, in order
+        self.num_decided = 0
+        self.undecided: Undecided | None = None  # raised, whatever the forward makes of it
         self.thread = threading.get_ident()
         self.names = skeleton.names
         self.attributes = Attributes(skeleton.names, self._who)
@@ -174,15 +182,19 @@ class _Tracer(Notes, TorchFunctionMode):
             raise ModelError(
                 f"the model's forward branches on a random number between its blocks{line_here()}",
                 expected="the same branches in every step, between blocks",
-                fix="draw it inside a block, or switch it off (layerdrop=0)",
+                fix=_DRAW_INSIDE,
             )
         for tensor in tensors:
             if id(tensor) in self.where and not isinstance(tensor, FakeTensor):
                 self.number(tensor, f"the model, in {name_of(func)}")  # raises unless the block returned it
         if name_of(func) in _READS:
             self.read = tuple(tensors)
+            if tensors and isinstance(tensors[0], FakeTensor):
+                answer = self._answer(name_of(func), tensors[0])
+                if answer is not MISSING:
+                    return answer
         versions = [version_of(tensor) for tensor in tensors]
-        result = func(*args, **kwargs)
+        result = self._result(func, args, kwargs, tensors)
         if property_of(func) == "grad_fn":
             return None if result is None else self.nodes.setdefault(id(result), node_like(result))
         changed = [tensor for tensor, before in zip(tensors, versions, strict=True) if version_of(tensor) != before]
@@ -191,6 +203,47 @@ class _Tracer(Notes, TorchFunctionMode):
         if changed or any(id(tensor) not in self.numbers for tensor in tensors_in(result)):
             self.note(func, args, kwargs, result, changed)
         self._follow_chance(func, args, result)
+        return result
+
+    def _answer(self, name: str, tensor: Tensor) -> Any:
+        """Return what the forward reads of its integer inputs; MISSING if it depends on anything else."""
+        number = self.numbers.get(id(tensor))
+        ask = None if number is None else asked(name, self.graph, number, self.inputs, self.num_decided)
+        if ask is None:
+            if name in ("numpy", "__array__"):
+                raise DataDependentRead(f"{name}() of a tensor that has no values here")
+            return MISSING
+        if self.num_decided == len(self.decided):
+            error = f"the model's forward reads its inputs' values between its blocks{line_here()}"
+            self.undecided = Undecided(error, ask)
+            raise self.undecided
+        self.num_decided += 1
+        return self.decided[self.num_decided - 1]
+
+    def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
+        """Return what a function returns between blocks, and remember what is as long as values make it."""
+        is_uneven = any(id(tensor) in self.uneven for tensor in tensors)
+        try:
+            if name_of(func) in PACKS and any(isinstance(tensor, FakeTensor) for tensor in tensors):
+                raise DataDependentRead("lengths of sequences")  # torch would mix stand-ins with others
+            result = func(*args, **kwargs)
+        except Exception as error:
+            if not is_of_values(error):
+                raise
+            self.read = tuple(tensor for tensor in tensors if not tensor.is_floating_point()) or tuple(tensors)
+            result, is_assumed = picked(func, name_of(func), args, kwargs)
+            if result is MISSING:
+                raise
+            is_uneven |= is_assumed
+        if is_uneven:
+            name = property_of(func) or name_of(func)
+            if counts_rows(name, result):
+                self.read = tuple(tensors)
+                raise DataDependentRead(f"{name} of rows that a mask picks")
+            for tensor in tensors_in(result):
+                if tensor.dim() and id(tensor) not in self.numbers:
+                    self.uneven.add(id(tensor))
+                    self.kept_objects.append(tensor)
         return result
 
     def _follow_chance(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
@@ -226,7 +279,11 @@ class _Tracer(Notes, TorchFunctionMode):
             raise
         finally:
             self.within.pop()
+        if self.chance.has_moved():  # it may return what it got, or not
+            with torch._C.DisableTorchFunction():
+                result = mapped(result, lambda tensor: alias_of(tensor) if id(tensor) in self.taken else tensor)
         self.chance = HostChance()
+        self._follow_uneven(name, tensors, result)
         refuse_changed(name, before, pack((args, kwargs)))
         refuse_marked(self._unmarked(tensors_in(result)), self.marks, f"{name!r} returns")
         with torch._C.DisableTorchFunction():
@@ -247,7 +304,7 @@ class _Tracer(Notes, TorchFunctionMode):
             raise ModelError(
                 "the model's forward draws random numbers from Python or NumPy between its blocks",
                 expected="a forward that does the same between its blocks in every step",
-                fix="draw them inside a block, or switch it off (layerdrop=0, apply_spec_augment=False)",
+                fix=_DRAW_INSIDE.replace("layerdrop=0", "layerdrop=0, apply_spec_augment=False"),
             )
         if name := self.surroundings.changed(self.variables):
             raise ModelError(
@@ -318,20 +375,51 @@ class _Tracer(Notes, TorchFunctionMode):
                         fix=f"write self.{key}.copy_(...), or do it inside a block",
                     )
 
+    def _follow_uneven(self, name: str, tensors: Sequence[Tensor], result: Any) -> None:
+        """Remember what a block makes of rows that a mask picked."""
+        if not any(id(tensor) in self.uneven for tensor in tensors):
+            return
+        outputs, form = pack(result)
+        if any(isinstance(value, int | float) and not isinstance(value, bool) for value in plain_in(form)):
+            raise ModelError(
+                f"{name!r} gets rows that a mask picks, and returns a number",
+                expected="blocks that return tensors: a number may depend on how many rows there are",
+                fix="return a tensor, or put what picks the rows into the block",
+            )
+        self.uneven.update(id(tensor) for tensor in outputs if tensor.dim())
+        self.kept_objects += outputs
+
+    def _keep_uneven_together(self) -> None:
+        """Forbid cuts between rows that a mask picks and their uses: no other stage knows how many they are."""
+        uneven = [number for number, value in enumerate(self.graph.values) if value.is_uneven]
+        for number in uneven:
+            uses = [at for at, call in enumerate(self.graph.calls) if number in call.takes]
+            if uses:
+                self.bar(self.made_by.get(number, 0), "rows that a mask picks are used there", uses[-1])
+        if any(number in self.graph.outputs for number in uneven):
+            raise ModelError(
+                "the model returns rows that a mask picks",
+                expected="outputs whose shapes depend on the shapes of inputs",
+                fix="return the mask and all rows, or pick the rows in the loss_fn",
+            )
+
     def finish(self, output: Any) -> None:
         """Record what the model returned, and refuse what cannot be repeated."""
+        if self.undecided is not None:
+            raise self.undecided
         self._look_around()
         self.attributes.judge(lambda call: self.graph.calls[call].block, self.bar)
         tensors, self.graph.output_form = pack(output)
         refuse_objects(self.graph.output_form, "the model's output")
         self.graph.outputs = tuple(self.number(tensor, "the model's output") for tensor in tensors)
+        self._keep_uneven_together()
 
     def failed(self, error: Exception) -> ModelError:
         """Return the error to raise for one that occurred while tracing."""
         block = self.within[-1] if self.within else self.broken
         where = f" in {block!r}" if block else " between its blocks"
         kind = type(error).__name__
-        if "DataDependent" in kind or "DynamicOutputShape" in kind:
+        if is_of_values(error):
             read = [self.numbers[id(tensor)] for tensor in self.read if id(tensor) in self.numbers and not block]
             return Decides(
                 f"the model's forward branches on the values of a tensor{where}{line_of(error)}",
@@ -343,6 +431,10 @@ class _Tracer(Notes, TorchFunctionMode):
         return ModelError(f"the model's forward failed{where} {reason}")
 
 
+_DRAW_INSIDE = (
+    'draw it inside a block: wrap each layer in a module that skips it (see "Layers that are skipped at random" in'
+    " docs/models-rules.md), or switch it off (layerdrop=0)"
+)
 _READS = ("__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy", "__array__")
 _COMPARES = ("lt", "le", "gt", "ge")
 _PARTS = ("_parameters", "_buffers", "_modules", *HOOKS)  # the dicts of a module

@@ -50,6 +50,7 @@ class Value:
     state: str = ""  # its name, if it is a parameter or buffer
     constant: Any = None  # a tensor that is neither and existed before
     kind: str = ""  # its dtype and shape
+    is_uneven: bool = False  # whether its shape depends on values: rows that a mask picks
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,14 @@ class Labels:
     weight: int | None = None
 
 
-Tally = Labels | int  # labels that count, or the number of a value: a mask or a single number
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """What a mean over picked rows counts: the elements of a value that is picked alike."""
+
+    value: int
+
+
+Tally = Labels | Elements | int  # labels that count, elements, or the number of a value: a mask or a single number
 
 
 def name_of(call: Call) -> str:

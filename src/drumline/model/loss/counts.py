@@ -20,7 +20,7 @@ from torch import Tensor
 from drumline.core.errors import BatchError
 from drumline.model.graph.emit import Emitter
 from drumline.model.graph.graph import Call, CallGraph
-from drumline.model.loss.calls import Labels, Tally, arguments_of, name_of
+from drumline.model.loss.calls import Elements, Labels, Tally, arguments_of, name_of
 from drumline.model.loss.terms import Term, Walk
 
 Count = float | Tensor
@@ -73,13 +73,16 @@ class Counts:
 def _count(term: Term, value_of: Callable[[int], Tensor]) -> Count | None:
     if term.tally is None:
         return term.num_bytes
-    if term.labels is not None and value_of(term.labels.target).is_floating_point():
-        return term.num_bytes  # class probabilities: every row counts
+    if isinstance(term.labels, Labels) and value_of(term.labels.target).is_floating_point():
+        # Class probabilities: every row counts.
+        return value_of(term.labels.target).numel() if term.is_uneven else term.num_bytes
     return counted(term.tally, value_of)
 
 
 def counted(tally: Tally, value_of: Callable[[int], Tensor]) -> Tensor:
     """Return what a tally counts of these values."""
+    if isinstance(tally, Elements):
+        return torch.tensor(value_of(tally.value).numel())
     if not isinstance(tally, Labels):
         return value_of(tally).detach().double().sum()
     weight = None if tally.weight is None else value_of(tally.weight)
@@ -89,7 +92,7 @@ def counted(tally: Tally, value_of: Callable[[int], Tensor]) -> Tensor:
 def values_of(tally: Tally) -> list[int]:
     """Return the values that a tally counts."""
     if not isinstance(tally, Labels):
-        return [tally]
+        return [tally.value if isinstance(tally, Elements) else tally]
     return [tally.target] if tally.weight is None else [tally.target, tally.weight]
 
 

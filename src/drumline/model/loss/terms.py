@@ -19,7 +19,7 @@ from typing import Any
 from torch.nn import functional
 
 from drumline.model.graph.graph import Call, CallGraph
-from drumline.model.loss.calls import BY_LABEL, Labels, Ref, Tally, arguments_of, bound, labels_in, name_of
+from drumline.model.loss.calls import BY_LABEL, Elements, Labels, Ref, Tally, arguments_of, bound, labels_in, name_of
 
 _PASSED_ON = {
     "to", "float", "double", "half", "bfloat16", "type", "type_as", "clone", "contiguous", "squeeze", "view", "reshape",
@@ -43,6 +43,7 @@ _LINEAR = {
     "where",
 }
 _COUNTS = _PASSED_ON | _PRODUCTS | {"add", "__add__", "__radd__", "clamp", "clamp_min", "maximum", "max", "clip"}
+_POWERS = {"sub", "__sub__", "rsub", "__rsub__", "pow", "__pow__", "square", "abs"}
 _SCALAR = 8  # most bytes of one number
 _BY_ELEMENT = (
     functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss,
@@ -60,10 +61,11 @@ class Term:
 
     call: int
     labels: Labels | None = None
-    divided: int | None = None  # the count by which a sum is divided
+    divided: int | Elements | None = None  # the count by which a sum is divided
     num_bytes: int | None = None  # of the elements that it averages
     data: tuple[int, ...] = ()  # the values from which it is computed
     factor: float = 1.0  # the product of the numbers that it is multiplied by on the way to the loss
+    is_uneven: bool = False  # whether it averages over rows that a mask picks, so that `num_bytes` is none of theirs
 
     @property
     def tally(self) -> Tally | None:
@@ -208,8 +210,9 @@ class Walk:
             return self._of_torch(at, call)
         if name in ("mean", "sum") and call.takes and not self._is_of_losses(call):
             data = (call.takes[0],)
-            size = self.graph.values[call.takes[0]].num_bytes
-            return Term(at, num_bytes=size if name == "mean" else None, data=data)
+            if name == "sum":
+                return Term(at, data=data)
+            return self._by_element(Term(at, num_bytes=self.graph.values[call.takes[0]].num_bytes, data=data), call)
         if name in _QUOTIENTS and len(call.takes) == 2 and not self.is_fixed(call.takes[1]):
             return self._quotient(at, call)
         return None
@@ -257,9 +260,36 @@ class Walk:
         first = call.takes[0]
         by_element = Term(at, num_bytes=self.graph.values[first].num_bytes, data=data)
         if call.function in _BY_ELEMENT:
-            return by_element
+            return self._by_element(by_element, call)
         labels = labels_in(call, self.is_known, self.is_fixed)
-        return None if labels is None else replace(by_element, labels=labels)
+        if labels is None:
+            return None
+        return replace(by_element, labels=labels, is_uneven=self.graph.values[first].is_uneven)
+
+    def _by_element(self, term: Term, call: Call) -> Term | None:
+        """Return the term of a mean over elements; None if a mask picks these, and nothing says how many they are."""
+        if not self.graph.values[call.takes[0]].is_uneven:
+            return term
+        count = self._picked(call.takes)
+        return None if count is None else replace(term, divided=count, is_uneven=True)
+
+    def _picked(self, values: Collection[int]) -> int | Elements | None:
+        """Return what tells how many rows a mask picks: the mask, or known values that are picked alike."""
+        uneven = [value for value in values if self.graph.values[value].is_uneven]
+        for value in uneven:
+            if self.is_known(value):
+                return Elements(value)
+        for value in uneven:
+            maker = self.graph.made_at.get(value, -1)
+            if maker < 0 or value in self.changes:
+                continue
+            call = self.graph.calls[maker]
+            name, masks = name_of(call), call.takes[1:]
+            if name in ("__getitem__", "masked_select") and not self.graph.values[call.takes[0]].is_uneven:
+                return masks[0] if len(masks) == 1 and self.is_known(masks[0]) else None
+            if name in _PASSED_ON | _PRODUCTS | _QUOTIENTS | _POWERS:
+                return self._picked(call.takes)
+        return None
 
     def is_fixed(self, value: int) -> bool:
         """Whether a value is the same in all microbatches: a constant, a parameter, or computed from fixed inputs."""
