@@ -151,7 +151,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "rows picked alone": (PicksAndMeans, "words"),
     "labels that are not filled in": (PicksFilled, "labels"),
     "numpy": (lambda: ReadsWhole(lambda lengths: lengths.numpy().max()), "labels"),
-    "unique": (lambda: ReadsWhole(lambda lengths: len(lengths.unique())), "labels"),
+    "unique": (lambda: ReadsWhole(lambda lengths: len(lengths.unique())), "labels"),  # type: ignore[no-untyped-call]
     "tolist": (lambda: ReadsWhole(lambda lengths: sum(lengths.tolist())), "labels"),
 }
 
@@ -317,7 +317,8 @@ class Drops(nn.Module):
         for layer in self.layers:
             if self.wrapped or torch.rand(()) > self.chance:
                 x = layer(x).tanh()
-        return self.head(x)
+        value: Tensor = self.head(x)
+        return value
 
 
 def test_layers_skipped_between_blocks_are_refused_with_the_module_that_skips_them() -> None:
@@ -331,18 +332,20 @@ def test_layers_that_blocks_skip_at_random_are_a_plain_loop_with_the_same_draws(
     torch.manual_seed(seed)  # whatever is drawn while it is traced
     model, x, y = Drops(wrapped=True), torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     mine = copy.deepcopy(model)
-    drawn = []
+    drawn: list[Any] = []
+    own_layers: Any = mine.layers
+    plain_layers: Any = model.layers
     with pipeline(mine, schedule, example=x, loss_fn=functional.mse_loss, check_model=False, seed=seed) as pipe:
         pipe.step(x, target=y)  # the first step may run a block once more, to see what it returns
         for step in range(2):
-            for layer in mine.layers:
+            for layer in own_layers:
                 layer.skipped.clear()
             pipe.zero_grad()
             result = pipe.step(x + step, target=y)
             pipe.settle()
             model.zero_grad()
-            assert len(mine.layers) == len(model.layers) == 4
-            for layer, other in zip(model.layers, mine.layers, strict=True):
+            assert len(own_layers) == len(plain_layers) == 4
+            for layer, other in zip(plain_layers, own_layers, strict=True):
                 layer.replayed[:] = other.skipped
                 drawn += other.skipped
                 assert len(other.skipped) == MICROBATCHES
@@ -406,9 +409,10 @@ def test_generators_of_traced_blocks_draw_as_in_a_plain_loop() -> None:
                 torch.autograd.backward(functional.mse_loss(model(part), wanted) / MICROBATCHES)
             found = {name: param.grad for name, param in pipe.named_parameters()}
             for name, param in model.named_parameters():
-                assert found[name] is not None
+                gradient = found[name]
+                assert gradient is not None
                 assert param.grad is not None
-                assert torch.allclose(found[name], param.grad, atol=1e-6), name
+                assert torch.allclose(gradient, param.grad, atol=1e-6), name
 
 
 def test_a_model_that_keeps_what_a_forward_made_is_traced() -> None:
