@@ -151,7 +151,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "rows picked alone": (PicksAndMeans, "words"),
     "labels that are not filled in": (PicksFilled, "labels"),
     "numpy": (lambda: ReadsWhole(lambda lengths: lengths.numpy().max()), "labels"),
-    "unique": (lambda: ReadsWhole(lambda lengths: len(lengths.unique())), "labels"),
+    "unique": (lambda: ReadsWhole(lambda lengths: len(torch.unique(lengths))), "labels"),
     "tolist": (lambda: ReadsWhole(lambda lengths: sum(lengths.tolist())), "labels"),
 }
 
@@ -309,11 +309,11 @@ class Drops(nn.Module):
     def __init__(self, chance: float = 0.5, *, wrapped: bool) -> None:
         super().__init__()
         layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
-        self.layers = nn.ModuleList([Skips(layer, chance) for layer in layers] if wrapped else layers)
+        self.layers: Any = nn.ModuleList([Skips(layer, chance) for layer in layers] if wrapped else layers)
         self.head = nn.Linear(WIDTH, WIDTH)
         self.chance, self.wrapped = chance, wrapped
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         for layer in self.layers:
             if self.wrapped or torch.rand(()) > self.chance:
                 x = layer(x).tanh()
@@ -406,9 +406,10 @@ def test_generators_of_traced_blocks_draw_as_in_a_plain_loop() -> None:
                 torch.autograd.backward(functional.mse_loss(model(part), wanted) / MICROBATCHES)
             found = {name: param.grad for name, param in pipe.named_parameters()}
             for name, param in model.named_parameters():
-                assert found[name] is not None
+                gradient = found[name]
+                assert gradient is not None
                 assert param.grad is not None
-                assert torch.allclose(found[name], param.grad, atol=1e-6), name
+                assert torch.allclose(gradient, param.grad, atol=1e-6), name
 
 
 def test_a_model_that_keeps_what_a_forward_made_is_traced() -> None:
