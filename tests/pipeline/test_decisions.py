@@ -151,7 +151,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "rows picked alone": (PicksAndMeans, "words"),
     "labels that are not filled in": (PicksFilled, "labels"),
     "numpy": (lambda: ReadsWhole(lambda lengths: lengths.numpy().max()), "labels"),
-    "unique": (lambda: ReadsWhole(lambda lengths: len(lengths.unique())), "labels"),  # type: ignore[no-untyped-call]
+    "unique": (lambda: ReadsWhole(lambda lengths: len(torch.unique(lengths))), "labels"),
     "tolist": (lambda: ReadsWhole(lambda lengths: sum(lengths.tolist())), "labels"),
 }
 
@@ -309,16 +309,15 @@ class Drops(nn.Module):
     def __init__(self, chance: float = 0.5, *, wrapped: bool) -> None:
         super().__init__()
         layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
-        self.layers = nn.ModuleList([Skips(layer, chance) for layer in layers] if wrapped else layers)
+        self.layers: Any = nn.ModuleList([Skips(layer, chance) for layer in layers] if wrapped else layers)
         self.head = nn.Linear(WIDTH, WIDTH)
         self.chance, self.wrapped = chance, wrapped
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         for layer in self.layers:
             if self.wrapped or torch.rand(()) > self.chance:
                 x = layer(x).tanh()
-        value: Tensor = self.head(x)
-        return value
+        return self.head(x)
 
 
 def test_layers_skipped_between_blocks_are_refused_with_the_module_that_skips_them() -> None:
@@ -332,20 +331,18 @@ def test_layers_that_blocks_skip_at_random_are_a_plain_loop_with_the_same_draws(
     torch.manual_seed(seed)  # whatever is drawn while it is traced
     model, x, y = Drops(wrapped=True), torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     mine = copy.deepcopy(model)
-    drawn: list[Any] = []
-    own_layers: Any = mine.layers
-    plain_layers: Any = model.layers
+    drawn = []
     with pipeline(mine, schedule, example=x, loss_fn=functional.mse_loss, check_model=False, seed=seed) as pipe:
         pipe.step(x, target=y)  # the first step may run a block once more, to see what it returns
         for step in range(2):
-            for layer in own_layers:
+            for layer in mine.layers:
                 layer.skipped.clear()
             pipe.zero_grad()
             result = pipe.step(x + step, target=y)
             pipe.settle()
             model.zero_grad()
-            assert len(own_layers) == len(plain_layers) == 4
-            for layer, other in zip(plain_layers, own_layers, strict=True):
+            assert len(mine.layers) == len(model.layers) == 4
+            for layer, other in zip(model.layers, mine.layers, strict=True):
                 layer.replayed[:] = other.skipped
                 drawn += other.skipped
                 assert len(other.skipped) == MICROBATCHES
