@@ -92,25 +92,27 @@ class Script:
         """Return what a graph of these inputs depends on, and the tensors that are not part of it."""
         known = inputs.packed(self.baked) if self.baked else inputs
         kind, tensors = InputKind.of(known, self.skeleton.device, train=train)
-        return self._decided(kind, tensors), tensors
-
-    def _decided(self, kind: InputKind, tensors: Sequence[Tensor]) -> InputKind:
-        """Add to a kind what the forward decides by the values of these inputs, question by question."""
         try:
-            while True:
-                ask = self.asks.get(kind)
-                if ask is not None:
-                    kind = kind._replace(decided=(*kind.decided, ask(tensors)))
-                elif kind in self._codes or not self.names:  # known, or not cut yet
-                    return kind
-                else:
-                    try:
-                        self.codes(kind)
-                    except Undecided as error:
-                        self.asks[kind] = error.ask
+            if self.asks or kind not in self._codes:  # most models decide nothing
+                kind = self._decided(kind, tensors)
         except TypeError:
             refuse_objects(kind.form, "the model")
             raise
+        return kind, tensors
+
+    def _decided(self, kind: InputKind, tensors: Sequence[Tensor]) -> InputKind:
+        """Add to a kind what the forward decides by the values of these inputs, question by question."""
+        while True:
+            ask = self.asks.get(kind)
+            if ask is not None:
+                kind = kind._replace(decided=(*kind.decided, ask(tensors)))
+            elif kind in self._codes or not self.names:  # known, or not cut yet
+                return kind
+            else:
+                try:
+                    self.codes(kind)
+                except Undecided as error:
+                    self.asks[kind] = error.ask
 
     def graph(self, kind: InputKind) -> CallGraph:
         """Trace the model's forward on inputs of a kind."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError, UsageError, installing
+from drumline.model.quantised.hushed import hushed
 from drumline.train.models.built import IGNORED, Built, Tokenizer
 from drumline.train.models.tokenizers import FolderTokenizer, has_tokenizer
 
@@ -137,7 +138,8 @@ def _new_model(config: Any, dtype: torch.dtype) -> nn.Module:
 
     try:
         build: Any = AutoModelForCausalLM.from_config
-        model: Any = build(config, dtype=dtype, trust_remote_code=False)
+        with hushed():  # transformers imports libraries of quantised weights
+            model: Any = build(config, dtype=dtype, trust_remote_code=False)
     except ValueError as error:
         if "AutoModelForCausalLM" not in str(error):
             raise
