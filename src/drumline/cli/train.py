@@ -239,6 +239,7 @@ def _dry_run(args: argparse.Namespace, settings: TrainSettings) -> int:
         from drumline.train.dry.picture import held_picture
 
         save(args.picture, held_picture(outcome))
+        progress(f"wrote {args.picture}")
     line = torchrun_line(args, settings)
     print_result(args, {**outcome.summary(), "torchrun": line}, _text(outcome, line))
     return 0 if not outcome.violations and (outcome.fit is None or outcome.fit.fits) else 1
