@@ -71,12 +71,14 @@ class Snapshot:
         """Return a copy that shares its memory with copies of those with which the tensor shares its own."""
         if type(tensor) is not Tensor or tensor.is_inference():
             return tensor.detach().clone()
+        # By operations on tensors alone: not every device can clone a storage.
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._memory:
-            self._memory[key] = storage, storage.clone()  # type: ignore[no-untyped-call]
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(self._memory[key][1], tensor.storage_offset(), tensor.shape, tensor.stride())
+            whole = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
+            self._memory[key] = storage, whole.clone()
+        memory: Tensor = self._memory[key][1]
+        return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def changed(self) -> set[int]:
         """Return the identities of what holds something else by now, or has gone on."""
