@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 
@@ -50,6 +50,9 @@ class Lines:
 
     def divide(self, cut: ModelCut) -> None:
         """Replace the parameters of this process's stages by its parts of them."""
+
+    def divide_copies(self, cut: ModelCut, copies: Mapping[nn.Module, nn.Module]) -> None:
+        """Divide the copies, without memory, of modules that other ranks of the line hold, by the user's own."""
 
     def sums_of(self, parameters: Sequence[nn.Parameter]) -> Sums | None:
         """Return what sums these parameters' gradients over lines, if any do."""

@@ -41,6 +41,7 @@ def build(setting: PipelineSetup, kit: Kit, lines: Lines, cut: ModelCut) -> tupl
     lines.divide(cut)
     kit.admit(setting, assembled.ties)
     engine, programs = _engine(setting, kit, lines, assembled), _programs(setting, frozen)
+    lines.divide_copies(cut, engine.chain.absent.modules())
     crew, intake = setting.crew, cut.intake
     holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()), engine.chain)
     unused = unused_in(cut.stages) if crew.rank == 0 and setting.axes.number == 0 else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -79,6 +79,15 @@ class Divides:
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return what is updated of a parameter here: a part, or all of it."""
         return parameter
+
+    def handed_over(self, parameter: nn.Parameter) -> Any:
+        """Return how a parameter is divided, for the rank to which it moves; None if it is not."""
+
+    def drop(self, parameter: nn.Parameter) -> None:
+        """Forget a parameter that has left."""
+
+    def take_over(self, parameter: nn.Parameter, division: Any) -> None:
+        """Divide a parameter that has come, as it was divided where it was."""
 
     def take(self, parameters: Sequence[nn.Parameter]) -> None:
         """Before an optimizer steps, give the parts their gradients."""

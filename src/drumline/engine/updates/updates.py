@@ -41,10 +41,16 @@ class OptimizerEntry(NamedTuple):
 
 
 class ParameterState(NamedTuple):
-    """What optimizers keep of a parameter: its float32 copy if it has one, and what each of them keeps, if anything."""
+    """What optimizers keep of a parameter: its float32 copy if it has one, and what each of them keeps, if anything.
+
+    Lines of a mesh may divide the parameter, and have a `whole` copy for optimizers that need it; or divide its state,
+    in a way that `division` says.
+    """
 
     master: Tensor | None
     entries: list[OptimizerEntry | None]
+    whole: Tensor | None = None
+    division: Any = None
 
 
 class Updates:
@@ -258,7 +264,15 @@ class Updates:
                 OptimizerEntry(at[id(updated)], dict(optimizer.state.get(updated, {}))) if id(updated) in at else None
                 for optimizer, at in zip(self.optimizers(), groups, strict=True)
             ]
-            states.append(ParameterState(None if updated is param else updated.detach(), kept_entries))
+            whole, is_copied = self.wholes.of(param), updated is not self.piece(param)
+            states.append(
+                ParameterState(
+                    updated.detach() if is_copied else None,
+                    kept_entries,
+                    None if whole is None else whole.detach(),
+                    self.divided.handed_over(param),
+                )
+            )
         return states
 
     def drop(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -275,15 +289,21 @@ class Updates:
                 self._wrap(optimizer)
         self._left += map(ref, parameters)
         for parameter in parameters:
-            self.masters.drop(parameter)
+            self.masters.drop(self.piece(parameter))
+            self.wholes.drop(parameter)
+            self.divided.drop(parameter)
 
     def take_over(self, handed: Mapping[nn.Parameter, ParameterState], order: Sequence[nn.Parameter]) -> None:
         """Update parameters that have come, with what other ranks' optimizers kept of them; keep all in this order."""
-        for parameter, (master, each) in handed.items():
-            if master is not None:
-                self.masters.adopt(parameter, master)
+        for parameter, state in handed.items():
+            if state.whole is not None:
+                self.wholes.adopt(parameter, state.whole)
+            if state.division is not None:
+                self.divided.take_over(parameter, state.division)
+            if state.master is not None:
+                self.masters.adopt(self.piece(parameter), state.master)
             updated = self.updated(parameter)
-            for optimizer, entry in zip(self.optimizers(), each, strict=True):
+            for optimizer, entry in zip(self.optimizers(), state.entries, strict=True):
                 if entry is not None:
                     optimizer.param_groups[entry.group]["params"].append(updated)
                     self._parameters[optimizer].append(parameter)
@@ -291,12 +311,12 @@ class Updates:
                         optimizer.state[updated] = dict(entry.state)
         here = set(map(id, order))
         self._left = [
-            reference for reference in self._left if (state := reference()) is not None and id(state) not in here
+            reference for reference in self._left if (param := reference()) is not None and id(param) not in here
         ]
-        places = {id(self.updated(state)): at for at, state in enumerate(order)}
+        places = {id(self.updated(param)): at for at, param in enumerate(order)}
         for optimizer in self.optimizers():
             for group in optimizer.param_groups:
-                group["params"].sort(key=lambda state: places.get(id(state), -1))
+                group["params"].sort(key=lambda param: places.get(id(param), -1))
 
     def piece(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return what an optimizer updates of a parameter, before precision: a whole copy, this line's part, or it."""

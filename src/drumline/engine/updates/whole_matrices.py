@@ -58,6 +58,16 @@ class WholeMatrices:
         """Return the whole copy of a parameter, None if there is none."""
         return self._copies.get(parameter)
 
+    def drop(self, parameter: nn.Parameter) -> None:
+        """Forget a parameter's copy."""
+        self._copies.pop(parameter, None)
+        self._marks.pop(parameter, None)
+
+    def adopt(self, parameter: nn.Parameter, copy: Tensor) -> None:
+        """Take a copy that another rank made and updated."""
+        self._copies[parameter] = nn.Parameter(copy, parameter.requires_grad)
+        self._marks[parameter] = _mark(parameter)
+
     @torch.no_grad()
     def take(self, parameters: Sequence[nn.Parameter]) -> None:
         """Before an optimizer steps, give its copies the whole gradients, and values that others changed."""

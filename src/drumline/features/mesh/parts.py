@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drumline.channel.lines.axes import Axes
 from drumline.channel.lines.slices import Slice, cut_out, put_together, slice_of
 from drumline.features.mesh.reduce import share_values
 from drumline.model.patches import put_in
+from drumline.model.weights.remote_blocks import without_memory
 
 
 class HeldParts:
@@ -30,11 +31,13 @@ class HeldParts:
         share_values(self.axes, [there])  # so that the lines' parts are those of one model
         local = cut_out(there, part, self.axes)
         # A part that is a view would keep the whole in memory.
-        parameter = nn.Parameter(local if local._base is None else local.clone(), whole.requires_grad)
-        parameter.__dict__.update(vars(whole))
-        parameter._backward_hooks = whole._backward_hooks
-        parameter.slice = part  # type: ignore[attr-defined]
-        return parameter
+        return _as_part(local if local._base is None else local.clone(), whole, part)
+
+    def _absent(self, whole: nn.Parameter, part: Slice) -> nn.Parameter:
+        """Return what stands for this line's part of a parameter that another rank holds: its shape, without memory."""
+        shape = list(whole.shape)
+        shape[part.dim] //= self.axes.size(part.axis)
+        return _as_part(without_memory(shape, whole.dtype, whole.device), whole, part)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -46,3 +49,30 @@ class HeldParts:
             wholes[local]._backward_hooks = local._backward_hooks
         with put_in([*self._entries, *((table, key, wholes[local]) for table, key, local in self._parts)]):
             yield
+
+
+Hook = Callable[..., Any]
+HookOf = Callable[[nn.Module, Hook], Hook]
+
+
+def _as_part(local: Tensor, whole: nn.Parameter, part: Slice) -> nn.Parameter:
+    parameter = nn.Parameter(local, whole.requires_grad)
+    parameter.__dict__.update(vars(whole))
+    parameter._backward_hooks = whole._backward_hooks
+    parameter.slice = part  # type: ignore[attr-defined]
+    return parameter
+
+
+def hook_of(module: nn.Module, hook: Hook) -> Hook:
+    """Return a hook that acts for this module alone: a copy of a user's module shares its table of hooks.
+
+    >>> copied = nn.ReLU()
+    >>> hook_of(copied, lambda module: "ran")(copied), hook_of(copied, lambda module: "ran")(nn.ReLU())
+    ('ran', None)
+    """
+    return lambda called, *args: hook(called, *args) if called is module else None
+
+
+def as_it_is(module: nn.Module, hook: Hook) -> Hook:
+    """Return a hook for whichever module shares the table of this one."""
+    return hook

@@ -21,7 +21,7 @@ from drumline.model.quantised.packed import parts_of
 from drumline.model.watch.fingerprint import plain_in
 from drumline.model.weights.tied import Ties
 
-_VALUE, _GRADIENT, _MASTER = "value", "gradient", "master"
+_VALUE, _GRADIENT, _MASTER, _WHOLE = "value", "gradient", "master", "whole"
 Key = tuple[Any, ...]  # what a tensor is to a parameter: one of these, or an optimizer's number and its name there
 
 
@@ -64,6 +64,7 @@ class Parcel:
     optimizer_states: dict[str, list[tuple[int, dict[str, Any]] | None]] = field(
         default_factory=dict
     )  # groups and plain state
+    divisions: dict[str, Any] = field(default_factory=dict)  # of state that lines of a mesh divide
     attributes: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
 
     @property
@@ -90,6 +91,7 @@ def packed(
             parcel.optimizer_states[name] = [
                 None if o is None else (o.group, _plain(o.state)) for o in handed[name].entries
             ]
+            parcel.divisions[name] = handed[name].division
     for number in freight.blocks:
         parcel.attributes[number] = [plain_in(vars(module)) for module in chain.block(number).module.modules()]
     return parcel, tensors
@@ -113,6 +115,8 @@ def _tensors_of(tensor: Tensor, handed: ParameterState | None) -> Iterator[tuple
         return
     if handed.master is not None:
         yield (_MASTER,), handed.master
+    if handed.whole is not None:
+        yield (_WHOLE,), handed.whole
     for number, entry in enumerate(handed.entries):
         for key, value in ({} if entry is None else entry.state).items():
             if isinstance(value, Tensor):
@@ -140,7 +144,8 @@ def unpacked(parcel: Parcel, tensors: Sequence[Tensor]) -> dict[str, TensorParce
         for number, plain in enumerate(parcel.optimizer_states.get(name, ())):
             state = {key[1]: tensor for key, tensor in each.items() if key[0] == number}
             kept_entries.append(None if plain is None else OptimizerEntry(plain[0], {**state, **plain[1]}))
-        handed = ParameterState(each.get((_MASTER,)), kept_entries)
+        division = parcel.divisions.get(name)
+        handed = ParameterState(each.get((_MASTER,)), kept_entries, each.get((_WHOLE,)), division)
         value = {key[1]: tensor for key, tensor in each.items() if key[0] == _VALUE}
         states[name] = TensorParcel(value, each.get((_GRADIENT,)), parcel.trains.get(name), handed)
     return states

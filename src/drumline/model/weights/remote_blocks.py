@@ -126,6 +126,11 @@ class Absent:
                 twins.append(Twin(original, ours))
         self._new_blocks[number] = replace(block, module=module)
 
+    def modules(self) -> dict[nn.Module, nn.Module]:
+        """Return the copies of modules, by the user's own."""
+        twins = (twin for each in self.copies.values() for twin in each)
+        return {original: twin.ours for twin in twins if (original := twin.theirs()) is not None}
+
     def block(self, number: int) -> Block:
         """Return the copy of a block; raise if it could not be made."""
         if number in self._problems:

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -120,9 +120,20 @@ class MeshLines(Lines):
             self._tensors.divide(own_blocks, others, self._device)
         if self._experts is not None:
             self._experts.divide(own_blocks, self._device)
+        self._have_changed(cut)
+
+    def divide_copies(self, cut: ModelCut, copies: Mapping[nn.Module, nn.Module]) -> None:
+        """Divide the copies, without memory, of modules that other ranks of the line hold, by the user's own."""
+        for parallel in (self._tensors, self._experts):
+            if parallel is not None:
+                parallel.divide_copies(copies)
+        self._have_changed(cut)
+
+    def _have_changed(self, cut: ModelCut) -> None:
+        """Let a traced model's watch know that hooks are exchanges, and no change of the user's."""
         plan = plan_of(block for stage in cut.stages for block in stage)
         if plan is not None and (self._tensors is not None or self._experts is not None):
-            plan.watch.has_changed()  # the exchanges are no change of the user's
+            plan.watch.has_changed()
 
     def sums_of(self, parameters: Sequence[nn.Parameter]) -> Reducer | None:
         """Return what sums these parameters' gradients over lines, if any hold them."""

@@ -13,7 +13,7 @@ takes tokens (T, h), the chosen experts (T, k) and their weights (T, k). The mod
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from drumline.channel.lines.axes import Axes
 from drumline.channel.lines.slices import Slice
 from drumline.core.errors import ModelError
-from drumline.features.mesh.parts import HeldParts
+from drumline.features.mesh.parts import HeldParts, HookOf, as_it_is, hook_of
 from drumline.model.block import Block
 from drumline.model.layers.moe import Experts
 from drumline.model.layers.routing import SortedPairs, is_traced
@@ -73,12 +73,12 @@ class _ForwardState:
 class _Divided:
     """The exchanges around one module of experts, of which this line holds a part."""
 
-    def __init__(self, axes: Axes, module: nn.Module, num_experts: int) -> None:
+    def __init__(self, axes: Axes, module: nn.Module, num_experts: int, hook_of: HookOf) -> None:
         self._axes, self._num_experts = axes, num_experts
         self.is_on = True  # while off, the module is as in one process
         self._call: _ForwardState | None = None
-        module.register_forward_pre_hook(self.before, with_kwargs=True)
-        module.register_forward_hook(self.after, prepend=True)
+        module.register_forward_pre_hook(hook_of(module, self.before), with_kwargs=True)
+        module.register_forward_hook(hook_of(module, self.after), prepend=True)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Replace the tokens of this line by those of all lines that chose its experts."""
@@ -138,14 +138,26 @@ class ExpertParallel(HeldParts):
         """Replace the experts of these blocks by this line's part of them; all lines call it alike."""
         held_modules = {module for block in blocks for module in block.module.modules()}
         for module in (experts for experts in self.names_of_experts if experts in held_modules):
-            num_experts = int(vars(module)["num_experts"])
             for key, whole in module._parameters.items():
                 if whole is not None:
                     local = module._parameters[key] = self._local(whole, Slice(AXIS, 0), device)
                     self._parts.append((module._parameters, key, local))
-            vars(module)["num_experts"] = num_experts // self.axes.size(AXIS)
-            divided = _Divided(self.axes, module, num_experts)
-            self._entries += [(vars(module), "num_experts", num_experts), (vars(divided), "is_on", False)]
+            self._complete(module, as_it_is)
+
+    def divide_copies(self, copies: Mapping[nn.Module, nn.Module]) -> None:
+        """Divide the copies of experts that other ranks hold, by the user's own, so that they can come here."""
+        for module in (copies[experts] for experts in self.names_of_experts if experts in copies):
+            for key, whole in module._parameters.items():
+                if whole is not None:
+                    module._parameters[key] = self._absent(whole, Slice(AXIS, 0))
+            self._complete(module, hook_of)
+
+    def _complete(self, module: nn.Module, hook_of: HookOf) -> None:
+        """Give experts of which this line has a part their exchanges, and let them tell their number."""
+        num_experts = int(vars(module)["num_experts"])
+        vars(module)["num_experts"] = num_experts // self.axes.size(AXIS)
+        divided = _Divided(self.axes, module, num_experts, hook_of)
+        self._entries += [(vars(module), "num_experts", num_experts), (vars(divided), "is_on", False)]
 
 
 def taken(args: Any, kwargs: Any) -> list[Tensor]:

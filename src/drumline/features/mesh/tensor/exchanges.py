@@ -31,15 +31,22 @@ class LayerExchanges:
     def __init__(
         self, axes: Axes, divided_modules: Sequence[DividedModule], sequenced: SequenceLayers | None = None
     ) -> None:
-        self.axes, self.divided_modules, self.sequenced = axes, divided_modules, sequenced
+        self.axes, self.sequenced = axes, sequenced
+        self.divided_modules: list[DividedModule] = []
         self.is_on = True  # while off, modules are as in one process
         self.unseen: set[nn.Module] = set()  # layers by rows before which it is not known that nothing is drawn
         self._last: tuple[Tensor, int, Tensor] | None = None  # the last input of layers by columns, and its copy
         self._states: list[Tensor] = []
-        self._makers = {
-            layer.module: layer for layer in divided_modules if layer.makes_part or layer.style is PlainStyle.STACKED
-        }
+        self._makers: dict[nn.Module, DividedModule] = {}
         self._behind: DividedModule | None = None  # the last of them that ran, while its part is on its way
+        self.know(divided_modules)
+
+    def know(self, layers: Iterable[DividedModule]) -> None:
+        """Take note of layers that are divided."""
+        for layer in layers:
+            self.divided_modules.append(layer)
+            if layer.makes_part or layer.style is PlainStyle.STACKED:
+                self._makers[layer.module] = layer
 
     def before_columns(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Let the gradient of a layer's input be summed: once if several layers, such as q, k and v, share it."""

@@ -11,7 +11,8 @@ backward works as before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,8 @@ import torch
 from torch import nn
 
 from drumline.channel.lines.axes import Axes
-from drumline.features.mesh.parts import HeldParts
+from drumline.channel.lines.slices import slice_of
+from drumline.features.mesh.parts import HeldParts, Hook, HookOf, as_it_is, hook_of
 from drumline.features.mesh.passing import AXIS
 from drumline.features.mesh.tensor.divide import DividedModule, divided_by, head_counts
 from drumline.features.mesh.tensor.exchanges import LayerExchanges, Lookup, rotary_width
@@ -78,61 +80,88 @@ class TensorParallel(HeldParts):
                     for place in (place for place in places if place.tensor is whole):
                         place.table[place.key] = local
                         self._parts.append((place.table, place.key, local))
-            self._attach(module)
-            if module.style is PlainStyle.PARTIAL:
-                mark_partial(module.module.parameters())
-        for parent in dict.fromkeys(module.parent for module in mine if isinstance(module.style, Colwise)):
-            if any(module.parent is parent and module.makes_part for module in mine):
-                for name, count in head_counts(parent):
-                    self._set(parent, name, count // self.axes.size(AXIS))
+        self._complete(mine)
         if self.sequenced is not None:
             self.sequenced.attach(held_modules)
+
+    def divide_copies(self, copies: Mapping[nn.Module, nn.Module]) -> None:
+        """Divide the copies of modules that other ranks hold, by the user's own, so that they can come here."""
+        places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        for table in (module._parameters for module in copies.values()):
+            for key, param in table.items():
+                places.setdefault(id(param), []).append((table, key))
+        mine = [
+            replace(layer, module=copies[layer.module], parent=copies.get(layer.parent, layer.parent))
+            for layer in self.divided_modules
+            if layer.module in copies
+        ]
+        for layer in mine:
+            for key, part in layer.slices.items():
+                whole = layer.module._parameters[key]
+                assert whole is not None
+                if slice_of(whole) is None:  # else it is tied to one that is here
+                    local = self._absent(whole, part)
+                    for table, name in places[id(whole)]:
+                        table[name] = local
+        self.exchanges.know(mine)
+        self._complete(mine, hook_of)
+        if self.sequenced is not None:
+            self.sequenced.attach_copies(copies)
+
+    def _complete(self, layers: Sequence[DividedModule], hook_of: HookOf = as_it_is) -> None:
+        """Give layers whose parameters are parts what goes with these: exchanges, and attributes that tell sizes."""
+        for layer in layers:
+            self._attach(layer, partial(hook_of, layer.module))
+            if layer.style is PlainStyle.PARTIAL:
+                mark_partial(layer.module.parameters())
+        for parent in dict.fromkeys(layer.parent for layer in layers if isinstance(layer.style, Colwise)):
+            if any(layer.parent is parent and layer.makes_part for layer in layers):
+                for name, count in head_counts(parent):
+                    self._set(parent, name, count // self.axes.size(AXIS))
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         space = vars(module)
         self._entries.append((space, name, space[name]))
         space[name] = value
 
-    def _attach(self, divided_module: DividedModule) -> None:
+    def _attach(self, divided_module: DividedModule, own: Callable[[Hook], Hook]) -> None:
         """Add the exchanges of a layer, and let its attributes tell the sizes that it has."""
         module, size = divided_module.module, self.axes.size(AXIS)
         if divided_module.style in (PlainStyle.STACKED, PlainStyle.LATENT, PlainStyle.ONCE):
-            self._attach_inner(divided_module)
+            self._attach_inner(divided_module, own)
         elif isinstance(divided_module.style, Colwise):
             if isinstance(module, nn.Linear):
                 self._set(module, "out_features", module.out_features // size)
-                module.register_forward_pre_hook(self.exchanges.before_columns, with_kwargs=True)
+                module.register_forward_pre_hook(own(self.exchanges.before_columns), with_kwargs=True)
             elif isinstance(module, nn.Embedding):
                 self._set(module, "embedding_dim", module.embedding_dim // size)
             if divided_module.style.gather:
-                module.register_forward_hook(
-                    partial(self.exchanges.after_columns, divided_module.style.parts), prepend=True
-                )
+                gather = own(partial(self.exchanges.after_columns, divided_module.style.parts))
+                module.register_forward_hook(gather, prepend=True)
         elif isinstance(divided_module.style, Rowwise):
             assert isinstance(module, nn.Linear)
             self._set(module, "in_features", module.in_features // size)
             if divided_module.style.split:
-                module.register_forward_pre_hook(
-                    partial(self.exchanges.before_rows, divided_module.style.parts), with_kwargs=True
-                )
+                split = own(partial(self.exchanges.before_rows, divided_module.style.parts))
+                module.register_forward_pre_hook(split, with_kwargs=True)
             else:
                 self.exchanges.unseen.add(module)
-            module.register_forward_hook(self.exchanges.after_rows, prepend=True)
+            module.register_forward_hook(own(self.exchanges.after_rows), prepend=True)
         elif isinstance(module, nn.Embedding) and divided_module.slices:
             looking = Lookup(self.exchanges, module)
             self._set(module, "num_embeddings", looking.length)
             if module.padding_idx is not None:
                 self._set(module, "padding_idx", looking.local(module.padding_idx))
-            module.register_forward_pre_hook(looking.before, with_kwargs=True)
-            module.register_forward_hook(looking.after, prepend=True)
+            module.register_forward_pre_hook(own(looking.before), with_kwargs=True)
+            module.register_forward_hook(own(looking.after), prepend=True)
 
-    def _attach_inner(self, module: DividedModule) -> None:
+    def _attach_inner(self, module: DividedModule, own: Callable[[Hook], Hook]) -> None:
         """Add the exchanges of a module that is no plain layer."""
         if module.style is PlainStyle.STACKED:
-            module.module.register_forward_pre_hook(self.exchanges.before_stack, with_kwargs=True)
-            module.module.register_forward_hook(self.exchanges.after_stack, prepend=True)
+            module.module.register_forward_pre_hook(own(self.exchanges.before_stack), with_kwargs=True)
+            module.module.register_forward_hook(own(self.exchanges.after_stack), prepend=True)
         elif module.style is PlainStyle.LATENT:
             after = partial(self.exchanges.after_latent, rotary_width(module))
-            module.module.register_forward_hook(after, prepend=True)
+            module.module.register_forward_hook(own(after), prepend=True)
         else:
-            module.module.register_forward_pre_hook(self.exchanges.before_once)
+            module.module.register_forward_pre_hook(own(self.exchanges.before_once))

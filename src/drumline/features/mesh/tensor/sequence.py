@@ -14,7 +14,7 @@ dropout there draws for whole rows and takes its part, so that it drops what one
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.nn import functional
 from drumline.channel.lines.axes import Axes
 from drumline.core.errors import ModelError
 from drumline.features.mesh import passing
+from drumline.features.mesh.parts import HookOf, as_it_is, hook_of
 from drumline.features.mesh.passing import AXIS
 from drumline.features.mesh.tensor.divide import DividedModule
 from drumline.model.block import Block
@@ -82,19 +83,26 @@ class SequenceLayers:
     def attach(self, held_modules: Collection[nn.Module]) -> None:
         """Add the exchanges of the layers that this process holds."""
         for layer in (module for module in self.modules if module in held_modules):
-            regions = self._inside(layer)
-            inner_modules = {part for region in regions for part in region.modules()}
-            mark_partial(
-                param for part in layer.modules() if part not in inner_modules for param in part._parameters.values()
-            )
-            layer.register_forward_pre_hook(self._enter, with_kwargs=True)
-            layer.register_forward_hook(self._leave)
-            for region in regions:
-                region.register_forward_pre_hook(self._enter_region, with_kwargs=True)
-                region.register_forward_hook(self._leave_region)
-            for part in layer.modules():
-                if type(part) is nn.Dropout and "forward" not in vars(part):
-                    vars(part)["forward"] = _Dropping(self, part).forward
+            self._attach(layer, self._inside(layer), as_it_is)
+
+    def attach_copies(self, copies: Mapping[nn.Module, nn.Module]) -> None:
+        """Add those of the copies of layers that other ranks hold, by the user's own."""
+        for layer in (module for module in self.modules if module in copies):
+            self._attach(copies[layer], [copies[region] for region in self._inside(layer)], hook_of)
+
+    def _attach(self, layer: nn.Module, regions: Sequence[nn.Module], hook_of: HookOf) -> None:
+        inner_modules = {part for region in regions for part in region.modules()}
+        mark_partial(
+            param for part in layer.modules() if part not in inner_modules for param in part._parameters.values()
+        )
+        layer.register_forward_pre_hook(hook_of(layer, self._enter), with_kwargs=True)
+        layer.register_forward_hook(hook_of(layer, self._leave))
+        for region in regions:
+            region.register_forward_pre_hook(hook_of(region, self._enter_region), with_kwargs=True)
+            region.register_forward_hook(hook_of(region, self._leave_region))
+        for part in layer.modules():
+            if type(part) is nn.Dropout and "forward" not in vars(part):
+                vars(part)["forward"] = _Dropping(self, part).forward
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.is_inside = self._in_layer = False
