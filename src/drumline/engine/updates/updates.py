@@ -309,6 +309,8 @@ class Updates:
                     self._parameters[optimizer].append(parameter)
                     if entry.state:
                         optimizer.state[updated] = dict(entry.state)
+                    if updated is not parameter and optimizer not in self._own_optimizers:
+                        self._wrap(optimizer)
         here = set(map(id, order))
         self._left = [
             reference for reference in self._left if (param := reference()) is not None and id(param) not in here

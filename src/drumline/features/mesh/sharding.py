@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,12 @@ def _marked(piece: nn.Parameter, whole: nn.Parameter, part: FlatSlice) -> nn.Par
     return piece
 
 
+class Division(NamedTuple):
+    """How a parameter's state is divided: `part` is None as long as no optimizer has it."""
+
+    part: Slice | FlatSlice | None
+
+
 class StateShards(Divides):
     """ZeRO-1: the pieces that this line's optimizers update, by parameter."""
 
@@ -71,12 +78,37 @@ class StateShards(Divides):
             owner = None
             if not by_element(kind):
                 owner = self._num_elements.index(min(self._num_elements))
-                self._num_elements[owner] += param.numel()
-            part, view = piece_of(param, self._axes, owner)
-            # Of a matrix, the other lines hold an empty one: Muon refuses anything else.
-            rows = len(param) if view.numel() else 0
-            piece = nn.Parameter(view if owner is None else view.view(rows, *param.shape[1:]))
-            self._pieces[param] = _marked(piece, param, part)
+            self._divide(param, owner)
+            self._count(self._pieces[param], param.numel())
+
+    def _divide(self, parameter: nn.Parameter, owner: int | None) -> None:
+        part, view = piece_of(parameter, self._axes, owner)
+        # Of a matrix, the other lines hold an empty one: Muon refuses anything else.
+        rows = len(parameter) if view.numel() else 0
+        piece = nn.Parameter(view if owner is None else view.view(rows, *parameter.shape[1:]))
+        self._pieces[parameter] = _marked(piece, parameter, part)
+
+    def handed_over(self, parameter: nn.Parameter) -> Division | None:
+        """Return how a parameter is divided, for the rank to which it moves; None if it is not."""
+        piece = self._pieces.get(parameter)
+        return Division(None if piece is None else slice_of(piece)) if parameter in self._divided else None
+
+    def drop(self, parameter: nn.Parameter) -> None:
+        """Forget a parameter that has left."""
+        self._divided.discard(parameter)
+        self._count(self._pieces.pop(parameter, None), -parameter.numel())
+
+    def take_over(self, parameter: nn.Parameter, division: Division) -> None:
+        """Divide a parameter that has come, as it was divided where it was."""
+        self._divided.add(parameter)
+        if isinstance(division.part, FlatSlice):
+            self._divide(parameter, division.part.owner)
+            self._count(self._pieces[parameter], parameter.numel())
+
+    def _count(self, piece: nn.Parameter | None, num_elements: int) -> None:
+        part = None if piece is None else slice_of(piece)
+        if isinstance(part, FlatSlice) and part.owner is not None:
+            self._num_elements[part.owner] += num_elements
 
     @torch.no_grad()
     def take(self, parameters: Sequence[nn.Parameter]) -> None:

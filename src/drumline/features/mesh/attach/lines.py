@@ -163,7 +163,7 @@ class MeshLines(Lines):
             holdings.renew()
             engine.divide(holdings.shards)
             self._divides_parameters = True
-        if 1 in levels.values():
+        if any(self._level(stage) == 1 for stage in range(self._program.num_stages)):  # whose layers may come here
             updates.divided = StateShards(
                 self.axes, [param for index, each in parameters.items() if levels[index] == 1 for param in each]
             )
