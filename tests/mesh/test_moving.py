@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import drumline as dl
+from drumline.core.errors import UsageError
 from matrices import ALL
 from mesh.plain import WIDTH, WORDS, loss_fn, words
+from refused import refused
 from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.features("moving")]
@@ -34,6 +36,9 @@ CASES: dict[str, dict[str, Any]] = {
     "zero 1, gradients on the way": {"mesh": DP, "zero": {0: 1}, "steps_per_update": 2},
     "zero 1, float32 copies": {"mesh": DP, "zero": 1, **LOW},
     "zero 1, whole matrices": {"mesh": DP, "zero": 1, "kind": torch.optim.Adafactor},
+    "zero 3": {"mesh": DP, "zero": 3, "schedule": "zb-h1"},
+    "zero 3, gradients on the way": {"mesh": DP, "zero": 3, "steps_per_update": 2},
+    "zero 3, float32 copies": {"mesh": DP, "zero": 3, **LOW},
     "ep": {"mesh": EP, "sparse": True, "schedule": "zb-h1"},
     "ep, gradients on the way": {"mesh": EP, "sparse": True, "steps_per_update": 2},
 }
@@ -129,6 +134,11 @@ def trained(
 
 
 def still_and_moved(names: list[str]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    with (
+        refused(UsageError, "zero is 3 for some stages and not for others", fix="use zero=3"),
+        dl.Pipeline(model(), loss_fn=loss, num_microbatches=4, timeout=120.0, mesh=DP, zero={0: 3}) as pipe,
+    ):
+        pipe.repartition(balance=[2, 4])
     return {name: (trained({}, **CASES[name]), trained(MOVES, **CASES[name])) for name in names}
 
 

@@ -56,7 +56,7 @@ def mesh_facts(sizes: Mapping[str, int], *, dp: str = "dp", tp: str = "tp") -> d
 def program_facts(program: Program) -> dict[str, Any]:
     """Return what is known of a program."""
     name, flushed, copies = program.name, not program.num_updates, bool(program.placement.mirrored)
-    return {"program_name": name, "flushed": flushed, "copies": copies}
+    return {"program_name": name, "flushed": flushed, "copies": copies, "num_stages": program.num_stages}
 
 
 def _planned(option: str) -> Clash:

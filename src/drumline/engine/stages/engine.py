@@ -163,6 +163,11 @@ class Engine(Observer):
         for executor in self.executors:
             executor.divide(shards)
 
+    def divide_again(self, shards: Shards) -> None:
+        """Divide the same parameters after layers have moved."""
+        shards.recut({stage.index: stage.all_parameters for stage in self.stages()})
+        self.divide(shards)
+
     @property
     def evaluators(self) -> list[Executor]:
         """The executors of the program's forwards alone."""

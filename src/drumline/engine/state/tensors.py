@@ -119,10 +119,15 @@ class Holdings(Observer):
         Of those that lines of a mesh divide, return this line's pieces, or without `pieces` what the modules hold.
         """
         return [
-            (name, tensor if self.shards is None or not pieces else self.shards.shown(tensor))
+            (name, self.shown(tensor) if pieces else tensor)
             for name, (home, tensor) in self.ties.on(_blocks(executor)).items()
             if isinstance(tensor, nn.Parameter) and (home == executor.rank or not at_home)
         ]
+
+    def shown(self, tensor: Tensor) -> Tensor:
+        """Return what is kept of a tensor here: this line's piece if lines of a mesh divide it, or the tensor."""
+        divided = self.shards is not None and isinstance(tensor, nn.Parameter)
+        return self.shards.shown(tensor) if divided else tensor
 
     @contextmanager
     def whole(self, *, changed: bool = False) -> Iterator[None]:

@@ -47,6 +47,10 @@ def piece_of(whole: nn.Parameter, axes: Axes, owner: int | None = None) -> tuple
 def _marked(piece: nn.Parameter, whole: nn.Parameter, part: FlatSlice) -> nn.Parameter:
     """Return a piece that knows where it lies, with gradients as precise as those of its whole."""
     setattr(piece, "slice", part)  # noqa: B010 - an attribute that torch's class does not declare
+    return _mark_precise(piece, whole)
+
+
+def _mark_precise(piece: nn.Parameter, whole: nn.Parameter) -> nn.Parameter:
     precise = getattr(whole, "grad_dtype", None)
     if precise is not None and precise is not piece.dtype:
         piece.grad_dtype = precise
@@ -199,23 +203,48 @@ class FullShards:
     def __init__(self, axes: Axes, stages: Mapping[int, Sequence[nn.Parameter]]) -> None:
         self._axes, self._size, self._place = axes, axes.size(AXIS), axes.place(AXIS)
         self.pieces: dict[nn.Parameter, nn.Parameter] = {}
+        self._is_whole = set(stages)
+        for param in (param for parameters in stages.values() for param in parameters):
+            part, view = piece_of(param, axes)
+            self._put(param, view.clone(), part)
+        self._lay_out(stages)
+
+    def _lay_out(self, stages: Mapping[int, Sequence[nn.Parameter]]) -> None:
         self._kinds: dict[int, list[_Kind]] = {}
-        self._is_whole: set[int] = set()
         for stage, parameters in stages.items():
             kinds: dict[tuple[torch.dtype, bool, tuple[str, ...]], _Kind] = {}
             for param in parameters:
                 along = tuple(name for name in summed_over(param) if name != AXIS)
                 kind = kinds.setdefault((param.dtype, param.requires_grad, along), _Kind([], [], along))
                 kind.parameters.append(param)
-                kind.pieces.append(self._piece(param))
+                kind.pieces.append(self.pieces[param])
             self._kinds[stage] = list(kinds.values())
-            self._is_whole.add(stage)
 
-    def _piece(self, parameter: nn.Parameter) -> nn.Parameter:
-        part, view = piece_of(parameter, self._axes)
-        piece = nn.Parameter(view.clone(), requires_grad=parameter.requires_grad)
+    def _put(self, parameter: nn.Parameter, value: Tensor, part: FlatSlice) -> None:
+        piece = nn.Parameter(value, requires_grad=parameter.requires_grad)
         self.pieces[parameter] = _marked(piece, parameter, part)
-        return piece
+
+    def drop(self, parameter: Tensor) -> None:
+        """Forget the piece of a parameter that has left."""
+        if isinstance(parameter, nn.Parameter):
+            self.pieces.pop(parameter, None)
+
+    def take_over(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Keep this piece of a parameter that has come; `recut` gives it a stage."""
+        inner = slice_of(parameter)
+        assert inner is None or isinstance(inner, Slice)
+        self._put(parameter, value, FlatSlice(AXIS, tuple(parameter.shape), inner=inner))
+
+    def recut(self, stages: Mapping[int, Sequence[nn.Parameter]]) -> None:
+        """Have these parameters in the stages from now on, of those that are divided; all lines call it alike."""
+        divided = {stage: [param for param in each if param in self.pieces] for stage, each in stages.items()}
+        for param in (param for parameters in divided.values() for param in parameters):
+            _mark_precise(self.pieces[param], param)
+        whole, self._is_whole = sorted(self._is_whole), set()
+        self._lay_out(divided)
+        for stage in whole:  # before the first step
+            self.unshard(stage)
+            self.gathered(stage)
 
     def shown(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return what this line keeps of a parameter: its piece, or the parameter if it is not divided."""

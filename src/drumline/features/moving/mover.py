@@ -151,7 +151,8 @@ class Mover(Observer):
                 numbers = self._numbers(counts_before)
                 settle(module for number in numbers for module in chain.block(number).module.modules())
                 held_tensors = chain.tensors(numbers)
-                parcels, arrived = self._sent(moves, held_tensors)
+                kept = {name: site.holdings.shown(tensor) for name, tensor in held_tensors.items()}
+                parcels, arrived = self._sent(moves, kept)
                 num_bytes = sum(parcel.num_bytes for entry in parcels for parcel in entry.values())
                 self._leave(before, after, held_tensors)
         with self._timed("rebuild"):
@@ -218,9 +219,13 @@ class Mover(Observer):
         rank = self._site.crew.rank
         pairs = zip(before.tensors, after.tensors, strict=True)
         left = [held_tensors[old.name] for old, new in pairs if rank in old.ranks and rank not in new.ranks]
-        self._site.updates.drop([tensor for tensor in left if isinstance(tensor, nn.Parameter)])
+        holdings = self._site.holdings
+        kept = [holdings.shown(tensor) for tensor in left]
+        self._site.updates.drop([tensor for tensor in kept if isinstance(tensor, nn.Parameter)])
         for tensor in left:
             give_up(tensor)
+            if holdings.shards is not None:
+                holdings.shards.drop(tensor)
 
     # ---- rebuild -----------------------------------------------------------------------------------------------------
 
@@ -229,9 +234,9 @@ class Mover(Observer):
         site = self._site
         named = site.engine.chain.tensors(self._numbers(counts))
         for name, parcel in arrived.items():
-            put_value(named[name], parcel.value)
             if parcel.trains is not None:
                 named[name].requires_grad_(parcel.trains)
+            self._put(named[name], parcel)
         program = site.frozen.recut(counts)
         site.engine.recut(counts, program, ties, site.programs.own_number)
         site.frozen.forget_all_but(site.engine.assembly.cuts)
@@ -240,15 +245,28 @@ class Mover(Observer):
         site.holdings.recut(ties, list(site.engine.copies.values()))
         site.holdings.follow()
         site.updates.follow(site.engine.parameters())
+        if site.holdings.shards is not None:
+            site.engine.divide_again(site.holdings.shards)
+        kept = {name: site.holdings.shown(named[name]) for name in arrived}
         for name, parcel in arrived.items():
-            named[name].grad = parcel.gradient
+            kept[name].grad = parcel.gradient
         handed = {
-            tensor: parcel.handed for name, parcel in arrived.items() if isinstance(tensor := named[name], nn.Parameter)
+            tensor: parcel.handed for name, parcel in arrived.items() if isinstance(tensor := kept[name], nn.Parameter)
         }
         site.updates.take_over(handed, site.holdings.parameters())
         for moved in site.observers.moved:
             moved()
         site.attend()
+
+    def _put(self, tensor: Tensor, parcel: TensorParcel) -> None:
+        """Give a tensor that has come its value, or this line its piece."""
+        if not parcel.is_piece:
+            put_value(tensor, parcel.value)
+            return
+        shards = self._site.holdings.shards
+        assert shards is not None
+        assert isinstance(tensor, nn.Parameter)
+        shards.take_over(tensor, *parcel.value.values())
 
     def _noted(self, move: Move) -> Move:
         self.moves.append(move)

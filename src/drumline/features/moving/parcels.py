@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from drumline.channel.lines.slices import FlatSlice, slice_of
 from drumline.channel.transfer import TensorShape
 from drumline.engine.stages.chain import Chain
 from drumline.engine.updates.updates import OptimizerEntry, ParameterState, Updates
@@ -61,6 +62,7 @@ class Parcel:
 
     tensors: list[tuple[str, Key, TensorShape]] = field(default_factory=list)
     trains: dict[str, bool] = field(default_factory=dict)
+    pieces: set[str] = field(default_factory=set)  # of parameters that lines of a mesh divide
     optimizer_states: dict[str, list[tuple[int, dict[str, Any]] | None]] = field(
         default_factory=dict
     )  # groups and plain state
@@ -86,6 +88,8 @@ def packed(
         for key, tensor in _tensors_of(held_tensors[name], handed.get(name)):
             parcel.tensors.append((name, key, TensorShape.of(tensor)))
             tensors.append(tensor)
+        if isinstance(slice_of(held_tensors[name]), FlatSlice):
+            parcel.pieces.add(name)
         if name in handed:
             parcel.trains[name] = held_tensors[name].requires_grad
             parcel.optimizer_states[name] = [
@@ -130,6 +134,7 @@ class TensorParcel:
     value: dict[str, Tensor]  # its parts; of a plain tensor, one
     gradient: Tensor | None
     trains: bool | None  # None of buffers
+    is_piece: bool
     handed: ParameterState
 
 
@@ -147,7 +152,8 @@ def unpacked(parcel: Parcel, tensors: Sequence[Tensor]) -> dict[str, TensorParce
         division = parcel.divisions.get(name)
         handed = ParameterState(each.get((_MASTER,)), kept_entries, each.get((_WHOLE,)), division)
         value = {key[1]: tensor for key, tensor in each.items() if key[0] == _VALUE}
-        states[name] = TensorParcel(value, each.get((_GRADIENT,)), parcel.trains.get(name), handed)
+        is_piece = name in parcel.pieces
+        states[name] = TensorParcel(value, each.get((_GRADIENT,)), parcel.trains.get(name), is_piece, handed)
     return states
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class Summing(Protocol):
@@ -33,6 +33,15 @@ class Shards(Protocol):
 
     def shown(self, parameter: nn.Parameter, /) -> nn.Parameter:
         """Return what this line keeps of a parameter."""
+
+    def drop(self, parameter: Tensor, /) -> None:
+        """Forget the piece of a parameter that has left."""
+
+    def take_over(self, parameter: nn.Parameter, value: Tensor, /) -> None:
+        """Keep this piece of a parameter that has come."""
+
+    def recut(self, stages: Mapping[int, Sequence[nn.Parameter]], /) -> None:
+        """Have these parameters in the stages from now on, of those that are divided."""
 
     def is_whole(self, stage: int, /) -> bool:
         """Whether a stage's parameters are all there."""

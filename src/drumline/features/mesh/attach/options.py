@@ -38,9 +38,10 @@ class MeshOptions(FeatureOptions):
         return self.mesh
 
     def facts(self) -> dict[str, Any]:
-        """Return the sizes of the mesh, and the most that is divided of any stage."""
-        levels = self.zero.values() if isinstance(self.zero, Mapping) else [self.zero]
-        return super().facts() | mesh_facts(self._sizes) | {"zero": max(levels, default=0)}
+        """Return the sizes of the mesh, and what is divided: the most of any stage, and what of each."""
+        by_stage = self.zero if isinstance(self.zero, Mapping) else {}
+        most = max(by_stage.values(), default=0) if isinstance(self.zero, Mapping) else self.zero
+        return super().facts() | mesh_facts(self._sizes) | {"zero": most, "zero_by_stage": by_stage}
 
     def refuse_model(self, model: Any) -> None:
         """Refuse a model whose sequences or layers cannot be divided."""
