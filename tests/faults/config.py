@@ -5,6 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+_MESHES = {
+    "": "",
+    "tp": "tensor = 2",
+    "ep": "data = 2\nexpert = 2",
+    "zero 1": "data = 2\n[memory]\nzero = 1",
+    "zero 3": "data = 2\n[memory]\nzero = 3",
+}
 USER = Path(__file__).with_name("user.py")
 
 
@@ -13,6 +20,7 @@ class Config:
     """What differs between runs; those of equal value have one uninterrupted run to be held against."""
 
     ranks: int = 2
+    lines: str = ""  # what two lines of a mesh divide, if anything: "tp", "ep", "zero 1" or "zero 3"
     schedule: str = "1f1b"
     width: int = 64  # checkpoints are larger than anything else that a run writes
     dropout: float = 0.0
@@ -30,7 +38,7 @@ version = 1
 [model]
 kind = "function"
 function = "{USER}:build_model"
-arguments = {{ width = {self.width}, dropout = {self.dropout} }}
+arguments = {{ width = {self.width}, dropout = {self.dropout}, lines = "{self.lines}" }}
 
 [data]
 kind = "function"
@@ -43,6 +51,7 @@ microbatch = 4
 
 [mesh]
 pipeline = {self.ranks}
+{_MESHES[self.lines]}
 
 [pipeline]
 schedule = "{self.schedule}"

@@ -59,6 +59,22 @@ def kill_moving(lab: Lab) -> None:
     _kill(lab, DROPOUT, 1, "moving")
 
 
+def _add_kill_moving(lines: str, what: str) -> None:
+    @fault(f"kill-moving-{lines.replace(' ', '-')}", f"SIGKILL of rank 3 of 4 while {what} move from it to rank 1")
+    def killed(lab: Lab) -> None:
+        """The other line of the mesh may have moved all of its layers already."""
+        _kill(lab, Config(lines=lines), 3, "moving")
+
+
+for _lines, _what in {
+    "tp": "parts of layers",
+    "ep": "experts",
+    "zero 1": "pieces of optimizer state",
+    "zero 3": "pieces of parameters",
+}.items():
+    _add_kill_moving(_lines, _what)
+
+
 @fault("kill-without-flush", "SIGKILL of rank 1 in a backward (pipedream-2bw)", short=True)
 def kill_without_flush(lab: Lab) -> None:
     """The checkpoint has gradients of an update that was not made yet."""

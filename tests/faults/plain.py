@@ -19,7 +19,7 @@ def plain_losses(config: Config, skipped: Collection[int] = ()) -> list[float]:
     from faults import user
 
     assert config.dropout == 0, "the order of random numbers is Drumline's own"
-    model, loss_fn = user.build_model(config.width)
+    model, loss_fn = user.build_model(config.width, lines=config.lines)
     seen = copy.deepcopy(model) if config.schedule == STALE else model  # the weights that gradients belong to
     batches = user.build_data(config.width, nan_at=config.nan_at)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR)

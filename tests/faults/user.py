@@ -176,11 +176,11 @@ class Moment(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """A linear layer, tanh and dropout, and the moments of their forward and backward."""
+    """A linear layer or experts, tanh and dropout, and the moments of their forward and backward."""
 
-    def __init__(self, width: int, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float, linear: nn.Module) -> None:
         super().__init__()
-        self.linear, self.drop = nn.Linear(width, width), nn.Dropout(dropout)
+        self.linear, self.drop = linear, nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the next block gets."""
@@ -189,13 +189,24 @@ class Block(nn.Module):
         return found
 
 
-def build_model(width: int = WIDTH, dropout: float = 0.0, seed: int = 0) -> tuple[nn.Module, Any]:
-    """Return the model and its loss."""
+def build_model(width: int = WIDTH, dropout: float = 0.0, seed: int = 0, lines: str = "") -> tuple[nn.Module, Any]:
+    """Return the model and its loss; lines of a mesh may divide its layers, or the experts that it then has."""
     torch.manual_seed(seed)
     random.seed(seed)  # checkpoints keep these as well
     np.random.seed(seed)
-    blocks = [Block(width, dropout) for _ in range(BLOCKS)]
-    return nn.Sequential(*blocks, nn.Linear(width, CLASSES)), nn.functional.cross_entropy
+    blocks = [Block(width, dropout, _inner(width, lines)) for _ in range(BLOCKS)]
+    model = nn.Sequential(*blocks, nn.Linear(width, CLASSES))
+    if lines == "tp":
+        model.tensor_parallel_plan = {"*.linear": "colwise_gather"}  # type: ignore[assignment]
+    return model, nn.functional.cross_entropy
+
+
+def _inner(width: int, lines: str) -> nn.Module:
+    if lines != "ep":
+        return nn.Linear(width, width)
+    from drumline import MoE
+
+    return MoE(width, width, num_experts=4)
 
 
 def build_data(width: int = WIDTH, seed: int = 0, nan_at: int = -1) -> list[tuple[Tensor, Tensor]]:
