@@ -42,7 +42,7 @@ def arrangements(
     ('interleaved-1f1b', (1, 1, 1, 1, 1, 1, 1, 1))
     """
     known = overheads or Overheads()
-    found = []
+    candidates = []
     for program in programs_of(
         suited() if names is None else names,
         ranks.num_ranks,
@@ -51,16 +51,16 @@ def arrangements(
         most_actions=_MOST_ACTIONS,
     ):
         stages = Stages(profile, program, ranks, known, (False,) * program.num_stages)
-        found.append(Candidate(stages, stages.best()[0], 1, num_microbatches))
-    return sorted(found, key=lambda candidate: candidate.step_seconds)
+        candidates.append(Candidate(stages, stages.best()[0], 1, num_microbatches))
+    return sorted(candidates, key=lambda candidate: candidate.step_seconds)
 
 
-def chosen(found: Sequence[Candidate], most_bytes: float) -> Candidate | None:
-    """Return the shortest step whose ranks stay within `most_bytes`; among equal ones the fewest stages.
+def chosen(candidates: Sequence[Candidate], most_bytes: float) -> Candidate | None:
+    """Return the one with the shortest step whose ranks stay within `most_bytes`; of equal ones the fewest stages.
 
     Steps within 1% are equal. Then the one that holds the least counts.
     """
-    fitting = [candidate for candidate in found if candidate.peak <= most_bytes]
+    fitting = [candidate for candidate in candidates if candidate.peak <= most_bytes]
     if not fitting:
         return None
     shortest = min(candidate.step_seconds for candidate in fitting)

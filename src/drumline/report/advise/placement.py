@@ -44,17 +44,19 @@ def other_placement(evidence: Evidence) -> Iterator[Remedy]:
         actions = candidate.program.num_actions / program.num_actions
         return evidence.share_saved(before, candidate.step_seconds, actions)
 
-    found = arrangements(profile, ranks, program.num_microbatches, overheads=overheads)
-    most = _MOST_HELD * _held(simulate(program))
-    here = [gain(each) for each in found if each.program.placement == program.placement]
-    elsewhere = (each for each in found if each.program.placement != program.placement)
-    others = [each for each in elsewhere if _held(simulate(each.program)) <= most]
+    candidates = arrangements(profile, ranks, program.num_microbatches, overheads=overheads)
+    most = _MOST_HELD * _peak_microbatches(simulate(program))
+    here = [gain(each) for each in candidates if each.program.placement == program.placement]
+    elsewhere = (each for each in candidates if each.program.placement != program.placement)
+    others = [each for each in elsewhere if _peak_microbatches(simulate(each.program)) <= most]
     if not others:
         return
     # Among gains that differ by less than is worth a change, the fewest stages, and then what holds the least.
     near = max(map(gain, others)) - LEAST_GAIN
     close = [each for each in others if gain(each) >= near]
-    best = min(close, key=lambda each: (each.program.num_stages, _held(simulate(each.program)), -gain(each)))
+    best = min(
+        close, key=lambda each: (each.program.num_stages, _peak_microbatches(simulate(each.program)), -gain(each))
+    )
     if gain(best) < max(here, default=0.0) + LEAST_GAIN:
         return
     yield Remedy("placement", _said(evidence, best, gain(best)), gain(best), _settings(best))
@@ -78,7 +80,7 @@ def _settings(candidate: Candidate) -> dict[str, object]:
     return {"schedule": program.name, "stages_per_rank": per_rank, "balance": list(candidate.cut.counts)}
 
 
-def _held(simulation: Simulation) -> float:
+def _peak_microbatches(simulation: Simulation) -> float:
     """Return the most microbatches whose activations a rank holds, where all its stages hold alike."""
     program = simulation.program
     return max(simulation.peak_activations) * program.num_ranks / program.num_stages
@@ -87,7 +89,7 @@ def _held(simulation: Simulation) -> float:
 def _said(evidence: Evidence, best: Candidate, gain: float) -> str:
     settings = ", ".join(f"{name}={value!r}" for name, value in _settings(best).items())
     per_rank = best.program.num_stages // best.program.num_ranks
-    held, holds = _held(simulate(evidence.program)), _held(simulate(best.program))
-    memory = f", holding activations of {holds:g} microbatches instead of {held:g}" if holds > held else ""
+    peak, higher = _peak_microbatches(simulate(evidence.program)), _peak_microbatches(simulate(best.program))
+    memory = f", holding activations of {higher:g} microbatches instead of {peak:g}" if higher > peak else ""
     placed = f"{per_rank} stages" if per_rank > 1 else "one stage"
     return f"At set-up, place {placed} on every rank ({settings}), {predicted(gain)}{memory}"

@@ -56,20 +56,24 @@ def both_kinds(costs: Costs, profile: Profile, blocks: RunBlocks, *, split: bool
         each(taped, "forward"),
         strict=True,
     )
-    made = []
+    rows_of_both = []
     for forward, by_input, by_weight, timed_forward, timed_whole, timed_input, timed_weight, timed_taped in rows:
         halves = timed_input + timed_weight
         if not (timed_forward and timed_whole and halves):
-            made.append((forward, by_input + by_weight, by_input, by_weight))
+            rows_of_both.append((forward, by_input + by_weight, by_input, by_weight))
             continue
         tape = max(timed_taped / timed_forward - 1, 0.0)
         if split:
             bare = forward / (1 + tape)
             whole = (by_input + by_weight) * timed_whole / halves
-            made.append((bare, whole, by_input + forward - bare, by_weight))
+            rows_of_both.append((bare, whole, by_input + forward - bare, by_weight))
         else:
             slower = (by_input + by_weight) / timed_whole
-            made.append((forward, slower * timed_whole, slower * timed_input + tape * forward, slower * timed_weight))
+            rows_of_both.append(
+                (forward, slower * timed_whole, slower * timed_input + tape * forward, slower * timed_weight)
+            )
     names = ("forward", "backward", "backward_input", "backward_weight")
-    fields: dict[str, Any] = {name: list(values) for name, values in zip(names, zip(*made, strict=True), strict=True)}
+    fields: dict[str, Any] = {
+        name: list(values) for name, values in zip(names, zip(*rows_of_both, strict=True), strict=True)
+    }
     return replace(costs, **fields)
