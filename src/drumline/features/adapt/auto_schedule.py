@@ -111,14 +111,14 @@ class AutoSchedule(Observer):
         """Return the program to take up now on all ranks; None to stay with this one."""
         if self._is_searched:
             self.is_over = True
-            return self._told(self._concluded() if self._decides else None)
+            return self._answer_of_first(self._concluded() if self._decides else None)
         self._forms.append((self._program, self._measured_steps))
         if len(self._forms) == 1 and (other := self._other_form()) is not None:
             self._program = other
             return other
         self._is_searched = True
         best, better = self._better() if self._decides else (None, False)
-        program, goes_on = self._told((best, better))
+        program, goes_on = self._answer_of_first((best, better))
         self.is_over = not goes_on
         return program
 
@@ -128,7 +128,7 @@ class AutoSchedule(Observer):
         runs = [self._frozen.pruned_too(program).rows for program in (self._program, other)]
         return other if runs[0] != runs[1] else None
 
-    def _told(self, mine: Any) -> Any:
+    def _answer_of_first(self, mine: Any) -> Any:
         """Return what the first rank says, on all ranks."""
         crew = self._crew
         said = crew.collect("search", mine)[0]
