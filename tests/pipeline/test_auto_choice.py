@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from drumline.adapt.repair import is_split
 from drumline.core.costs import Costs
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.features.adapt import auto_schedule
 from drumline.features.adapt.auto_schedule import AutoSchedule
-from drumline.features.adapt.backward_forms import is_split
 from drumline.schedules import generate
 from simulated_runs import records_of
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, ClassVar
 
+from drumline.adapt.repair import is_split
 from drumline.core.costs import Costs
 from drumline.core.measured.costs import costs_of
 from drumline.core.measured.measured import Measured
@@ -27,7 +28,7 @@ from drumline.core.timeline.idle import Limit
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.site import Site
 from drumline.features.adapt.adapting import Adapting
-from drumline.features.adapt.backward_forms import is_split, joint_costs, other_form
+from drumline.features.adapt.backward_forms import joint_costs, other_form
 from drumline.plan.search.search import search
 from drumline.runtime.step import Step
 from drumline.schedules import schedules

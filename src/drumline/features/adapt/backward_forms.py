@@ -12,15 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from drumline.adapt.repair import is_split
 from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
 from drumline.core.program import Program, Row
 from drumline.core.prove.whole import join
-
-
-def is_split(program: Program) -> bool:
-    """Whether any backward of a program is in halves."""
-    return Op.BACKWARD_WEIGHT in program.columns.ops
 
 
 def other_form(program: Program) -> Program:
