@@ -103,4 +103,32 @@ ADAPT = (
         "time.monotonic() + seconds - _SECONDS_TO_START",
         "A search is given up before its process has started.",
     ),
+    Bug(
+        "one-form-alone",
+        "AutoSchedule._next",
+        "if len(self._forms) == 1 and (other := self._other_form()) is not None:",
+        "if not self._forms and (other := self._other_form()) is not None:",
+        "What whole backwards take is a guess, and the search pays for splits that gain nothing.",
+    ),
+    Bug(
+        "tape-for-nothing",
+        "joint_costs",
+        "[i + max(long - bare, 0.0) for",
+        "[i for",
+        "A search does not count the tape that split backwards need.",
+    ),
+    Bug(
+        "longer-step-stays",
+        "AutoSchedule._concluded",
+        "return None if gained > 0 else best",
+        "return None",
+        "A program whose measured step is longer stays.",
+    ),
+    Bug(
+        "placement-against-the-user",
+        "placed",
+        "or options.stages_per_rank is not None or",
+        "or",
+        "The set-up chooses how many stages a rank holds, although the user has said it.",
+    ),
 )

@@ -447,4 +447,11 @@ PLAN = (
         "weights[placement.stages_of(rank)[0]] += 0",
         "A searched program holds more than a rank with less memory has.",
     ),
+    Bug(
+        "placement-beyond-memory",
+        "chosen",
+        "if candidate.peak <= most_bytes]",
+        "if most_bytes]",
+        "The set-up takes a placement that holds more than the memory it may use.",
+    ),
 )

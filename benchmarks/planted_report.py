@@ -47,4 +47,11 @@ REPORT = (
         'if len(names) <= 2 else f"blocks {names[0]} to {names[-1]}"',
         "A stage of two blocks is shown as its first one.",
     ),
+    Bug(
+        "halves-of-equal-length",
+        "both_kinds",
+        "slower * timed_input + tape * forward, slower * timed_weight",
+        "slower * timed_whole / 2, slower * timed_whole / 2",
+        "Advice takes split backwards for free, although blocks were timed.",
+    ),
 )

@@ -49,7 +49,7 @@ def test_gradients_are_exact_before_and_after_the_program_changes(
         balance="even",
     )
     first = pipe.program
-    for step in range(16):
+    for step in range(24):
         x, y = batch(step)
         reference = Reference(expected, pipe.program, functional.mse_loss, balance="even")
         result = pipe.step(x, target=y)
@@ -67,12 +67,14 @@ def test_gradients_are_exact_before_and_after_the_program_changes(
     assert found.predicted <= found.predicted_before * (1 + 1e-9)
     assert found.bound <= found.predicted * (1 + 1e-9)
     said = capsys.readouterr().err
-    if pipe.program is first:
+    if found.predicted_gain < 0.01:
         assert "schedule: kept " in said
+        assert found.gained is None
     else:
         assert found.gained is not None
         assert "a measured step takes" in said
-        assert max(dl.simulate(pipe.program).peak_activations) <= max(dl.simulate(first).peak_activations)
+        assert found.is_kept is (found.gained > 0)
+    assert max(dl.simulate(pipe.program).peak_activations) <= max(dl.simulate(first).peak_activations)
 
 
 def trained(num_steps: int) -> tuple[str, list[float]]:
@@ -88,7 +90,7 @@ def trained(num_steps: int) -> tuple[str, list[float]]:
 
 
 def test_ranks_of_their_own_change_the_program_together() -> None:
-    (first, losses), (second, others) = dl.launch(trained, 10, num_ranks=2)
+    (first, losses), (second, others) = dl.launch(trained, 17, num_ranks=2)
     assert first == second
     assert losses == others
 

@@ -88,6 +88,10 @@ class FeatureOptions:
         """Return the schedule with which to begin, where the user leaves that open."""
         return schedule
 
+    def leaves_placement(self, schedule: Any) -> bool:
+        """Whether the set-up may choose how many stages a rank holds."""
+        return False
+
     def schedule_settings(self) -> dict[str, Any]:
         """Return further arguments of `program_for`."""
         return {}

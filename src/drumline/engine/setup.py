@@ -29,6 +29,7 @@ class PipelineSetup:
     crew: Crew
     program: Program
     together: Together
+    balance: Balance | None = None  # the cut, if blocks were timed to choose the program
 
     @property
     def axes(self) -> Axes:

@@ -41,14 +41,7 @@ _SECONDS_TO_MEASURE = 10.0  # after the first run of each block
 def cut_model(setting: PipelineSetup, kit: Kit, lines: Lines) -> ModelCut:
     """Return a pipeline's model in stages; this process's blocks have their parameters."""
     options = setting.options
-    intake = kit.intake(
-        options.model,
-        options.loss_fn,
-        setting.device,
-        num_microbatches=setting.program.num_microbatches,
-        weigh=options.loss_weight,
-        split=options.split,
-    )
+    intake = intake_for(setting, kit)
     numbers = Precision(options.precision, setting.device)
     values = {} if setting.crew.alone or options.weights is not None else weights_of(options.model)
     stored = opened(options.weights)
@@ -68,6 +61,32 @@ def cut_model(setting: PipelineSetup, kit: Kit, lines: Lines) -> ModelCut:
     refuse_hidden(stages)
     lines.cut(intake, stages)
     return ModelCut(intake, numbers, values, stages, balance, profile)
+
+
+def intake_for(setting: PipelineSetup, kit: Kit) -> Intake:
+    """Return what splits and counts the batches of a pipeline."""
+    options = setting.options
+    return kit.intake(
+        options.model,
+        options.loss_fn,
+        setting.device,
+        num_microbatches=setting.program.num_microbatches,
+        weigh=options.loss_weight,
+        split=options.split,
+    )
+
+
+def blocks_of(setting: PipelineSetup, intake: Intake) -> list[Block]:
+    """Return the blocks at which a pipeline's model may be cut."""
+    options = setting.options
+    return blocks_for(
+        options.model,
+        options.example,
+        intake.device,
+        num_microbatches=setting.program.num_microbatches,
+        cuts=options.cuts,
+        split=options.split,
+    )
 
 
 def is_asked(balance: Sequence[int] | str | None, cuts: Sequence[str] | None, example: Any) -> bool:
@@ -94,20 +113,14 @@ def _chosen_stages(
     With `times_blocks`, blocks of a given cut are timed too.
     """
     options, crew, program = setting.options, setting.crew, setting.program
-    blocks = blocks_for(
-        options.model,
-        options.example,
-        intake.device,
-        num_microbatches=program.num_microbatches,
-        cuts=options.cuts,
-        split=options.split,
-    )
+    blocks = blocks_of(setting, intake)
     balance, measured, timed = options.balance, None, None
     if isinstance(options.plan, Plan):
         refuse_other(options.plan.model, identity_of(blocks, type(options.model).__name__), "the plan")
     elif is_asked(balance, options.cuts, options.example):
         with precision.autocast:
-            measured = _measured(options, crew, program, intake, blocks)
+            measured = setting.balance or _timed(options, crew, program, intake, blocks)
+        _tell(measured, crew)
         balance = None if measured is None else measured.counts
     elif times_blocks and options.example is not None:
         with precision.autocast:
@@ -117,18 +130,20 @@ def _chosen_stages(
     return stages, measured, None if known is None else known.profile
 
 
-def _measured(
-    options: CoreOptions, crew: Crew, program: Program, intake: Intake, blocks: Sequence[Block]
-) -> Balance | None:
-    """Time the blocks on all ranks at once, print and return rank 0's best cut; None for a model on meta."""
-    balance = _timed(options, crew, program, intake, blocks)
+def _tell(balance: Balance | None, crew: Crew) -> None:
+    """Print a measured cut on rank 0."""
     if balance is not None and crew.rank == crew.axes.number == 0:
         print(
             f"{balance.table()}\nbalance={list(balance.counts)}, measured on {balance.profile.device}", file=sys.stderr
         )
         if balance.profile.disturbed:
             print(f"{balance.profile.disturbed} Measure again on an idle machine, or pass balance=.", file=sys.stderr)
-    return balance
+
+
+def time_blocks(setting: PipelineSetup, intake: Intake, blocks: Sequence[Block]) -> Balance | None:
+    """Time the blocks on all ranks at once, and return rank 0's best cut for the program; None for a model on meta."""
+    with Precision(setting.options.precision, setting.device).autocast:
+        return _timed(setting.options, setting.crew, setting.program, intake, blocks)
 
 
 def _timed(

@@ -4,6 +4,7 @@
 
     set_up      the program and the ranks, connected: from here on, a rank that fails tells all others
     kit_for     the parts of a pipeline, some of them made by features
+    placed      how many stages a rank holds, if that is open, and with them the program
     cut_model   the model in stages, with the parameters of this process's blocks
     build       the engine and its programs, divided as lines say, and the check of its steps; who holds tensors, notes
                 steps and updates parameters
@@ -31,6 +32,7 @@ from drumline.pipeline.attached import attached, kit_for
 from drumline.pipeline.building import build
 from drumline.pipeline.cutting import cut_model
 from drumline.pipeline.options import Options
+from drumline.pipeline.placing import placed
 from drumline.pipeline.steps.step import StepRun
 from drumline.pipeline.together import table
 from drumline.runtime.clocks import clock_for
@@ -80,6 +82,7 @@ def set_up(options: Options) -> StepRun:
 
 def _step_run(setting: PipelineSetup, options: Options) -> StepRun:
     """Return what runs the steps: each part is made from those above it."""
+    setting = placed(setting, kit_for(setting, options))
     kit = kit_for(setting, options)
     lines = kit.lines(setting)
     cut = cut_model(setting, kit, lines)

@@ -34,4 +34,4 @@ def attach(site: Site, setting: PipelineSetup, cut: ModelCut, options: AdaptOpti
             settings, setting.program, cut.stages, cut.profile, given_options.schedule, recompute=recompute
         )
     adapting = Adapting(settings, site, decider)
-    return [AutoSchedule(site, adapting), adapting] if is_auto else [adapting]
+    return [AutoSchedule(site, adapting, setting.program), adapting] if is_auto else [adapting]

@@ -1,12 +1,14 @@
 """`schedule="auto"`: measure a few steps, search for a program that fits them, and continue with that program.
 
-    steps 0-1      warm up with a schedule that splits backwards, so that F, I and W are timed separately
-    steps 2-6      measured
-    before step 7  rank 0 searches within that schedule's memory; all ranks switch to its result
-    steps 9-13     measured again; rank 0 prints the gain on stderr
+    steps 0-6      the first program: two steps warm up, five are measured
+    steps 7-13     the same order with the other form of backwards, whole or in halves: what a half takes is not a guess
+    before step 14 rank 0 searches within the first program's memory; all ranks switch to its result
+    steps 14-20    measured again; rank 0 prints the gain on stderr
+    before step 21 back to the quicker form, unless the measured step is shorter
     then           adapting.py watches whether costs change
 
-Gradients are exact before and after, because a program only orders the work.
+Gradients are exact before and after, because a program only orders the work. The stages stay where they are: other
+places are for the set-up.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from statistics import median
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from drumline.adapt.repair import is_split
+from drumline.core.costs import Costs
 from drumline.core.measured.costs import costs_of
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
@@ -24,6 +28,7 @@ from drumline.core.timeline.idle import Limit
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.site import Site
 from drumline.features.adapt.adapting import Adapting
+from drumline.features.adapt.backward_forms import joint_costs, other_form
 from drumline.plan.search.search import search
 from drumline.runtime.step import Step
 from drumline.schedules import schedules
@@ -53,6 +58,7 @@ class SearchOutcome:
     predicted: float
     bound: float
     after: float | None = None
+    is_kept: bool = True  # False once its measured step was no shorter
 
     @property
     def predicted_gain(self) -> float:
@@ -70,73 +76,117 @@ class AutoSchedule(Observer):
 
     order: ClassVar[int] = -3
 
-    def __init__(self, site: Site, adapting: Adapting) -> None:
+    def __init__(self, site: Site, adapting: Adapting, program: Program) -> None:
         self.searched: SearchOutcome | None = None
         self.is_over = False
         self._crew, self._ledger, self._frozen, self._choice = site.crew, site.ledger, site.frozen, site.choice
         self._adapting = adapting  # takes over once the search is over
         adapting.is_paused = True
         self._measured_steps: list[Measured] = []
-        self._changed: int | None = None  # the first step of the new program
+        self._num_run = 0  # the number of steps by the program that is measured
+        self._forms: list[tuple[Program, list[Measured]]] = []  # as taken up, the first program's before the other's
+        self._program = program  # of these, the last
+        self._is_searched = False
 
     def before(self, step: Step) -> None:
-        """Record the previous step, and take another program if it is time."""
+        """Record the previous step, and take up another program if it is time."""
         if self.is_over:
             self._adapting.is_paused = False
             return
         with self._crew.together("the search for a program"):
-            begun = step.number - (self._changed or 0)
-            if begun > _WARM_UPS and self._crew.rank == 0 and self._crew.axes.number == 0:
+            if self._num_run > _WARM_UPS and self._decides:
                 self._measured_steps.append(self._ledger.timeline())
-            if begun < _WARM_UPS + _MEASURED:
+            self._num_run += 1
+            if self._num_run <= _WARM_UPS + _MEASURED:
                 return
-            if self._changed is not None:
-                self._conclude()
-            elif (program := self._better(step.number)) is not None:
+            program = self._next()
+            self._measured_steps, self._num_run = [], 1
+            if program is not None:
                 self._choice.take(program)
 
-    def moved(self) -> None:
-        """Forget what was measured of other stages."""
-        self._measured_steps.clear()
+    @property
+    def _decides(self) -> bool:
+        return self._crew.rank == self._crew.axes.number == 0
 
-    def _better(self, number: int) -> Program | None:
-        """Search on rank 0 and return the result on all ranks; None if nothing is better."""
-        mine, crew, program = None, self._crew, self._frozen.program
-        if crew.rank == 0 and crew.axes.number == 0:
-            costs = costs_of(self._measured_steps, quickest=True)
-            now = simulate(program, costs)
-            result = search(
-                costs,
-                program.placement,
-                num_microbatches=program.num_microbatches,
-                limit=Limit(max_activations=max(now.peak_activations)),
-                seconds=_SECONDS,
-            )
-            before = median(step.makespan for step in self._measured_steps)
-            self.searched = SearchOutcome(
-                result.program, before, now.makespan, result.timeline.makespan, float(result.bound.value)
-            )
-            better = self.searched.predicted_gain >= _LEAST_GAIN
-            print(_said(self.searched, program) if better else _reason_to_stay(self.searched, program), file=sys.stderr)
-            mine = result.program if better else None
-        program_taken: Program | None = crew.collect("search", mine)[0]
+    def _next(self) -> Program | None:
+        """Return the program to take up now on all ranks; None to stay with this one."""
+        if self._is_searched:
+            self.is_over = True
+            return self._answer_of_first(self._concluded() if self._decides else None)
+        self._forms.append((self._program, self._measured_steps))
+        if len(self._forms) == 1 and (other := self._other_form()) is not None:
+            self._program = other
+            return other
+        self._is_searched = True
+        best, better = self._better() if self._decides else (None, False)
+        program, goes_on = self._answer_of_first((best, better))
+        self.is_over = not goes_on
+        return program
+
+    def _other_form(self) -> Program | None:
+        """Return the first program with the other form of backwards; None if it runs as the same rows."""
+        other = other_form(self._program)
+        runs = [self._frozen.pruned_too(program).rows for program in (self._program, other)]
+        return other if runs[0] != runs[1] else None
+
+    def _answer_of_first(self, mine: Any) -> Any:
+        """Return what the first rank says, on all ranks."""
+        crew = self._crew
+        said = crew.collect("search", mine)[0]
         if crew.axes.is_mesh:
-            program_taken = crew.axes.exchanged("drumline/search", program_taken)[crew.axes.lines[0][0]]
-        self._measured_steps, self._changed, self.is_over = [], number, program_taken is None
-        return program_taken
+            said = crew.axes.exchanged("drumline/search", said)[crew.axes.lines[0][0]]
+        return said
 
-    def _conclude(self) -> None:
-        """Print the measured gain."""
-        self.is_over = True
-        if self._crew.rank == 0 and self._crew.axes.number == 0:
-            assert self.searched is not None, "the program was changed to one that was found"
-            self.searched.after = median(step.makespan for step in self._measured_steps)
-            gained = self.searched.gained or 0.0
-            print(
-                f"schedule: a measured step takes {self.searched.after * 1e3:.1f} ms instead of"
-                f" {self.searched.before * 1e3:.1f} ms ({-gained:+.1%})",
-                file=sys.stderr,
-            )
+    def moved(self) -> None:
+        """Begin again: what was measured is of other stages."""
+        self._measured_steps, self._num_run = [], 0
+        self._forms.clear()
+        self.is_over = self.is_over or self._is_searched
+
+    def _costs(self) -> Costs:
+        """Return the costs of both forms of backwards, if both were measured."""
+        each = {is_split(program): costs_of(steps, quickest=True) for program, steps in self._forms}
+        if len(each) < 2:
+            return next(iter(each.values()))
+        return joint_costs(each[True], each[False], self._program.num_stages)
+
+    def _quicker(self) -> tuple[Program, float]:
+        """Return the form with the shorter step, and that step; the first one in doubt."""
+        each = [(program, median(step.makespan for step in steps)) for program, steps in self._forms]
+        return min(each, key=lambda form: form[1] * (1 - _LEAST_GAIN * (form is each[0])))
+
+    def _better(self) -> tuple[Program | None, bool]:
+        """Search, and return the program to take up, if it is not this one, and whether the search found it."""
+        costs, (first, _), (best, before) = self._costs(), self._forms[0], self._quicker()
+        now = simulate(self._frozen.pruned_too(best), costs)
+        result = search(
+            costs,
+            first.placement,
+            num_microbatches=first.num_microbatches,
+            limit=Limit(max_activations=max(simulate(self._frozen.pruned_too(first)).peak_activations)),
+            seconds=_SECONDS,
+        )
+        self.searched = SearchOutcome(
+            result.program, before, now.makespan, result.timeline.makespan, float(result.bound.value)
+        )
+        better = self.searched.predicted_gain >= _LEAST_GAIN
+        print(_said(self.searched, best) if better else _reason_to_stay(self.searched, best), file=sys.stderr)
+        return (result.program, True) if better else (None if best is self._program else best, False)
+
+    def _concluded(self) -> Program | None:
+        """Print the measured gain; return the program to go back to, if there is none."""
+        assert self.searched is not None, "the program was changed to one that was found"
+        self.searched.after = median(step.makespan for step in self._measured_steps)
+        gained = self.searched.gained or 0.0
+        self.searched.is_kept = gained > 0
+        best, _ = self._quicker()
+        back = "" if gained > 0 else f"; back to {best.name}"
+        print(
+            f"schedule: a measured step takes {self.searched.after * 1e3:.1f} ms instead of"
+            f" {self.searched.before * 1e3:.1f} ms ({-gained:+.1%}){back}",
+            file=sys.stderr,
+        )
+        return None if gained > 0 else best
 
 
 def _said(searched: SearchOutcome, program: Program) -> str:

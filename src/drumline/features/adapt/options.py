@@ -27,6 +27,10 @@ class AdaptOptions(FeatureOptions):
         chosen = super().first_schedule(schedule, stages_per_rank)
         return first_split(stages_per_rank) if chosen == AUTO else chosen
 
+    def leaves_placement(self, schedule: Any) -> bool:
+        """Whether the set-up may choose how many stages a rank holds."""
+        return super().leaves_placement(schedule) or bool(schedule == AUTO)
+
     def facts(self) -> dict[str, Any]:
         """Return whether to adapt, for what may be spelled in several ways."""
         return super().facts() | {"adapt": Adapt.of(self.adapt) is not None}

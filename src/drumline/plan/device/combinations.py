@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from itertools import product
 
 from drumline.core.errors import PlanError, ScheduleError, nearest
-from drumline.core.program import Program
+from drumline.core.program import MAX_ACTIONS, Program
 from drumline.core.prove.whole import join
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.candidate import Candidate
 from drumline.plan.device.model_profile import ModelProfile
 from drumline.plan.device.ranks import Ranks
 from drumline.plan.device.stages import Stages
-from drumline.schedules import find
+from drumline.schedules import Schedule, find, schedules
 
 OPTIMIZERS = {"adam": 2, "momentum": 1, "sgd": 0}  # tensors of the weights' size that each optimizer keeps
 CHECKPOINTING = ("none", "full")
@@ -104,20 +104,9 @@ class Question:
 
     def _programs(self, num_microbatches: int) -> Iterator[Program]:
         """Yield the program of every schedule that supports the counts."""
-        for name in self.schedules:
-            recipe = find(name)
-            finer = [2, 3, 4] if recipe.stage_counts != "fixed" and recipe.stages_per_rank > 1 else []
-            for stages_per_rank in dict.fromkeys([recipe.stages_per_rank, *finer]):
-                if stages_per_rank * self.ranks.num_ranks > len(self.profile.layers):
-                    continue
-                if self.stages_per_rank not in (None, stages_per_rank):
-                    continue
-                try:
-                    program = recipe.build(self.ranks.num_ranks, num_microbatches, stages_per_rank)
-                except ScheduleError:
-                    continue
-                if not program.placement.mirrored and program.has_backward and not program.num_updates:
-                    yield program
+        for program in programs_of(self.schedules, self.ranks.num_ranks, num_microbatches, len(self.profile.layers)):
+            if self.stages_per_rank in (None, program.num_stages // program.num_ranks):
+                yield program
 
     def _with_whole(self, programs: Iterable[Program], profile: Profile) -> Iterator[Program]:
         """Yield the programs; if little trains, those that split backwards also with whole ones.
@@ -139,6 +128,39 @@ class Question:
         """Report progress."""
         if self.progress is not None:
             self.progress(what)
+
+
+def is_suited(schedule: Schedule) -> bool:
+    """Whether a profile covers all that it does: no updates of its own, no exchange between copies, and a backward."""
+    return schedule.flushed and schedule.trains and not schedule.two_directions
+
+
+def suited() -> tuple[str, ...]:
+    """Return the names of the schedules that can be planned, without those for comparison alone."""
+    return tuple(name for name, schedule in schedules().items() if is_suited(schedule) and not schedule.baseline)
+
+
+def programs_of(
+    names: Iterable[str], num_ranks: int, num_microbatches: int, num_blocks: int, *, most_actions: int = MAX_ACTIONS
+) -> Iterator[Program]:
+    """Yield the program of every schedule that supports the counts, with two to four stages per rank if it admits them.
+
+    >>> [(each.name, each.num_stages) for each in programs_of(["1f1b", "interleaved-1f1b"], 2, 4, 7)]
+    [('1f1b', 2), ('interleaved-1f1b', 4), ('interleaved-1f1b', 6)]
+    """
+    for name in names:
+        recipe = find(name)
+        finer = [2, 3, 4] if recipe.stage_counts != "fixed" and recipe.stages_per_rank > 1 else []
+        for stages_per_rank in dict.fromkeys([recipe.stages_per_rank, *finer]):
+            num_stages = stages_per_rank * num_ranks
+            if num_stages > num_blocks or 2 * num_stages * num_microbatches > most_actions:
+                continue
+            try:
+                program = recipe.build(num_ranks, num_microbatches, stages_per_rank)
+            except ScheduleError:
+                continue
+            if not program.placement.mirrored and program.has_backward and not program.num_updates:
+                yield program
 
 
 def reordered(program: Program, order: Sequence[int]) -> Program:

@@ -31,12 +31,12 @@ from drumline.core.rules import Backward
 from drumline.core.timeline.idle import Limit
 from drumline.plan.device.advice import less_activations
 from drumline.plan.device.candidate import EQUAL, Candidate
-from drumline.plan.device.combinations import CHECKPOINTING, Question
+from drumline.plan.device.combinations import CHECKPOINTING, Question, is_suited, suited
 from drumline.plan.device.model_profile import ModelProfile
 from drumline.plan.device.plan import Plan
 from drumline.plan.device.ranks import Ranks
 from drumline.plan.search.search import search
-from drumline.schedules import DEFAULT, Schedule, find, schedules
+from drumline.schedules import DEFAULT, find
 
 _MIB = 2**20
 _SEARCHED = 3  # number of combinations for which to search programs
@@ -153,22 +153,16 @@ def _searched(question: Question, start: Candidate, seconds: float) -> Candidate
     return candidate if candidate.fits and candidate.step_seconds < start.step_seconds * (1 - 1e-6) else None
 
 
-def _is_suited(schedule: Schedule) -> bool:
-    """Whether a profile covers all that it does: no updates of its own, no exchange between copies, and a backward."""
-    return schedule.flushed and schedule.trains and not schedule.two_directions
-
-
 def _names(asked: Sequence[str] | None) -> tuple[str, ...]:
     """Return the schedules to try: the requested ones, or all that can be planned."""
-    suited = tuple(name for name, schedule in schedules().items() if _is_suited(schedule) and not schedule.baseline)
     if asked is None:
-        return suited
+        return suited()
     for name in asked:
-        if not _is_suited(find(name)):
+        if not is_suited(find(name)):
             raise PlanError(
                 f"{name} cannot be planned from a profile",
                 expected="a flushed schedule with one copy of every stage",
-                fix=f"leave it out; these can be planned: {', '.join(suited)}",
+                fix=f"leave it out; these can be planned: {', '.join(suited())}",
             )
     if not asked:
         raise PlanError("schedules is empty", expected="one name or more")

@@ -31,7 +31,7 @@ from drumline.plan.device.ranks import Ranks
 OPS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 FIELD = dict(zip(OPS, ("forward", "backward", "backward_input", "backward_weight"), strict=True))
 
-_EVERY = 130  # up to this many cuts, all are simulated
+_EVERY = 2000  # up to this many cuts, all are simulated: 25 blocks in four stages
 _ROUNDS = 12  # rounds of moving boundaries
 
 

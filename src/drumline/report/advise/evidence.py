@@ -57,6 +57,13 @@ class Evidence:
         """Seconds that the step took longer than in the simulator: the executor's own time, and message jitter."""
         return max(self.measured.makespan - self.simulated.makespan, 0.0)
 
+    def share_saved(self, before: float, after: float, actions: float) -> float:
+        """Return what a change saves of the measured step, from two simulations.
+
+        The new program has `actions` times as many actions, each with its own overhead.
+        """
+        return (before - after + self.overhead * (1 - actions)) / self.measured.makespan
+
     @cached_property
     def stage_seconds(self) -> tuple[float, ...]:
         """Seconds of one microbatch in every stage, forward and backward."""

@@ -21,7 +21,9 @@ from drumline.core.prove.whole import is_light, join
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.units import ms
 from drumline.plan.device.advice import LEAST_GAIN, Remedy, predicted
+from drumline.report.advise.cut import blocks_of
 from drumline.report.advise.evidence import OPS, Evidence
+from drumline.report.advise.timed_blocks import both_kinds, profile_of
 from drumline.schedules import schedules
 from drumline.schedules.registry import made_by
 
@@ -68,15 +70,25 @@ def other_schedule(evidence: Evidence) -> Iterator[Remedy]:
     if ours and (program.num_updates or program.placement.mirrored or _recipe(program, light) != program):
         return
     split = any(part.op is Op.BACKWARD_WEIGHT for part in program.work())
-    costs = evidence.costs if split else _divided(evidence.costs, shares)
+    timed = _timed(evidence, split=split)
+    costs = timed or (evidence.costs if split else _divided(evidence.costs, shares))
     now = simulate(program, costs)
     others = [simulate(join(other, light), costs) for other in _others(program, elsewhere=not ours)]
     if ours:
-        assumes = "" if split or all(light) else _HALVES if set(shares) == {1.0} else _SHARES
+        assumes = "" if timed or split or all(light) else _HALVES if set(shares) == {1.0} else _SHARES
         yield from _faster(evidence, now, others, assumes)
         yield from _smaller(now, others)
     else:
         yield from _at_best(evidence, now, others, split)
+
+
+def _timed(evidence: Evidence, *, split: bool) -> Costs | None:
+    """Return the costs with whole and split backwards as blocks were timed before the run; None if they were not."""
+    plan = evidence.plan or {}
+    blocks = blocks_of(plan, evidence.program, evidence.costs)
+    if blocks is None or blocks.basis != "profile" or evidence.program.placement.mirrored:
+        return None
+    return both_kinds(evidence.costs, profile_of(plan, blocks), blocks, split=split)
 
 
 def _trained_shares(evidence: Evidence) -> list[float]:
@@ -146,10 +158,7 @@ def rows_of_batch(evidence: Evidence, *, most: int) -> int:
 
 
 def _gain(evidence: Evidence, changed: Simulation, actions: float) -> float:
-    """Return the gain of a changed program; it has `actions` times as many actions, each with its overhead."""
-    return (
-        evidence.middle.makespan - changed.makespan + evidence.overhead * (1 - actions)
-    ) / evidence.measured.makespan
+    return evidence.share_saved(evidence.middle.makespan, changed.makespan, actions)
 
 
 def _scaled(costs: Costs, num_stages: int, factor: float) -> Costs:
