@@ -22,7 +22,7 @@ from drumline.model.block import Block
 from drumline.model.catalogue import Place, places_in
 from drumline.model.watch.fingerprint import plain_in
 from drumline.model.weights.tied import HeldTensor, Ties
-from drumline.runtime.kept_state.ledger import own_values
+from drumline.runtime.kept_state.spaces import own_values
 from drumline.runtime.kept_state.snapshot import MOST_BYTES, Snapshot
 from drumline.runtime.stage import Stage
 from drumline.runtime.step import Step

@@ -1,0 +1,94 @@
+"""What code says that it reads and changes, from its instructions alone: nothing runs."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterator
+from functools import lru_cache
+from types import CodeType
+from typing import NamedTuple
+
+_LOADS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"}
+_STORES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF", "DELETE_ATTR", "DELETE_GLOBAL", "DELETE_DEREF"}
+_ADDING = {"append", "appendleft", "add", "extend", "insert", "update", "put", "setdefault"}
+_WITHOUT_EFFECT = {"COPY", "SWAP", "BINARY_OP", "LOAD_CONST", "LOAD_FAST", "LOAD_SMALL_INT", "CACHE", "NOP"}
+# What changes a tensor in place, and what must be around it if that is a parameter.
+_IN_PLACE = {"data", "update_parameters", "load_state_dict"}
+_UNRECORDED = {"no_grad", "inference_mode", "data", "set_grad_enabled", "load_state_dict", "update_parameters"}
+
+
+class Facts(NamedTuple):
+    """What a function's code mentions, with the code inside it."""
+
+    names: frozenset[str]
+    stored: frozenset[str]  # attributes, globals, variables of closures that it sets
+
+    @property
+    def may_change_parameters(self) -> bool:
+        """Whether it may change tensors in place that autograd does not see."""
+        in_place = any(
+            name in _IN_PLACE or (name.endswith("_") and not name.startswith("__")) for name in self.names
+        )
+        return in_place and not self.names.isdisjoint(_UNRECORDED)
+
+
+@lru_cache(maxsize=4096)
+def facts_of(code: CodeType) -> Facts:
+    """Return what code mentions.
+
+    >>> def forward(self):
+    ...     self.calls += 1
+    >>> sorted(facts_of(forward.__code__).stored)
+    ['calls']
+    """
+    names, stored = set[str](), set[str]()
+    for part in _parts(code):
+        names.update(part.co_names, part.co_freevars)
+        stored.update(each.argval for each in dis.get_instructions(part) if each.opname in _STORES)
+    return Facts(frozenset(names), frozenset(stored))
+
+
+@lru_cache(maxsize=4096)
+def is_only_written(code: CodeType, name: str) -> bool:
+    """Whether code never reads what has a name, but to change it: nothing else can depend on it.
+
+    >>> def counts(self):
+    ...     self.calls += 1
+    ...     self.seen.append(1)
+    >>> def reads(self):
+    ...     return self.calls
+    >>> is_only_written(counts.__code__, "calls"), is_only_written(counts.__code__, "seen")
+    (True, True)
+    >>> is_only_written(reads.__code__, "calls")
+    False
+    """
+    for part in _parts(code):
+        steps = [each for each in dis.get_instructions(part) if each.opname != "CACHE"]
+        for at, step in enumerate(steps):
+            if step.opname in _LOADS and step.argval == name and not _is_written(steps[at + 1 : at + 12], name):
+                return False
+    return True
+
+
+def _is_written(following: list[dis.Instruction], name: str) -> bool:
+    """Whether what was loaded is only added to, changed, or set under a key."""
+    if not following:
+        return False
+    first = following[0]
+    if first.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        return first.argval in _ADDING
+    for step in following:
+        if step.opname in _STORES:
+            return bool(step.argval == name)
+        if step.opname == "STORE_SUBSCR":
+            return True
+        if step.opname not in _WITHOUT_EFFECT:
+            return False
+    return False
+
+
+def _parts(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _parts(constant)
