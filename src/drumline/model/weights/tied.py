@@ -283,6 +283,11 @@ class TiedCopies:
                 )
         return None
 
+    def settle(self) -> None:
+        """Take what a step has left in lists, dicts and sets of the user's modules as theirs."""
+        for _, twin in self._twins:
+            twin.settle()
+
     @torch.no_grad()
     def follow(self) -> None:
         """Update the copies from the user's modules: values, what is frozen, mode, hooks."""

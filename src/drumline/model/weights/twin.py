@@ -36,6 +36,11 @@ class Twin:
             self._plain, self._containers = plain_in(vars(original)), _containers_in(vars(original))
             self._trains = _trains(original)
 
+    def settle(self) -> None:
+        """Take contents of lists, dicts and sets as they are: a step has changed them, and this made no difference."""
+        if (original := self.theirs()) is not None:
+            self._containers = _containers_in(vars(original))
+
     def follow(self, block: str, *, since: str) -> None:
         """Take over the plain attributes, the mode among them, that the user has changed, and what is frozen.
 

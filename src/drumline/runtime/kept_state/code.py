@@ -11,7 +11,7 @@ from typing import NamedTuple
 _LOADS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"}
 _STORES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF", "DELETE_ATTR", "DELETE_GLOBAL", "DELETE_DEREF"}
 _ADDING = {"append", "appendleft", "add", "extend", "insert", "update", "put", "setdefault"}
-_WITHOUT_EFFECT = {"COPY", "SWAP", "BINARY_OP", "LOAD_CONST", "LOAD_FAST", "LOAD_SMALL_INT", "CACHE", "NOP"}
+_WITHOUT_EFFECT = {"BINARY_SUBSCR", "COPY", "SWAP", "BINARY_OP", "LOAD_CONST", "LOAD_FAST", "LOAD_SMALL_INT", "CACHE", "NOP"}
 # What changes a tensor in place, and what must be around it if that is a parameter.
 _IN_PLACE = {"data", "update_parameters", "load_state_dict"}
 _UNRECORDED = {"no_grad", "inference_mode", "data", "set_grad_enabled", "load_state_dict", "update_parameters"}
@@ -77,11 +77,15 @@ def _is_written(following: list[dis.Instruction], name: str) -> bool:
     first = following[0]
     if first.opname in ("LOAD_ATTR", "LOAD_METHOD"):
         return first.argval in _ADDING
+    num_copies = 0
     for step in following:
         if step.opname in _STORES:
             return bool(step.argval == name)
         if step.opname == "STORE_SUBSCR":
             return True
+        if step.opname == "BINARY_SUBSCR" and num_copies < 2:  # else it goes back to where it was
+            return False
+        num_copies += step.opname == "COPY"
         if step.opname not in _WITHOUT_EFFECT:
             return False
     return False

@@ -37,7 +37,11 @@ class Space(NamedTuple):
         """Return what to call a place in an error."""
         if isinstance(key, Place):
             return f"the {key.label} of block {self.block!r}"
-        return f"the attribute {whole_name(self.module, key)!r} of block {self.block!r}"
+        return f"the attribute {self.path(key)!r} of block {self.block!r}"
+
+    def path(self, key: str) -> str:
+        """Return the name of an attribute in its block."""
+        return whole_name(self.module, key)
 
     def identity(self, key: Any) -> tuple[int, str]:
         """Return what a place is called wherever it is found."""
