@@ -214,7 +214,10 @@ def judged(case: Case) -> tuple[str, str]:
         result = trained(case, "piped", in_a_pipeline)
     for step, (gradients, others) in enumerate(zip(result.gradients, wanted.gradients, strict=False)):
         off = max(
-            (float((mine - other).norm() / (other.norm() + 1e-12)) for mine, other in zip(gradients, others, strict=True)),
+            (
+                float((mine - other).norm() / (other.norm() + 1e-12))
+                for mine, other in zip(gradients, others, strict=True)
+            ),
             default=1.0,
         )
         if not off <= _NEAR:
@@ -226,7 +229,7 @@ def judged(case: Case) -> tuple[str, str]:
         if case.is_pure:
             return "alarm", text
         return ("refused" if is_named(case, str(result.error)) else "vague"), text
-    if not is_near(wanted.kept, result.kept):
+    if not case.is_last_seen_by_chance and not is_near(wanted.kept, result.kept):
         return "wrong", f"it keeps {result.kept}, expected {wanted.kept}"[:400]
     return "equal", said.getvalue().strip()
 

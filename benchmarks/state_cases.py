@@ -134,7 +134,8 @@ VALUES = {
     "slots": Value("Slots()", "GET.calls += 1\nfactor = GET.calls % 3"),
     "namespace": Value("types.SimpleNamespace(calls=0)", "GET.calls += 1\nfactor = GET.calls % 3"),
     "torch generator": Value(
-        "torch.Generator().manual_seed(3)", "factor = torch.rand(WIDTH, generator=GET)",
+        "torch.Generator().manual_seed(3)",
+        "factor = torch.rand(WIDTH, generator=GET)",
         "factor = 1 + float(GET.initial_seed() % 7)",
     ),
     "numpy generator": Value("np.random.default_rng(3)", "factor = 1 + GET.random()"),
@@ -308,7 +309,15 @@ class Case:
     @property
     def is_pure(self) -> bool:
         """Whether plain training comes to the same without what is kept: nobody may refuse it."""
+        if self.value in ("log", "calls that nobody reads") and self.place not in ("attribute", "submodule", "global"):
+            return False  # code shows only in these places that nobody reads it
         return VALUES[self.value].is_pure and self.time in ("always", "in training", "late")
+
+    @property
+    def is_last_seen_by_chance(self) -> bool:
+        """Whether what makes no difference is from another microbatch in the end: another is the last one there."""
+        has_copies = self.schedule in ("dualpipe", "chimera")
+        return VALUES[self.value].is_pure and (has_copies or PLACES[self.place].is_shared)
 
     @property
     def title(self) -> str:
@@ -334,9 +343,7 @@ def drawn(seed: int, number: int, form: str = "") -> Case:
         schedule, checkpoint = chance.choice(SCHEDULES)
         own_form = chance.choice(("chain", "chain", "chain", "traced"))
         checks = chance.random() < 0.75
-        return Case(
-            seed, number, value, place, time, keepers, readers, form or own_form, schedule, checkpoint, checks
-        )
+        return Case(seed, number, value, place, time, keepers, readers, form or own_form, schedule, checkpoint, checks)
 
 
 def source(case: Case) -> str:

@@ -23,7 +23,7 @@ from drumline.engine.state.sharing import Identity, Sharing, name_of
 from drumline.model.block import Block
 from drumline.model.values import MISSING
 from drumline.model.weights.tied import Ties
-from drumline.runtime.kept_state.code import is_only_written
+from drumline.runtime.kept_state.code import facts_of, is_only_written
 from drumline.runtime.kept_state.contents import is_same_value
 from drumline.runtime.kept_state.forgets import Kept, Verdict, tried
 from drumline.runtime.kept_state.outside import Place
@@ -87,7 +87,8 @@ class KeptApart(Observer):
         space, key = kept
         names = [name_of(key), *look.fields_changed(kept)]
         code = {*space.code, *(code for at in look.shared_in(kept) for code in self._sharing.code_of(at))}
-        return bool(code) and any(all(is_only_written(part, name) for part in code) for name in names)
+        names = [name for name in names if any(name in facts_of(part).names for part in code)]
+        return any(all(is_only_written(part, name) for part in code) for name in names)
 
     def _judge(self, look: _Look, changes: list[Kept]) -> None:
         if not changes:
@@ -220,6 +221,8 @@ class _Look:
             if kind.is_same(state, now):
                 continue
             if not isinstance(state, dict) or state.keys() != now.keys() or not kind.holds_objects:
+                return []
+            if isinstance(value, dict):
                 return []
             names |= {str(name) for name, item in state.items() if not is_same_value(item, now[name])}
         return sorted(names) if len(names) == 1 else []

@@ -1,7 +1,7 @@
 """State beside parameters and buffers that blocks of several stages reach: one list, one global, one module.
 
-    CALLS = [0]                                       blocks 1 and 4 count in it, and are in different stages
-    self.noise = noise                                one generator, given to several blocks
+CALLS = [0]                                       blocks 1 and 4 count in it, and are in different stages
+self.noise = noise                                one generator, given to several blocks
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class Sharing:
         self._alive: list[Any] = []  # so that no identity is used again
         each = {block.name: spaces_of([block]) for block in blocks if may_draw(block.module)}
         for name, spaces in each.items() if len(each) > 1 else ():
+            for at in spaces[0].reads if spaces else ():
+                reached[at][name] = _Reach(frozenset({at[1]} - {""}), spaces[0].code)
             for space in spaces:
                 for key, value in own_values(space.table.copy()).items():
                     for identity in (space.identity(key), *_objects_in(value)):
@@ -52,11 +54,7 @@ class Sharing:
 
     def between(self, homes: dict[str, int]) -> set[Identity]:
         """Return what blocks of several stages reach; `homes` are the stages of all blocks."""
-        return {
-            identity
-            for identity, blocks in self._reached.items()
-            if len({homes.get(name) for name in blocks}) > 1
-        }
+        return {identity for identity, blocks in self._reached.items() if len({homes.get(name) for name in blocks}) > 1}
 
     def blocks_of(self, identity: Identity) -> list[str]:
         """Return the blocks that reach something."""
@@ -88,4 +86,6 @@ def _objects_in(value: Any) -> set[int]:
 
 def _held(space: Space, shared: set[Identity]) -> list[Any]:
     values = own_values(space.table.copy()).items()
-    return [value for key, value in values if space.identity(key) in shared or not shared.isdisjoint(_objects_in(value))]
+    return [
+        value for key, value in values if space.identity(key) in shared or not shared.isdisjoint(_objects_in(value))
+    ]

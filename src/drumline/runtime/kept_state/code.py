@@ -11,7 +11,17 @@ from typing import NamedTuple
 _LOADS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"}
 _STORES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF", "DELETE_ATTR", "DELETE_GLOBAL", "DELETE_DEREF"}
 _ADDING = {"append", "appendleft", "add", "extend", "insert", "update", "put", "setdefault"}
-_WITHOUT_EFFECT = {"BINARY_SUBSCR", "COPY", "SWAP", "BINARY_OP", "LOAD_CONST", "LOAD_FAST", "LOAD_SMALL_INT", "CACHE", "NOP"}
+_WITHOUT_EFFECT = {
+    "BINARY_SUBSCR",
+    "COPY",
+    "SWAP",
+    "BINARY_OP",
+    "LOAD_CONST",
+    "LOAD_FAST",
+    "LOAD_SMALL_INT",
+    "CACHE",
+    "NOP",
+}
 # What changes a tensor in place, and what must be around it if that is a parameter.
 _IN_PLACE = {"data", "update_parameters", "load_state_dict"}
 _UNRECORDED = {"no_grad", "inference_mode", "data", "set_grad_enabled", "load_state_dict", "update_parameters"}
@@ -26,9 +36,7 @@ class Facts(NamedTuple):
     @property
     def may_change_parameters(self) -> bool:
         """Whether it may change tensors in place that autograd does not see."""
-        in_place = any(
-            name in _IN_PLACE or (name.endswith("_") and not name.startswith("__")) for name in self.names
-        )
+        in_place = any(name in _IN_PLACE or (name.endswith("_") and not name.startswith("__")) for name in self.names)
         return in_place and not self.names.isdisjoint(_UNRECORDED)
 
 
@@ -63,6 +71,8 @@ def is_only_written(code: CodeType, name: str) -> bool:
     False
     """
     for part in _parts(code):
+        if name in part.co_consts:  # for getattr, or a key of __dict__
+            return False
         steps = [each for each in dis.get_instructions(part) if each.opname != "CACHE"]
         for at, step in enumerate(steps):
             if step.opname in _LOADS and step.argval == name and not _is_written(steps[at + 1 : at + 12], name):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +84,8 @@ def _content(value: Any, depth: int = _DEPTH) -> Any:
         return value.detach().clone()
     if isinstance(value, tuple | frozenset):
         return [_content(item, depth - 1) for item in value] if depth else None
+    if isinstance(value, ref):
+        return _content(value(), depth)
     if can_be_used_up(value):
         return object()  # never the same again
     kind = None if isinstance(value, nn.Module) else kind_of(value)

@@ -90,6 +90,14 @@ class Walk:
         """What the functions mention."""
         return [facts_of(function.__code__) for function in self.functions.values()]
 
+    @property
+    def reads(self) -> frozenset[tuple[int, str]]:
+        """All variables that code names, also those that its own code cannot change."""
+        globals_read = {(id(space), name) for space, read, _ in self._spaces.values() for name in read}
+        attributes = {(at, name) for at, holder in self._holders.items() for name in self._read & vars(holder).keys()}
+        cells = {(id(cell), "") for function in self.functions.values() for cell in function.__closure__ or ()}
+        return frozenset(globals_read | attributes | cells)
+
     def _module(self, module: nn.Module) -> None:
         self._class(type(module))
         space = vars(module)
@@ -205,7 +213,11 @@ class Walk:
                 if name in stored or may_hold(space[name]):
                     key = id(space), name
                     yield Place(
-                        key, f"global {name!r}", name, partial(space.get, name, MISSING), partial(_set_item, space, name)
+                        key,
+                        f"global {name!r}",
+                        name,
+                        partial(space.get, name, MISSING),
+                        partial(_set_item, space, name),
                     )
         for holder in self._holders.values():
             what = "class" if isinstance(holder, type) else "function" if isinstance(holder, FunctionType) else "module"

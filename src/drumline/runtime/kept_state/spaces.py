@@ -20,7 +20,9 @@ from drumline.model.watch.watch import has_hooks
 from drumline.runtime.kept_state.outside import Outside, Place, Walk
 
 TORCHS_OWN = frozenset(vars(nn.Module()))
-Held = dict[str, Any] | dict[str, nn.Parameter | None] | dict[str, Tensor | None] | Outside  # what has places: a module's attributes, or variables outside
+Held = (
+    dict[str, Any] | dict[str, nn.Parameter | None] | dict[str, Tensor | None] | Outside
+)  # what has places: a module's attributes, or variables outside
 Table = dict[Any, Any]  # what is kept, by attribute or place
 
 
@@ -32,6 +34,7 @@ class Space(NamedTuple):
     table: Held
     is_module: bool = True
     code: tuple[CodeType, ...] = ()  # of the block
+    reads: frozenset[tuple[int, str]] = frozenset()  # the variables that this names
 
     def named(self, key: Any) -> str:
         """Return what to call a place in an error."""
@@ -62,22 +65,22 @@ def spaces_in(block: str, named: Sequence[tuple[str, nn.Module]], seen: set[tupl
     if not users:
         return
     walk = Walk(module for _, module in named)
-    code = tuple(function.__code__ for function in walk.functions.values())
+    code = tuple(function.__code__ for function in walk.functions.values()), walk.reads
     for name, module in users:
-        yield Space(block, name, vars(module), code=code)
+        yield Space(block, name, vars(module), True, *code)
     for module, via in walk.hidden.values():
         for table in (vars(module), module._parameters, module._buffers):
             if table and (id(table), "") not in seen:
                 seen.add((id(table), ""))
-                yield Space(block, via, table, table is vars(module), code)
+                yield Space(block, via, table, table is vars(module), *code)
     if any(facts.may_change_parameters for facts in walk.facts):
         for name, module in named:
             if any(param is not None and not param.requires_grad for param in module._parameters.values()):
-                yield Space(block, name, module._parameters, False, code)
+                yield Space(block, name, module._parameters, False, *code)
     places = [place for place in walk.places if place.key not in seen]
     seen |= {place.key for place in places}
     if places:
-        yield Space(block, "", Outside(places), False, code)
+        yield Space(block, "", Outside(places), False, *code)
 
 
 def own_values(attributes: Table) -> Table:
