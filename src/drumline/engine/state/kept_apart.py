@@ -1,8 +1,8 @@
 """State that blocks keep where plain training's order of microbatches is lost: such changes are refused.
 
     two copies of a stage     each sees half of the batch, and keeps its own
-    several stages            a later stage sees what earlier ones have kept of later microbatches, or in another process
-                              nothing of it
+    several stages            a later stage sees what earlier ones have kept of later microbatches; in another process,
+                              nothing
 
 What makes no difference may change: what is only stored or counted, what is set before it is read, tables that are made
 when first needed. Code tells the first; an experiment with other inputs the others: see runtime/kept_state/forgets.py.

@@ -22,9 +22,6 @@ _WITHOUT_EFFECT = {
     "CACHE",
     "NOP",
 }
-# What changes a tensor in place, and what must be around it if that is a parameter.
-_IN_PLACE = {"data", "update_parameters", "load_state_dict"}
-_UNRECORDED = {"no_grad", "inference_mode", "data", "set_grad_enabled", "load_state_dict", "update_parameters"}
 
 
 class Facts(NamedTuple):
@@ -32,12 +29,6 @@ class Facts(NamedTuple):
 
     names: frozenset[str]
     stored: frozenset[str]  # attributes, globals, variables of closures that it sets
-
-    @property
-    def may_change_parameters(self) -> bool:
-        """Whether it may change tensors in place that autograd does not see."""
-        in_place = any(name in _IN_PLACE or (name.endswith("_") and not name.startswith("__")) for name in self.names)
-        return in_place and not self.names.isdisjoint(_UNRECORDED)
 
 
 @lru_cache(maxsize=4096)

@@ -24,8 +24,9 @@ from drumline.model.hooks import BACKWARD, FORWARD
 from drumline.model.values import MISSING, content_of
 from drumline.model.watch.fingerprint import PLAIN
 from drumline.model.watch.surroundings import is_known
-from drumline.runtime.kept_state.code import Facts, facts_of
-from drumline.runtime.kept_state.contents import can_be_used_up, items_of, kind_of
+from drumline.model.watch.used_up import can_be_used_up
+from drumline.runtime.kept_state.code import facts_of
+from drumline.runtime.kept_state.contents import items_of, kind_of
 
 _CODE = (FunctionType, MethodType, BuiltinFunctionType, type, ModuleType, property, staticmethod, classmethod)
 _MOST, _MOST_ITEMS = 16384, 4096
@@ -86,11 +87,6 @@ class Walk:
         self.places = list(self._places())
 
     @property
-    def facts(self) -> list[Facts]:
-        """What the functions mention."""
-        return [facts_of(function.__code__) for function in self.functions.values()]
-
-    @property
     def reads(self) -> frozenset[tuple[int, str]]:
         """All variables that code names, also those that its own code cannot change."""
         globals_read = {(id(space), name) for space, read, _ in self._spaces.values() for name in read}
@@ -116,38 +112,50 @@ class Walk:
         waiting = [value]
         while waiting and len(self._seen) < _MOST:
             each = waiting.pop()
-            if isinstance(each, (*PLAIN, Tensor)) or id(each) in self._seen:
-                continue
-            self._seen[id(each)] = each
-            if isinstance(each, nn.Module):
-                self._hide(each)
-            elif isinstance(each, FunctionType):
-                self._function(each)
-            elif isinstance(each, MethodType):
-                waiting += [each.__func__, each.__self__]
-            elif isinstance(each, partial):
-                waiting += [each.func, *each.args, *each.keywords.values()]
-            elif isinstance(each, ref):
-                waiting.append(each())
-            elif isinstance(each, ContextVar):
-                self._found[id(each), ""] = Place(
-                    (id(each), ""), f"context variable {each.name!r}", each.name, partial(each.get, MISSING),
-                    partial(_set_variable, each),
-                )  # fmt: skip
-                waiting.append(each.get(None))
-            elif isinstance(each, type):
-                self._class(each)
-            elif isinstance(each, ModuleType):
-                if not is_known(each):
-                    self._holders[id(each)] = each
-            elif isinstance(each, tuple | frozenset):
-                waiting += each
-            elif hasattr(each, "__wrapped__") and callable(each):
-                waiting.append(each.__wrapped__)
-            elif (kind := kind_of(each)) is not None:
-                self._class(type(each))
-                if kind.holds_objects and len(items := items_of(kind.take(each))) <= _MOST_ITEMS:  # type: ignore[arg-type]
-                    waiting += items
+            if not isinstance(each, (*PLAIN, Tensor)) and id(each) not in self._seen:
+                self._seen[id(each)] = each
+                waiting += self._opened(each)
+
+    def _opened(self, value: Any) -> Iterable[Any]:
+        """Take note of a value, and return what else to look at."""
+        if isinstance(value, nn.Module):
+            self._hide(value)
+        elif isinstance(value, FunctionType):
+            self._function(value)
+        elif isinstance(value, ContextVar):
+            self._variable(value)
+            return [value.get(None)]
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, ModuleType):
+            if not is_known(value):
+                self._holders[id(value)] = value
+        else:
+            return self._inside(value)
+        return ()
+
+    def _inside(self, value: Any) -> Iterable[Any]:
+        if isinstance(value, MethodType):
+            return [value.__func__, value.__self__]
+        if isinstance(value, partial):
+            return [value.func, *value.args, *value.keywords.values()]
+        if isinstance(value, ref):
+            return [value()]
+        if isinstance(value, tuple | frozenset):
+            return value
+        if callable(value) and hasattr(value, "__wrapped__"):
+            return [value.__wrapped__]
+        kind = kind_of(value)
+        if kind is None:
+            return ()
+        self._class(type(value))
+        state = kind.take(value) if kind.holds_objects else ()
+        return items_of(state) if len(state) <= _MOST_ITEMS else ()
+
+    def _variable(self, variable: ContextVar[Any]) -> None:
+        key, label = (id(variable), ""), f"context variable {variable.name!r}"
+        read, write = partial(variable.get, MISSING), partial(_set_variable, variable)
+        self._found[key] = Place(key, label, variable.name, read, write)
 
     def _hide(self, module: nn.Module) -> None:
         via = self._via

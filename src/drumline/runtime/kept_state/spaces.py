@@ -1,7 +1,8 @@
-"""All places where blocks may keep something beside trained parameters and registered buffers, with a name for each.
+"""All places where blocks may keep something beside registered parameters and buffers, with a name for each.
 
-    attributes of their modules, of modules that these hold in lists, and variables outside: see outside.py
-    frozen parameters, where their code changes some in place: a teacher averaged in forward
+    attributes of their modules
+    modules that these hold in lists, with their weights and buffers
+    variables outside of modules: see outside.py
 
 Modules of torch.nn keep nothing that a forward changes, except what a hook or another forward does to them.
 """
@@ -9,6 +10,7 @@ Modules of torch.nn keep nothing that a forward changes, except what a hook or a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import is_
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -73,10 +75,6 @@ def spaces_in(block: str, named: Sequence[tuple[str, nn.Module]], seen: set[tupl
             if table and (id(table), "") not in seen:
                 seen.add((id(table), ""))
                 yield Space(block, via, table, table is vars(module), *code)
-    if any(facts.may_change_parameters for facts in walk.facts):
-        for name, module in named:
-            if any(param is not None and not param.requires_grad for param in module._parameters.values()):
-                yield Space(block, name, module._parameters, False, *code)
     places = [place for place in walk.places if place.key not in seen]
     seen |= {place.key for place in places}
     if places:
@@ -103,7 +101,7 @@ def may_keep(module: nn.Module) -> bool:
 
 def is_same_table(table: Table, space: Held) -> bool:
     """Whether a module, or variables, still hold the same objects."""
-    return len(table) == len(space) and all(value is other for value, other in zip(table.values(), space.values()))
+    return len(table) == len(space) and all(map(is_, table.values(), space.values()))
 
 
 def fill(space: Held, table: Table) -> None:
