@@ -57,6 +57,8 @@ class Repeats(Spy):
     ('a', 'a', 'b')
     """
 
+    gives_the_same = True
+
     def __next__(self) -> Any:
         return self.items[0] if self.items else super().__next__()
 
