@@ -26,6 +26,7 @@ from drumline.engine.ranks.crew import Crew
 from drumline.engine.ranks.observer import Observers
 from drumline.engine.setup import PipelineSetup
 from drumline.engine.stages import assembly
+from drumline.engine.state.kept_apart import KeptApart
 from drumline.engine.state.shared_state import SharedBuffers
 from drumline.engine.together import program_facts
 from drumline.pipeline.attached import attached, kit_for
@@ -105,6 +106,7 @@ def _step_run(setting: PipelineSetup, options: Options) -> StepRun:
     lines.share(run.engine, run.holdings, run.updates)
     run.watched.begin()
     check.attach(ground)
-    own_observers = [flow, run.engine, run.holdings, SharedBuffers(run.engine), run.recording, check]
+    kept_apart = KeptApart(run.engine, cut.stages, is_mesh=setting.axes.is_mesh)
+    own_observers = [flow, run.engine, run.holdings, SharedBuffers(run.engine), kept_apart, run.recording, check]
     run.observe([*own_observers, *observers])
     return run

@@ -30,6 +30,7 @@ from drumline.model.watch.keeping import undisturbed
 from drumline.plan.device.blocks import OpTimes, Profile, ProfiledBlock
 from drumline.profile.chain import Chain, Ops
 from drumline.runtime.clocks import clock_for
+from drumline.runtime.kept_state.keeping import as_before
 from drumline.runtime.recomputing import Buffers
 
 _NUM_WARM_UPS = 3
@@ -71,6 +72,7 @@ def profile(
     randomness, buffers, clock = Randomness(seed, device), Buffers(modules), clock_for(device)
     with (
         randomness.kept_aside(),
+        as_before([layer for module in modules for layer in module.modules()], measuring=True),
         undisturbed(layer for module in modules for layer in module.modules()),
         buffers.as_they_were(buffers.save()),
         having_gradients([param for module in modules for param in module.parameters()]),

@@ -27,6 +27,7 @@ from drumline.model.patches import having_gradients
 from drumline.model.randomness import Randomness
 from drumline.model.watch.keeping import undisturbed
 from drumline.profile.chain import Chain
+from drumline.runtime.kept_state.keeping import as_before
 from drumline.runtime.recomputing import Buffers
 from drumline.runtime.stage import Loss
 
@@ -62,6 +63,7 @@ def working(
     params = [param for module in modules for param in module.parameters()]
     with (
         randomness.kept_aside(),
+        as_before([layer for module in modules for layer in module.modules()], measuring=True),
         undisturbed(layer for module in modules for layer in module.modules()),
         buffers.as_they_were(buffers.save()),
         having_gradients(params),

@@ -86,6 +86,8 @@ class Stage:
         self.passes: dict[int, list[Pass]] = {}
         self.outputs: dict[int, Any] | None = None  # outputs of a training step, if wanted
         self.at_peak: Callable[[], object] | None = None  # called when everything recomputed is held at once
+        self.keeps_latest = False  # whether somebody may want to run it again on an input
+        self.latest: tuple[int, Any] | None = None  # the latest microbatch of this step, and its input
         self._signature: list[tuple[int, bool]] | None = None
         self.hooked: list[nn.Parameter] = []  # parameters with hooks, in this step
         self._hooks_are_known = False
@@ -146,6 +148,8 @@ class Stage:
         """
         with self.precision.autocast:
             plain, value = value if isinstance(value, Partly) else ((), value)
+            if self.keeps_latest:
+                self.latest = microbatch, value
             if not keep:
                 return self._evaluated(microbatch, value, target)
             passes: list[Pass] = []
@@ -177,6 +181,14 @@ class Stage:
                 return value
             self.passes[microbatch] = passes
             return Partly(plain, value) if plain and self.loss is None else value
+
+    @torch.no_grad()
+    def repeated(self, microbatch: int, value: Any) -> Any:
+        """Run the blocks on an input once more, and return what the last one does."""
+        with self.precision.autocast:
+            for segment in self.segments:
+                value = segment.run(value, microbatch, self.randomness)
+        return value
 
     @torch.no_grad()
     def _evaluated(self, microbatch: int, value: Any, target: Any) -> Any:

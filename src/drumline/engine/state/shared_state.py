@@ -10,7 +10,7 @@ They are detected by value after the first steps, if stages share a buffer, and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,7 @@ from drumline.engine.ranks.observer import Observer
 from drumline.engine.stages.engine import Engine
 from drumline.model.block import Block
 from drumline.model.catalogue import Place, places_in
-from drumline.model.watch.fingerprint import plain_in
 from drumline.model.weights.tied import HeldTensor, Ties
-from drumline.runtime.kept_state.ledger import own_values
-from drumline.runtime.kept_state.snapshot import MOST_BYTES, Snapshot
 from drumline.runtime.stage import Stage
 from drumline.runtime.step import Step
 
@@ -37,32 +34,23 @@ class _BufferCopy(NamedTuple):
 
 
 class SharedBuffers(Observer):
-    """The buffers that this process's stages share with others, and the attributes of stages with several copies."""
+    """The buffers that this process's stages share with others."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._num_steps = 0
         self._before: list[tuple[Tensor | None, int, Tensor | None]] = []
-        self._attributes: list[dict[str, Any]] = []
-        self._contents: Snapshot | None = None  # what attributes of stages with several copies hold
         self.moved()
 
     def moved(self) -> None:
         """Find what the stages here share with others."""
         ties, stages = self._engine.assembly.ties, list(self._engine.stages())
         self._copies = list(_copies_of(ties, stages))
-        self._doubled = [
-            (block.name, module)
-            for stage in stages
-            if len(ties.placement.ranks_of(stage.index)) > 1
-            for block in stage.blocks
-            for module in block.module.modules()
-        ]
 
     @property
     def is_idle(self) -> bool:
         """Whether the stages here share nothing."""
-        return not self._copies and not self._doubled
+        return not self._copies
 
     def begin(self, step: Step) -> None:
         """Record the state before a step."""
@@ -72,9 +60,6 @@ class SharedBuffers(Observer):
             (t, 0 if t is None else _version(t), None if t is None or not copies else t.detach().clone())
             for t, copies in looks
         ]
-        self._attributes = [dict(vars(module)) for _, module in self._doubled] if by_value else []
-        values = (value for attributes in self._attributes for value in own_values(attributes).values())
-        self._contents = Snapshot(values, most_bytes=MOST_BYTES) if self._attributes else None
         self._num_steps += 1
 
     def end(self, step: Step) -> None:
@@ -84,23 +69,7 @@ class SharedBuffers(Observer):
             changed = now is not tensor or (now is not None and _version(now) != version)
             if changed or (copy is not None and now is not None and not torch.equal(copy, now)):
                 self._refuse(buffer_copy)
-        if self._contents is not None:
-            self._refuse_doubled(self._contents)
-        self._before, self._attributes, self._contents = [], [], None
-
-    def _refuse_doubled(self, contents: Snapshot) -> None:
-        carried = contents.carried()
-        for (name, module), attributes in zip(self._doubled, self._attributes, strict=True):
-            numbers, before = plain_in(vars(module)), plain_in(attributes)
-            keys = [key for key, value in numbers.items() if before.get(key) != value]
-            if carried:
-                keys += [key for key, value in own_values(attributes).items() if contents.reaches(value, carried)]
-            for key in keys:
-                raise ModelError(
-                    f"block {name!r} changes its attribute {key!r} in its forward",
-                    expected="no changes under this schedule: each of its two copies of a stage sees half of the batch",
-                    fix="choose a schedule with one copy of each stage, such as zb-v",
-                )
+        self._before = []
 
     def _refuse(self, copy: _BufferCopy) -> None:
         if copy.tensor.is_copied:

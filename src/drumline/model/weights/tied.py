@@ -31,7 +31,7 @@ from drumline.model.blocks.pieces import Piece
 from drumline.model.catalogue import Place, named_tensors, places_in
 from drumline.model.hooks import is_hooked, with_holders
 from drumline.model.quantised.packed import is_packed, parts_of, put_parts, settle
-from drumline.model.weights.twin import Table, Twin
+from drumline.model.weights.twin import Table, Twin, cannot_copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,10 @@ class TiedCopies:
         settle(block.module.modules())
         computed = dict(_computed_in(block.module))
         self._memo.update(computed)
-        ties = copy.deepcopy(block.module, self._memo)
+        try:
+            ties = copy.deepcopy(block.module, self._memo)
+        except TypeError as error:  # of what pickle cannot take: a generator, a lock
+            raise cannot_copy(block, error) from error
         for known in computed:  # the next forward replaces these tensors, and their ids may be used again
             del self._memo[known]
         settle(ties.modules())
@@ -282,6 +285,11 @@ class TiedCopies:
                     fix="set it in __init__, or choose a schedule with one copy of each stage, such as zb-v",
                 )
         return None
+
+    def settle(self) -> None:
+        """Take what a step has left in lists, dicts and sets of the user's modules as theirs."""
+        for _, twin in self._twins:
+            twin.settle()
 
     @torch.no_grad()
     def follow(self) -> None:

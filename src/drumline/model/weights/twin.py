@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 from weakref import ref
 
 from torch import nn
 
 from drumline.core.errors import ModelError
+from drumline.model.block import Block
+from drumline.model.catalogue import whole_name
 from drumline.model.hooks import HOOKS
 from drumline.model.watch.fingerprint import fingerprint, plain_in
 
@@ -36,6 +39,11 @@ class Twin:
             self._plain, self._containers = plain_in(vars(original)), _containers_in(vars(original))
             self._trains = _trains(original)
 
+    def settle(self) -> None:
+        """Take contents of lists, dicts and sets as they are: a step has changed them, and this made no difference."""
+        if (original := self.theirs()) is not None:
+            self._containers = _containers_in(vars(original))
+
     def follow(self, block: str, *, since: str) -> None:
         """Take over the plain attributes, the mode among them, that the user has changed, and what is frozen.
 
@@ -55,13 +63,35 @@ class Twin:
             attributes.update(
                 (key, entry) for key, entry in now.items() if key not in before or before[key] is not entry
             )
-            for key in before.keys() - now.keys():
+            for key in before.keys() - vars(original).keys():
                 attributes.pop(key, None)
         if (trains := _trains(original)) != self._trains and trains.keys() == self.ours._parameters.keys():
             self._trains = trains
             for name, param in self.ours._parameters.items():
                 if param is not None:
                     param.requires_grad_(trains[name])
+
+
+def cannot_copy(block: Block, error: TypeError) -> ModelError:
+    """Return what to raise for a block that cannot be copied, with the name of the attribute."""
+    what = f"block {block.name!r} cannot be copied"
+    for name, module in block.module.named_modules():
+        for key, value in vars(module).items():
+            if key not in _OWN and not _can_be_copied(value):
+                what = f"the attribute {whole_name(name, key)!r} of block {block.name!r} cannot be copied"
+    return ModelError(
+        f"{what}, and this process runs a copy of the block, too: {error}",
+        expected="attributes that copy.deepcopy copies",
+        fix="give the block what it needs as an input, or choose a schedule with one copy of each stage, such as zb-v",
+    )
+
+
+def _can_be_copied(value: Any) -> bool:
+    try:
+        copy.deepcopy(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _trains(module: nn.Module) -> dict[str, bool]:

@@ -2,7 +2,7 @@
 
     list, deque, set, dict     its items
     an object of the user's    its fields
-    a numpy array              its numbers
+    an array, a bytearray      its numbers
     a random generator         its state
 
 Other objects remember nothing that can be taken: numbers and text are replaced, not changed; iterators and files go on.
@@ -11,12 +11,15 @@ Other objects remember nothing that can be taken: numbers and text are replaced,
 from __future__ import annotations
 
 import random
+import threading
+from argparse import Namespace
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from io import IOBase
 from itertools import count
-from operator import length_hint
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from operator import eq, length_hint
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +33,31 @@ from drumline.model.watch.surroundings import is_known
 _WHOLE = (*PLAIN, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, nn.Module, Tensor)
 _PLAIN = frozenset(PLAIN)
 _EVERYBODYS = frozenset(map(id, (torch.default_generator, np.random.mtrand._rand, random._inst)))
+
+
+class GivenBack:
+    """An iterator with items that were taken from it too early, and come again.
+
+    >>> words = GivenBack(iter("c"), ["a", "b"])
+    >>> list(words)
+    ['a', 'b', 'c']
+    """
+
+    def __init__(self, source: Any, items: Iterable[Any]) -> None:
+        self.source, self.items, self.num_taken = source, deque(items), 0
+
+    def __iter__(self) -> GivenBack:
+        return self
+
+    def __next__(self) -> Any:
+        self.num_taken += 1
+        return self.items.popleft() if self.items else next(self.source)
+
+    def __len__(self) -> int:
+        return len(self.items) + len(self.source)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["source"], name)
 
 
 class Kind(NamedTuple):
@@ -62,20 +90,6 @@ def kind_of(value: Any) -> Kind | None:
     return _OBJECT if isinstance(getattr(value, "__dict__", None), dict) or any(_slots(value)) else None
 
 
-def can_be_used_up(value: Any) -> bool:
-    """Whether every use gives something else, and none can be taken back.
-
-    An iterator of the user's own class has fields, which can.
-
-    >>> can_be_used_up(iter([1])), can_be_used_up([1]), can_be_used_up(random.SystemRandom())
-    (True, False, True)
-    """
-    if isinstance(value, IOBase):
-        return not value.closed and value.readable()
-    kind = type(value)
-    return isinstance(value, random.SystemRandom) or (hasattr(kind, "__next__") and is_known(kind))
-
-
 def position_of(value: Any) -> Any:
     """Return how far an iterator has come, as far as it says so.
 
@@ -83,6 +97,8 @@ def position_of(value: Any) -> Any:
     >>> before = position_of(words); word = next(words); position_of(words) == before
     False
     """
+    if isinstance(value, GivenBack):
+        return value.num_taken
     if isinstance(value, IOBase) or not hasattr(type(value), "__length_hint__"):
         return getattr(getattr(value, "gi_frame", None), "f_lasti", None), repr(value) if type(value) is count else ""
     return length_hint(value)
@@ -134,7 +150,7 @@ def _put_entries(value: Any, state: dict[Any, Any]) -> None:
 def _slots(value: Any) -> Iterator[str]:
     for cls in type(value).__mro__:
         for name, attribute in vars(cls).items():
-            if isinstance(attribute, MemberDescriptorType):
+            if isinstance(attribute, MemberDescriptorType) and name != "__dict__":
                 yield name
 
 
@@ -155,6 +171,14 @@ def _put_fields(value: Any, state: dict[str, Any]) -> None:
             space[name] = field
 
 
+def _copied(value: Any) -> Any:
+    return value[:]
+
+
+def _put_all(value: Any, state: Any) -> None:
+    value[:] = state
+
+
 def _put_numbers(value: Any, state: Any) -> None:
     value[...] = state
 
@@ -172,6 +196,8 @@ _KINDS = (
     (dict, Kind(dict, _put_entries, are_same)),
     ((list, deque, set), Kind(list, _put_items, are_same)),
     (OWN_GENERATORS, Kind(state_of_own, set_own, _is_same_state, holds_objects=False)),
+    ((array, bytearray), Kind(_copied, _put_all, eq, holds_objects=False)),
+    ((SimpleNamespace, Namespace, threading.local), Kind(_fields, _put_fields, are_same)),
 )
 _ARRAY = Kind(np.copy, _put_numbers, lambda a, b: bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")), False)
 _OBJECT = Kind(_fields, _put_fields, are_same)

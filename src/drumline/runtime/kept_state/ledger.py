@@ -7,37 +7,33 @@
     recomputation        runs on what was taken; then blocks keep again what they keep now
     nothing changed      nothing is held for the recomputation
 
-Modules of torch.nn keep nothing that a forward changes, except what a hook or another forward does to them. So models
-of these alone have nothing to look at. What cannot be taken back, an iterator that a forward uses up, is refused.
+Where blocks may keep something is in spaces.py. What cannot be taken back, an iterator that a forward uses up, is
+refused.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
-from operator import is_, itemgetter
+from operator import itemgetter
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from drumline.core.errors import ModelError
 from drumline.model.block import Block
-from drumline.model.catalogue import whole_name
-from drumline.model.randomness import OWN_GENERATORS
 from drumline.model.values import MISSING
-from drumline.model.watch.watch import has_hooks
-from drumline.runtime.kept_state.contents import can_be_used_up, is_same_value, kind_of
+from drumline.model.watch.used_up import can_be_used_up
+from drumline.runtime.kept_state.contents import is_same_value, kind_of
 from drumline.runtime.kept_state.snapshot import MOST_BYTES, Snapshot, version_of
+from drumline.runtime.kept_state.spaces import Held, Table, fill, is_same_table, own_values, spaces_of
 from drumline.runtime.kept_state.spies import Spies, kind_of_iterator
 
-_TORCHS_OWN = frozenset(vars(nn.Module()))
-_CHANGING = (list, deque, dict, set, *OWN_GENERATORS)  # what may begin to change at any time, and is small
-_FEW = 64  # items of such a container
+_FEW = 64  # objects in a value that may begin to change at any time, and items of each
 _FIX = 'give it what it needs as an input, or do not recompute it: checkpoint="none", or name the other blocks'
 
-Space = dict[str, Any]  # the attributes of a module
 _NOTHING = Snapshot((), most_bytes=-1)
 _TRAINING = itemgetter("training")
 
@@ -47,7 +43,7 @@ class StateBefore:
 
     __slots__ = ("snapshot", "spaces", "tables")
 
-    def __init__(self, spaces: Sequence[Space], tables: Sequence[Space], snapshot: Snapshot | None) -> None:
+    def __init__(self, spaces: Sequence[Held], tables: Sequence[Table], snapshot: Snapshot | None) -> None:
         self.spaces = spaces
         self.tables = tables
         self.snapshot = snapshot
@@ -59,40 +55,36 @@ class StateBefore:
         snapshot = _NOTHING if self.snapshot is None else self.snapshot
         try:
             for space, table in zip(self.spaces, self.tables, strict=True):
-                if snapshot.copies or not _is_same_table(table, space):
-                    _fill(space, {name: snapshot.stand_in(value) for name, value in table.items()})
+                if snapshot.copies or not is_same_table(table, space):
+                    fill(space, {name: snapshot.stand_in(value) for name, value in table.items()})
             with snapshot.put_in():
                 yield
         finally:
             for space, table in zip(self.spaces, now, strict=True):
-                if not _is_same_table(table, space):
-                    _fill(space, table)
+                if not is_same_table(table, space):
+                    fill(space, table)
 
 
 class Ledger:
     """The state that some blocks keep; entered for a forward, it knows in `before` afterwards what that has changed."""
 
     def __init__(self, blocks: Sequence[Block], *, refuses: bool) -> None:
-        owners = [
-            (block.name, name, module)
-            for block in blocks
-            for name, module in block.module.named_modules()
-            if _may_keep(module)
-        ]
-        self._owners = [(block, name) for block, name, _ in owners]
-        self._spaces: list[Space] = [vars(module) for _, _, module in owners]
+        self._owners = spaces_of(blocks)
+        self._spaces = [owner.table for owner in self._owners]
+        self._modules = [owner.table for owner in self._owners if owner.is_module]
         self._refuses = refuses  # what cannot be taken back
-        self.is_needed = self.is_new = bool(owners)  # new: no forward was looked at
+        self.is_needed = self.is_new = bool(self._owners)  # new: no forward was looked at
         self.is_open = False
         self.changes = False  # whether any forward has changed anything
         self.before: StateBefore | None = None
         self._deep: dict[tuple[int, str], bool] = {}  # attributes whose contents change, and whether their tensors do
+        self._iterates = False  # whether there are iterators, from which any forward may begin to take
         self._still: list[tuple[int, str]] = []  # attributes with tensors that do not
         self._num_looks: Counter[tuple[bool, ...]] = Counter()
         self._known: set[tuple[bool, ...]] = set()  # modes in which a look has found nothing new
         self._places: set[tuple[int, str]] = set()  # attributes that forwards have set
         self._mode: tuple[bool, ...] = ()
-        self._tables: list[Space] = []
+        self._tables: list[Table] = []
         self._snapshot: Snapshot | None = None
         self._marks: list[tuple[int, str, Tensor, int]] = []
         self._spies: Spies | None = None
@@ -100,9 +92,9 @@ class Ledger:
     def __enter__(self) -> None:
         """Take what the forward may change."""
         self.is_new, self.is_open, self.before = False, True, None
-        self._mode = tuple(map(_TRAINING, self._spaces))
+        self._mode = tuple(map(_TRAINING, self._modules))
         self._tables = tables = [space.copy() for space in self._spaces]
-        if self._mode in self._known:
+        if self._mode in self._known and not self._iterates:
             deep = self._deep
             most_bytes = inf if any(deep.values()) else -1
             values = (tables[at].get(name) for at, name in deep)
@@ -112,7 +104,8 @@ class Ledger:
             return
         values = (value for table in tables for value in own_values(table).values())
         self._snapshot, self._marks = Snapshot(values, most_bytes=MOST_BYTES), []
-        if self._refuses and self._snapshot.iterators:
+        self._iterates = self._refuses and bool(self._snapshot.iterators)
+        if self._iterates:
             self._spies = Spies(self._snapshot, self._spaces)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -126,10 +119,10 @@ class Ledger:
             return
         for used in () if spies is None else spies.used():
             self._refuse_used(tables, used)
-        reset = set() if all(map(_is_same_table, tables, self._spaces)) else self._reset_in(tables)
+        reset = set() if all(map(is_same_table, tables, self._spaces)) else self._reset_in(tables)
         changed = set() if snapshot is None else snapshot.changed()
         self.changes |= bool(reset or changed)
-        if self._mode not in self._known and snapshot is not None:
+        if snapshot is not None and (self._iterates or self._mode not in self._known):
             self._learn(tables, snapshot, changed, settled=not reset)
             snapshot = snapshot.within(tables[at].get(name) for at, name in self._deep)
         elif any(_may_change(self._spaces[at].get(name)) for at, name in reset - self._places):
@@ -138,12 +131,12 @@ class Ledger:
         self._refuse_uncopied(tables, snapshot)
         self.before = StateBefore(self._spaces, tables, snapshot)
 
-    def _reset_in(self, tables: list[Space]) -> set[tuple[int, str]]:
+    def _reset_in(self, tables: list[Table]) -> set[tuple[int, str]]:
         """Return the attributes that are others than they were."""
         return {
             (at, name)
             for at, (table, space) in enumerate(zip(tables, self._spaces, strict=True))
-            if not _is_same_table(table, space)
+            if not is_same_table(table, space)
             for name in {**table, **space}
             if not is_same_value(table.get(name, MISSING), space.get(name, MISSING))
         }
@@ -154,18 +147,17 @@ class Ledger:
             if self._snapshot is not None:
                 self._snapshot.rewind()
             for space, table in zip(self._spaces, self._tables, strict=True):
-                _fill(space, table)
+                fill(space, table)
             if self._spies is not None:
                 self._spies.enter()
 
-    def _learn(self, tables: list[Space], snapshot: Snapshot, changed: set[int], *, settled: bool) -> None:
+    def _learn(self, tables: list[Table], snapshot: Snapshot, changed: set[int], *, settled: bool) -> None:
         """Remember the attributes whose contents have changed; look again until a forward shows nothing new."""
         tensors, num_deep = snapshot.changed_tensors(), len(self._deep)
         attributes = [(at, name) for at, table in enumerate(tables) for name in own_values(table)]
         for at, name in attributes:
             value = tables[at][name]
-            may_begin = isinstance(value, _CHANGING) and (not hasattr(value, "__len__") or len(value) <= _FEW)
-            if may_begin or snapshot.reaches(value, changed):
+            if snapshot.is_small(value, _FEW) or snapshot.reaches(value, changed):
                 in_place = snapshot.reaches(value, tensors)
                 self._deep[at, name] = self._deep.get((at, name), False) or in_place
         self._num_looks[self._mode] += 1
@@ -174,7 +166,7 @@ class Ledger:
             self._still = [place for place in attributes if not self._deep.get(place, False)]
             self._still = [(at, name) for at, name in self._still if isinstance(tables[at][name], Tensor)]
 
-    def _refuse_used(self, tables: list[Space], iterator: Any) -> None:
+    def _refuse_used(self, tables: list[Table], iterator: Any) -> None:
         place = self._holder(tables, lambda value: Snapshot([value], most_bytes=-1).holds(iterator))
         raise ModelError(
             f"{self._named(*place)} is or holds {kind_of_iterator(iterator)}, from which its forward takes: "
@@ -184,7 +176,7 @@ class Ledger:
             fix=_FIX,
         )
 
-    def _refuse_uncopied(self, tables: list[Space], snapshot: Snapshot | None) -> None:
+    def _refuse_uncopied(self, tables: list[Table], snapshot: Snapshot | None) -> None:
         """Refuse a tensor that began to change late, or is too large: what it was is lost."""
         changed = [(at, name) for at, name, tensor, version in self._marks if version_of(tensor) != version]
         if snapshot is not None and not changed and (lost := snapshot.changed_tensors() - snapshot.copies.keys()):
@@ -198,44 +190,14 @@ class Ledger:
             )
 
     @staticmethod
-    def _holder(tables: list[Space], holds: Callable[[Any], bool]) -> tuple[int, str]:
+    def _holder(tables: list[Table], holds: Callable[[Any], bool]) -> tuple[int, str]:
         """Return the attribute that holds something: its module's number, and its name."""
         return next(
             (at, name) for at, table in enumerate(tables) for name, value in own_values(table).items() if holds(value)
         )
 
     def _named(self, at: int, name: str) -> str:
-        block, module = self._owners[at]
-        return f"the attribute {whole_name(module, name)!r} of block {block!r}"
-
-
-def own_values(attributes: Space) -> Space:
-    """Return the attributes of a module that are not torch's own tables.
-
-    >>> layer = nn.ReLU(); layer.calls = 1
-    >>> own_values(vars(layer))
-    {'inplace': False, 'calls': 1}
-    """
-    return {name: value for name, value in attributes.items() if name not in _TORCHS_OWN}
-
-
-def _may_keep(module: nn.Module) -> bool:
-    """Whether a forward may change attributes of a module."""
-    library = type(module).__module__.partition(".")[0]
-    return library != "drumline" and (
-        not type(module).__module__.startswith("torch.nn.modules") or has_hooks(module) or "forward" in vars(module)
-    )
-
-
-def _is_same_table(table: Space, space: Space) -> bool:
-    return len(table) == len(space) and all(map(is_, table.values(), space.values()))
-
-
-def _fill(space: Space, table: Space) -> None:
-    """Let a module have these attributes and no others."""
-    for name in [name for name in space if name not in table]:
-        del space[name]
-    space.update(table)
+        return self._owners[at].named(name)
 
 
 def _may_change(value: Any) -> bool:

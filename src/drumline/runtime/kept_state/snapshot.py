@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Number
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from drumline.runtime.kept_state.contents import Kind, can_be_used_up, items_of, kind_of, position_of, with_items
+from drumline.model.watch.used_up import can_be_used_up
+from drumline.runtime.kept_state.contents import Kind, items_of, kind_of, position_of, with_items
 
 _MOST = 4096  # items of a container that are looked into
 _MOST_OBJECTS = 16384
@@ -52,14 +54,17 @@ class Snapshot:
             if number in self.objects or number in self.tensors or number in self._tuples:
                 continue
             if isinstance(value, Tensor):
-                if not isinstance(value, nn.Parameter | FakeTensor) and not value.is_meta:
+                if not isinstance(value, FakeTensor) and not value.is_meta and not _is_trained(value):
                     self.tensors[number] = value, version_of(value)
                     if value.layout is torch.strided and value.untyped_storage().nbytes() <= most_bytes:
                         self.copies[number] = self._copied(value)
             elif isinstance(value, tuple | frozenset):
                 self._tuples[number] = tuple(value)
                 waiting += value
-            elif can_be_used_up(value):
+            elif isinstance(value, ref):
+                self._tuples[number] = (value(),)
+                waiting.append(value())
+            elif can_be_used_up(value) and not hasattr(type(value), "gives_the_same"):
                 self.iterators[number] = value, position_of(value)
             elif (kind := kind_of(value)) is not None:
                 state = kind.take(value)
@@ -69,7 +74,7 @@ class Snapshot:
 
     def _copied(self, tensor: Tensor) -> Tensor:
         """Return a copy that shares its memory with copies of those with which the tensor shares its own."""
-        if type(tensor) is not Tensor or tensor.is_inference():
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_inference():
             return tensor.detach().clone()
         # By operations on tensors alone: not every device can clone a storage.
         storage = tensor.untyped_storage()
@@ -113,6 +118,13 @@ class Snapshot:
     def reaches(self, value: Any, numbers: set[int]) -> bool:
         """Whether a value was one of these objects, or held one."""
         return bool(numbers) and not numbers.isdisjoint(self._reached([value]))
+
+    def is_small(self, value: Any, most: int) -> bool:
+        """Whether a value held at most so many objects that can change, each of as many items: not tensors alone."""
+        objects = [self.objects[number] for number in self._reached([value]) if number in self.objects]
+        return 0 < len(objects) <= most and all(
+            not hasattr(state, "__len__") or len(state) <= most for _, kind, state in objects if kind.holds_objects
+        )
 
     def holds(self, value: Any) -> bool:
         """Whether an iterator is among the values."""
@@ -196,10 +208,14 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def _is_trained(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
+
+
 def _differ(tensor: Tensor, copy: Tensor) -> bool:
     if tensor.shape != copy.shape or tensor.dtype != copy.dtype:
         return True
-    if type(tensor) is not Tensor:
+    if type(tensor) not in (Tensor, nn.Parameter):
         return False
     same = tensor.detach() == copy
     if tensor.is_floating_point() or tensor.is_complex():

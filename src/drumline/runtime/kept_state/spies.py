@@ -12,8 +12,9 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from drumline.runtime.kept_state.contents import are_same, with_items
+from drumline.runtime.kept_state.contents import GivenBack, are_same, with_items
 from drumline.runtime.kept_state.snapshot import Snapshot, replaced
+from drumline.runtime.kept_state.spaces import Held
 
 _READS = frozenset({"send", "throw", "close", "read", "readline", "readlines", "readinto", "seek", "__enter__"})
 
@@ -29,13 +30,15 @@ class Spy:
     def __init__(self, watched: Any) -> None:
         self.watched = watched
         self.is_used = False
+        self.items: list[Any] = []
 
     def __iter__(self) -> Spy:
         return self
 
     def __next__(self) -> Any:
         self.is_used = True
-        return next(self.watched)
+        self.items.append(next(self.watched))
+        return self.items[-1]
 
     def __len__(self) -> int:
         return len(self.watched)
@@ -45,11 +48,26 @@ class Spy:
         return getattr(self.watched, name)
 
 
+class Repeats(Spy):
+    """The same that takes no more than one item, for runs whose numbers do not matter.
+
+    >>> words = iter("ab")
+    >>> repeats = Repeats(words)
+    >>> next(repeats), next(repeats), next(words)
+    ('a', 'a', 'b')
+    """
+
+    gives_the_same = True
+
+    def __next__(self) -> Any:
+        return self.items[0] if self.items else super().__next__()
+
+
 class Spies:
     """Stand-ins for all iterators that a snapshot has found, in the places where it has found them."""
 
-    def __init__(self, snapshot: Snapshot, spaces: Sequence[dict[str, Any]]) -> None:
-        self._spies = {number: Spy(value) for number, (value, _) in snapshot.iterators.items()}
+    def __init__(self, snapshot: Snapshot, spaces: Sequence[Held], kind: type[Spy] = Spy) -> None:
+        self._spies = {number: kind(value) for number, (value, _) in snapshot.iterators.items()}
         self._objects = [(value, kind) for value, kind, _ in snapshot.objects.values() if kind.holds_objects]
         self._spaces = spaces
         self.enter()
@@ -65,6 +83,17 @@ class Spies:
     def used(self) -> list[Any]:
         """Return the iterators from which somebody took."""
         return [spy.watched for spy in self._spies.values() if spy.is_used]
+
+    def give_back(self) -> None:
+        """Let what was taken from iterators come again, in the places where they were found."""
+        given_back: dict[int, Any] = {}
+        for number, spy in self._spies.items():
+            if isinstance(spy.watched, GivenBack):
+                spy.watched.items.extendleft(reversed(spy.items))
+            elif spy.items:
+                given_back[number] = GivenBack(spy.watched, spy.items)
+        if given_back:
+            self._replace(lambda value: given_back.get(id(value), value))
 
     def _replace(self, by: Callable[[Any], Any]) -> None:
         for value, kind in self._objects:
@@ -83,5 +112,5 @@ def kind_of_iterator(value: Any) -> str:
     >>> kind_of_iterator(x for x in ()), kind_of_iterator(iter([])), kind_of_iterator(random.SystemRandom())
     ('a generator', 'a list_iterator', 'a SystemRandom')
     """
-    name = type(value).__name__
+    name = type(value.source if isinstance(value, GivenBack) else value).__name__
     return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"

@@ -30,6 +30,7 @@ from drumline.model.quantised.placing import is_on, packed_on
 from drumline.model.randomness import Randomness
 from drumline.model.values import mapped, moved
 from drumline.model.watch.keeping import nothing_left
+from drumline.runtime.kept_state.keeping import as_before
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ def wanted_of(
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_on(device, plain.modules))
+        stack.enter_context(as_before(plain.modules))
         chance = stack.enter_context(nothing_left(plain.modules, randomness, keeping))
         stack.enter_context(collector.collecting([*plain.named_parameters().values(), *others]))
         microbatches = (_on_device(microbatch, device) for microbatch in each)
