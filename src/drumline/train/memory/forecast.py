@@ -48,6 +48,7 @@ from drumline.plan.cut.timed import TimedCuts, steps_of
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.stages import split_share
 from drumline.profile.blocks import profile, tied
+from drumline.profile.kinds import Kinds, kinds_of
 from drumline.profile.working import Working, working
 from drumline.runtime.stage import Stage
 from drumline.schedules import find
@@ -104,12 +105,14 @@ class Forecast:
 
 
 def forecast(
-    options: Options, batch: Any, target: Any, *, device: torch.device, state_of: StateOf, accumulates: bool = False
-) -> Forecast:
+    options: Options, batch: Any, target: Any, *, device: torch.device, state_of: StateOf, accumulates: bool = False,
+    by_kind: bool = True,
+) -> Forecast:  # fmt: skip
     """Measure the blocks of a pipeline's model on the first microbatch of a batch, and add up what each rank will hold.
 
     `options` are what the pipeline will be made with. With several pipeline steps to an update (`accumulates`) the
-    gradients of earlier ones are there from the beginning.
+    gradients of earlier ones are there from the beginning. Blocks of one kind are measured once, or each if not
+    `by_kind`.
     """
     choices = options.decided()
     program = _program(choices)
@@ -127,24 +130,33 @@ def forecast(
     )
     ties, root = tied(blocks), choices.model if isinstance(choices.model, nn.Module) else None
     is_meta = is_on_meta(blocks)
+    how: dict[str, Any] = {"target": wanted, "loss_fn": intake.loss if intake.has_loss else None}
     with stand_ins(blocks, root, device) if is_meta else nullcontext():
-        for block in blocks:
-            to_device(block.module, device)
         # A cast that blocks share would be counted for the first of them alone.
         with precision.uncached() if is_meta else precision.autocast:
-            found_profile = profile(
-                blocks, microbatch, target=wanted, loss_fn=intake.loss if intake.has_loss else None, num_runs=_RUNS,
-                max_seconds=_SECONDS,
-            )  # fmt: skip
-        found_profile, cast = _without_casts(found_profile, blocks, microbatch, precision)
+            kinds = _kinds(blocks, microbatch, device, by_kind=by_kind)
+            measured = kinds.measured
+            found_profile = profile(measured, microbatch, num_runs=_RUNS, max_seconds=_SECONDS, **how)
+        found_profile, cast = _without_casts(found_profile, measured, microbatch, precision)
         with precision.autocast:
-            needs = working(
-                blocks, microbatch, device=device, target=wanted, loss_fn=intake.loss if intake.has_loss else None,
-                split=split_share(program) > 0,
-            )  # fmt: skip
+            needs = working(measured, microbatch, device=device, split=split_share(program) > 0, **how)
+    found_profile, needs, cast = kinds.profile(found_profile), kinds.working(needs), kinds.by_name(cast)
     layers = tuple(replace(layer, tied=own_ties) for layer, own_ties in zip(found_profile.layers, ties, strict=True))
     found_profile = replace(found_profile, layers=layers)
     return WeighedBlocks(tuple(blocks), found_profile, tuple(needs), cast, state_of, accumulates).forecast(options)
+
+
+def _kinds(blocks: Sequence[Block], microbatch: Any, device: torch.device, *, by_kind: bool) -> Kinds:
+    """Return the kinds of blocks, with those that are measured on the device."""
+
+    def put(block: Block) -> None:
+        to_device(block.module, device)
+
+    if by_kind:
+        return kinds_of(blocks, microbatch, device, before=put)
+    for block in blocks:
+        put(block)
+    return Kinds.each(blocks)
 
 
 @dataclass(frozen=True)
