@@ -47,12 +47,13 @@ def profile(
     max_seconds: float | None = None,
     seed: int = 0,
     clock: Clock | None = None,
+    quick: bool = False,
 ) -> Profile:
     """Measure every block of `model` on its device, with one microbatch; the last block includes the loss.
 
     Parameters, gradients, buffers, attributes and random numbers are restored afterwards. The whole model and the
     activations of one microbatch must fit on the device. After `max_seconds`, no further run begins. `clock` replaces
-    the device's own.
+    the device's own. If `quick`, every action is timed once, cold, and the cost of calls is not told apart.
 
     >>> sizes = profile(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), torch.randn(2, 4), num_runs=1)
     >>> [(layer.name, layer.weight_bytes, layer.output_bytes) for layer in sizes.layers]
@@ -80,15 +81,19 @@ def profile(
             for split in (False, True)
             for stages in (separate_blocks, [blocks])
         ]
-        chains[0].timed(microbatch, target, clock)  # loads kernels and takes memory, which no later run does
-        runs = _repeated(lambda: [link.timed(microbatch, target, clock) for link in chains], num_runs, max_seconds)
+        if quick:
+            whole, halves = (chain.timed(microbatch, target, clock) for chain in chains[::2])
+            runs = [[whole, [[sum(op)] for op in whole], halves, [[sum(op)] for op in halves]]]
+        else:
+            chains[0].timed(microbatch, target, clock)  # loads kernels and takes memory, which no later run does
+            runs = _repeated(lambda: [link.timed(microbatch, target, clock) for link in chains], num_runs, max_seconds)
         sizes = chains[2].weigh(microbatch, target)
         again = Chain(separate_blocks, randomness, loss_fn, split=False, checkpointed=[block.name for block in blocks])
         leaves, more = again.leaves(microbatch, target, sizes)
-    whole, whole_at_once, halves, halves_at_once = zip(*runs, strict=True)
+    separate, at_once, separate_halves, halves_at_once = zip(*runs, strict=True)
     apart_ops, at_once_ops = (
         [[*pair, *other[1:], other[0]] for pair, other in zip(*both, strict=True)]
-        for both in ((whole, halves), (whole_at_once, halves_at_once))
+        for both in ((separate, separate_halves), (at_once, halves_at_once))
     )
     seconds, overhead = _told_apart(apart_ops, at_once_ops)
     spreads = _spreads(apart_ops)
@@ -112,7 +117,7 @@ def profile(
         ),
         overhead,
         str(device),
-        num_runs,
+        1 if quick else num_runs,
     )
 
 

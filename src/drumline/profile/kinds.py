@@ -29,18 +29,24 @@ from drumline.profile.chain import Chain
 from drumline.profile.likeness import Watched, likenesses
 from drumline.profile.working import Working
 from drumline.runtime.stage import Partly
+from drumline.runtime.stash import Scale
 
+Before = Callable[[Block, int], object]
 _MEASURED = 2  # of each kind
 _MICROBATCH = 0
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """The blocks of a model, those that are measured, and which of these stands for each block."""
+    """The blocks of a model, those that are measured, and which of these stands for each block.
+
+    `held_bytes` is what one microbatch keeps in those that are measured, without the loss.
+    """
 
     blocks: tuple[Block, ...]
     measured: tuple[Block, ...]
     stands: tuple[int, ...]
+    held_bytes: int = 0
 
     @staticmethod
     def each(blocks: Sequence[Block]) -> Kinds:
@@ -73,11 +79,11 @@ def kinds_of(
     device: torch.device,
     *,
     seed: int = 0,
-    before: Callable[[Block], object] = lambda block: None,
+    before: Before = lambda block, held_bytes: None,
 ) -> Kinds:
     """Find the kinds by running one microbatch through blocks that may be measured, one at a time.
 
-    `before` is called with each before it runs.
+    `before` is called with each before it runs, and with the bytes that those before it keep of a microbatch.
 
     >>> from torch import nn
     >>> model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)), nn.Linear(2, 1))
@@ -93,20 +99,19 @@ def kinds_of(
 class _Search:
     """Goes through the blocks; `self.value` is what the last one that ran returned."""
 
-    def __init__(self, blocks: Sequence[Block], randomness: Randomness, before: Callable[[Block], object]) -> None:
+    def __init__(self, blocks: Sequence[Block], randomness: Randomness, before: Before) -> None:
         self.blocks, self.before = list(blocks), before
         self.stages = Chain([[block] for block in blocks], randomness, None, split=False).stages
         self.value: Any = None
         self.ran: list[int] = []  # the blocks that are measured
         self.measured: list[Block] = []
+        self.held_bytes = 0
         self.codes: list[Code] = []
         self.numbers: list[Sequence[int]] = []  # of the graph's values that come into each traced block
 
     def kinds(self, microbatch: Any) -> Kinds:
         last = len(self.blocks) - 1
         self.value = microbatch
-        if last < 1 + _MEASURED:
-            return Kinds.each(self.blocks)
         self._run(0)
         self._read_codes()
         alike = likenesses(self.blocks, self.codes)
@@ -124,7 +129,7 @@ class _Search:
                 for other in (*self._wanted(skipped, comes), at):
                     watched = Watched(alike[other].places)
                     with watched.watching():
-                        self._run(other, to_the_end=other < last)
+                        self._run(other)
                     if watched.is_read:
                         reads.add(alike[other].key)
                     stands[other] = other
@@ -136,9 +141,8 @@ class _Search:
             if at < last:
                 comes = (after[stands[at]], self._roles(at + 1))
         places = {block: place for place, block in enumerate(self.ran)}
-        return Kinds(
-            tuple(self.blocks), tuple(self.measured), tuple(places[stands[at]] for at in range(len(self.blocks)))
-        )
+        chosen = tuple(places[stands[at]] for at in range(len(self.blocks)))
+        return Kinds(tuple(self.blocks), tuple(self.measured), chosen, self.held_bytes)
 
     def _wanted(self, skipped: dict[int, Hashable], comes: Hashable) -> list[int]:
         """Return which of the skipped blocks must run after all, because the next one gets something else."""
@@ -148,16 +152,14 @@ class _Search:
         first = max(at for at, expected in skipped.items() if expected == here)
         return [at for at in skipped if at >= first]
 
-    def _run(self, at: int, *, to_the_end: bool = True) -> None:
-        """Add a block to those that are measured, and run it unless it is the last."""
+    def _run(self, at: int) -> None:
+        """Run a block, and add it to those that are measured."""
         block = self.blocks[at]
         if self.ran and at > self.ran[-1] + 1:
             block = self._joined(at, self.ran[-1])
         self.ran.append(at)
         self.measured.append(block)
-        self.before(block)
-        if not to_the_end:
-            return
+        self.before(block, self.held_bytes)
         if isinstance(block.module, _Joined):
             plain, value = self.value if isinstance(self.value, Partly) else ((), self.value)
             order = block.module.orders[value.sealed]
@@ -165,7 +167,11 @@ class _Search:
             plain = tuple(place for place, other in enumerate(order) if other in plain)
             self.value = Partly(plain, value) if plain else value
         stage = self.stages[at]
-        self.value = stage.forward(_MICROBATCH, self.value)
+        scale = Scale([stage])
+        with scale.watching():
+            self.value = stage.forward(_MICROBATCH, self.value)
+        value = self.value.value if isinstance(self.value, Partly) else self.value
+        self.held_bytes += sum(scale.kept_bytes().values()) + sum(tensor.nbytes for tensor in pack(value)[0])
         stage.begin()
 
     def _joined(self, at: int, before: int) -> Block:
