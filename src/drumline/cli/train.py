@@ -233,8 +233,8 @@ def _dry_run(args: argparse.Namespace, settings: TrainSettings) -> int:
 
     if is_started():
         raise UsageError("--dry-run under torchrun", fix="run it by itself: drumline train --dry-run")
-    progress("running the model's blocks on one microbatch ...")
-    outcome = dry_run(with_device(settings))
+    progress("building the model without memory ...")
+    outcome = dry_run(with_device(settings), tell=progress)
     if args.picture is not None:
         from drumline.train.dry.picture import held_picture
 

@@ -12,7 +12,8 @@ frozen block has no W, and a block with nothing trainable up to it has neither B
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from statistics import median, quantiles
 from typing import Any
@@ -31,6 +32,7 @@ from drumline.plan.device.blocks import OpTimes, Profile, ProfiledBlock
 from drumline.profile.chain import Chain, Ops
 from drumline.runtime.clocks import clock_for
 from drumline.runtime.kept_state.keeping import as_before
+from drumline.runtime.draft import Clock
 from drumline.runtime.recomputing import Buffers
 
 _NUM_WARM_UPS = 3
@@ -45,11 +47,14 @@ def profile(
     num_runs: int = 10,
     max_seconds: float | None = None,
     seed: int = 0,
+    clock: Clock | None = None,
+    quick: bool = False,
 ) -> Profile:
     """Measure every block of `model` on its device, with one microbatch; the last block includes the loss.
 
     Parameters, gradients, buffers, attributes and random numbers are restored afterwards. The whole model and the
-    activations of one microbatch must fit on the device. After `max_seconds`, no further run begins.
+    activations of one microbatch must fit on the device. After `max_seconds`, no further run begins. `clock` replaces
+    the device's own. If `quick`, every action is timed once, cold, and the cost of calls is not told apart.
 
     >>> sizes = profile(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), torch.randn(2, 4), num_runs=1)
     >>> [(layer.name, layer.weight_bytes, layer.output_bytes) for layer in sizes.layers]
@@ -69,29 +74,27 @@ def profile(
             expected="a model with memory, because profiling runs each block",
             fix="profile a smaller model with the same layers, or call dl.materialise(model) first",
         )
-    randomness, buffers, clock = Randomness(seed, device), Buffers(modules), clock_for(device)
-    with (
-        randomness.kept_aside(),
-        as_before([layer for module in modules for layer in module.modules()], measuring=True),
-        undisturbed(layer for module in modules for layer in module.modules()),
-        buffers.as_they_were(buffers.save()),
-        having_gradients([param for module in modules for param in module.parameters()]),
-    ):
+    randomness, clock = Randomness(seed, device), clock or clock_for(device)
+    with left_as_it_was(blocks, randomness):
         separate_blocks = [[block] for block in blocks]
         chains = [
             Chain(stages, randomness, loss_fn, split=split)
             for split in (False, True)
             for stages in (separate_blocks, [blocks])
         ]
-        chains[0].timed(microbatch, target, clock)  # loads kernels and takes memory, which no later run does
-        runs = _repeated(lambda: [link.timed(microbatch, target, clock) for link in chains], num_runs, max_seconds)
+        if quick:
+            whole, halves = (chain.timed(microbatch, target, clock) for chain in chains[::2])
+            runs = [[whole, [[sum(op)] for op in whole], halves, [[sum(op)] for op in halves]]]
+        else:
+            chains[0].timed(microbatch, target, clock)  # loads kernels and takes memory, which no later run does
+            runs = _repeated(lambda: [link.timed(microbatch, target, clock) for link in chains], num_runs, max_seconds)
         sizes = chains[2].weigh(microbatch, target)
         again = Chain(separate_blocks, randomness, loss_fn, split=False, checkpointed=[block.name for block in blocks])
         leaves, more = again.leaves(microbatch, target, sizes)
-    whole, whole_at_once, halves, halves_at_once = zip(*runs, strict=True)
+    separate, at_once, separate_halves, halves_at_once = zip(*runs, strict=True)
     apart_ops, at_once_ops = (
         [[*pair, *other[1:], other[0]] for pair, other in zip(*both, strict=True)]
-        for both in ((whole, halves), (whole_at_once, halves_at_once))
+        for both in ((separate, separate_halves), (at_once, halves_at_once))
     )
     seconds, overhead = _told_apart(apart_ops, at_once_ops)
     spreads = _spreads(apart_ops)
@@ -104,7 +107,7 @@ def profile(
                 kept_storages,
                 later,
                 received,
-                *_static(block.module),
+                *static_bytes(block.module),
                 handed_on,
                 tied,
                 leaf,
@@ -115,8 +118,23 @@ def profile(
         ),
         overhead,
         str(device),
-        num_runs,
+        1 if quick else num_runs,
     )
+
+
+@contextmanager
+def left_as_it_was(blocks: Sequence[Block], randomness: Randomness) -> Iterator[None]:
+    """Restore what runs of blocks change: buffers, attributes, gradients, random numbers."""
+    modules = [block.module for block in blocks]
+    buffers = Buffers(modules)
+    with (
+        randomness.kept_aside(),
+        as_before([layer for module in modules for layer in module.modules()], measuring=True),
+        undisturbed(layer for module in modules for layer in module.modules()),
+        buffers.as_they_were(buffers.save()),
+        having_gradients([param for module in modules for param in module.parameters()]),
+    ):
+        yield
 
 
 def _repeated(run: Callable[[], list[Ops]], num_runs: int, max_seconds: float | None) -> list[list[Ops]]:
@@ -153,7 +171,7 @@ def _spreads(single_runs: Sequence[Ops]) -> list[OpTimes]:
     return [OpTimes(*entry) for entry in zip(*each, strict=True)]
 
 
-def _static(module: nn.Module) -> tuple[int, int]:
+def static_bytes(module: nn.Module) -> tuple[int, int]:
     """Return the bytes of a block's weights and buffers, and of its gradients."""
     trained = sum(param.nbytes for param in module.parameters() if param.requires_grad)
     return sum(num_bytes(tensor) for tensor in chain(module.parameters(), module.buffers())), trained

@@ -23,12 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from drumline.model.block import Block
-from drumline.model.patches import having_gradients
 from drumline.model.randomness import Randomness
-from drumline.model.watch.keeping import undisturbed
+from drumline.profile.blocks import left_as_it_was
 from drumline.profile.chain import Chain
-from drumline.runtime.kept_state.keeping import as_before
-from drumline.runtime.recomputing import Buffers
 from drumline.runtime.stage import Loss
 
 
@@ -57,17 +54,9 @@ def working(
     16004
     """
     meter = _Allocator() if device.type != "cpu" and _has_counts(device) else _Count()
-    modules = [block.module for block in blocks]
-    randomness, buffers = Randomness(seed, device), Buffers(modules)
+    randomness = Randomness(seed, device)
     most = [[0, 0, 0, 0] for _ in blocks]
-    params = [param for module in modules for param in module.parameters()]
-    with (
-        randomness.kept_aside(),
-        as_before([layer for module in modules for layer in module.modules()], measuring=True),
-        undisturbed(layer for module in modules for layer in module.modules()),
-        buffers.as_they_were(buffers.save()),
-        having_gradients(params),
-    ):
+    with left_as_it_was(blocks, randomness):
         for halves in (False, True) if split else (False,):
             chain = Chain([[block] for block in blocks], randomness, loss_fn, split=halves)
 

@@ -49,6 +49,8 @@ class Code:
     run: Callable[..., Any]
     resume: Callable[..., Any]  # continues from the values that travelled
     sent: tuple[int, ...]  # the returned values that travel on
+    takes: tuple[int, ...]  # the graph's values that `run` gets, in order
+    resumes: tuple[int, ...]  # those that `resume` gets
 
 
 class OwnLossParts(NamedTuple):
@@ -240,7 +242,7 @@ class Script:
         run = write(cut.whole, calls)
         resume = write(cut.sent, [*cut.again, *calls]) if cut.again else run
         sent = () if after is None else tuple(after.whole.index(value) for value in after.sent)
-        return Code(run, resume, sent)
+        return Code(run, resume, sent, cut.whole, cut.sent)
 
 
 _MANY, _MOST = 64, 512  # kinds of inputs

@@ -26,6 +26,7 @@ from drumline.train.data.items.batch import Batch, Bucket
 from drumline.train.loop.making import build, pipeline_arguments, rows_of
 from drumline.train.loop.optimizers import ParameterGroup, choose
 from drumline.train.memory.forecast import Forecast, forecast
+from drumline.train.memory.measuring import Tell, silent
 from drumline.train.memory.optimizer_bytes import state_bytes
 from drumline.train.tune.build_tuned import build_tuned
 from drumline.train.tune.card_fit import CardFit, card_fit
@@ -115,8 +116,11 @@ def count(blocks: Any, *, trained: bool = False) -> int:
     return sum(unpacked_shape(param).numel() for param in params.values() if param.requires_grad or not trained)
 
 
-def dry_run(settings: TrainSettings) -> DryRun:
-    """Build the model, run its blocks on one microbatch, and return what a run of it will be."""
+def dry_run(settings: TrainSettings, *, tell: Tell = silent) -> DryRun:
+    """Build the model, run blocks of each kind on one microbatch, and return what a run of it will be.
+
+    `tell` is told what is being measured.
+    """
     device = torch.device(settings.pipeline.device or "cpu")
     torch.manual_seed(settings.run.seed)
     built = build(settings, build_tuned, whole=False)
@@ -133,7 +137,7 @@ def dry_run(settings: TrainSettings) -> DryRun:
         target = None if built.loss_fn is None else example.target
         others = {"num_microbatches": count} if count and not arguments.get("plan") else {}
         options, accumulates = Options(built.model, **{**arguments, **others}), settings.batch.accumulate > 1
-        return forecast(options, inputs, target, device=device, state_of=state_of, accumulates=accumulates)
+        return forecast(options, inputs, target, device=device, state_of=state_of, accumulates=accumulates, tell=tell)
 
     fuller = [forecast_of(sized(example, bucket), count=bucket.num_microbatches) for bucket in fullest(data.buckets)]
     estimate = max(fuller, key=lambda e: max(rank.total for rank in e.ranks)) if fuller else forecast_of(example)

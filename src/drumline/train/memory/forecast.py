@@ -15,7 +15,6 @@ it runs (`profile/working.py`). The fullest moment counts: an action's, or the o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -36,24 +35,18 @@ from drumline.engine.stages.assembly import checkpointed
 from drumline.engine.stages.intake import Intake
 from drumline.model.block import Block
 from drumline.model.blocks.cut import cut
-from drumline.model.precision import LOW, Precision, casts_kept
-from drumline.model.quantised.packed import parts_of
-from drumline.model.quantised.placing import to_device
-from drumline.model.randomness import Randomness
-from drumline.model.values import moved, pack
+from drumline.model.precision import LOW, Precision
+from drumline.model.values import moved
 from drumline.pipeline.cutting import is_asked
 from drumline.pipeline.options import Options
 from drumline.plan.cut.peaks import held_by
 from drumline.plan.cut.timed import TimedCuts, steps_of
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.stages import split_share
-from drumline.profile.blocks import profile, tied
-from drumline.profile.working import Working, working
-from drumline.runtime.stage import Stage
+from drumline.profile.working import Working
 from drumline.schedules import find
-from drumline.train.memory.stand_ins import is_on_meta, stand_ins
+from drumline.train.memory.measuring import Tell, measured, silent
 
-_RUNS, _SECONDS = 3, 2.0  # for the simulated step; bytes are the same in every run
 # Of parameters by name in the whole model, what is kept for each beside its gradient.
 StateOf = Callable[[str, Tensor], int]
 
@@ -104,12 +97,14 @@ class Forecast:
 
 
 def forecast(
-    options: Options, batch: Any, target: Any, *, device: torch.device, state_of: StateOf, accumulates: bool = False
-) -> Forecast:
+    options: Options, batch: Any, target: Any, *, device: torch.device, state_of: StateOf, accumulates: bool = False,
+    by_kind: bool = True, tell: Tell = silent,
+) -> Forecast:  # fmt: skip
     """Measure the blocks of a pipeline's model on the first microbatch of a batch, and add up what each rank will hold.
 
     `options` are what the pipeline will be made with. With several pipeline steps to an update (`accumulates`) the
-    gradients of earlier ones are there from the beginning.
+    gradients of earlier ones are there from the beginning. Blocks of one kind are measured once, or each if not
+    `by_kind`; `tell` is told what is being measured.
     """
     choices = options.decided()
     program = _program(choices)
@@ -125,26 +120,14 @@ def forecast(
     wanted = (
         microbatch if intake.has_own_loss else None if target is None else _first(intake, target, "the target", device)
     )
-    ties, root = tied(blocks), choices.model if isinstance(choices.model, nn.Module) else None
-    is_meta = is_on_meta(blocks)
-    with stand_ins(blocks, root, device) if is_meta else nullcontext():
-        for block in blocks:
-            to_device(block.module, device)
-        # A cast that blocks share would be counted for the first of them alone.
-        with precision.uncached() if is_meta else precision.autocast:
-            found_profile = profile(
-                blocks, microbatch, target=wanted, loss_fn=intake.loss if intake.has_loss else None, num_runs=_RUNS,
-                max_seconds=_SECONDS,
-            )  # fmt: skip
-        found_profile, cast = _without_casts(found_profile, blocks, microbatch, precision)
-        with precision.autocast:
-            needs = working(
-                blocks, microbatch, device=device, target=wanted, loss_fn=intake.loss if intake.has_loss else None,
-                split=split_share(program) > 0,
-            )  # fmt: skip
-    layers = tuple(replace(layer, tied=own_ties) for layer, own_ties in zip(found_profile.layers, ties, strict=True))
-    found_profile = replace(found_profile, layers=layers)
-    return WeighedBlocks(tuple(blocks), found_profile, tuple(needs), cast, state_of, accumulates).forecast(options)
+    found = measured(
+        blocks, microbatch, device=device, precision=precision, split=split_share(program) > 0,
+        root=choices.model if isinstance(choices.model, nn.Module) else None, by_kind=by_kind, tell=tell,
+        target=wanted, loss_fn=intake.loss if intake.has_loss else None,
+    )  # fmt: skip
+    return WeighedBlocks(tuple(blocks), found.profile, found.working, found.cast, state_of, accumulates).forecast(
+        options
+    )
 
 
 @dataclass(frozen=True)
@@ -347,43 +330,3 @@ def _trained(blocks: Sequence[Block]) -> Iterator[tuple[str, Tensor]]:
             if param.requires_grad and id(param) not in seen_ids:
                 seen_ids.add(id(param))
                 yield name, param
-
-
-def _without_casts(
-    sizes: Profile, blocks: Sequence[Block], microbatch: Any, precision: Precision
-) -> tuple[Profile, dict[str, int]]:
-    """Return the profile without weights that autocast has cast, and these by block: microbatches share them."""
-    if precision.dtype is None:
-        return sizes, {}
-    shared = dict(_shared(blocks, microbatch, precision))
-    layers = (replace(p, activation_bytes=max(p.activation_bytes - shared.get(p.name, 0), 0)) for p in sizes.layers)
-    return replace(sizes, layers=tuple(layers)), shared
-
-
-def _shared(blocks: Sequence[Block], microbatch: Any, precision: Precision) -> Iterator[tuple[str, int]]:
-    """Yield the bytes of each block that two microbatches keep in common for their backwards."""
-    value, device = microbatch, next((tensor.device for tensor in pack(microbatch)[0]), torch.device("cpu"))
-    randomness = Randomness(0, device)
-    with randomness.kept_aside(), casts_kept():
-        for index, block in enumerate(blocks):
-            stage = Stage(index, [block], randomness, precision=precision)
-            stage.begin()
-            (first, outputs), (second, _) = (_saved(stage, number, value) for number in (0, 1))
-            tensors = (*block.module.parameters(), *block.module.buffers(), *pack(value)[0])
-            own_places = {part.untyped_storage().data_ptr() for tensor in tensors for part in parts_of(tensor).values()}
-            yield block.name, sum(size for place, size in first.items() if place in second and place not in own_places)
-            value = outputs
-
-
-def _saved(stage: Stage, microbatch: int, value: Any) -> tuple[dict[int, int], Any]:
-    """Return the bytes of every storage that autograd keeps of a forward, by its place, and what it made."""
-    sizes: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = stage.forward(microbatch, value)
-    return sizes, output

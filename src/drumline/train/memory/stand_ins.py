@@ -25,6 +25,7 @@ from drumline.model.quantised.packed import kind_of, parts_of, settle
 from drumline.model.weights.initialise import initialise
 
 _DEVIATION = 0.02
+_LARGE = 2**24  # elements
 
 
 def is_on_meta(blocks: Sequence[Block]) -> bool:
@@ -87,7 +88,9 @@ def _share(blocks: Sequence[Block], entries: Sequence[Entry], device: torch.devi
 
 
 def _fill(tensor: Tensor, generator: torch.Generator) -> None:
-    """Draw values; codes of quantised weights are zero."""
+    """Draw values; codes of quantised weights are zero, and large tensors on a host stay as they are: in no page."""
+    if tensor.device.type == "cpu" and tensor.numel() >= _LARGE:
+        return
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
         tensor.normal_(0.0, _DEVIATION, generator=generator)
     else:
