@@ -24,7 +24,7 @@ from drumline.model.catalogue import whole_name
 from drumline.model.hooks import BACKWARD, FORWARD
 from drumline.model.values import MISSING
 from drumline.model.watch.fingerprint import PLAIN, Same, fingerprint
-from drumline.model.watch.surroundings import Surroundings, is_known
+from drumline.model.watch.surroundings import Surroundings, is_known, settings_of_torch
 
 AttributeName = tuple[str, str]  # the names of a module and of its attribute
 _HOOKS = (*FORWARD, *BACKWARD)
@@ -107,7 +107,7 @@ class Watch:
         """Return the modules' modes, and all else that is looked after."""
         spaces = [module.__dict__ for module in self._alive()]
         modes = [space["training"] for space in spaces]
-        states: list[Any] = global_hooks()
+        states: list[Any] = [*global_hooks(), settings_of_torch()]
         states += [code_of(module) for module in _living(self._inside.values())]
         states += [[*map(list, tables)] for tables in map(_TABLES, spaces) if any(tables)]
         parameters = chain.from_iterable([space["_parameters"].values() for space in spaces])
@@ -173,11 +173,11 @@ def _children(module: nn.Module) -> list[tuple[str, int]]:
 
 
 def _of_class(module: nn.Module, key: str) -> Any:
-    """Return an attribute of a module's class without running any code: a plain one."""
+    """Return an attribute of a module's class without running any code: a value, not a method or a property."""
     for cls in type(module).__mro__:
         if key in cls.__dict__:
             value = cls.__dict__[key]
-            return value if type(value) in PLAIN else MISSING
+            return MISSING if hasattr(type(value), "__get__") else value
     return MISSING
 
 
