@@ -52,7 +52,7 @@ _APART = (
     threading.Event, threading.Condition, threading.Semaphore, type(threading.Lock()), type(threading.RLock()),
     BaseException, CodeType, FrameType, TracebackType,
 )  # fmt: skip
-_WHOLE = (nn.Module, Tensor, type, FunctionType, BuiltinFunctionType, ModuleType, *_APART)
+WHOLE = (nn.Module, Tensor, type, FunctionType, BuiltinFunctionType, ModuleType, *_APART)
 _said: set[tuple[str, str]] = set()
 # Libraries whose code reads no variable that a user changes between two steps, with what they are made of.
 LIBRARIES = sys.stdlib_module_names | {
@@ -97,7 +97,7 @@ def _sort(kind: type) -> _Sort:
         return _Sort.PLAIN
     if issubclass(kind, Tensor):
         return _Sort.TENSOR
-    if issubclass(kind, _WHOLE) and not issubclass(kind, _SIZED):
+    if issubclass(kind, WHOLE) and not issubclass(kind, _SIZED):
         return _Sort.WHOLE
     return _Sort.ROW if kind in _ORDERED else _Sort.TABLE if kind is dict else _Sort.OTHER
 
@@ -227,7 +227,7 @@ def _numbers(value: Any) -> Any:
 
 def _fields(value: Any) -> dict[str, Any] | None:
     """Return the fields of a user-defined object, including plain ones of its class."""
-    if isinstance(value, (*_WHOLE, MethodType)):
+    if isinstance(value, (*WHOLE, MethodType)):
         return None
     fields: dict[str, Any] = dict(getattr(value, "__dict__", ()))
     kind = type(value)

@@ -30,7 +30,7 @@ from drumline.model.watch.fingerprint import LIBRARIES, PLAIN, Same, can_change,
 
 Reader = Callable[[], Any]
 _OWN_LIBRARIES = LIBRARIES | {"drumline"}
-# What is set for all of torch. Its public way to ask for the precision of products raises if both of its forms were used.
+# What is set for all of torch. `torch.get_float32_matmul_precision` raises if both of its settings were used.
 _SETTINGS: dict[str, Reader] = {
     "the default dtype": torch.get_default_dtype,
     "the precision of products on the host": partial(torch._C._get_fp32_precision_getter, "mkldnn", "matmul"),
@@ -126,6 +126,11 @@ class Surroundings:
         """Return the value of each of them, with a function that sets it where the code may have set another."""
         functions = [(parts, _nothing) for parts in map(_PARTS, self._functions.values())]
         return [*functions, *((read(), _setter(read)) for read in self._readers.values())]
+
+    def named(self) -> list[tuple[str, Any, Callable[[Any], None]]]:
+        """Return every variable's name and value, with a function that gives it another."""
+        names = self._names[len(self._functions) :]
+        return [(name, read(), _setter(read)) for name, read in zip(names, self._readers.values(), strict=True)]
 
     def changed(self, before: Sequence[Any]) -> str:
         """Return the name of a variable that has changed, if any."""
@@ -245,7 +250,8 @@ def _setter(read: Reader) -> Callable[[Any], None]:
 
 
 def _is_watched(value: Any) -> bool:
-    return type(value) in PLAIN or isinstance(value, Tensor | tuple) or callable(value) or can_change(value)
+    is_plain = type(value) in PLAIN or isinstance(value, Tensor | tuple)
+    return is_plain or callable(value) or hasattr(type(value), "__next__") or can_change(value)
 
 
 def is_known(thing: Any) -> bool:

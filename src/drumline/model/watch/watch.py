@@ -63,7 +63,14 @@ class Watch:
     (False, False, True, False)
     """
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]], inside: frozenset[str]) -> None:
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        inside: frozenset[str],
+        held: frozenset[str] = frozenset(),
+    ) -> None:
+        places = [name.rpartition(".") for name in held]
+        self._held = {path: [key for other, _, key in places if other == path] for path, _, _ in places}
         self._modules = {name: ref(module) for name, module in modules}
         self._inside = {name: module for name, module in self._modules.items() if name in inside}
         self._children = {name: _children(module) for name, module in self._named()}
@@ -88,10 +95,16 @@ class Watch:
     def begin(self) -> None:
         """Record the current parameters and buffers between blocks as the expected ones."""
         self._tables = [
-            (name, reference, dict(module._parameters), dict(module._buffers))
+            (name, reference, dict(module._parameters), self._buffers_of(name, module))
             for name, reference in self._inside.items()
             if (module := reference()) is not None
         ]
+
+    def _buffers_of(self, name: str, module: nn.Module) -> Table:
+        """Return a module's buffers, and the tensors in its attributes that stages hold like these."""
+        table = dict(module._buffers)
+        table.update((key, module.__dict__.get(key)) for key in self._held.get(name, ()))
+        return table
 
     def has_changed(self) -> bool:
         """Whether anything has changed since the last call; refuse replaced modules."""
@@ -151,10 +164,11 @@ class Watch:
                         expected="the original parameter, because the forward uses it between blocks",
                         fix="change it in place, use load_state_dict, or create a new pipeline",
                     )
-            new = [(key, buffer) for key, buffer in module._buffers.items() if buffer is not buffers.get(key)]
+            now = self._buffers_of(name, module)
+            new = [(key, buffer) for key, buffer in now.items() if buffer is not buffers.get(key)]
             if new:
                 tensors += [(whole_name(name, key), tensor) for key, tensor in new if tensor is not None]
-                self._tables[at] = (name, reference, parameters, dict(module._buffers))
+                self._tables[at] = (name, reference, parameters, now)
         return tensors
 
 

@@ -62,20 +62,6 @@ def kind_of(value: Any) -> Kind | None:
     return _OBJECT if isinstance(getattr(value, "__dict__", None), dict) or any(_slots(value)) else None
 
 
-def can_be_used_up(value: Any) -> bool:
-    """Whether every use gives something else, and none can be taken back.
-
-    An iterator of the user's own class has fields, which can.
-
-    >>> can_be_used_up(iter([1])), can_be_used_up([1]), can_be_used_up(random.SystemRandom())
-    (True, False, True)
-    """
-    if isinstance(value, IOBase):
-        return not value.closed and value.readable()
-    kind = type(value)
-    return isinstance(value, random.SystemRandom) or (hasattr(kind, "__next__") and is_known(kind))
-
-
 def position_of(value: Any) -> Any:
     """Return how far an iterator has come, as far as it says so.
 

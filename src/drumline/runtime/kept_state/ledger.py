@@ -27,8 +27,9 @@ from drumline.model.block import Block
 from drumline.model.catalogue import whole_name
 from drumline.model.randomness import OWN_GENERATORS
 from drumline.model.values import MISSING
+from drumline.model.watch.used_up import can_be_used_up
 from drumline.model.watch.watch import has_hooks
-from drumline.runtime.kept_state.contents import can_be_used_up, is_same_value, kind_of
+from drumline.runtime.kept_state.contents import is_same_value, kind_of
 from drumline.runtime.kept_state.snapshot import MOST_BYTES, Snapshot, version_of
 from drumline.runtime.kept_state.spies import Spies, kind_of_iterator
 
