@@ -31,8 +31,8 @@ from drumline.model.watch.keeping import undisturbed
 from drumline.plan.device.blocks import OpTimes, Profile, ProfiledBlock
 from drumline.profile.chain import Chain, Ops
 from drumline.runtime.clocks import clock_for
-from drumline.runtime.kept_state.keeping import as_before
 from drumline.runtime.draft import Clock
+from drumline.runtime.kept_state.keeping import as_before
 from drumline.runtime.recomputing import Buffers
 
 _NUM_WARM_UPS = 3

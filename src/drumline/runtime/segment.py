@@ -33,6 +33,7 @@ from drumline.runtime.backward.guards import (
 )
 from drumline.runtime.backward.owners import Splitter
 from drumline.runtime.backward.tape import Tape
+from drumline.runtime.frozen_weights import FrozenWeights
 from drumline.runtime.kept_state.ledger import Ledger, StateBefore
 from drumline.runtime.recomputing import Buffers
 
@@ -40,7 +41,7 @@ from drumline.runtime.recomputing import Buffers
 class Pass:
     """One microbatch's pass through one segment: what its backward needs."""
 
-    __slots__ = ("again", "buffers", "chance", "form", "leaves", "plain", "roots", "state", "tape", "wanted")
+    __slots__ = ("again", "buffers", "chance", "form", "frozen", "leaves", "plain", "roots", "state", "tape", "wanted")
 
     def __init__(self, value: Any, wants_gradient: bool, plain: Collection[int] = ()) -> None:
         """Begin with a value, detached from its graph; the tensors at positions `plain` need no gradient."""
@@ -58,6 +59,7 @@ class Pass:
         self.tape: Tape | None = None
         self.again = False  # whether the segment must first run again
         self.buffers: dict[int, Tensor] = {}
+        self.frozen: dict[int, Tensor] = {}  # frozen weights that its blocks change
         self.chance: HostChance | None = None  # Python's random state at its start, if it drew any
         self.state: StateBefore | None = None  # what else its blocks kept then, if they changed it
 
@@ -101,6 +103,7 @@ class Segment:
         self.receives = True  # whether its input comes from earlier blocks, not from the batch
         self.modules = [module for block in blocks for module in block.module.modules()]
         self.buffers = Buffers([block.module for block in blocks])
+        self.frozen = FrozenWeights(blocks if checkpointed else ())
         self.suspects = {block.name for block in blocks if may_draw(block.module)}  # they may draw random numbers
         self.ledger = Ledger([block for block in blocks if block.name in self.suspects], refuses=checkpointed)
         # Assumed to draw nothing until it does. With buffers a run could not be repeated, so this is not tried.

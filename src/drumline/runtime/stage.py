@@ -130,6 +130,8 @@ class Stage:
         hooked = with_hooks(self.parameters)
         self._hooks_are_known &= len(hooked) == len(self.hooked)
         self.hooked = hooked
+        for segment in self.segments:
+            segment.frozen.begin()
         if self.split:
             self.refresh()
             for segment in self.segments:
@@ -217,7 +219,7 @@ class Stage:
 
     def _first_run(self, segment: Segment, this: Pass, microbatch: int) -> Any:
         """Run a segment that will run again, as in training, and keep only its value."""
-        this.buffers = segment.buffers.save()
+        this.buffers, this.frozen = segment.buffers.save(), segment.frozen.save()
         chance = HostChance() if segment.suspects else None
         with segment.ledger if segment.ledger.is_needed else NOTHING:
             try:
@@ -226,6 +228,7 @@ class Stage:
             except GraphNeeded:
                 segment.needs_graph = True
                 segment.buffers.undo(this.buffers)
+                segment.frozen.undo(this.frozen)
                 segment.ledger.rewind()
                 drawn = nullcontext() if chance is None else chance.again()
                 with torch.enable_grad(), drawn:
@@ -233,6 +236,7 @@ class Stage:
         this.chance = chance if chance is not None and chance.has_moved() else None
         this.state = segment.ledger.before
         segment.buffers.learn()
+        segment.frozen.learn(this.frozen)
         return mapped(value, Tensor.detach)
 
     def _on_input(self, segment: Segment, this: Pass, microbatch: int) -> Any:
@@ -342,9 +346,10 @@ class Stage:
         if this.again:
             drawn = nullcontext() if this.chance is None else this.chance.again()
             state = NOTHING if this.state is None or not segment.ledger.changes else this.state.put_in()
-            with segment.buffers.as_they_were(this.buffers), self.precision.autocast, drawn, state:
+            frozen = segment.frozen.as_they_were(this.frozen) if this.frozen else NOTHING
+            with segment.buffers.as_they_were(this.buffers), self.precision.autocast, drawn, state, frozen:
                 self._with_graph(segment, this, microbatch)
-            this.buffers, this.chance, this.state = {}, None, None
+            this.buffers, this.frozen, this.chance, this.state = {}, {}, None, None
             this.again = False
             if self.at_peak is not None:
                 self.at_peak()

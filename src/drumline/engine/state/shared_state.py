@@ -20,6 +20,7 @@ from drumline.engine.ranks.observer import Observer
 from drumline.engine.stages.engine import Engine
 from drumline.model.block import Block
 from drumline.model.catalogue import Place, places_in
+from drumline.model.watch.keeping import sample_of
 from drumline.model.weights.tied import HeldTensor, Ties
 from drumline.runtime.stage import Stage
 from drumline.runtime.step import Step
@@ -55,10 +56,10 @@ class SharedBuffers(Observer):
     def begin(self, step: Step) -> None:
         """Record the state before a step."""
         by_value = self._num_steps < _BY_VALUE
-        looks = [(copy.place.tensor, by_value and copy.tensor.is_tied) for copy in self._copies]
+        tensors = [(copy.place.tensor, copy.tensor.is_parameter) for copy in self._copies]
         self._before = [
-            (t, 0 if t is None else _version(t), None if t is None or not copies else t.detach().clone())
-            for t, copies in looks
+            (t, 0 if t is None else _version(t), None if t is None or not by_value else _values(t, few=few))
+            for t, few in tensors
         ]
         self._num_steps += 1
 
@@ -67,21 +68,23 @@ class SharedBuffers(Observer):
         for buffer_copy, (tensor, version, copy) in zip(self._copies, self._before, strict=True):
             now = buffer_copy.place.tensor
             changed = now is not tensor or (now is not None and _version(now) != version)
-            if changed or (copy is not None and now is not None and not torch.equal(copy, now)):
+            few = buffer_copy.tensor.is_parameter
+            if changed or (copy is not None and now is not None and not torch.equal(copy, _values(now, few=few))):
                 self._refuse(buffer_copy)
         self._before = []
 
     def _refuse(self, copy: _BufferCopy) -> None:
+        what = "frozen parameter" if copy.tensor.is_parameter else "buffer"
         if copy.tensor.is_copied:
             raise ModelError(
-                f"a forward changes the buffer {copy.tensor.name}, which several ranks hold",
-                expected="buffers that stay unchanged if several ranks hold them",
-                fix="give each block its own buffer, and choose a schedule with one copy of each stage",
+                f"a forward changes the {what} {copy.tensor.name}, which several ranks hold",
+                expected=f"every {what} to stay unchanged if several ranks hold it",
+                fix="give each block its own, and choose a schedule with one copy of each stage",
             )
         stages = ", ".join(map(str, copy.tensor.stages))
         raise ModelError(
-            f"the forward of block {copy.block!r} changes the buffer {copy.tensor.name!r}, which stages {stages} hold",
-            expected="a changing buffer to belong to one stage, which sees all microbatches in order",
+            f"the forward of block {copy.block!r} changes the {what} {copy.tensor.name!r}, which stages {stages} hold",
+            expected=f"a changing {what} to belong to one stage, which sees all microbatches in order",
             fix="keep it in one block, or put all blocks that use it into one stage (cuts=, balance=)",
         )
 
@@ -90,8 +93,14 @@ def _copies_of(ties: Ties, stages: Sequence[Stage]) -> Iterator[_BufferCopy]:
     for block in (block for stage in stages for block in stage.blocks):
         for place in places_in(block):
             tensor = ties.find(place.name)
-            if tensor is not None and (tensor.is_tied or tensor.is_copied) and not tensor.is_parameter:
+            shared = tensor is not None and (tensor.is_tied or tensor.is_copied)
+            if shared and (place.tensor is None or not place.tensor.requires_grad):
                 yield _BufferCopy(tensor, place, block.name)
+
+
+def _values(tensor: Tensor, *, few: bool) -> Tensor:
+    """Return what to compare of a tensor: of a weight, a few elements."""
+    return sample_of(tensor) if few else tensor.detach().clone()
 
 
 def _version(tensor: Tensor) -> int:

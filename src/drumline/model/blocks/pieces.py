@@ -31,7 +31,8 @@ from drumline.model.blocks.script import Live, Script, named_calls, states_of
 from drumline.model.catalogue import named_tensors, whole_name
 from drumline.model.follow.decisions import Undecided
 from drumline.model.follow.inputs import InputKind, Inputs, names_of
-from drumline.model.follow.notes import TryAgain, Unseen
+from drumline.model.follow.kept import places_of, refuse_shared
+from drumline.model.follow.notes import Changes, TryAgain, Unseen
 from drumline.model.follow.skeleton import Skeleton
 from drumline.model.follow.tracing import Decides
 from drumline.model.graph.graph import CallGraph
@@ -71,6 +72,11 @@ class Piece(nn.Module):
             return value
         sent = self.script.codes(value.kind)[self._number].sent
         return Live(value.kind, True, tuple(value.tensors[number] for number in sent))
+
+    @property
+    def changed(self) -> frozenset[str]:
+        """The names of the parameters and buffers that the forward changes in place."""
+        return self.script.changed
 
     @property
     def sheet(self) -> Sheet:
@@ -156,8 +162,9 @@ def pieces_of(
     script, kind, graph = _followed(Script(ref(model), Skeleton(model, device), inside), inputs, there)
     pieces, starts = _begun(script, graph, there)
     bounds = [*starts, len(graph.calls)]
-    named = dict(named_tensors(model))
-    fleeting = {
+    kept = script.skeleton.kept
+    named = dict(named_tensors(model)) | {name: tensor for name, tensor in places_of(model).items() if name in kept}
+    fleeting = kept | {
         whole_name(path, name)
         for path, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
@@ -202,6 +209,11 @@ def _tried(script: Script, inputs: Inputs, there: Mapping[str, nn.Module]) -> tu
                 _give_up(closed, error)
             closed = closed or error
             script = replace(script, inside=script.inside | fresh, asks={})
+        except Changes as error:
+            model = there[""]
+            refuse_shared(model, error.name)
+            kept = script.skeleton.kept | {error.name}
+            script = replace(script, skeleton=Skeleton(model, script.skeleton.device, kept), asks={})
         except Decides as error:
             baked = names_of(inputs, script.baked, error.inputs)
             if not baked:
@@ -253,9 +265,13 @@ def _rest(
     fleeting: Collection[str],
 ) -> None:
     """Give the last piece everything that the forward never used, so that nothing of the model is lost."""
+    lent_ids = {id(tensor) for piece in pieces for tensor in (*piece.parameters(), *piece.buffers())}
     for name, module in model.named_modules():
         parent = name.rpartition(".")[0]
-        if name not in inside and parent in inside and not any(name in piece.callees for piece in pieces):
+        # Of a list of parameters, some may be lent already: the last stage needs no copy of them.
+        is_lent = not lent_ids.isdisjoint(map(id, (*module.parameters(), *module.buffers())))
+        is_called = any(name in piece.callees for piece in pieces)
+        if name not in inside and parent in inside and not is_called and not is_lent:
             pieces[-1].adopt(name, module)
     held_ids = {id(param) for piece in pieces for param in (*piece.parameters(), *piece.buffers())}
     for name, tensor in named.items():

@@ -78,6 +78,7 @@ class Script:
     baked: frozenset[str | int] = frozenset()  # arguments on whose values the forward branches
     # What the forward reads of integer inputs next, by what is decided so far.
     asks: dict[InputKind, Ask] = field(default_factory=dict)
+    changed: frozenset[str] = frozenset()  # parameters and buffers that the forward changes in place
     unused: frozenset[str] = frozenset()  # parameters that the forward never uses
     sheet: Sheet = field(default_factory=Sheet)  # what the parts of the model's own loss count in each microbatch
     _losses: dict[InputKind, OwnLossParts | None] = field(default_factory=dict)
@@ -85,7 +86,8 @@ class Script:
     written: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.watch = Watch(() if self.model is None else self.model.named_modules(), self.inside)
+        modules = () if self.model is None else self.model.named_modules()
+        self.watch = Watch(modules, self.inside, self.skeleton.kept)
 
     def __deepcopy__(self, memo: Any) -> Script:
         return self
@@ -120,6 +122,7 @@ class Script:
         """Trace the model's forward on inputs of a kind."""
         graph, attributes = trace(self.skeleton, self.inside, kind)
         self.watch.read(attributes)
+        self.changed |= graph.changed
         return graph
 
     @property
@@ -141,7 +144,7 @@ class Script:
                 exchange(name, buffer)
         if not self.watch.has_changed():
             return False
-        self.skeleton = Skeleton(model, self.skeleton.device)
+        self.skeleton = Skeleton(model, self.skeleton.device, self.skeleton.kept)
         self._codes.clear()
         self._losses.clear()
         self.asks.clear()

@@ -11,7 +11,7 @@ objects count as set if their contents have changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from drumline.core.errors import ModelError
+from drumline.model.catalogue import whole_name
+from drumline.model.follow.kept import attribute
 from drumline.model.follow.refusals import line_here
 from drumline.model.hooks import HOOKS
 from drumline.model.values import MISSING
@@ -49,8 +51,9 @@ class _Uses:
 class Attributes:
     """The attributes of some modules while these run; `who` returns what runs."""
 
-    def __init__(self, names: Mapping[int, str], who: Callable[[], int]) -> None:
+    def __init__(self, names: Mapping[int, str], who: Callable[[], int], held: Collection[str] = ()) -> None:
         self._names = names
+        self._held = held  # names of tensors that stages hold
         self._who = who
         self.uses: dict[AttributeName, _Uses] = {}
         # Values that can change, as they were, and where they are kept.
@@ -61,7 +64,7 @@ class Attributes:
         if key in _OWN or key.startswith("__"):
             return
         name = self._names.get(id(module))
-        if name is None:
+        if name is None or (self._held and whole_name(name, key) in self._held):
             return
         uses = self.uses.setdefault((name, key), _Uses())
         who = self._who()
@@ -104,7 +107,7 @@ class Attributes:
         for place, uses in self.uses.items():
             if not uses.setters:
                 continue
-            named = _named(place)
+            named = attribute(*place)
             inside = sorted((uses.readers | uses.setters) - {BETWEEN})
             if BETWEEN in uses.setters:
                 self._refuse_between(named, uses, [block(reader) for reader in sorted(uses.readers - {BETWEEN})])
@@ -135,11 +138,6 @@ class Attributes:
     def read_between(self) -> list[AttributeName]:
         """Return the attributes that the forward read between blocks without setting them before."""
         return [place for place, uses in self.uses.items() if uses.is_read_first]
-
-
-def _named(place: AttributeName) -> str:
-    name, key = place
-    return f"the attribute {key!r} of {name!r}" if name else f"the model's attribute {key!r}"
 
 
 def _is_made_once(before: Any, value: Any) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +16,7 @@ from drumline.core.errors import ModelError
 from drumline.model.follow.attributes import Attributes
 from drumline.model.patches import Patch, Replacement
 from drumline.model.values import MISSING, tensors_in
-from drumline.model.watch.fingerprint import can_change
+from drumline.model.watch.surroundings import is_of_a_library
 
 
 class Follower(Protocol):
@@ -94,11 +96,19 @@ def _reading(replaced: Replacement) -> Any:
             if (attributes := _listener(replaced)) is not None and not _is_part(self, key):
                 attributes.read(self, key, MISSING)
             raise
-        if (not callable(value) or can_change(value)) and (attributes := _listener(replaced)) is not None:
-            attributes.read(self, key, value)
+        if (attributes := _listener(replaced)) is not None:
+            if key == "__dict__" and not _is_read_by_a_library(sys._getframe(1)):
+                for name, item in value.items():
+                    attributes.read(self, name, item)
+            elif not isinstance(value, nn.Module) and getattr(value, "__self__", None) is not self:
+                attributes.read(self, key, value)
         return value
 
     return read
+
+
+def _is_read_by_a_library(frame: FrameType) -> bool:
+    return is_of_a_library(str(frame.f_globals.get("__name__")))
 
 
 def _changing(replaced: Replacement) -> Any:

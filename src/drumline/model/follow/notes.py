@@ -7,7 +7,7 @@ A tensor that a block created but did not return is not a value: using it elsewh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,12 +28,32 @@ class TryAgain(ModelError):
         return ModelError(self.error, expected=self.expected, fix=self.fix).with_traceback(self.__traceback__)
 
 
+class Changes(TryAgain):
+    """The forward changes a tensor in an attribute in place; a stage can hold it as it holds a buffer."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(
+            f"for this input the model's forward changes the tensor {name!r} in place between its blocks",
+            expected="the same changes as for the inputs with which it was cut",
+            fix="pass example=, a batch like those you pass to step",
+        )
+
+
 class Unseen(TryAgain):
     """A tensor that a block created but did not return is used outside it."""
 
     def __init__(self, error: str, *, expected: str = "", fix: str = "", block: str = "") -> None:
         self.block = block
         super().__init__(error, expected=expected, fix=fix)
+
+
+class Use(NamedTuple):
+    """The parameters and buffers that a block uses, and those that it changes in place."""
+
+    call: int
+    names: set[str]
+    changed: set[str]
 
 
 class Notes:
@@ -49,6 +69,7 @@ class Notes:
         self.where: dict[int, int] = {}  # tensors created inside blocks: the call
         self.base = _autocast(skeleton.device.type)
         self.gradients = torch.is_grad_enabled()
+        self.uses: list[Use] = []
         self.uneven: set[int] = set()  # ids of tensors whose shape depends on values
 
     def new(self, tensor: Tensor, **more: Any) -> int:
@@ -77,7 +98,7 @@ class Notes:
                     expected="every trained tensor to be a parameter",
                     fix="register it: self.scale = nn.Parameter(scale)",
                 )
-            return self.new(tensor, constant=tensor)
+            return self.new(tensor, constant=self.skeleton.originals.get(id(tensor), tensor))
         if (call := self.where.get(id(tensor))) is not None:
             block = self.graph.calls[call].block
             self.bar(call, f"{what} uses a tensor that {block!r} created but did not return{self.kept_in(tensor)}")
@@ -138,12 +159,41 @@ class Notes:
             )
         )
 
+    def _keep_changes_together(self) -> None:
+        """Forbid cuts between the calls that change a part of the model's state in place and those that use it.
+
+        Another stage would have a copy, or see what later microbatches have made of it.
+        """
+        values, places = self.graph.values, dict[int, set[str]]()  # names of states by their memory
+        for value in values:
+            if value.state:
+                places.setdefault(value.storage, set()).add(value.state)
+        uses, changes = dict[str, set[int]](), dict[str, int]()
+        for at, call in enumerate(self.graph.calls):
+            for number in call.takes:
+                for name in places.get(values[number].storage, ()):
+                    uses.setdefault(name, set()).add(at)
+            for number in call.changes:
+                changes.update((name, at) for name in places.get(values[number].storage, ()))
+        for use in self.uses:
+            for name in use.names - {""}:
+                uses.setdefault(name, set()).add(use.call)
+            changes.update((name, use.call) for name in use.changed - {""})
+        self.graph.changed = frozenset(changes)
+        for name, at in changes.items():
+            first, last = min(uses[name]), max(uses[name])
+            if first < last:
+                call = self.graph.calls[at]
+                who = f"{call.block!r}" if call.block else f"the model, in {getattr(call.function, '__name__', '')},"
+                self.bar(first, f"{who} changes {name!r} in place, which is used there", last)
+
     def _alone(self, changed: int, what: str) -> None:
         """Forbid cuts between a value that is changed in place and others that share its memory."""
         values = self.graph.values
         shared = [number for number, value in enumerate(values) if value.storage == values[changed].storage]
-        if len(shared) > 1:
-            first = min(self.made_by.get(number, 0) for number in shared)
+        carried = [number for number in shared if self.graph.is_carried(number)]
+        if len(shared) > 1 and carried:
+            first = min(self.made_by.get(number, 0) for number in carried)
             self.bar(first, f"{what} changes in place a tensor that shares memory with other values")
 
 

@@ -149,6 +149,16 @@ def refuse_function(func: Callable[..., Any]) -> None:
         )
 
 
+def refuse_own_generator(values: Iterable[Any]) -> None:
+    """Refuse a draw from a generator between blocks: it would go on for the trace alone."""
+    if any(isinstance(value, torch.Generator) for value in values):
+        raise ModelError(
+            f"the model's forward draws from a generator of its own between its blocks{line_here()}",
+            expected="a forward that does the same between its blocks in every step",
+            fix="draw it inside a block: a block may have generators of its own",
+        )
+
+
 def refuse_changed(name: str, before: Any, after: Any) -> None:
     """Refuse a block that adds to or removes from a list or dict among its arguments."""
     (tensors, form), (others, other_form) = before, after

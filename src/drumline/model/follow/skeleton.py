@@ -28,12 +28,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 
 from drumline.core.errors import ModelError
 from drumline.model.catalogue import named_tensors
+from drumline.model.follow.kept import Source, attribute, named_values, places_of
 from drumline.model.hooks import BACKWARD, FORWARD
 from drumline.model.patches import Patch, Replacement, put_in
 from drumline.model.quantised.packed import copied_states, settle, unpacked_shape
 from drumline.model.quantised.sketch import sketch
 from drumline.model.values import MISSING, content_of, pack, unpack
 from drumline.model.watch.fingerprint import can_change
+from drumline.model.watch.used_up import can_be_used_up
 
 M = TypeVar("M", bound=nn.Module)
 _dispatch: dict[Any, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
@@ -120,8 +122,10 @@ class Meta(NamedTuple):
 class Skeleton:
     """The copy, and what its stand-ins represent."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, kept: frozenset[str] = frozenset()) -> None:
         self.device = device
+        self.kept = kept  # attributes of modules whose tensors the forward changes between blocks
+        self.block = ""  # the block that runs
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.states: dict[int, str] = {}  # first names of parameters and buffers, by the stand-in's id
         settle(model.modules())
@@ -131,25 +135,34 @@ class Skeleton:
                 if id(tensor) not in memo:
                     memo[id(tensor)] = stand_in = self._like(tensor)
                     self.states[id(stand_in)] = name
+            places = places_of(model)
+            for name in kept & places.keys():
+                memo[id(places[name])] = stand_in = self._like(places[name])
+                self.states[id(stand_in)] = name
             for module in model.modules():
                 for value in vars(module).values():
                     if isinstance(value, Tensor) and value.grad_fn is not None and not isinstance(value, FakeTensor):
                         memo[id(value)] = self._like(value)  # that hooks compute before every forward: weight_norm
-        self._alive = list(memo.values())
+        self.alive = list(memo.values())
         memo |= _copied_apart(model)
+        for name, value in named_values(model, can_be_used_up):
+            memo[id(value)] = Source(name, value, lambda: self.block)
         for _, tensor in named_tensors(model):
             memo |= copied_states(tensor, tensor)  # nothing computes with them here
         try:
             self.model: nn.Module = copied(model, memo)
         except Exception as error:
             raise ModelError(
-                f"the model, a {type(model).__name__}, cannot be copied: {error}",
+                f"{_uncopied(model) or f'the model, a {type(model).__name__}'}, cannot be copied: {error}",
                 expected="a model that copy.deepcopy can copy: Drumline traces the copy to see where it can cut",
                 fix="pass an nn.Sequential or a list of blocks, which Drumline does not copy",
             ) from error
         for original, module in zip(model.modules(), self.model.modules(), strict=True):
             sketch(original, module)
         _without_cache(self.model)
+        # Of tensors in attributes, both: a trace computes with the copy, and pieces with the user's own.
+        self.places = {name: memo[id(value)] for name, value in places.items() if id(value) in memo}
+        self.originals = {id(self.places[name]): value for name, value in places.items() if name in self.places}
         self.names = {id(module): name for name, module in self.model.named_modules()}
         # Results of blocks that cannot run on stand-ins, by what such blocks have in common.
         self._known: dict[Any, tuple[Any, tuple[int | Meta, ...]]] = {}
@@ -180,12 +193,15 @@ class Skeleton:
         key = (_kind(module), str(form), metas, around, _numbers_of(tensors))
         if key not in self._known:
             try:
+                self.block = self.names[id(module)]
                 with _QUIET[0].by(self), _QUIET[1].by(self), self.mode:
                     return call(*args, **kwargs)
             except ModelError:
                 raise
             except Exception:
                 self._known[key] = self._on_numbers(module, args, kwargs)
+            finally:
+                self.block = ""
         made_form, outputs = self._known[key]
 
         def remembered(*args: Any, **kwargs: Any) -> Any:
@@ -279,6 +295,18 @@ def _copied_apart(model: nn.Module) -> dict[int, Any]:
             elif isinstance(value, Tensor) and not value.is_leaf:
                 copies[id(value)] = value.detach().clone()
     return copies
+
+
+def _uncopied(model: nn.Module) -> str:
+    """Return the attribute that cannot be copied, in words."""
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key not in ("_parameters", "_buffers", "_modules") and not isinstance(value, Tensor | torch.Generator):
+                try:
+                    copy.deepcopy(value)
+                except Exception:
+                    return f"{attribute(path, key)}, a {type(value).__name__}"
+    return ""
 
 
 def alias_of(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ among the block's arguments.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,8 @@ from drumline.model.follow.attributes import BETWEEN, Attributes
 from drumline.model.follow.decisions import Answer, DataDependentRead, Undecided, asked
 from drumline.model.follow.inputs import InputKind, Inputs, unchecked
 from drumline.model.follow.interception import coming_by, node_like, version_of
-from drumline.model.follow.notes import Notes, TryAgain
+from drumline.model.follow.kept import Kept, changed_by_name, replaced_sources
+from drumline.model.follow.notes import Changes, Notes, TryAgain, Use
 from drumline.model.follow.refusals import (
     LocalHooks,
     around,
@@ -43,6 +44,7 @@ from drumline.model.follow.refusals import (
     refuse_function,
     refuse_marked,
     refuse_others,
+    refuse_own_generator,
 )
 from drumline.model.follow.skeleton import Meta, Skeleton, alias_of
 from drumline.model.follow.uneven import PACKS, counts_rows, is_of_values, picked
@@ -67,16 +69,18 @@ def trace(skeleton: Skeleton, inside: frozenset[str], kind: InputKind) -> tuple[
     with torch.set_grad_enabled(kind.train), autocast:
         inputs = skeleton.fakes(kind.metas)
         args, kwargs = Inputs(*unpack(inputs, kind.form)).unpacked(skeleton.device)
-        tracer = _Tracer(skeleton, inside, inputs, kind.decided)
         everywhere = Surroundings(skeleton.model.modules())
-        with chance.keeping_state(), everywhere.keeping_contents(), unchecked(), tracer.watching(train=kind.train):
-            try:
-                result = skeleton.model(*args, **kwargs)
-            except ModelError:
-                raise
-            except Exception as error:
-                raise tracer.failed(error) from error
-            tracer.finish(result)
+        sources = replaced_sources(everywhere, lambda: skeleton.block)
+        with chance.keeping_state(), everywhere.keeping_contents(), unchecked(), sources:
+            tracer = _Tracer(skeleton, inside, inputs, kind.decided)
+            with tracer.watching(train=kind.train):
+                try:
+                    result = skeleton.model(*args, **kwargs)
+                except ModelError:
+                    raise
+                except Exception as error:
+                    raise tracer.failed(error) from error
+                tracer.finish(result)
     return tracer.graph, tracer.attributes.read_between()
 
 
@@ -86,6 +90,11 @@ class Decides(TryAgain):
     def __init__(self, error: str, *, expected: str = "", fix: str = "", inputs: Sequence[int] = ()) -> None:
         self.inputs = inputs
         super().__init__(error, expected=expected, fix=fix)
+
+
+def set_data(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor other memory, as code between blocks does."""
+    tensor.data = value
 
 
 class _Tracer(Notes, TorchFunctionMode):
@@ -98,6 +107,10 @@ class _Tracer(Notes, TorchFunctionMode):
         self.within: list[str] = []  # the current block
         self.taken: set[int] = set()  # tensors among the current block's arguments
         self.reads: set[str] = set()
+        self.changed_inside: set[str] = set()  # parts of the state that the current block changes
+        # By their memory: `weight.data.mul_(2)` changes no version.
+        states = ((skeleton.states.get(id(tensor), ""), tensor) for tensor in skeleton.alive)
+        self.state_memory = {id(tensor.untyped_storage()): name for name, tensor in states}
         self.drawn: dict[int, bool] = {}  # random tensors created between blocks: whether uniform from 0 to 1
         self.broken = ""  # the block that failed
         self.read: tuple[Tensor, ...] = ()  # tensors whose values were read last, between blocks
@@ -107,11 +120,13 @@ class _Tracer(Notes, TorchFunctionMode):
         self.undecided: Undecided | None = None  # raised, whatever the forward makes of it
         self.thread = threading.get_ident()
         self.names = skeleton.names
-        self.attributes = Attributes(skeleton.names, self._who)
+        self.attributes = Attributes(skeleton.names, self._who, skeleton.kept)
         self.function = ""  # the current autograd function, between blocks
         self.nodes: dict[int, Any] = {}  # replacements for nodes of autograd's graph, one each
         self.surroundings = Surroundings(module for name, module in skeleton.model.named_modules() if name in inside)
         self.variables = self.surroundings.now()
+        places = {name: tensor for name, tensor in skeleton.places.items() if name.rpartition(".")[0] in inside}
+        self.kept = Kept(skeleton.model, self.surroundings, places)
         self.chance = HostChance()  # Python's random state when the last block ended
         self.marks = frozenset(vars(skeleton.fakes([Meta(torch.Size((1,)), torch.float32)])[0]))
         for tensor in inputs:
@@ -137,6 +152,8 @@ class _Tracer(Notes, TorchFunctionMode):
             self._look(tensor)
         self._ask(func, tensors)
         result = func(*args, **kwargs)
+        by_name = args[:1] if property_of(func, "__set__") == "data" else changed_by_name(name_of(func), args, kwargs)
+        self.changed_inside |= {self.state_memory.get(id(tensor.untyped_storage()), "") for tensor in by_name}
         known = {id(tensor) for tensor in tensors}
         for tensor in tensors_in(result):
             if id(tensor) not in known:
@@ -176,7 +193,10 @@ class _Tracer(Notes, TorchFunctionMode):
     def _noted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if transformed():
             return func(*args, **kwargs)
+        if property_of(func, "__set__") == "data" and self._is_frozen_state(*args):
+            func = set_data
         refuse_function(func)
+        refuse_own_generator((*args, *kwargs.values()))
         tensors = tensors_in((args, kwargs))
         if self.drawn and name_of(func) in _READS and any(id(tensor) in self.drawn for tensor in tensors):
             raise ModelError(
@@ -193,17 +213,32 @@ class _Tracer(Notes, TorchFunctionMode):
                 answer = self._answer(name_of(func), tensors[0])
                 if answer is not MISSING:
                     return answer
+        by_name = [args[0]] if func is set_data else changed_by_name(name_of(func), args, kwargs)
+        self._find_place(tensors[:1] if property_of(func) == "data" else by_name)
         versions = [version_of(tensor) for tensor in tensors]
-        result = self._result(func, args, kwargs, tensors)
+        result = args[0].copy_(args[1]) if func is set_data else self._result(func, args, kwargs, tensors)
         if property_of(func) == "grad_fn":
             return None if result is None else self.nodes.setdefault(id(result), node_like(result))
         changed = [tensor for tensor, before in zip(tensors, versions, strict=True) if version_of(tensor) != before]
+        changed += [tensor for tensor in by_name if not any(tensor is other for other in changed)]
         if func is Tensor.requires_grad_ or property_of(func, "__set__") == "requires_grad":
             func, changed = Tensor.requires_grad_, [tensors[0]]
         if changed or any(id(tensor) not in self.numbers for tensor in tensors_in(result)):
             self.note(func, args, kwargs, result, changed)
         self._follow_chance(func, args, result)
         return result
+
+    def _is_frozen_state(self, tensor: Tensor, value: Tensor) -> bool:
+        """Whether a tensor is a frozen parameter or a buffer, and another one fits its memory."""
+        is_state = id(tensor) in self.skeleton.states and not tensor.requires_grad
+        return is_state and (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
+
+    def _find_place(self, changed: Iterable[Tensor]) -> None:
+        """Have tensors that the model keeps, and that its forward will change, held by a stage; refuse others."""
+        for tensor in changed:
+            if place := self.kept.place_of(tensor):
+                raise Changes(place)
+            self.kept.refuse(tensor)
 
     def _answer(self, name: str, tensor: Tensor) -> Any:
         """Return what the forward reads of its integer inputs; MISSING if it depends on anything else."""
@@ -268,8 +303,9 @@ class _Tracer(Notes, TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             versions = [version_of(tensor) for tensor in tensors]
         self.taken = {id(tensor) for tensor in tensors}
-        own_names = {self.skeleton.states.get(id(param), "") for param in (*module.parameters(), *module.buffers())}
-        self.reads = set()
+        own = {self.skeleton.states.get(id(p), ""): p for p in (*module.parameters(), *module.buffers())}
+        before_block = {name: version_of(p) for name, p in own.items()}
+        self.reads, self.changed_inside = set(), set()
         self.within.append(name)
         try:
             result = self.skeleton.run(module, call, args, kwargs)
@@ -283,12 +319,17 @@ class _Tracer(Notes, TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 result = mapped(result, lambda tensor: alias_of(tensor) if id(tensor) in self.taken else tensor)
         self.chance = HostChance()
+        self.kept.renew()
+        with torch._C.DisableTorchFunction():
+            changed_names = {state for state, p in own.items() if version_of(p) != before_block[state]}
+            changed_names |= self.changed_inside
+        self.uses.append(Use(len(self.graph.calls), own.keys() | self.reads, changed_names))
         self._follow_uneven(name, tensors, result)
         refuse_changed(name, before, pack((args, kwargs)))
         refuse_marked(self._unmarked(tensors_in(result)), self.marks, f"{name!r} returns")
         with torch._C.DisableTorchFunction():
             changed = [tensor for tensor, before in zip(tensors, versions, strict=True) if version_of(tensor) != before]
-            self.note(None, args, kwargs, result, changed, block=name, reads=sorted(self.reads - own_names))
+            self.note(None, args, kwargs, result, changed, block=name, reads=sorted(self.reads - own.keys()))
         return result
 
     def _begin(self, module: nn.Module, name: str) -> None:
@@ -306,6 +347,7 @@ class _Tracer(Notes, TorchFunctionMode):
                 expected="a forward that does the same between its blocks in every step",
                 fix=_DRAW_INSIDE.replace("layerdrop=0", "layerdrop=0, apply_spec_augment=False"),
             )
+        self.kept.refuse_drawn()
         if name := self.surroundings.changed(self.variables):
             raise ModelError(
                 f"the model's forward, or one of its blocks, changes {name}, which the forward reads between blocks",
@@ -413,6 +455,7 @@ class _Tracer(Notes, TorchFunctionMode):
         refuse_objects(self.graph.output_form, "the model's output")
         self.graph.outputs = tuple(self.number(tensor, "the model's output") for tensor in tensors)
         self._keep_uneven_together()
+        self._keep_changes_together()
 
     def failed(self, error: Exception) -> ModelError:
         """Return the error to raise for one that occurred while tracing."""

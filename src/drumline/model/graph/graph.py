@@ -72,6 +72,7 @@ class CallGraph:
     output_form: Any = None
     outputs: tuple[int, ...] = ()
     barriers: list[Barrier] = field(default_factory=list)
+    changed: frozenset[str] = frozenset()  # parts of the model's state that calls change in place
 
     def is_carried(self, value: int) -> bool:
         """Whether a value must be passed from call to call, because it does not exist on every rank."""

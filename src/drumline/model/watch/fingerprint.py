@@ -1,7 +1,8 @@
 """The current state of a value, cheap to take and compare, so that every step can check whether it has changed.
 
 Numbers and text are compared by type and value; containers and plain objects by their contents; tensors by identity and
-by how often they were changed in place; everything else by identity.
+by how often they were changed in place; methods by their objects; variables of a context and weak references by what
+they give; everything else by identity.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import warnings
 from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from enum import Enum, auto
 from functools import lru_cache, partial
 from types import (
@@ -27,6 +29,7 @@ from types import (
     TracebackType,
 )
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -36,7 +39,7 @@ PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.d
 _PLAIN = frozenset(PLAIN)
 _ORDERED = (list, tuple)
 _KINDS = (list, tuple, deque, dict, OrderedDict, defaultdict, set, frozenset)
-_CHANGING = (list, deque, set, dict, np.ndarray, array, bytearray, partial)
+_CHANGING = (list, deque, set, dict, np.ndarray, array, bytearray, partial, ContextVar, ref)
 _SETTLED = (*PLAIN, tuple, frozenset)
 _DEPTH = 6
 _SIZED = (list, tuple, deque, dict, set, frozenset)
@@ -49,7 +52,7 @@ _APART = (
     threading.Event, threading.Condition, threading.Semaphore, type(threading.Lock()), type(threading.RLock()),
     BaseException, CodeType, FrameType, TracebackType,
 )  # fmt: skip
-_WHOLE = (nn.Module, Tensor, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, *_APART)
+WHOLE = (nn.Module, Tensor, type, FunctionType, BuiltinFunctionType, ModuleType, *_APART)
 _said: set[tuple[str, str]] = set()
 # Libraries whose code reads no variable that a user changes between two steps, with what they are made of.
 LIBRARIES = sys.stdlib_module_names | {
@@ -94,7 +97,7 @@ def _sort(kind: type) -> _Sort:
         return _Sort.PLAIN
     if issubclass(kind, Tensor):
         return _Sort.TENSOR
-    if issubclass(kind, _WHOLE) and not issubclass(kind, _SIZED):
+    if issubclass(kind, WHOLE) and not issubclass(kind, _SIZED):
         return _Sort.WHOLE
     return _Sort.ROW if kind in _ORDERED else _Sort.TABLE if kind is dict else _Sort.OTHER
 
@@ -183,7 +186,15 @@ def _opened(value: Any, kind: type, same: Same) -> tuple[Any, Iterable[Any]]:
     if isinstance(value, partial):
         same.append(value.func)
         return None, (value.args, value.keywords)
+    if isinstance(value, MethodType):
+        same.append(value.__func__)
+        return None, (value.__self__,)
     same.append(value)
+    if isinstance(value, ContextVar):
+        return None, (value.get(None),)
+    if isinstance(value, ref):  # what it refers to is not kept alive here
+        value = value()
+        return id(value), (_fields(value) or {}).values()
     if isinstance(value, np.ndarray | array | bytearray):
         return _numbers(value), ()
     fields = _fields(value)
@@ -216,7 +227,7 @@ def _numbers(value: Any) -> Any:
 
 def _fields(value: Any) -> dict[str, Any] | None:
     """Return the fields of a user-defined object, including plain ones of its class."""
-    if isinstance(value, _WHOLE):
+    if isinstance(value, (*WHOLE, MethodType)):
         return None
     fields: dict[str, Any] = dict(getattr(value, "__dict__", ()))
     kind = type(value)
@@ -270,5 +281,7 @@ def can_change(value: Any) -> bool:
     """
     if isinstance(value, _CHANGING):
         return True
+    if isinstance(value, MethodType):
+        return can_change(value.__self__)
     fields = None if isinstance(value, _SETTLED) else _fields(value)
     return fields is not None and (bool(fields) or hasattr(value, "__dict__"))

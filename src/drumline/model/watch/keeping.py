@@ -3,6 +3,7 @@
 ::
 
     buffers, modes, attributes of modules            put back
+    frozen weights of modules of the user's own      so are these, up to 1 GiB
     lists, dicts, sets, plain tensors, arrays,       what is in them is restored, wherever modules or the code
     random generators, objects of the user's own     of their classes reach them: attributes, globals, closures
     anything else (iterators, files, C++ objects)    stays as the run left it
@@ -38,6 +39,7 @@ _CODE = (type, FunctionType, BuiltinFunctionType, property, staticmethod, classm
 _USED = (nn.Module, FunctionType, MethodType, partial, *OWN_GENERATORS)  # by functions, without being watched
 _DEPTH = 5
 _MOST = 4096  # entries of a container that are looked into
+MOST_FROZEN_BYTES = 2**30  # of frozen weights that are copied, because a forward may change them
 _MOST_BYTES = 2**26  # of a tensor or an array that is kept
 
 
@@ -58,6 +60,7 @@ def undisturbed(modules: Iterable[nn.Module] = (), loss: Any = None) -> Iterator
     modules = [*modules, *(module for root in roots if isinstance(root, nn.Module) for module in root.modules())]
     memory = Memory()
     memory.note([*modules, *roots])
+    frozen = [(parameter, parameter.detach().clone()) for parameter in _frozen_in(modules)]
     variables = Surroundings(modules, roots).variables()
     memory.note(value for value, _ in variables)
     kinds = dict.fromkeys(cls for kind in dict.fromkeys(map(type, modules)) for cls in kind.__mro__)
@@ -73,6 +76,10 @@ def undisturbed(modules: Iterable[nn.Module] = (), loss: Any = None) -> Iterator
                 if vars(cls).get(name) is not value:
                     setattr(cls, name, value)
         memory.put_back()
+        with torch.no_grad():
+            for parameter, before in frozen:
+                if not _same_bits(parameter, before):
+                    parameter.copy_(before)
 
 
 @contextmanager
@@ -81,6 +88,44 @@ def nothing_left(modules: Sequence[nn.Module], randomness: Randomness, loss: Any
     chance = HostChance()
     with undisturbed(modules, loss), randomness.kept_aside(), chance.keeping_state():
         yield chance
+
+
+def of_own_code(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the ids of modules that are of a user's class, or inside of one: their code may change their weights.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2))
+    >>> of_own_code(model.modules())
+    set()
+    """
+    own: set[int] = set()
+    for module in modules:
+        if id(module) not in own and not is_known(type(module)):
+            own.update(map(id, module.modules()))
+    return own
+
+
+def sample_of(weight: Tensor) -> Tensor:
+    """Return a copy of a few of a weight's elements.
+
+    >>> sample_of(torch.arange(6.0)).tolist()
+    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    """
+    if type(weight) not in (Tensor, nn.Parameter) or weight.layout is not torch.strided or weight.is_meta:
+        return torch.empty(0)
+    return weight.detach().reshape(-1)[:: max(1, weight.numel() // 64)].clone()
+
+
+def _frozen_in(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Return the frozen weights that code of the user's own may change: a teacher that follows a student."""
+    own = of_own_code(modules)
+    weights = {
+        id(weight): weight
+        for module in modules
+        if id(module) in own
+        for weight in module._parameters.values()
+        if weight is not None and not weight.requires_grad and type(weight) is nn.Parameter and not weight.is_meta
+    }
+    return list(weights.values()) if sum(each.nbytes for each in weights.values()) <= MOST_FROZEN_BYTES else []
 
 
 def _behind(loss: Any) -> list[Any]:

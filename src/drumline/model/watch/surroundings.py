@@ -21,6 +21,7 @@ from operator import attrgetter
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from drumline.model.hooks import FORWARD
@@ -29,7 +30,29 @@ from drumline.model.watch.fingerprint import LIBRARIES, PLAIN, Same, can_change,
 
 Reader = Callable[[], Any]
 _OWN_LIBRARIES = LIBRARIES | {"drumline"}
+# What is set for all of torch. `torch.get_float32_matmul_precision` raises if both of its settings were used.
+_SETTINGS: dict[str, Reader] = {
+    "the default dtype": torch.get_default_dtype,
+    "the precision of products on the host": partial(torch._C._get_fp32_precision_getter, "mkldnn", "matmul"),
+    "the precision of products on CUDA": partial(torch._C._get_fp32_precision_getter, "cuda", "matmul"),
+    "the precision of convolutions": partial(torch._C._get_fp32_precision_getter, "cuda", "conv"),
+    "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
+    "torch.autograd.set_detect_anomaly": torch.is_anomaly_enabled,
+    "the number of threads": torch.get_num_threads,
+    "torch.backends.cudnn.enabled": torch._C._get_cudnn_enabled,
+    "torch.backends.cudnn.benchmark": torch._C._get_cudnn_benchmark,
+    "torch.backends.cudnn.deterministic": torch._C._get_cudnn_deterministic,
+}
 _PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__", "__dict__")  # what can change in a function
+
+
+def settings_of_torch() -> tuple[Any, ...]:
+    """Return what is set for all of torch, which a forward may ask for.
+
+    >>> settings_of_torch() == settings_of_torch()
+    True
+    """
+    return tuple(read() for read in _SETTINGS.values())
 
 
 class Surroundings:
@@ -54,6 +77,7 @@ class Surroundings:
         for module in modules:
             for function in _functions_of(module):
                 self._follow(function)
+            self._look_at_class(type(module))
         for function in functions:
             self._follow(_plain(function))
         self._names = [function.__name__ for function in self._functions.values()]
@@ -103,6 +127,11 @@ class Surroundings:
         functions = [(parts, _nothing) for parts in map(_PARTS, self._functions.values())]
         return [*functions, *((read(), _setter(read)) for read in self._readers.values())]
 
+    def named(self) -> list[tuple[str, Any, Callable[[Any], None]]]:
+        """Return every variable's name and value, with a function that gives it another."""
+        names = self._names[len(self._functions) :]
+        return [(name, read(), _setter(read)) for name, read in zip(names, self._readers.values(), strict=True)]
+
     def changed(self, before: Sequence[Any]) -> str:
         """Return the name of a variable that has changed, if any."""
         states = zip(self._names, before, self.now(), strict=True)
@@ -142,14 +171,26 @@ class Surroundings:
         for name in names & space.keys():
             self._look(partial(space.get, name, MISSING), (id(space), name), names)
 
+    def _look_at_class(self, kind: type) -> None:
+        """Find values of a module's class that its functions may read by `type(self)`."""
+        for cls in kind.__mro__:
+            if not is_known(cls) and (id(cls), "") not in self._readers:
+                self._readers[id(cls), ""] = partial(_itself, cls)
+                functions = (_plain(item) for item in vars(cls).values())
+                code = [item.__code__ for item in functions if isinstance(item, FunctionType)]
+                for name in {name for each in code for name in _names_in(each)} & vars(cls).keys():
+                    if not hasattr(type(vars(cls)[name]), "__get__") and _is_watched(vars(cls)[name]):
+                        self._readers[id(cls), name] = partial(vars(cls).get, name, MISSING)
+
     def _look(self, read: Reader, key: tuple[int, str], names: set[str]) -> None:
         value = read()
         if isinstance(value, FunctionType | MethodType) or _has_memory(value):
             self._follow(_plain(value))
             self._readers[key] = read
         elif isinstance(value, ModuleType | type):
-            if not is_known(value):
+            if isinstance(value, type) or not is_known(value):
                 self._readers[key] = read
+            if not is_known(value):
                 space = vars(value)
                 for name in names & space.keys():
                     item = _plain(space[name])
@@ -185,6 +226,10 @@ def _inside(function: FunctionType) -> tuple[Any, ...]:
     return parts
 
 
+def _itself(value: Any) -> Any:
+    return value
+
+
 def _nothing(value: Any) -> None:
     """Set nothing: a function's parts are restored by what they hold."""
 
@@ -205,13 +250,23 @@ def _setter(read: Reader) -> Callable[[Any], None]:
 
 
 def _is_watched(value: Any) -> bool:
-    return type(value) in PLAIN or isinstance(value, Tensor | tuple) or can_change(value)
+    is_plain = type(value) in PLAIN or isinstance(value, Tensor | tuple)
+    return is_plain or callable(value) or hasattr(type(value), "__next__") or can_change(value)
 
 
 def is_known(thing: Any) -> bool:
     """Whether a module, class or function belongs to a library."""
     name = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", None) or ""
-    return name.partition(".")[0] in _OWN_LIBRARIES
+    return is_of_a_library(name)
+
+
+def is_of_a_library(module: str) -> bool:
+    """Whether a module of this name belongs to a library.
+
+    >>> is_of_a_library("torch.nn"), is_of_a_library("__main__")
+    (True, False)
+    """
+    return module.partition(".")[0] in _OWN_LIBRARIES
 
 
 def _functions_of(module: nn.Module) -> Iterator[Any]:

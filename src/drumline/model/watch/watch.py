@@ -24,7 +24,7 @@ from drumline.model.catalogue import whole_name
 from drumline.model.hooks import BACKWARD, FORWARD
 from drumline.model.values import MISSING
 from drumline.model.watch.fingerprint import PLAIN, Same, fingerprint
-from drumline.model.watch.surroundings import Surroundings, is_known
+from drumline.model.watch.surroundings import Surroundings, is_known, settings_of_torch
 
 AttributeName = tuple[str, str]  # the names of a module and of its attribute
 _HOOKS = (*FORWARD, *BACKWARD)
@@ -63,7 +63,14 @@ class Watch:
     (False, False, True, False)
     """
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]], inside: frozenset[str]) -> None:
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        inside: frozenset[str],
+        held: frozenset[str] = frozenset(),
+    ) -> None:
+        places = [name.rpartition(".") for name in held]
+        self._held = {path: [key for other, _, key in places if other == path] for path, _, _ in places}
         self._modules = {name: ref(module) for name, module in modules}
         self._inside = {name: module for name, module in self._modules.items() if name in inside}
         self._children = {name: _children(module) for name, module in self._named()}
@@ -88,10 +95,16 @@ class Watch:
     def begin(self) -> None:
         """Record the current parameters and buffers between blocks as the expected ones."""
         self._tables = [
-            (name, reference, dict(module._parameters), dict(module._buffers))
+            (name, reference, dict(module._parameters), self._buffers_of(name, module))
             for name, reference in self._inside.items()
             if (module := reference()) is not None
         ]
+
+    def _buffers_of(self, name: str, module: nn.Module) -> Table:
+        """Return a module's buffers, and the tensors in its attributes that stages hold like these."""
+        table = dict(module._buffers)
+        table.update((key, module.__dict__.get(key)) for key in self._held.get(name, ()))
+        return table
 
     def has_changed(self) -> bool:
         """Whether anything has changed since the last call; refuse replaced modules."""
@@ -107,7 +120,7 @@ class Watch:
         """Return the modules' modes, and all else that is looked after."""
         spaces = [module.__dict__ for module in self._alive()]
         modes = [space["training"] for space in spaces]
-        states: list[Any] = global_hooks()
+        states: list[Any] = [*global_hooks(), settings_of_torch()]
         states += [code_of(module) for module in _living(self._inside.values())]
         states += [[*map(list, tables)] for tables in map(_TABLES, spaces) if any(tables)]
         parameters = chain.from_iterable([space["_parameters"].values() for space in spaces])
@@ -151,10 +164,11 @@ class Watch:
                         expected="the original parameter, because the forward uses it between blocks",
                         fix="change it in place, use load_state_dict, or create a new pipeline",
                     )
-            new = [(key, buffer) for key, buffer in module._buffers.items() if buffer is not buffers.get(key)]
+            now = self._buffers_of(name, module)
+            new = [(key, buffer) for key, buffer in now.items() if buffer is not buffers.get(key)]
             if new:
                 tensors += [(whole_name(name, key), tensor) for key, tensor in new if tensor is not None]
-                self._tables[at] = (name, reference, parameters, dict(module._buffers))
+                self._tables[at] = (name, reference, parameters, now)
         return tensors
 
 
@@ -173,11 +187,11 @@ def _children(module: nn.Module) -> list[tuple[str, int]]:
 
 
 def _of_class(module: nn.Module, key: str) -> Any:
-    """Return an attribute of a module's class without running any code: a plain one."""
+    """Return an attribute of a module's class without running any code: a value, not a method or a property."""
     for cls in type(module).__mro__:
         if key in cls.__dict__:
             value = cls.__dict__[key]
-            return value if type(value) in PLAIN else MISSING
+            return MISSING if hasattr(type(value), "__get__") else value
     return MISSING
 
 
