@@ -10,6 +10,7 @@ if another cut beats what any program of this cut could reach, layers move; else
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -351,8 +352,9 @@ class Decider:
         without = self._without(trial)
         real = np.array(self._taken[-len(without) :])
         gains = 1.0 - real / without
-        mean, enough = float(gains.mean()), self.settings.least_gain / 2
-        is_kept = mean + _SURE * float(noise_of(gains)) / np.sqrt(len(gains)) >= enough
+        # To undo a move costs another pause, so that it stays unless it loses.
+        mean, enough = float(gains.mean()), 0.0 if trial.kind == CUT else self.settings.least_gain / 2
+        is_kept = bool(mean + _SURE * float(noise_of(gains)) / math.sqrt(len(gains)) >= enough)
         onward = None
         if is_kept and mean < enough and len(self._taken) < _TRIAL:
             onward = self._cut(step)  # nothing is certain yet; but speeds may have changed
