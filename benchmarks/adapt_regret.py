@@ -31,6 +31,8 @@ from regret_world import SINCE, Kind, World, kinds, noise
 from drumline.adapt.decide import Decider
 from drumline.adapt.proposal import Arrangement
 from drumline.adapt.settings import Adapt
+from drumline.report.draw.palette import MUTED
+from drumline.report.draw.sheet import rect, sheet, text
 
 STEPS, SEEDS = 400, 8
 NOISES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)
@@ -188,6 +190,49 @@ def report(all_cells: Sequence[Cell]) -> Iterator[str]:
         written = [f"{number:8.2%}" if bar.most < 1 else f"{number:8.0f}" for number in (bar.most, value)]
         where = f"{cell.schedule} P={cell.ranks} noise {cell.noise:.0%}, {cell.kind.name}"
         yield f"{'BREAKS' if any(those) else 'holds':6} {bar.name:70} {' '.join(written)}  {sum(those):4} of {len(those):<4} {where}"
+
+
+# ---- the picture -------------------------------------------------------------------------------------------------
+
+_SIDE, _ROW, _NAMES, _TOP = 46, 17, 170, 96
+_STEPS = ((-1.0, "#0072b2"), (-0.05, "#56a5d6"), (-0.005, "#c9e2f2"), (0.005, "#f2f2ef"), (0.02, "#f6c9a8"))
+_WORST = "#d55e00"
+
+
+def draw(all_cells: Sequence[Cell]) -> str:
+    """Return a map: a row for every kind of slowness, a column for every noise; blue gains, orange loses.
+
+    Each square is the mean over counts of ranks, schedules and seeds, beside nothing on the left and beside the oracle
+    on the right.
+    """
+    noises = sorted({cell.noise for cell in all_cells})
+    names = list(dict.fromkeys(cell.kind.name for cell in all_cells))
+    lines = []
+    for side, (title, field_name) in enumerate((("beside nothing", "over_nothing"), ("beside the oracle", "over_oracle"))):
+        left = _NAMES + side * (_SIDE * len(noises) + 28)
+        lines.append(text(left, _TOP - 28, title))
+        lines += [text(left + _SIDE * (at + 0.5), _TOP - 8, f"{sigma:.0%}", anchor="middle", fill=MUTED)
+                  for at, sigma in enumerate(noises)]  # fmt: skip
+        for row, name in enumerate(names):
+            for at, sigma in enumerate(noises):
+                each = [getattr(cell, field_name) for cell in all_cells if (cell.kind.name, cell.noise) == (name, sigma)]
+                value = float(np.mean([np.mean(values) for values in each]))
+                x, y = left + _SIDE * at, _TOP + _ROW * row
+                note = f"{name}, noise {sigma:.0%}: {value:+.1%} {title}"
+                lines.append(rect(x, y, _SIDE - 1, _ROW - 1, hue(value), note=note))
+                lines.append(text(x + _SIDE / 2, y + 12, f"{100 * value:+.1f}", anchor="middle", fill=ink(value)))
+    lines += [text(_NAMES - 10, _TOP + _ROW * row + 12, name, anchor="end") for row, name in enumerate(names)]
+    width = _NAMES + 2 * _SIDE * len(noises) + 28 + 16
+    title = "What adapting loses (+) and gains (-), % of all steps, by noise"
+    return sheet(lines, width=width, height=_TOP + _ROW * len(names) + 14, title=title, about="regret by cell")
+
+
+def hue(value: float) -> str:
+    return next((colour for least, colour in reversed(_STEPS) if value >= least), _STEPS[0][1]) if value < 0.05 else _WORST
+
+
+def ink(value: float) -> str:
+    return "#ffffff" if value < -0.05 or value >= 0.05 else "#17212b"
 
 
 def main() -> None:

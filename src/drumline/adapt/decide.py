@@ -41,7 +41,7 @@ from drumline.plan.cut.cuts import Counts
 _WARM_UPS = 2  # steps after the start that are not looked at
 _SETTLING = 1  # the same after a change
 _RECENT = 3  # steps by which costs are judged
-_TRIAL = 9  # steps after which a change stays, unless it surely loses
+_TRIAL = 9  # steps after which a move stays that does not gain
 _SURE = 2.0  # standard errors by which a change surely loses
 _DOUBLINGS = 3  # of the least gain, once for every time that a change was taken back
 _BYTES_PER_SECOND = 5e8  # of a move, until one was measured
@@ -89,7 +89,7 @@ class Decider:
         self._instead: Proposal | None = None  # the cut to take if the search finds nothing as good
         self._trial: Proposal | None = None  # the change that is being judged
         self._refused: dict[tuple[str, Any], int] = {}  # how often a change was taken back
-        self._barred: set[tuple[str, Any]] = set()  # those taken back since anything drifted
+        self._barred: dict[tuple[str, Any], int] = {}  # those taken back since anything drifted, and after which step
         self._most_pairs = settings.max_activations or max(simulate(now.program).peak_activations)
         self._paused: tuple[float, int] = (0.0, 0)  # seconds and bytes of the last move
 
@@ -263,7 +263,9 @@ class Decider:
         after, scale = replace(self.now, counts=found.counts), self._cut_scale
         before, then = (scale * self._on(found.slowness).seconds(counts) for counts in (self.now.counts, found.counts))
         proposal = Proposal(step, CUT, found.why, self.now, after, before, then, scale=scale)
-        return proposal if self._admits(proposal) else None
+        # A sign that has lasted since the change was taken back is the same as then.
+        begun = self._watch.count - found.verdict.age
+        return proposal if self._admits(proposal, begun) else None
 
     @property
     def _cut_scale(self) -> float:
@@ -331,11 +333,11 @@ class Decider:
         saved = (proposal.seconds - proposal.predicted) * self.settings.within
         return proposal if saved > _SECONDS_TO_CHANGE and self._admits(proposal) else None
 
-    def _admits(self, proposal: Proposal) -> bool:
-        """Whether a change gains enough, and was not taken back since anything drifted; each time asks for more."""
+    def _admits(self, proposal: Proposal, begun: int = 0) -> bool:
+        """Whether a change gains enough, and was not taken back since its sign begun; each time asks for more."""
         target = _target(proposal)
         times = min(self._refused.get(target, 0), _DOUBLINGS)
-        return target not in self._barred and proposal.gain >= self.settings.least_gain * 2**times
+        return begun > self._barred.get(target, -1) and proposal.gain >= self.settings.least_gain * 2**times
 
     # ---- what came of it ---------------------------------------------------------------------------------------------
 
@@ -352,11 +354,8 @@ class Decider:
         without = self._without(trial)
         real = np.array(self._taken[-len(without) :])
         gains = 1.0 - real / without
-        # To undo a move costs another pause, so that it stays unless it loses.
-        mean, enough = float(gains.mean()), 0.0 if trial.kind == CUT else self.settings.least_gain / 2
-        is_kept = bool(mean + _SURE * float(noise_of(gains)) / math.sqrt(len(gains)) >= enough)
-        onward = None
-        if is_kept and mean < enough and len(self._taken) < _TRIAL:
+        is_kept, onward = not self._loses(trial, real, gains), None
+        if is_kept and trial.kind == CUT and gains.mean() < 0 and len(self._taken) < _TRIAL:
             onward = self._cut(step)  # nothing is certain yet; but speeds may have changed
             if onward is None:
                 return None
@@ -367,9 +366,20 @@ class Decider:
             return onward
         target = _target(trial)
         self._refused[target] = self._refused.get(target, 0) + 1
-        self._barred.add(target)
+        self._barred[target] = 0 if self._watch is None else self._watch.count
         why = f"a step takes {measured * 1e3:.1f} ms, predicted were {trial.predicted * 1e3:.1f} ms"
         return Proposal(step, trial.kind, why, self.now, trial.before, measured, alone, is_back=True)
+
+    def _loses(self, trial: Proposal, real: Floats, gains: Floats) -> bool:
+        """Whether to take a change back: a move, where the cut before it pays by now; else what surely gains too little."""
+        if trial.kind != CUT or self._watch is None:
+            bound = float(gains.mean() + _SURE * noise_of(gains) / math.sqrt(len(gains)))
+            return bound < self.settings.least_gain / 2
+        simulated = trial.scale * self._watch.seconds(self.now.counts, len(real))
+        before = trial.before.counts
+        longer = float(np.median(real / simulated))
+        verdict = self._watch.verdict(self.now.counts, before, pause=self._pause(before), longer=longer)
+        return verdict is not None and verdict.pays
 
     def _without(self, trial: Proposal) -> Floats:
         """Return what the last steps would have taken without a change: by the times of now, the scale of before."""

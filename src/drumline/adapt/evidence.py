@@ -1,8 +1,8 @@
 """Whether another arrangement pays, by what it would have saved in every step that was seen.
 
-    gains      what the other cut would have saved in each step, as a share of it, from the ranks' measured speeds
-    ─ ─ ─ ─ ╱╲ ─ ─ ─ ─ ╱╲ ─ ─ ─ ─ ╱      their sum goes up and down: ups and downs beyond the noise are spells
-            4          4          3       the present spell has lasted 3 steps; earlier ones lasted 4
+    gains      what the other cut would have saved in each step, as a share of a step
+    ────╱╲────╱╲────╱       their sum goes up and down: ups and downs beyond the noise are spells
+        4     4     3       the present one has lasted 3 steps; earlier ones lasted 4
 
 A change pays if the lower confidence bound of the gain, for as long as the present spell should still last, exceeds the
 pause, the pause to go back, and what is lost until the end of the spell has been noticed. A spell without earlier ones
@@ -109,10 +109,10 @@ class Verdict:
         return self.surely * self.lasts > self.costs
 
 
-def weighed(gains: Floats, *, pause: float, patience: int, within: int, ahead: Floats | None = None) -> Verdict | None:
+def weighed(gains: Floats, *, pause: float, patience: int, within: int) -> Verdict | None:
     """Return what a change is worth after these steps' gains; None unless each of the last few steps says that it pays.
 
-    `pause` is the share of a step that it takes, and `ahead` the gains of the last steps as they are to be expected.
+    `pause` is the share of a step that it takes.
 
     >>> weighed(np.array([-0.1] * 20 + [0.2] * 3), pause=0.05, patience=3, within=100).pays
     True
@@ -122,12 +122,11 @@ def weighed(gains: Floats, *, pause: float, patience: int, within: int, ahead: F
     if len(gains) < patience:
         return None
     noise = float(noise_of(gains))
-    expected = gains if ahead is None else np.append(gains[: len(gains) - len(ahead)], ahead)
-    if (expected[-patience:] <= 0).any():
+    if (gains[-patience:] <= 0).any():
         return None
-    *earlier, present = spells(expected, max(2.0 * pause, SURE * noise))
+    *earlier, present = spells(gains, max(2.0 * pause, SURE * noise))
     age = max(present.length if present.gain > 0 else 0, patience)
-    last = expected[-age:]
+    last = gains[-age:]
     total = float(last.sum())
     bound = float(surely(*map(np.asarray, (total, last.max(), float(age), noise))))
     ups = [spell.length for spell in earlier if spell.gain > 0 and _OUTLASTS * spell.length > age]

@@ -51,7 +51,7 @@ class Watch:
         self._rows: list[list[float]] = []
         self._planned: dict[Counts, list[float]] = {}
         self._due = dict.fromkeys(_WINDOWS, 0)  # the count of steps at which a window is looked at next
-        self._count = 0
+        self.count = 0  # of steps that were seen
         self._answers: list[tuple[Floats, Counts | None]] = []
 
     def begin(self, layers: Layers) -> None:
@@ -64,7 +64,7 @@ class Watch:
         planned = self._of(counts)
         self._rows.append([b / a if a > 0 and b > 0 else 1.0 for a, b in zip(planned, now, strict=True)])
         del self._rows[:-_KNOWN]
-        self._count += 1
+        self.count += 1
 
     def _of(self, counts: Counts) -> list[float]:
         if counts not in self._planned:
@@ -87,7 +87,7 @@ class Watch:
         `pause` returns the share of a step that a move takes. Unless something `has_changed`, a rank must be slower
         than its neighbour by the threshold.
         """
-        due = [window for window in _WINDOWS if window <= len(self._rows) and self._due[window] <= self._count]
+        due = [window for window in _WINDOWS if window <= len(self._rows) and self._due[window] <= self.count]
         known = np.log(self.last(_WINDOWS[-1]))
         ramp = self._ramp(known)
         if ramp is not None:
@@ -99,7 +99,7 @@ class Watch:
             if found is not None:
                 return found
             if ahead is None:
-                self._due[window] = self._count + max(window // 3, 1)
+                self._due[window] = self.count + max(window // 3, 1)
         return None
 
     def _judged(
@@ -125,7 +125,7 @@ class Watch:
         if not has_sign and longer < settings.threshold:
             return None
         slowness = np.exp(logs)
-        gains = 1.0 - (slowness * (even / level)).max(axis=1) / (slowness * planned).max(axis=1)
+        gains = _saved((slowness * planned).max(axis=1), (slowness * (even / level)).max(axis=1))
         if (gains[-settings.patience :] <= 0).any():
             return None
         last, noise = gains[-window:], noise_of(gains)
@@ -134,15 +134,24 @@ class Watch:
         better = self._best(level, choose)
         if better is None or better == counts or (only and better != only):
             return None
-        rows = self.last(_KNOWN)
-        if ahead is not None:
-            rows[-window:] = np.exp(ahead)
-        gains = 1.0 - self._layers.steps(better, rows) / self._layers.steps(counts, rows)
-        verdict = weighed(gains, pause=pause(better), patience=settings.patience, within=settings.within)
+        verdict = self.verdict(counts, better, pause=pause(better), ahead=ahead)
         if verdict is None or not verdict.pays or verdict.gain < settings.least_gain:
             return None
         why = f"rank {slow} computes {longer:.0%} longer than rank {beside}"
         return BetterCut(better, why, verdict, tuple(level.tolist()))
+
+    def verdict(
+        self, counts: Counts, other: Counts, *, pause: float, longer: float = 1.0, ahead: Floats | None = None
+    ) -> Verdict | None:
+        """Return what another cut is worth by all steps that are known, the last of them as they are to be expected.
+
+        `longer` is how many times as long as simulated the steps of this cut take.
+        """
+        rows = self.last(_KNOWN)
+        if ahead is not None:
+            rows[-len(ahead) :] = np.exp(ahead)
+        gains = _saved(self._layers.steps(counts, rows) * longer, self._layers.steps(other, rows))
+        return weighed(gains, pause=pause, patience=self._settings.patience, within=self._settings.within)
 
     def _best(self, level: Floats, choose: Choose) -> Counts | None:
         """Return the best cut for the ranks' slowness, which is the same for almost the same slowness."""
@@ -173,6 +182,12 @@ class Watch:
                 away: Floats = (count - 1) / 2 + _LEAD - times
                 return own + np.where(sure, slope, 0.0) * away[:, None]
         return None
+
+
+def _saved(now: Floats, other: Floats) -> Floats:
+    """Return what each step would have saved, as a share of the last ones: seconds of long steps count as others."""
+    result: Floats = (now - other) / now[-_WINDOWS[0] :].mean()
+    return result
 
 
 def _is_straight(values: Floats, line: Floats) -> bool:
