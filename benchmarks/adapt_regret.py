@@ -208,14 +208,17 @@ def draw(all_cells: Sequence[Cell]) -> str:
     noises = sorted({cell.noise for cell in all_cells})
     names = list(dict.fromkeys(cell.kind.name for cell in all_cells))
     lines = []
-    for side, (title, field_name) in enumerate((("beside nothing", "over_nothing"), ("beside the oracle", "over_oracle"))):
+    for side, (title, field_name) in enumerate(
+        (("beside nothing", "over_nothing"), ("beside the oracle", "over_oracle"))
+    ):
         left = _NAMES + side * (_SIDE * len(noises) + 28)
         lines.append(text(left, _TOP - 28, title))
         lines += [text(left + _SIDE * (at + 0.5), _TOP - 8, f"{sigma:.0%}", anchor="middle", fill=MUTED)
                   for at, sigma in enumerate(noises)]  # fmt: skip
         for row, name in enumerate(names):
             for at, sigma in enumerate(noises):
-                each = [getattr(cell, field_name) for cell in all_cells if (cell.kind.name, cell.noise) == (name, sigma)]
+                those = (cell for cell in all_cells if (cell.kind.name, cell.noise) == (name, sigma))
+                each = [getattr(cell, field_name) for cell in those]
                 value = float(np.mean([np.mean(values) for values in each]))
                 x, y = left + _SIDE * at, _TOP + _ROW * row
                 note = f"{name}, noise {sigma:.0%}: {value:+.1%} {title}"
@@ -228,7 +231,9 @@ def draw(all_cells: Sequence[Cell]) -> str:
 
 
 def hue(value: float) -> str:
-    return next((colour for least, colour in reversed(_STEPS) if value >= least), _STEPS[0][1]) if value < 0.05 else _WORST
+    if value >= 0.05:
+        return _WORST
+    return next((colour for least, colour in reversed(_STEPS) if value >= least), _STEPS[0][1])
 
 
 def ink(value: float) -> str:

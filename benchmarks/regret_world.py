@@ -99,9 +99,7 @@ class World:
     def layers(self) -> Layers:
         """The layers as they were timed."""
         times = OpTimes(BLOCK, 2 * BLOCK, BLOCK, BLOCK)
-        each = (
-            ProfiledBlock(str(at), times, 0, 0, 0, _WEIGHT, _WEIGHT, 0) for at in range(EACH * self.num_ranks)
-        )
+        each = (ProfiledBlock(str(at), times, 0, 0, 0, _WEIGHT, _WEIGHT, 0) for at in range(EACH * self.num_ranks))
         return Layers(Profile(tuple(each), OpTimes(0.0, 0.0, 0.0, 0.0), "cpu", 1), self.program)
 
     @cached_property

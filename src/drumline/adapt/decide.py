@@ -25,18 +25,16 @@ from drumline.adapt.measured_step import NAMED_QUEUE, series_of, stage_seconds
 from drumline.adapt.microbatches import Build, Groups, Sizing
 from drumline.adapt.proposal import CUT, NUMBER, PROGRAM, Arrangement, ChangeResult, Proposal
 from drumline.adapt.rebalance import Layers
+from drumline.adapt.recut import Recut
 from drumline.adapt.repair import Aside, is_split, least_seconds
-from drumline.adapt.settings import HALF, KEEP, SIZE, Adapt
-from drumline.adapt.watch import Watch, neighbours, on_slowness
+from drumline.adapt.settings import KEEP, SIZE, Adapt
 from drumline.core.costs import Costs
-from drumline.core.errors import DrumlineError
 from drumline.core.graph import Floats
 from drumline.core.measured.costs import costs_of
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
-from drumline.plan.cut.cuts import Counts
 
 _WARM_UPS = 2  # steps after the start that are not looked at
 _SETTLING = 1  # the same after a change
@@ -44,7 +42,6 @@ _RECENT = 3  # steps by which costs are judged
 _TRIAL = 9  # steps after which a move stays that does not gain
 _SURE = 2.0  # standard errors by which a change surely loses
 _DOUBLINGS = 3  # of the least gain, once for every time that a change was taken back
-_BYTES_PER_SECOND = 5e8  # of a move, until one was measured
 _SECONDS_TO_CHANGE = 0.02  # of taking up a program
 _UNTRIED = "no other number was tried yet"
 
@@ -70,15 +67,14 @@ class Decider:
     ) -> None:
         self.settings, self.now = settings, now
         self.judged: list[ChangeResult] = []
-        self._layers = layers if settings.rebalance != KEEP and now.counts else None
         self._build, self._search = build, search
         self._sizing: Sizing | None = None
         self._groups: Groups | None = None
         self._drift = Drift(threshold=settings.threshold)
-        self._watch = None if self._layers is None else Watch(settings, self._layers)
+        movable = layers is not None and settings.rebalance != KEEP and now.counts
+        self._recut = Recut(settings, layers) if movable and layers is not None else None
         self._has_changed = False  # whether anything has drifted since the last change of the pipeline
-        self._home: Counts = ()  # the cut before the last move: the way back is never blocked
-        self._taken: list[float] = []  # what steps took since the last change of the pipeline
+        self._taken: deque[float] = deque(maxlen=_TRIAL)  # what steps took since the last change of the pipeline
         self._recent: deque[Measured] = deque(maxlen=_RECENT)
         self._skip = _WARM_UPS
         self._rest = 0  # steps until another change may come
@@ -91,7 +87,6 @@ class Decider:
         self._refused: dict[tuple[str, Any], int] = {}  # how often a change was taken back
         self._barred: dict[tuple[str, Any], int] = {}  # those taken back since anything drifted, and after which step
         self._most_pairs = settings.max_activations or max(simulate(now.program).peak_activations)
-        self._paused: tuple[float, int] = (0.0, 0)  # seconds and bytes of the last move
 
     # ---- what is seen ------------------------------------------------------------------------------------------------
 
@@ -132,8 +127,8 @@ class Decider:
     def took(self, proposal: Proposal, now: Arrangement, *, seconds: float = 0.0, num_bytes: int = 0) -> None:
         """Hear that all ranks have taken up a proposal, how they run now, and what that took."""
         self.now = now
-        if proposal.kind == CUT:
-            self._paused, self._home = (seconds, num_bytes), proposal.before.counts
+        if proposal.kind == CUT and self._recut is not None:
+            self._recut.took(proposal, seconds=seconds, num_bytes=num_bytes)
         # Another program changes queues, but not what actions and messages take.
         levels = self._drift.levels if proposal.kind == PROGRAM else {}
         planned = {name: level for name, level in levels.items() if not name.startswith(NAMED_QUEUE)}
@@ -151,7 +146,7 @@ class Decider:
 
     def stay(self) -> None:
         """Hear that layers cannot move."""
-        self._layers = self._watch = None
+        self._recut = None
 
     def stop(self) -> None:
         """End a search that is under way."""
@@ -164,8 +159,8 @@ class Decider:
         self._taken.clear()
         self._drift.begin(planned)
         self._why, self._has_changed = [], False
-        if self._watch is not None and self._layers is not None and not keep_speeds:
-            self._watch.begin(replace(self._layers, program=self.now.program))
+        if self._recut is not None and not keep_speeds:
+            self._recut.begin(self.now)
 
     def _notice(self, step: int, value: Measured) -> None:
         changes: Sequence[Change] = self._drift.see(step, series_of(value))
@@ -175,8 +170,8 @@ class Decider:
             self._barred.clear()
             if self._sizing is not None:
                 self._sizing.forget(0)
-        if self._watch is not None:
-            self._watch.see(self.now.counts, stage_seconds(value))
+        if self._recut is not None:
+            self._recut.see(self.now, stage_seconds(value))
 
     # ---- candidates --------------------------------------------------------------------------------------------------
 
@@ -250,54 +245,12 @@ class Decider:
 
     def _cut(self, step: int) -> Proposal | None:
         """Return another cut that pays; soon after a change, only the one before it."""
-        if self._watch is None or self._layers is None:
+        if self._recut is None:
             return None
-        only = self._home if self._rest > 0 else ()
-        if self._rest > 0 and not only:
-            return None
-        found = self._watch.look(
-            self.now.counts, self._chosen, pause=self._pause, has_changed=self._has_changed, only=only
+        found = self._recut.proposed(
+            step, self.now, self._recent, has_changed=self._has_changed, only_back=self._rest > 0
         )
-        if found is None:
-            return None
-        after, scale = replace(self.now, counts=found.counts), self._cut_scale
-        before, then = (scale * self._on(found.slowness).seconds(counts) for counts in (self.now.counts, found.counts))
-        proposal = Proposal(step, CUT, found.why, self.now, after, before, then, scale=scale)
-        # A sign that has lasted since the change was taken back is the same as then.
-        begun = self._watch.count - found.verdict.age
-        return proposal if self._admits(proposal, begun) else None
-
-    @property
-    def _cut_scale(self) -> float:
-        """What a measured step takes for each second of a simulated one, by the last few steps."""
-        assert self._watch is not None
-        simulated = self._watch.seconds(self.now.counts, len(self._recent))
-        return median(step.makespan / each for step, each in zip(self._recent, simulated.tolist(), strict=True))
-
-    def _pause(self, counts: Counts) -> float:
-        """Return the share of a step that a move to a cut takes: as the last one, and more for more bytes."""
-        assert self._layers is not None
-        seconds, num_bytes = self._paused
-        more = max(self._layers.moved_bytes(self.now.counts, counts) - num_bytes, 0)
-        return (seconds + more / _BYTES_PER_SECOND) / self._seconds
-
-    def _on(self, slowness: Sequence[float]) -> Layers:
-        """Return the layers on ranks that take so many times as long as when layers were timed."""
-        assert self._layers is not None
-        latency = max((edge.latency for edge in self._costs.edges.values()), default=0.0)
-        return on_slowness(replace(self._layers, program=self.now.program, latency=latency), slowness)
-
-    def _chosen(self, slowness: Sequence[float]) -> Counts | None:
-        layers = self._on(slowness)
-        if self.settings.rebalance != HALF:
-            try:
-                return layers.best().counts
-            except DrumlineError:
-                return None  # nothing fits the memory: stay
-        planned = layers.rank_seconds(self.now.counts)
-        _, slow, beside = max(neighbours([a * b for a, b in zip(planned, slowness, strict=True)]))
-        counts = layers.half(self.now.counts, slow=slow, beside=beside)
-        return counts if counts is not None and layers.fits(counts) else None
+        return found[0] if found is not None and self._admits(*found) else None
 
     def _number(self, step: int) -> Proposal | None:
         """Return another number of microbatches that pays, or that is worth a try."""
@@ -351,14 +304,20 @@ class Decider:
             self._trial = None
             proposal = self._number(step)
             return None if proposal is None else replace(proposal, why=f"{self.now.words} was tried")
-        without = self._without(trial)
-        real = np.array(self._taken[-len(without) :])
-        gains = 1.0 - real / without
-        is_kept, onward = not self._loses(trial, real, gains), None
-        if is_kept and trial.kind == CUT and gains.mean() < 0 and len(self._taken) < _TRIAL:
-            onward = self._cut(step)  # nothing is certain yet; but speeds may have changed
-            if onward is None:
-                return None
+        real, onward = np.array(self._taken), None
+        if trial.kind == CUT and self._recut is not None:
+            without = self._recut.without(trial, len(real))
+            is_kept = not self._recut.is_better_back(trial, real)
+            if is_kept and real.mean() > without.mean() and len(real) < _TRIAL:
+                onward = self._cut(step)  # nothing is certain yet; but speeds may have changed
+                if onward is None:
+                    return None
+        else:
+            without = self._without(trial)
+            real = real[-len(without) :]
+            gains = 1.0 - real / without
+            bound = float(gains.mean() + _SURE * noise_of(gains) / math.sqrt(len(gains)))
+            is_kept = bound >= self.settings.least_gain / 2
         self._trial = None
         measured, alone = float(np.median(real)), float(np.median(without))
         self.judged.append(ChangeResult(step, trial, measured, alone, is_kept))
@@ -366,25 +325,12 @@ class Decider:
             return onward
         target = _target(trial)
         self._refused[target] = self._refused.get(target, 0) + 1
-        self._barred[target] = 0 if self._watch is None else self._watch.count
+        self._barred[target] = 0 if self._recut is None else self._recut.count
         why = f"a step takes {measured * 1e3:.1f} ms, predicted were {trial.predicted * 1e3:.1f} ms"
         return Proposal(step, trial.kind, why, self.now, trial.before, measured, alone, is_back=True)
 
-    def _loses(self, trial: Proposal, real: Floats, gains: Floats) -> bool:
-        """Whether to take a change back: a move, where the cut before it pays by now; else what surely gains too little."""
-        if trial.kind != CUT or self._watch is None:
-            bound = float(gains.mean() + _SURE * noise_of(gains) / math.sqrt(len(gains)))
-            return bound < self.settings.least_gain / 2
-        simulated = trial.scale * self._watch.seconds(self.now.counts, len(real))
-        before = trial.before.counts
-        longer = float(np.median(real / simulated))
-        verdict = self._watch.verdict(self.now.counts, before, pause=self._pause(before), longer=longer)
-        return verdict is not None and verdict.pays
-
     def _without(self, trial: Proposal) -> Floats:
         """Return what the last steps would have taken without a change: by the times of now, the scale of before."""
-        if trial.kind == CUT and self._watch is not None:
-            return trial.scale * self._watch.seconds(trial.before.counts, len(self._taken))
         same_size = trial.kind == PROGRAM or (trial.kind == NUMBER and self._groups is not None)
         if same_size and is_split(trial.before.program) == is_split(self.now.program):
             each = [simulate(trial.before.program, costs_of([step], quickest=True)).makespan for step in self._recent]

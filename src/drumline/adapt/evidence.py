@@ -16,6 +16,7 @@ Nothing here knows ranks, layers or a clock.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 
 import numpy as np
@@ -89,8 +90,7 @@ def spells(gains: Floats, least: float) -> list[Spell]:
                 turns.append(low)
             high, going = at, 1
     turns.append(len(sums) - 1)
-    each = zip(turns[:-1], turns[1:], strict=True)
-    return [Spell(start, end, sums[end] - sums[start]) for start, end in each if end > start]
+    return [Spell(start, end, sums[end] - sums[start]) for start, end in pairwise(turns) if end > start]
 
 
 @dataclass(frozen=True, slots=True)

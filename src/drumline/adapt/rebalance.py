@@ -86,9 +86,7 @@ class Layers:
 
     def _on(self, speeds: Sequence[float]) -> Stages:
         num_ranks = self.program.num_ranks
-        ranks = Ranks.of(
-            num_ranks, memory_bytes=self.max_bytes, headroom=0.0, rank_speeds=speeds or [1.0] * num_ranks
-        )
+        ranks = Ranks.of(num_ranks, memory_bytes=self.max_bytes, headroom=0.0, rank_speeds=speeds or [1.0] * num_ranks)
         recompute = (self.recompute,) * self.program.num_stages
         return Stages(self.profile, self.program, ranks, Overheads(flight=self.latency), recompute, _STATES)
 

@@ -14,7 +14,7 @@ A speed that changes steadily is followed: steps count as they will be a few ste
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -56,7 +56,8 @@ class Watch:
 
     def begin(self, layers: Layers) -> None:
         """Forget all steps: another program runs, or ranks are not what they were."""
-        self.__init__(self._settings, layers)  # type: ignore[misc]
+        self._layers = layers
+        self._rows, self._planned, self._answers = [], {}, []
 
     def see(self, counts: Counts, stage_seconds: Sequence[float]) -> None:
         """Add a step: what a microbatch took in every stage of the cut."""
@@ -205,8 +206,3 @@ def neighbours(loads: Sequence[float]) -> list[tuple[float, int, int]]:
     """
     pairs = [pair for at in range(len(loads) - 1) for pair in ((at, at + 1), (at + 1, at))]
     return [(loads[slow] / max(loads[beside], 1e-12) - 1.0, slow, beside) for slow, beside in pairs]
-
-
-def on_slowness(layers: Layers, slowness: Sequence[float]) -> Layers:
-    """Return layers on ranks that take so many times as long."""
-    return replace(layers, speeds=tuple(1.0 / value for value in slowness))
