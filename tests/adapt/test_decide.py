@@ -47,7 +47,7 @@ def test_a_sudden_slow_rank_gives_layers_away_and_gets_them_back() -> None:
 def test_a_slowing_rank_stays_within_the_bounds_at_every_step() -> None:
     run = Virtual(one_f_one_b(), (12, 12), slowness=lambda step: [1.0, min(1 + 0.01 * max(step - 10, 0), 1.5)]).run(90)
     assert [proposal.kind for proposal in run.proposals] == [CUT] * len(run.proposals)
-    assert run.decider.now.counts == (14, 10)
+    assert run.decider.now.counts in ((14, 10), (15, 9)), "at 1.5 times both take 15 blocks' time"
     assert all(result.kept for result in some(run.decider.judged))
     assert max(step.bubble for step in some(run.steps)) < 0.12
 

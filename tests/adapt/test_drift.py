@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from drumline.adapt.drift import Drift, Uneven
+from drumline.adapt.drift import Drift
 from some import some
 
 
@@ -81,10 +81,3 @@ def test_values_that_mean_nothing_are_passed_over() -> None:
     drift = Drift(threshold=0.1)
     for step, value in enumerate(some([0.0, float("inf"), float("nan"), -1.0])):
         assert drift.see(step, {"F": value}) == []
-
-
-def test_a_rank_must_be_too_slow_for_several_steps_in_a_row() -> None:
-    uneven = Uneven(threshold=0.1, patience=3)
-    told = [uneven.see([1.0, slow, 1.0]) for slow in (1.2, 1.2, 1.05, 1.2, 1.2, 1.2, 1.2, 1.2, 1.2)]
-    assert told == [None] * 5 + [(1, 2)] + [None] * 2 + [(1, 2)]
-    assert Uneven(threshold=0.1, patience=1).see([1.0]) is None

@@ -253,3 +253,52 @@ def test_a_real_decider_chooses_the_number_of_microbatches_in_a_run() -> None:
     assert sizing is not None
     assert len(sizing.known) >= 1
     assert NUMBER == "microbatches"
+
+
+def of_few_rows(**settings: Any) -> dict[str, Any]:
+    """Raise the number of microbatches from 2 to 8, then train and evaluate batches of 16, 3, 16 and 1 rows."""
+    pipe = piped(num_microbatches=2, adapt={"microbatches": "batch", "program": False, "rebalance": "keep"}, **settings)
+    decider = scripted(pipe, {2: {"program": program("1f1b", 8)}})
+    numbers, gradients, losses = [], [], []
+    for step, rows in enumerate((16, 16, 16, 3, 16, 1)):
+        x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(step))
+        result = pipe.step(x, target=x.roll(1))
+        losses.append(result.loss.item())
+        numbers.append(pipe.timeline().program.num_microbatches)
+        gradients.append({name: value.grad.clone() for name, value in pipe.named_parameters()})
+        for value in pipe.parameters():
+            value.grad = None
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(9))
+    output = pipe.eval_step(x).output
+    return {"numbers": numbers, "gradients": gradients, "losses": losses, "seen": decider.seen, "output": output}
+
+
+def on_two_ranks_with_few_rows() -> dict[str, Any]:
+    return of_few_rows(num_ranks=None)
+
+
+def check_few_rows(found: list[dict[str, Any]]) -> None:
+    """Compare with the plain model."""
+    assert all(entry["numbers"] == [2, 2, 8, 3, 8, 1] for entry in found)
+    plain = model()
+    for step, rows in enumerate((16, 16, 16, 3, 16, 1)):
+        x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(step))
+        plain.zero_grad()
+        loss = functional.mse_loss(plain(x), x.roll(1))
+        loss.backward()
+        mine = {name: value for entry in found for name, value in entry["gradients"][step].items()}
+        assert mine.keys() == dict(plain.named_parameters()).keys()
+        for name, value in plain.named_parameters():
+            torch.testing.assert_close(mine[name], value.grad)
+        assert found[0]["losses"][step] == pytest.approx(loss.item(), rel=1e-5)
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(9))
+    torch.testing.assert_close(next(entry["output"] for entry in found if entry["output"] is not None), plain(x))
+    assert found[0]["seen"] == [0, 1, 2, 4], "steps of few rows are not judged"
+
+
+def test_a_batch_of_few_rows_runs_with_the_microbatches_that_it_allows() -> None:
+    check_few_rows([of_few_rows()])
+
+
+def test_ranks_agree_on_the_microbatches_of_few_rows() -> None:
+    check_few_rows(list(dl.launch(on_two_ranks_with_few_rows, num_ranks=2)))

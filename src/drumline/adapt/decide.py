@@ -10,32 +10,38 @@ if another cut beats what any program of this cut could reach, layers move; else
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from drumline.adapt.drift import Change, Drift, Uneven
+import numpy as np
+
+from drumline.adapt.drift import Change, Drift
+from drumline.adapt.evidence import noise_of
 from drumline.adapt.measured_step import NAMED_QUEUE, series_of, stage_seconds
 from drumline.adapt.microbatches import Build, Groups, Sizing
 from drumline.adapt.proposal import CUT, NUMBER, PROGRAM, Arrangement, ChangeResult, Proposal
 from drumline.adapt.rebalance import Layers
+from drumline.adapt.recut import Recut
 from drumline.adapt.repair import Aside, is_split, least_seconds
-from drumline.adapt.settings import HALF, KEEP, SIZE, Adapt
+from drumline.adapt.settings import KEEP, SIZE, Adapt
 from drumline.core.costs import Costs
-from drumline.core.errors import DrumlineError
+from drumline.core.graph import Floats
 from drumline.core.measured.costs import costs_of
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
-from drumline.plan.cut.cuts import Counts
 
 _WARM_UPS = 2  # steps after the start that are not looked at
 _SETTLING = 1  # the same after a change
 _RECENT = 3  # steps by which costs are judged
-_BYTES_PER_SECOND = 5e8  # of a move, until one was measured
+_TRIAL = 9  # steps after which a move stays that does not gain
+_SURE = 2.0  # standard errors by which a change surely loses
+_DOUBLINGS = 3  # of the least gain, once for every time that a change was taken back
 _SECONDS_TO_CHANGE = 0.02  # of taking up a program
 _UNTRIED = "no other number was tried yet"
 
@@ -61,25 +67,26 @@ class Decider:
     ) -> None:
         self.settings, self.now = settings, now
         self.judged: list[ChangeResult] = []
-        self._layers = layers if settings.rebalance != KEEP and now.counts else None
         self._build, self._search = build, search
         self._sizing: Sizing | None = None
         self._groups: Groups | None = None
         self._drift = Drift(threshold=settings.threshold)
-        self._uneven = Uneven(threshold=settings.threshold, patience=settings.patience)
+        movable = layers is not None and settings.rebalance != KEEP and now.counts
+        self._recut = Recut(settings, layers) if movable and layers is not None else None
+        self._has_changed = False  # whether anything has drifted since the last change of the pipeline
+        self._taken: deque[float] = deque(maxlen=_TRIAL)  # what steps took since the last change of the pipeline
         self._recent: deque[Measured] = deque(maxlen=_RECENT)
         self._skip = _WARM_UPS
         self._rest = 0  # steps until another change may come
         self._why: list[str] = []  # what has changed since the last decision
         self._has_untried = False  # whether the number of microbatches may change, and no other was tried
-        self._slow: tuple[int, int] | None = None
         self._has_drifted = False  # since the last search
         self._aside: Any = None
         self._instead: Proposal | None = None  # the cut to take if the search finds nothing as good
         self._trial: Proposal | None = None  # the change that is being judged
-        self._refused: set[tuple[str, Any]] = set()
+        self._refused: dict[tuple[str, Any], int] = {}  # how often a change was taken back
+        self._barred: dict[tuple[str, Any], int] = {}  # those taken back since anything drifted, and after which step
         self._most_pairs = settings.max_activations or max(simulate(now.program).peak_activations)
-        self._bytes_per_second = _BYTES_PER_SECOND
 
     # ---- what is seen ------------------------------------------------------------------------------------------------
 
@@ -89,6 +96,7 @@ class Decider:
             self._skip -= 1
             return None
         self._recent.append(value)
+        self._taken.append(value.makespan)
         self._rest -= 1
         step = value.records[0].step
         self._notice(step, value)
@@ -96,10 +104,12 @@ class Decider:
             return self._judge(step)
         if self._aside is not None:
             return self._search_result(step)
-        if self._rest > 0 or len(self._recent) < _RECENT:
+        if len(self._recent) < _RECENT:
             return None
+        if self._rest > 0:
+            return self._cut(step)
         self._begin_counting(rows)
-        return self._propose(step) if self._why or self._has_untried else None
+        return self._propose(step)
 
     def _begin_counting(self, rows: int | None) -> None:
         """If the number of microbatches may change, get ready for that at the first look."""
@@ -117,11 +127,12 @@ class Decider:
     def took(self, proposal: Proposal, now: Arrangement, *, seconds: float = 0.0, num_bytes: int = 0) -> None:
         """Hear that all ranks have taken up a proposal, how they run now, and what that took."""
         self.now = now
-        if num_bytes and seconds > 0:
-            self._bytes_per_second = num_bytes / seconds
+        if proposal.kind == CUT and self._recut is not None:
+            self._recut.took(proposal, seconds=seconds, num_bytes=num_bytes)
         # Another program changes queues, but not what actions and messages take.
         levels = self._drift.levels if proposal.kind == PROGRAM else {}
-        self._begin_again({name: level for name, level in levels.items() if not name.startswith(NAMED_QUEUE)})
+        planned = {name: level for name, level in levels.items() if not name.startswith(NAMED_QUEUE)}
+        self._begin_again(planned, keep_speeds=proposal.kind == CUT)
         self._skip, self._rest = _SETTLING, self.settings.cooldown
         self._trial = None if proposal.is_back else proposal
         if proposal.is_trial:
@@ -135,7 +146,7 @@ class Decider:
 
     def stay(self) -> None:
         """Hear that layers cannot move."""
-        self._layers = None
+        self._recut = None
 
     def stop(self) -> None:
         """End a search that is under way."""
@@ -143,24 +154,24 @@ class Decider:
             self._aside.stop()
             self._aside = None
 
-    def _begin_again(self, planned: Mapping[str, float] | None = None) -> None:
+    def _begin_again(self, planned: Mapping[str, float] | None = None, *, keep_speeds: bool = False) -> None:
         self._recent.clear()
+        self._taken.clear()
         self._drift.begin(planned)
-        self._uneven.begin()
-        self._why, self._slow = [], None
+        self._why, self._has_changed = [], False
+        if self._recut is not None and not keep_speeds:
+            self._recut.begin(self.now)
 
     def _notice(self, step: int, value: Measured) -> None:
         changes: Sequence[Change] = self._drift.see(step, series_of(value))
         if changes:
-            self._has_drifted = True
+            self._has_drifted = self._has_changed = True
             self._why += [str(max(changes, key=lambda change: max(change.ratio, 1 / change.ratio)))]
-            self._refused.clear()
+            self._barred.clear()
             if self._sizing is not None:
                 self._sizing.forget(0)
-        if (slow := self._uneven.see(value.busy)) is not None:
-            self._slow = slow
-            longer = value.busy[slow[0]] / max(value.busy[slow[1]], 1e-12) - 1.0
-            self._why.append(f"rank {slow[0]} computes {longer:.0%} longer than rank {slow[1]}")
+        if self._recut is not None:
+            self._recut.see(self.now, stage_seconds(value))
 
     # ---- candidates --------------------------------------------------------------------------------------------------
 
@@ -174,8 +185,11 @@ class Decider:
 
     def _propose(self, step: int) -> Proposal | None:
         """Return the best change that pays at once, or begin to search a program."""
-        # A move of layers needs a sign; it leaves the trial of another number to later.
-        moved, number = self._cut(step) if self._why else None, self._number(step)
+        # A move of layers leaves the trial of another number to later.
+        moved, has_sign = self._cut(step), bool(self._why or self._has_untried)
+        if moved is None and not has_sign:
+            return None
+        number = self._number(step) if has_sign else None
         best = min((p for p in (moved, number) if p is not None), key=lambda proposal: proposal.predicted, default=None)
         if self.settings.program and self._search_pays(best):
             self._instead, self._has_drifted = best, False
@@ -188,7 +202,7 @@ class Decider:
         if best is None:
             self._rest = self.settings.cooldown // 2  # the same would be found again
             return None
-        return replace(best, why=why[-1])
+        return best if best.why else replace(best, why=why[-1])
 
     @property
     def _limit(self) -> Limit:
@@ -230,36 +244,13 @@ class Decider:
         return offer
 
     def _cut(self, step: int) -> Proposal | None:
-        """Return another cut that pays."""
-        if self._layers is None:
+        """Return another cut that pays; soon after a change, only the one before it."""
+        if self._recut is None:
             return None
-        layers = self._measured()
-        counts = self._chosen(layers)
-        if counts is None or counts == self.now.counts:
-            return None
-        scale = self._seconds / layers.seconds(self.now.counts)
-        after = replace(self.now, counts=counts)
-        cost = layers.moved_bytes(self.now.counts, counts) / self._bytes_per_second
-        predicted = scale * layers.seconds(counts)
-        return self._paying(Proposal(step, CUT, "", self.now, after, self._seconds, predicted, scale=scale), cost=cost)
-
-    def _measured(self) -> Layers:
-        assert self._layers is not None
-        each = zip(*map(stage_seconds, self._recent), strict=True)
-        latency = max((edge.latency for edge in self._costs.edges.values()), default=0.0)
-        layers = replace(self._layers, program=self.now.program)
-        return layers.measured(self.now.counts, [median(stage) for stage in each], latency=latency)
-
-    def _chosen(self, layers: Layers) -> Counts | None:
-        if self.settings.rebalance != HALF:
-            try:
-                return layers.best().counts
-            except DrumlineError:
-                return None  # nothing fits the memory: stay
-        if self._slow is None:
-            return None
-        counts = layers.half(self.now.counts, slow=self._slow[0], beside=self._slow[1])
-        return counts if counts is not None and layers.fits(counts) else None
+        found = self._recut.proposed(
+            step, self.now, self._recent, has_changed=self._has_changed, only_back=self._rest > 0
+        )
+        return found[0] if found is not None and self._admits(*found) else None
 
     def _number(self, step: int) -> Proposal | None:
         """Return another number of microbatches that pays, or that is worth a try."""
@@ -290,45 +281,65 @@ class Decider:
         after, predicted = replace(self.now, program=program), scale * simulate(program, costs).makespan
         return self._paying(Proposal(step, NUMBER, "", self.now, after, self._seconds, predicted, scale=scale))
 
-    def _paying(self, proposal: Proposal, *, cost: float = _SECONDS_TO_CHANGE) -> Proposal | None:
-        """Return a proposal if it gains enough, soon enough, and was not undone since things changed."""
+    def _paying(self, proposal: Proposal) -> Proposal | None:
+        """Return a proposal that costs almost nothing if it gains enough."""
         saved = (proposal.seconds - proposal.predicted) * self.settings.within
-        pays = proposal.gain >= self.settings.least_gain and saved > cost
-        return proposal if pays and _target(proposal) not in self._refused else None
+        return proposal if saved > _SECONDS_TO_CHANGE and self._admits(proposal) else None
+
+    def _admits(self, proposal: Proposal, begun: int = 0) -> bool:
+        """Whether a change gains enough, and was not taken back since its sign begun; each time asks for more."""
+        target = _target(proposal)
+        times = min(self._refused.get(target, 0), _DOUBLINGS)
+        return begun > self._barred.get(target, -1) and proposal.gain >= self.settings.least_gain * 2**times
 
     # ---- what came of it ---------------------------------------------------------------------------------------------
 
     def _judge(self, step: int) -> Proposal | None:
-        """Compare a change with a step's predicted time without it; propose to undo a change that does not pay."""
+        """Compare a change with what its steps would have taken without it; propose to undo one that surely loses."""
         trial = self._trial
         assert trial is not None
         if len(self._recent) < (1 if trial.is_trial else _RECENT):
             return None
-        self._trial = None
         if trial.is_trial:
+            self._trial = None
             proposal = self._number(step)
             return None if proposal is None else replace(proposal, why=f"{self.now.words} was tried")
-        without = self._without(trial)
-        is_kept = 1.0 - self._seconds / without >= self.settings.least_gain / 2
-        self.judged.append(ChangeResult(step, trial, self._seconds, without, is_kept))
+        real, onward = np.array(self._taken), None
+        if trial.kind == CUT and self._recut is not None:
+            without = self._recut.without(trial, len(real))
+            is_kept = not self._recut.is_better_back(trial, real)
+            if is_kept and real.mean() > without.mean() and len(real) < _TRIAL:
+                onward = self._cut(step)  # nothing is certain yet; but speeds may have changed
+                if onward is None:
+                    return None
+        else:
+            without = self._without(trial)
+            real = real[-len(without) :]
+            gains = 1.0 - real / without
+            bound = float(gains.mean() + _SURE * noise_of(gains) / math.sqrt(len(gains)))
+            is_kept = bound >= self.settings.least_gain / 2
+        self._trial = None
+        measured, alone = float(np.median(real)), float(np.median(without))
+        self.judged.append(ChangeResult(step, trial, measured, alone, is_kept))
         if is_kept:
-            return None
-        self._refused.add(_target(trial))
-        why = f"a step takes {self._seconds * 1e3:.1f} ms, predicted were {trial.predicted * 1e3:.1f} ms"
-        return Proposal(step, trial.kind, why, self.now, trial.before, self._seconds, without, is_back=True)
+            return onward
+        target = _target(trial)
+        self._refused[target] = self._refused.get(target, 0) + 1
+        self._barred[target] = 0 if self._recut is None else self._recut.count
+        why = f"a step takes {measured * 1e3:.1f} ms, predicted were {trial.predicted * 1e3:.1f} ms"
+        return Proposal(step, trial.kind, why, self.now, trial.before, measured, alone, is_back=True)
 
-    def _without(self, trial: Proposal) -> float:
-        """Return what a step would take now without a change: by the times of now, and the scale of before."""
-        if trial.kind == CUT and self._layers is not None:
-            return trial.scale * self._measured().seconds(trial.before.counts)
-        costs = self._costs
+    def _without(self, trial: Proposal) -> Floats:
+        """Return what the last steps would have taken without a change: by the times of now, the scale of before."""
         same_size = trial.kind == PROGRAM or (trial.kind == NUMBER and self._groups is not None)
         if same_size and is_split(trial.before.program) == is_split(self.now.program):
-            return trial.scale * simulate(trial.before.program, costs).makespan
+            each = [simulate(trial.before.program, costs_of([step], quickest=True)).makespan for step in self._recent]
+            return trial.scale * np.array(each)
+        seconds = trial.seconds
         if trial.kind == NUMBER and self._sizing is not None:
-            self._sizing.see(self.now.program.num_microbatches, costs)
-            return trial.scale * (self._sizing.seconds(trial.before.program.num_microbatches) or 0.0)
-        return trial.seconds
+            self._sizing.see(self.now.program.num_microbatches, self._costs)
+            seconds = trial.scale * (self._sizing.seconds(trial.before.program.num_microbatches) or 0.0)
+        return np.full(len(self._recent), seconds)
 
 
 def _target(proposal: Proposal) -> tuple[str, Any]:

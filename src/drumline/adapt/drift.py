@@ -14,7 +14,7 @@ Nothing here knows what is measured, nor a clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -46,32 +46,33 @@ class Change:
 
 @dataclass(slots=True)
 class _Series:
+    threshold: float  # as a logarithm
     planned: float | None = None
     first: list[float] = field(default_factory=list)
     reference: float = 0.0
-    noise: float = _LEAST_NOISE
+    slack: float = 0.0
+    limit: float = 0.0
+    most: float = 0.0
     up: float = 0.0
     down: float = 0.0
     since: int = 0
     recent: list[float] = field(default_factory=list)  # values since the sum left 0
 
-    def see(self, step: int, value: float, threshold: float) -> tuple[int, float, float] | None:
+    def see(self, step: int, value: float) -> tuple[int, float, float] | None:
         """Add a value; return since when, and from what to what, the series has changed."""
         if value <= 0 or not math.isfinite(value):
             return None
         if self.reference == 0.0 and not self._learn(value):
             return None
-        slack = max(math.log1p(threshold) / 2, self.noise)
-        limit = max(_SUM * math.log1p(threshold), _ROOM * self.noise)
+        most = self.most
         off = math.log(value / self.reference)
-        most = slack + limit / _STEPS
         off = min(max(off, -most), most)
         if self.up == self.down == 0.0:
             self.since, self.recent = step, []
         self.recent.append(value)
-        self.up = max(0.0, self.up + off - slack)
-        self.down = max(0.0, self.down - off - slack)
-        if max(self.up, self.down) < limit:
+        self.up = max(0.0, self.up + off - self.slack)
+        self.down = max(0.0, self.down - off - self.slack)
+        if max(self.up, self.down) < self.limit:
             return None
         change = self.since, self.reference, median(self.recent[-3:])
         self.begin(None)
@@ -80,17 +81,23 @@ class _Series:
     def _learn(self, value: float) -> bool:
         self.first.append(value)
         if self.planned is not None:
-            self.reference = self.planned
+            self._refer(self.planned, _LEAST_NOISE)
             return True
         if len(self.first) < _FIRST:
             return False
-        self.reference = median(self.first)
-        spread = median(abs(math.log(number / self.reference)) for number in self.first)
-        self.noise = max(_LEAST_NOISE, 1.5 * spread)
+        reference = median(self.first)
+        spread = median(abs(math.log(number / reference)) for number in self.first)
+        self._refer(reference, max(_LEAST_NOISE, 1.5 * spread))
         return False
 
+    def _refer(self, reference: float, noise: float) -> None:
+        self.reference = reference
+        self.slack = max(self.threshold / 2, noise)
+        self.limit = max(_SUM * self.threshold, _ROOM * noise)
+        self.most = self.slack + self.limit / _STEPS
+
     def begin(self, planned: float | None) -> None:
-        self.planned, self.first, self.reference, self.noise = planned, [], 0.0, _LEAST_NOISE
+        self.planned, self.first, self.reference = planned, [], 0.0
         self.up = self.down = 0.0
 
 
@@ -105,12 +112,12 @@ class Drift:
     """
 
     def __init__(self, *, threshold: float) -> None:
-        self._threshold = threshold
+        self._threshold = math.log1p(threshold)
         self._series: dict[str, _Series] = {}
 
     def begin(self, planned: Mapping[str, float] | None = None) -> None:
         """Begin again, because something was changed: against what is planned now, or the steps that follow."""
-        self._series = {name: _Series(value) for name, value in (planned or {}).items()}
+        self._series = {name: _Series(self._threshold, value) for name, value in (planned or {}).items()}
 
     @property
     def levels(self) -> dict[str, float]:
@@ -121,43 +128,10 @@ class Drift:
         """Add the values of a step, and return the series that have changed."""
         drifts = []
         for name, value in values.items():
-            series = self._series.setdefault(name, _Series())
-            change = series.see(step, value, self._threshold)
+            series = self._series.get(name)
+            if series is None:
+                series = self._series[name] = _Series(self._threshold)
+            change = series.see(step, value)
             if change is not None:
                 drifts.append(Change(name, step, *change))
         return drifts
-
-
-class Uneven:
-    """Watches whether a rank takes longer than its neighbour, for several steps in a row.
-
-    While it lasts, it is told again every `patience` steps: a cut that did not pay yet may pay by then.
-
-    >>> uneven = Uneven(threshold=0.1, patience=2)
-    >>> [uneven.see([1.0, second]) for second in (1.0, 1.3, 1.0, 1.2, 1.2, 1.2)]
-    [None, None, None, None, (1, 0), None]
-    """
-
-    def __init__(self, *, threshold: float, patience: int) -> None:
-        self._threshold, self._patience = threshold, patience
-        self._in_a_row = 0
-
-    def begin(self) -> None:
-        """Begin again."""
-        self._in_a_row = 0
-
-    def see(self, loads: Sequence[float]) -> tuple[int, int] | None:
-        """Add the ranks' seconds of a step; return a rank that is too slow, and the neighbour beside which it is."""
-        each = [
-            (loads[slow] / max(loads[beside], 1e-12) - 1.0, slow, beside)
-            for at in range(len(loads) - 1)
-            for slow, beside in ((at, at + 1), (at + 1, at))
-        ]
-        if not each:
-            return None
-        excess, slow, beside = max(each)
-        self._in_a_row = self._in_a_row + 1 if excess >= self._threshold else 0
-        if self._in_a_row < self._patience:
-            return None
-        self._in_a_row = 0
-        return slow, beside

@@ -17,6 +17,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from drumline.core.costs import Costs
+from drumline.core.graph import Floats
 from drumline.core.program import Program
 from drumline.plan.cut.cuts import Counts, ends_of
 from drumline.plan.cut.timed import TimedCut
@@ -52,15 +53,21 @@ class Layers:
 
     def measured(self, counts: Counts, seconds: Sequence[float], *, latency: float = 0.0) -> Layers:
         """Return the same layers on ranks whose stages take these seconds for a microbatch."""
-        homes = self.program.placement.homes
-        planned = self.stage_seconds(counts)
-        ranks = range(self.program.num_ranks)
-        sums = [
-            [sum(each[stage] for stage, home in enumerate(homes) if home == rank) for each in (planned, seconds)]
-            for rank in ranks
-        ]
+        sums = zip(self.rank_seconds(counts), self.rank_seconds(counts, seconds), strict=True)
         speeds = tuple(value / now if now > 0 and value > 0 else 1.0 for value, now in sums)
         return replace(self, speeds=speeds, latency=latency)
+
+    def rank_seconds(self, counts: Counts, seconds: Sequence[float] | None = None) -> list[float]:
+        """Return every rank's sum over its stages: of what layers took when they were timed, or of `seconds`."""
+        sums = [0.0] * self.program.num_ranks
+        each = self.stage_seconds(counts) if seconds is None else seconds
+        for value, home in zip(each, self.program.placement.homes, strict=True):
+            sums[home] += value
+        return sums
+
+    def steps(self, counts: Counts, slowness: Floats) -> Floats:
+        """Return the simulated step of a cut for every row of `slowness`: how many times as long each rank takes."""
+        return self._as_timed.steps_on(counts, slowness)
 
     def stage_seconds(self, counts: Counts) -> list[float]:
         """Return what a microbatch took in every stage of a cut when layers were timed."""
@@ -71,10 +78,15 @@ class Layers:
 
     @cached_property
     def _stages(self) -> Stages:
+        return self._on(self.speeds)
+
+    @cached_property
+    def _as_timed(self) -> Stages:
+        return self._on(())
+
+    def _on(self, speeds: Sequence[float]) -> Stages:
         num_ranks = self.program.num_ranks
-        ranks = Ranks.of(
-            num_ranks, memory_bytes=self.max_bytes, headroom=0.0, rank_speeds=self.speeds or [1.0] * num_ranks
-        )
+        ranks = Ranks.of(num_ranks, memory_bytes=self.max_bytes, headroom=0.0, rank_speeds=speeds or [1.0] * num_ranks)
         recompute = (self.recompute,) * self.program.num_stages
         return Stages(self.profile, self.program, ranks, Overheads(flight=self.latency), recompute, _STATES)
 

@@ -3,6 +3,7 @@
 ::
 
     run_by          the step names a program, for itself alone
+    run_instead     what adapts has one for a batch of fewer rows than microbatches, for this step alone
     take            what adapts takes up another before a step, where it pays
     take_program    the user takes up another between two steps
 """
@@ -45,6 +46,12 @@ class ProgramChoice:
             step.program = number
             if number != self._engine.number:
                 self._switch(number)
+
+    def run_instead(self, step: Step) -> None:
+        """Have a step run by the program that it needs instead of the pipeline's own; all ranks call it alike."""
+        with self._crew.together("the choice of a program"):
+            step.program = self._programs.number_of(step.instead)
+            self._switch(step.program)
 
     def _switch(self, number: int) -> None:
         program = self._programs[number]

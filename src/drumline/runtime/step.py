@@ -33,6 +33,7 @@ class Step:
     wants_outputs: bool = False  # whether it keeps the last stage's output
     train: bool = True
     program: int = 0  # number of its program among those of the pipeline
+    instead: Any = None  # the program to run by if the step names none, and the pipeline's own needs more rows
     is_split: bool = False  # whether the user split the batch, so that shapes of microbatches may differ
     sizes: Sequence[Any] = ()  # rows and length of each given microbatch, if known
     order: tuple[int, ...] = ()  # which of them runs in each slot of the program, if an order was chosen

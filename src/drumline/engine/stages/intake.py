@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from drumline.core.errors import BatchError, ModelError
+from drumline.core.errors import BatchError, DrumlineError, ModelError
 from drumline.engine.loss.fn_loss import FnWeight
 from drumline.engine.loss.own_loss import OwnShares, own_loss
 from drumline.engine.loss.targets import size_of, uneven
@@ -23,8 +23,8 @@ from drumline.model.loss.counts import Across, Weighing, weighed
 from drumline.model.loss.factors import Factors, Multiplying
 from drumline.model.loss.guard import guard
 from drumline.model.values import moved, pack
-from drumline.runtime.batch import Split, cut_and_counted, rows_apart, rows_of_each
-from drumline.runtime.step import Step
+from drumline.runtime.batch import Split, cut_and_counted, num_rows, rows_apart, rows_of_each
+from drumline.runtime.step import CalledWith, Step
 from drumline.runtime.user_batch import has_microbatches
 
 LossFunction = Callable[..., Tensor]
@@ -112,6 +112,16 @@ class Intake:
         if self._is_chain and len(args) == 1 and not kwargs:
             return args[0]
         return inputs_for(args, kwargs, is_chain=self._is_chain)
+
+    def num_rows(self, call: CalledWith) -> int:
+        """Return the rows of a step's batch, as far as its arguments here show it; 0 if they are cut or unclear."""
+        value = self.first_value(call.batch, call.named) if call.batch or call.named else None
+        for entry, split in ((value, self._split(value)), (call.target, None)):
+            if entry is None or has_microbatches(entry):
+                continue
+            with suppress(DrumlineError):  # the step itself says what is wrong
+                return num_rows(entry, split=split)
+        return 0
 
     def take(self, step: Step, batch: Any, target: Any, ends: Collection[str], crew: Crew) -> None:
         """Store batch and target on the processes whose `ends` are "first" or "last"."""

@@ -11,14 +11,15 @@ run's folder.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from drumline.adapt.decide import Decider
+from drumline.adapt.microbatches import Build
 from drumline.adapt.proposal import CUT, Arrangement, Proposal
 from drumline.adapt.rebalance import Layers, guessed
-from drumline.adapt.settings import Adapt
+from drumline.adapt.settings import BATCH, Adapt
 from drumline.core.errors import DrumlineError, ModelError, RunError, UsageError
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
@@ -31,7 +32,7 @@ from drumline.model.block import Block
 from drumline.model.blocks.cut import guessed_costs
 from drumline.model.quantised.packed import num_bytes
 from drumline.plan.device.blocks import Profile
-from drumline.runtime.step import Step
+from drumline.runtime.step import CalledWith, Step
 from drumline.schedules import generate, schedules
 
 _EVERY = 4  # steps between two looks if several lines of a mesh have to agree
@@ -42,8 +43,12 @@ class Adapting(Observer):
 
     order: ClassVar[int] = -2  # what is changed before a step is what others see of it
 
-    def __init__(self, settings: Adapt, site: Site, decider: Decider | None) -> None:
+    def __init__(self, settings: Adapt, site: Site, decider: Decider | None, build: Build | None = None) -> None:
         self.settings = settings
+        self._build = build if settings.microbatches == BATCH else None
+        self._first_number = site.frozen.program.num_microbatches
+        self._num_rows = 0  # of the batch of this step, as far as this rank knows
+        self._fewer: dict[int, Program | None] = {}  # programs for batches of few rows
         self._crew, self._ledger, self._recording, self._engine = site.crew, site.ledger, site.recording, site.engine
         self._site = site
         self.is_paused = False  # whether something else decides meanwhile
@@ -53,8 +58,38 @@ class Adapting(Observer):
         self._own_program = 0  # the number of the pipeline's own program
         self._num_judged = 0
 
+    def take_call(self, step: Step, call: CalledWith) -> CalledWith:
+        """See how many rows the batch has; an evaluation of few rows runs by a program for itself."""
+        if self._build is not None:
+            self._num_rows = self._site.intake.num_rows(call)
+            if not step.train and step.program == self._site.programs.own_number:
+                self._find_instead(step)
+                if step.instead is not None:
+                    self._site.choice.run_instead(step)
+        return call
+
     def before(self, step: Step) -> None:
-        """Change what the first rank decides, before a step."""
+        """Change what the first rank decides, before a step; a batch of few rows gets a program for itself."""
+        self._decide(step)
+        self._find_instead(step)
+
+    def _find_instead(self, step: Step) -> None:
+        """Find a program for a batch of fewer rows than microbatches, if these are more than the user asked for."""
+        own = self._site.programs[self._site.programs.own_number]
+        if self._build is None or own.num_microbatches <= self._first_number:
+            return  # all ranks know this alike
+        with self._recording.between.during("hear"), self._crew.together("adapting"):
+            known = [rows for rows in self._crew.everywhere("rows", self._num_rows) if rows]
+        if not known or min(known) >= own.num_microbatches:
+            return
+        for number in range(min(known), 0, -1):
+            if number not in self._fewer:
+                self._fewer[number] = self._build(number)
+            if self._fewer[number] is not None:
+                step.instead = self._fewer[number]
+                return
+
+    def _decide(self, step: Step) -> None:
         if self.is_paused or not step.draw or step.draw % self._every:
             return
         with self._recording.between.during("hear"), self._crew.together("adapting"):
@@ -151,7 +186,7 @@ def decider_for(
     if profile is None:
         profile = guessed([block.name for block in every], guessed_costs(every), [_sizes(item) for item in every], 1.0)
     layers = Layers(profile, program, max_bytes=settings.max_bytes, recompute=recompute)
-    return Decider(settings, Arrangement(program, counts), layers=layers, build=_built(schedule, program))
+    return Decider(settings, Arrangement(program, counts), layers=layers, build=built(schedule, program))
 
 
 def _sizes(block: Block) -> tuple[int, int]:
@@ -161,7 +196,7 @@ def _sizes(block: Block) -> tuple[int, int]:
     return sum(map(num_bytes, tensors)), sum(trained)
 
 
-def _built(schedule: Any, program: Program) -> Callable[[int], Program | None] | None:
+def built(schedule: Any, program: Program) -> Build | None:
     """Return what makes the program of a number of microbatches; None if the pipeline was made with a program."""
     if not isinstance(schedule, str) or schedule not in schedules():
         return None

@@ -7,7 +7,7 @@ from drumline.engine.kit import Kit
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.setup import ModelCut, PipelineSetup
 from drumline.engine.site import Site
-from drumline.features.adapt.adapting import Adapting, decider_for
+from drumline.features.adapt.adapting import Adapting, built, decider_for
 from drumline.features.adapt.auto_schedule import AutoSchedule
 from drumline.features.adapt.options import AdaptOptions
 from drumline.features.adapt.together import AUTO
@@ -33,5 +33,5 @@ def attach(site: Site, setting: PipelineSetup, cut: ModelCut, options: AdaptOpti
         decider = decider_for(
             settings, setting.program, cut.stages, cut.profile, given_options.schedule, recompute=recompute
         )
-    adapting = Adapting(settings, site, decider)
+    adapting = Adapting(settings, site, decider, built(given_options.schedule, setting.program))
     return [AutoSchedule(site, adapting, setting.program), adapting] if is_auto else [adapting]

@@ -50,7 +50,10 @@ class StepRun(Site):
         self._refuse(step)
         for before in observers.before:
             before(step)
-        self.run_by(step, program)
+        if program is None and step.instead is not None:
+            self.choice.run_instead(step)
+        else:
+            self.run_by(step, program)
         self.catch_up(step)
         for ahead in observers.ahead:
             ahead(step, call, user_call)

@@ -130,6 +130,14 @@ class Stages:
         unit = Costs(backward=1.0, comm=self.overheads.flight)
         return makespans(program, unit, factors=self._seconds(ends[:, :-1], ends[:, 1:])[ops, :, stages].T) + around
 
+    def steps_on(self, counts: Counts, slowness: Floats) -> Floats:
+        """Return the simulated step of one cut for every row of `slowness`: how many times as long each rank takes."""
+        program, ends = self.cuts.pruned(counts), np.array(ends_of(counts))
+        ops, stages = ops_and_stages(program)
+        homes = np.array(program.placement.homes)[stages]
+        factors = self._seconds(ends[:-1], ends[1:])[ops, stages] * slowness[:, homes]
+        return makespans(program, Costs(backward=1.0, comm=self.overheads.flight), factors=factors)
+
     def around(self, costs: Costs, program: Program) -> float:
         """Return the time of a step before its first action and after its last."""
         gradients = costs.per_stage("gradient_bytes", program.num_stages)
