@@ -246,8 +246,8 @@ SERVE = (
     Bug(
         "size-not-validated",
         "check_shape",
-        "if size < least or (most is not None and size > most):",
-        "if False:",
+        "if not (allowed := dimensions.get(dimension, ANY_SIZE)).admits(size):",
+        "if (allowed := dimensions.get(dimension, ANY_SIZE)) is None:",
         "Any number of rows, and any length, reaches the stages.",
     ),
     Bug(
@@ -270,5 +270,33 @@ SERVE = (
         "if not is_loopback(host) and not tls.certificate and not plain:",
         "if False:",
         "Other machines reach a port without TLS, and nobody has said so.",
+    ),
+    Bug(
+        "one-row-not-traced",
+        "Admission._assumptions",
+        "        if rows == 1:",
+        "        if False:",
+        "What the model does for one row alone is taken for what it does for several.",
+    ),
+    Bug(
+        "bounds-the-wrong-way",
+        "_input_of",
+        "offset += number if packet is _ATEN.add else -number",
+        "offset -= number if packet is _ATEN.add else -number",
+        "Tokens that the model adds 1 to before it looks them up are refused, and others wrap.",
+    ),
+    Bug(
+        "negative-lookups-answered",
+        "refuse_negative",
+        "if at is not None and any(name in note_of(node, CLASSES) for name in _REFUSING):",
+        "if at is None and any(name in note_of(node, CLASSES) for name in _REFUSING):",
+        "ONNX counts a negative index from the end of the table, and answers.",
+    ),
+    Bug(
+        "bools-that-mix-rows",
+        "_deciding",
+        "if kinds.get(name) in _FLOATS:",
+        "if kinds.get(name) is None:",
+        "Rows that mix are not found if the output is a class or a bool.",
     ),
 )

@@ -17,7 +17,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from drumline.serve.front.lifecycle import RunningService, ServiceSettings, serve
-from drumline.serve.wire.manifest import Manifest, ManifestStage, Tensor, digest_of
+from drumline.serve.wire.manifest import Manifest, ManifestStage, Sizes, Tensor, digest_of
 from drumline.serve.wire.protocol import InferRequest, stub
 from drumline.serve.wire.tensors import Array, Arrays, put_inputs, read_outputs
 
@@ -59,7 +59,7 @@ def write_served(folder: Path, *, num_stages: int = 2, width: int = WIDTH, repea
         taken, given = ((Tensor(text, "FP32", ("batch", width)),) for text in (first, last))
         name = f"stage{number}/model.onnx"
         stages.append(ManifestStage(name, {name: digest_of(path)}, taken, given, (f"block{number}",), 0.001))
-    dimensions = {"batch": (1, None)}
+    dimensions = {"batch": Sizes()}
     Manifest("tanh", stages[0].inputs, stages[-1].outputs, dimensions, tuple(stages)).save(folder)
     return folder
 

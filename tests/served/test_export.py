@@ -236,7 +236,7 @@ def test_outputs_have_the_names_that_the_model_gives_them(
     monkeypatch.chdir(tmp_path)
     Path("models.py").write_text(MODELS)
     assert main(["export", "models.py:named", "--out", "out"]) == 0
-    assert "(at rows 1, 5, 4)" in capsys.readouterr().out
+    assert "(at rows 4, 5, 1, 64)" in capsys.readouterr().out
     made, found = read_manifest("out"), finished_model("models.py:named")
     assert [tensor.name for tensor in made.inputs] == ["x", "mul"]
     assert [output.name for output in made.outputs] == ["add", "linear"]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from drumline.serve.wire.manifest import BATCH, Manifest, Tensor, check_files
+from drumline.serve.wire.manifest import ANY_SIZE, BATCH, Manifest, Tensor, check_files
 from drumline.serve.wire.tensors import DATATYPES, Array, Arrays
 
 _FATAL = 4  # ONNX Runtime raises its errors, and need not print them among the lines of our log
@@ -56,9 +56,9 @@ class Session:
         return np.zeros(shape, DATATYPES[tensor.datatype])
 
     def _size(self, dimension: str) -> int:
-        least, most = self._dimensions.get(dimension, (1, None))
-        wanted = 1 if dimension == BATCH else _WARM_LENGTH
-        return max(least, min(wanted, most or wanted))
+        sizes = self._dimensions.get(dimension, ANY_SIZE)
+        wanted = 1 if dimension == BATCH or sizes.step > 1 else _WARM_LENGTH
+        return max(sizes.least, min(wanted, sizes.most or wanted))
 
 
 class Running:

@@ -1,7 +1,16 @@
-"""Hold the exported stages against PyTorch: whole batches, and each row alone, since a service batches as it likes."""
+"""Hold the exported stages against PyTorch: whole batches, and each row alone, since a service batches as it likes.
+
+    rows x length    as timed; one more row; one row, the longest; many rows, the shortest; each size 1
+
+Inputs are varied from row to row (`variations`). Long inputs are reached by doubling, as long as that stays within
+stated seconds and bytes; what was not run stands in the manifest.
+"""
 
 from __future__ import annotations
 
+import resource
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +21,18 @@ import torch
 from torch import nn
 
 from drumline.core.errors import ModelError
+from drumline.serve.export.decisions import deciding_session
+from drumline.serve.export.guards import LENGTH, MOST_ROWS
 from drumline.serve.export.onnx_chain import Example
+from drumline.serve.export.variations import Inputs, variations
 from drumline.serve.export.whole import OrderedModel
 from drumline.serve.session import open_session
-from drumline.serve.wire.manifest import ManifestStage
+from drumline.serve.wire.manifest import BATCH, Dimensions, ManifestStage, Sizes
 from drumline.serve.wire.tensors import Array, Arrays
 
 TOLERANCE = 1e-5
+SECONDS, BYTES = 30.0, 2 * 2**30  # that the longest inputs may take
+_GROWTH = 4  # of attention with twice the length
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +53,9 @@ class ExportCheck:
     largest_difference: float
     largest_value: float
     rows_alone: float  # the largest difference if each row is computed alone
+    decided: float = 0.0  # the same of what classes and bools are decided by, relative to its largest value
+    worst: tuple[int, int] = (0, 0)  # the size with the largest difference
+    not_run: tuple[tuple[int, int], ...] = ()  # admitted sizes that would have taken too long, or too much memory
 
     @property
     def relative(self) -> float:
@@ -57,16 +74,18 @@ class ExportCheck:
         """
         if self.relative > TOLERANCE:
             raise ModelError(
-                f"the exported stages differ from PyTorch by {self.relative:.3g} of the largest output",
+                f"the exported stages differ from PyTorch by {self.relative:.3g} of the largest output"
+                f" at {self.worst[0]} rows of length {self.worst[1]}",
                 expected=f"{TOLERANCE:g} or less",
-                fix="look for random numbers in forward, or for sums that float32 cannot hold; nothing was written",
+                fix="look for branches on sizes or random numbers in forward, or for sums that float32 cannot hold; "
+                "nothing was written",
             )
-        if (alone := self._relative(self.rows_alone)) > TOLERANCE:
+        if (alone := max(self._relative(self.rows_alone), self.decided)) > TOLERANCE:
             raise ModelError(
                 f"a row alone gives other outputs than in a batch, by {alone:.3g} of the largest output",
                 expected="outputs of a row that depend on that row alone: a service computes rows of several requests "
                 "together",
-                fix="leave out what mixes rows, such as a mean over the batch; nothing was written",
+                fix="leave out what mixes rows, such as a mean or a maximum over the batch; nothing was written",
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -78,43 +97,129 @@ class ExportCheck:
             "relative": self.relative,
             "rows_alone": self.rows_alone,
             "tolerance": TOLERANCE,
+            "not_run": [list(size) for size in self.not_run],
+            "seconds": SECONDS,
+            "bytes": BYTES,
         }
 
 
+def check_sizes(rows: int, length: int, dimensions: Dimensions) -> list[tuple[int, int]]:
+    """Return rows and lengths to compare: as timed, and many rows and short ones; the longest come after these.
+
+    >>> check_sizes(4, 32, {"batch": Sizes(), "length": Sizes(8, 256, 8)})
+    [(4, 32), (5, 16), (1, 32), (1, 8), (64, 8)]
+    """
+    sizes = dimensions.get(LENGTH, Sizes(length, length))
+    least = sizes.least
+    most_rows = dimensions[BATCH].most or MOST_ROWS
+    half = least + (length - least) // 2 // sizes.step * sizes.step
+    wanted = [(rows, length), (min(rows + 1, most_rows), half), (1, length), (1, least), (most_rows, least)]
+    return list(dict.fromkeys(wanted))
+
+
+class StageCheck:
+    """Compares stages with PyTorch, size after size."""
+
+    def __init__(self, subject: Subject, folder: Path, stages: Sequence[ManifestStage], whole: Path) -> None:
+        self._subject, self._stages = subject, stages
+        self._deciding = deciding_session(whole)
+        self._sessions = [open_session(folder / stage.file) for stage in stages]
+        self.difference = self.value = self.alone = self.decided = 0.0
+        self.sizes: list[tuple[int, int]] = []
+        self.worst = 0, 0
+
+    def compare(self, rows: int, length: int) -> None:
+        """Compare all rows together, and each alone, at one size."""
+        self.sizes.append((rows, length))
+        inputs, wanted = plain_variation(self._subject, rows, length, seed=len(self.sizes))
+        arrays: Arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
+        if (difference := largest_difference(self._computed(arrays), wanted)) > self.difference:
+            self.difference, self.worst = difference, (rows, length)
+        largest = (float(np.abs(array[np.isfinite(array)].astype(np.float64)).max(initial=0.0)) for array in wanted)
+        self.value = max(self.value, *largest)
+        together = self._decided(arrays)
+        for row in range(rows) if rows > 1 else ():
+            part = {name: array[row : row + 1] for name, array in arrays.items()}
+            self.alone = max(
+                self.alone, largest_difference(self._computed(part), [array[row : row + 1] for array in wanted])
+            )
+
+            for mine, theirs in zip(self._decided(part), together, strict=True):
+                if mine.shape[:1] == (1,) and theirs.shape[:1] == (rows,):
+                    largest_value = np.abs(theirs[np.isfinite(theirs)]).max(initial=0.0) or 1.0
+                    self.decided = max(
+                        self.decided, largest_difference([mine], [theirs[row : row + 1]]) / largest_value
+                    )
+
+    def _decided(self, arrays: Arrays) -> list[Array]:
+        """Return what discrete outputs are decided by."""
+        if self._deciding is None:
+            return []
+        return list(
+            self._deciding.run(None, {tensor.name: arrays[tensor.name] for tensor in self._deciding.get_inputs()})
+        )
+
+    def compare_long(self, start: int, sizes: Sizes) -> tuple[tuple[int, int], ...]:
+        """Compare one row at ever longer lengths up to the longest; returns what would take too much."""
+        length, longest = start, sizes.most or start
+        while length < longest:
+            began, memory = time.perf_counter(), _peak_bytes()
+            length = min(longest, sizes.least + (2 * length - sizes.least) // sizes.step * sizes.step)
+            self.compare(1, length)
+            seconds, grown = time.perf_counter() - began, _peak_bytes() - memory
+            if length < longest and (_GROWTH * seconds > SECONDS or _GROWTH * grown > BYTES):
+                return ((1, longest),)
+        return ()
+
+    def _computed(self, arrays: Arrays) -> list[Array]:
+        """Return what the stages compute, one after the other."""
+        for stage, session in zip(self._stages, self._sessions, strict=True):
+            names = [output.name for output in stage.outputs]
+            used = {tensor.name: arrays[tensor.name] for tensor in stage.inputs}
+            arrays = dict(zip(names, session.run(names, used), strict=True))
+        return list(arrays.values())
+
+
+def _peak_bytes() -> int:
+    """Return the most memory that this process has used."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def check_stages(
-    subject: Subject, folder: Path, stages: Sequence[ManifestStage], sizes: Sequence[tuple[int, int]]
+    subject: Subject,
+    folder: Path,
+    stages: Sequence[ManifestStage],
+    whole: Path,
+    size: tuple[int, int],
+    dimensions: Dimensions,
 ) -> ExportCheck:
     """Return how far the stages, one after the other, are from the whole model in PyTorch, at several sizes."""
-    difference = value = alone = 0.0
-    sessions = [open_session(folder / stage.file) for stage in stages]
-    for size in sizes:
-        inputs = subject.example(*size)
-        wanted = plain_outputs(subject.model, inputs)
-        arrays: Arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
-        difference = max(difference, largest_difference(_computed(stages, sessions, arrays), wanted))
-        value = max(
-            value, *(float(np.abs(array[np.isfinite(array)].astype(np.float64)).max(initial=0.0)) for array in wanted)
-        )
-        for row in range(size[0]):
-            part = {name: array[row : row + 1] for name, array in arrays.items()}
-            right = [array[row : row + 1] for array in wanted]
-            alone = max(alone, largest_difference(_computed(stages, sessions, part), right))
-    if not np.isfinite(difference):
+    check = StageCheck(subject, folder, stages, whole)
+    for rows, length in check_sizes(*size, dimensions):
+        check.compare(rows, length)
+    not_run = check.compare_long(size[1], dimensions[LENGTH]) if LENGTH in dimensions else ()
+    if not np.isfinite(check.difference):
         raise ModelError(
             "the exported stages return values that are not finite",
             expected="finite outputs, or infinite ones where PyTorch has the same",
             fix="choose an example with finite outputs",
         )
-    return ExportCheck(tuple(sizes), difference, value, alone)
+    return ExportCheck(
+        tuple(check.sizes), check.difference, check.value, check.alone, check.decided, check.worst, not_run
+    )
 
 
-def _computed(stages: Sequence[ManifestStage], sessions: Sequence[Any], arrays: Arrays) -> list[Array]:
-    """Return what the stages compute, one after the other."""
-    for stage, session in zip(stages, sessions, strict=True):
-        names = [output.name for output in stage.outputs]
-        used = {tensor.name: arrays[tensor.name] for tensor in stage.inputs}
-        arrays = dict(zip(names, session.run(names, used), strict=True))
-    return list(arrays.values())
+def plain_variation(subject: Subject, rows: int, length: int, *, seed: int) -> tuple[Inputs, list[Array]]:
+    """Return inputs of a size, as different from row to row as the model takes them, and what PyTorch computes."""
+    *varied, plain = variations(subject.example(rows, length), seed)
+    for inputs in varied:
+        try:
+            outputs = plain_outputs(subject.model, inputs)
+        except Exception:  # numbers that this model does not take; the example's own are left
+            continue
+        if all(np.isfinite(array).all() for array in outputs):
+            return inputs, outputs
+    return plain, plain_outputs(subject.model, plain)
 
 
 def largest_difference(actual: Sequence[Array], wanted: Sequence[Array]) -> float:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from drumline.core.errors import ModelError, UsageError, counted, nearest
 from drumline.core.version import __version__
 from drumline.plan.cut.cuts import Counts, ends_of
 from drumline.serve.export.balance import GAIN, best_cut, largest, rescaled
-from drumline.serve.export.check import Subject, check_stages
+from drumline.serve.export.check import TOLERANCE, Subject, check_stages, largest_difference, plain_variation
+from drumline.serve.export.guards import LENGTH, Admission, Assumption, assumptions_of
+from drumline.serve.export.lookups import bounds_of
 from drumline.serve.export.onnx_chain import Example, GraphChain, chain_of
-from drumline.serve.export.whole import LENGTH, block_names, write_whole
-from drumline.serve.wire.manifest import BATCH, Manifest, ManifestStage, digest_of
+from drumline.serve.export.whole import Changing, block_names, traced, write_whole
+from drumline.serve.session import open_session
+from drumline.serve.wire.manifest import BATCH, Dimensions, Manifest, ManifestStage, Sizes, digest_of
 
 _ROUNDS = 2  # cuts that are tried after the first
 _PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime", "transformers")
@@ -82,23 +88,28 @@ def _export(
     tell: Callable[[str], None],
 ) -> Manifest:
     rows, length = max(rows, 2), max(min(length, subject.most.get(LENGTH, length)), 2)
-    sizes = [(rows, length), (rows + 1, length), (rows, length - 1 if length > 2 else length + 1)]
     tell("writing the whole model as ONNX")
     subject.model.eval()
-    changing = _changing(subject.example, sizes)
-    write_whole(subject.model, subject.example(*sizes[0]), changing, subject.most, work / "whole.onnx")
+    changing = _changing(subject.example, [(rows, length), (rows + 1, length), (rows, other_length(length))])
+    program = traced(subject.model, subject.example(rows, length), changing, subject.most)
+    example = subject.example(rows, length)
+    write_whole(subject.model, program, example, work / "whole.onnx")
+    tell("finding the sizes that it takes")
+    dimensions = _admitted(subject, program, changing, work / "whole.onnx", rows, length)
     tell("finding the blocks")
-    chain = chain_of(work / "whole.onnx", block_names(subject.model), subject.example, sizes)
+    sizes = _example_sizes(rows, length, dimensions)
+    bounds = bounds_of(program, list(example))
+    chain = chain_of(work / "whole.onnx", block_names(subject.model), subject.example, sizes, bounds)
     _check_rows(chain)
     stages, seconds = _cut(chain, work, num_stages, cuts, tell)
     tell("comparing the stages with PyTorch")
-    checked = check_stages(subject, work, stages, [(1, length), (rows + 1, max(length // 2, 1)), sizes[0]])
+    checked = check_stages(subject, work, stages, work / "whole.onnx", (rows, length), dimensions)
     checked.refuse_wrong()
     manifest = Manifest(
         model=subject.name,
         inputs=stages[0].inputs,
         outputs=stages[-1].outputs,
-        dimensions=_dimensions(chain, subject.most),
+        dimensions=_dimensions(chain, dimensions),
         stages=tuple(_moved(stage, work, out) for stage in stages),
         check=checked.to_json(),
         measured={"rows": rows, "length": length, "threads": 1, "block_seconds": seconds},
@@ -130,10 +141,56 @@ def _check_rows(chain: GraphChain) -> None:
             )
 
 
-def _dimensions(chain: GraphChain, most: Mapping[str, int]) -> dict[str, tuple[int, int | None]]:
+def _dimensions(chain: GraphChain, admitted: Dimensions) -> dict[str, Sizes]:
     tensors = chain.described(chain.boundary(0, 0)).values()
     names = {name for tensor in tensors for name in tensor.shape if isinstance(name, str)}
-    return {name: (1, most.get(name)) for name in sorted(names)}
+    return {name: admitted[name] for name in sorted(names)}
+
+
+def _admitted(
+    subject: Subject, program: Any, changing: Changing, whole: Path, rows: int, length: int
+) -> dict[str, Sizes]:
+    """Return the sizes for which the graph is the model, from what the exporter assumed."""
+    session = open_session(whole)
+    names = [tensor.name for tensor in session.get_inputs()]
+
+    def tries(tried_rows: int, tried_length: int) -> bool:
+        try:
+            inputs, wanted = plain_variation(subject, tried_rows, tried_length, seed=tried_rows)
+            outputs = session.run(None, {name: inputs[name].numpy() for name in names})
+            largest = max(float(np.abs(array).max(initial=0.0)) for array in wanted)
+            return largest_difference(outputs, wanted) <= TOLERANCE * largest
+        except Exception:  # a size for which either fails is not admitted
+            return False
+
+    has_length = any(LENGTH in dimensions.values() for dimensions in changing.values())
+    admission = Admission(assumptions_of(program, changing), most=subject.most, has_length=has_length, tries=tries)
+    if has_length:
+        admission.with_one_row = _assumed(subject, changing, LENGTH, 1, length)
+        admission.with_length_one = _assumed(subject, changing, BATCH, rows, 1)
+    return admission.dimensions(length)
+
+
+def _assumed(subject: Subject, changing: Changing, name: str, rows: int, length: int) -> list[Assumption]:
+    """Return what a trace assumes of one dimension while the other is 1; nothing if PyTorch cannot trace that."""
+    only = {key: {at: kind for at, kind in dims.items() if kind == name} for key, dims in changing.items()}
+    try:
+        return assumptions_of(traced(subject.model, subject.example(rows, length), only, subject.most), only)
+    except ModelError:
+        return []
+
+
+def other_length(length: int) -> int:
+    """Return a length beside another, shorter if there is one."""
+    return length - 1 if length > 2 else length + 1
+
+
+def _example_sizes(rows: int, length: int, dimensions: Dimensions) -> list[tuple[int, int]]:
+    """Return the timed size, one with other rows, and one with another length where there is one."""
+    admits = dimensions.get(LENGTH, Sizes(1, None)).admits
+    step = dimensions.get(LENGTH, Sizes()).step
+    other = next((size for size in (length - step, length + step) if size > 1 and admits(size)), length)
+    return [(rows, length), (rows + 1 if dimensions[BATCH].admits(rows + 1) else rows - 1, length), (rows, other)]
 
 
 def _cut(

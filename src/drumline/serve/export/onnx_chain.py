@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import onnx
@@ -16,14 +16,15 @@ import torch
 from onnx import helper
 
 from drumline.core.errors import ModelError
+from drumline.serve.export.guards import LENGTH
+from drumline.serve.export.lookups import Bounds
 from drumline.serve.export.onnx_graph import BoundaryValue, Graph
-from drumline.serve.export.whole import LENGTH
 from drumline.serve.session import open_session
 from drumline.serve.wire.manifest import BATCH, Tensor
 from drumline.serve.wire.tensors import Array, Arrays, datatype_of
 
 Example = Callable[[int, int], dict[str, torch.Tensor]]  # inputs by name, of so many rows and so long
-Sizes = Sequence[tuple[int, int]]  # (rows, length), then more rows, then another length
+ExampleSizes = Sequence[tuple[int, int]]  # (rows, length), then more rows, then another length
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class GraphChain:
     blocks: tuple[str, ...]
     ends: tuple[int, ...]
     examples: tuple[Arrays, ...]  # of every value that crosses, at each size
+    bounds: Mapping[str, Bounds] = field(default_factory=dict)  # of inputs by which something is looked up
 
     def boundary(self, number: int, stage: int) -> list[BoundaryValue]:
         """Return what crosses before block `number`, as it is called between stages `stage - 1` and `stage`."""
@@ -49,8 +51,8 @@ class GraphChain:
     def described(self, crossings: Sequence[BoundaryValue]) -> dict[str, Tensor]:
         """Return the tensors that cross, by their names here."""
         table = {item.name: described(item.name, [sizes[item.value] for sizes in self.examples]) for item in crossings}
-        below = self.graph.embedded()
-        return {name: replace(tensor, below=below.get(name)) for name, tensor in table.items()}
+        bounds = {name: self.bounds[name] for name in table if name in self.bounds}
+        return table | {name: replace(table[name], below=below, least=least) for name, (least, below) in bounds.items()}
 
     def write(self, first: int, end: int, stage: int, path: Path) -> tuple[list[Tensor], list[Tensor]]:
         """Write blocks from `first` to before `end` as stage number `stage`; returns its inputs and outputs."""
@@ -77,7 +79,9 @@ class GraphChain:
         return min(durations)
 
 
-def chain_of(path: Path, blocks: Sequence[str], example: Example, sizes: Sizes) -> GraphChain:
+def chain_of(
+    path: Path, blocks: Sequence[str], example: Example, sizes: ExampleSizes, bounds: Mapping[str, Bounds]
+) -> GraphChain:
     """Return the chain of a written graph; runs it at each size."""
     graph = Graph(path)
     if not graph.nodes:
@@ -86,7 +90,7 @@ def chain_of(path: Path, blocks: Sequence[str], example: Example, sizes: Sizes) 
     ends = (*(at for _, at in starts), len(graph.nodes))
     values = list(dict.fromkeys(name for at in ends for name in graph.crossing(at)))
     examples = _values(graph, path, values, [example(*size) for size in sizes])
-    return GraphChain(graph, tuple(name for name, _ in starts), ends, tuple(examples))
+    return GraphChain(graph, tuple(name for name, _ in starts), ends, tuple(examples), bounds)
 
 
 def _values(
@@ -114,7 +118,7 @@ def described(name: str, examples: Sequence[Array]) -> Tensor:
 
     >>> import numpy as np
     >>> described("x", [np.zeros((4, 8, 3)), np.zeros((5, 8, 3)), np.zeros((4, 2, 3))])
-    Tensor(name='x', datatype='FP64', shape=('batch', 'length', 3), below=None)
+    Tensor(name='x', datatype='FP64', shape=('batch', 'length', 3), below=None, least=0)
     """
     base, wide, long = examples
     shape: list[int | str] = []

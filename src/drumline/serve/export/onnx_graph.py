@@ -22,7 +22,7 @@ from drumline.serve.wire.manifest import Tensor
 from drumline.serve.wire.tensors import DATATYPES
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
-_CLASSES = "pkg.torch.onnx.class_hierarchy"
+CLASSES = "pkg.torch.onnx.class_hierarchy"
 _LARGE = 2**20  # bytes of weights from which on they stand in their own file
 DATA = "model.onnx.data"
 
@@ -72,18 +72,6 @@ class Graph:
         listed = sorted(starts_by_name.items(), key=lambda attribute: attribute[1])
         distinct = [pair for number, pair in enumerate(listed) if not number or pair[1] > listed[number - 1][1]]
         return [(name, at if number else 0) for number, (name, at) in enumerate(distinct)]
-
-    def embedded(self) -> dict[str, int]:
-        """Return the inputs that look up embeddings, each with how many rows the smallest table has."""
-        sizes: dict[str, int] = {}
-        for node in self.nodes:
-            if node.op_type != "Gather" or "aten.embedding" not in _note_of(node, _CLASSES):
-                continue
-            table, tokens = node.input
-            if tokens in self.inputs and table in self.weights:
-                rows = int(self.weights[table].dims[0])
-                sizes[tokens] = min(rows, sizes.get(tokens, rows))
-        return sizes
 
     def _weights_of(self, first: int, end: int) -> list[Any]:
         used = {name for node in self.nodes[first:end] for name in used_by(node)}
@@ -168,14 +156,14 @@ def _renamed(node: Any, names: dict[str, str]) -> Any:
     return copy
 
 
-def _note_of(node: Any, key: str) -> str:
+def note_of(node: Any, key: str) -> str:
     """Return what the exporter noted of a node under a key."""
     return next((str(prop.value) for prop in node.metadata_props if prop.key == key), "")
 
 
 def _block_of(node: Any, blocks: Sequence[str]) -> str:
     """Return the block of the module that a node comes from, or nothing."""
-    text = _note_of(node, _SCOPES)
+    text = note_of(node, _SCOPES)
     try:
         scopes = ast.literal_eval(text) if text else []
     except (ValueError, SyntaxError):

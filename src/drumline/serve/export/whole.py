@@ -12,13 +12,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.exc import UserError
+from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 
 from drumline.core.errors import ModelError
 from drumline.model.blocks.pieces import LISTS, opened
 from drumline.model.values import pack
+from drumline.serve.export.guards import LENGTH
+from drumline.serve.export.lookups import refuse_negative
 from drumline.serve.wire.manifest import BATCH
 
-LENGTH = "length"
 Inputs = Mapping[str, torch.Tensor]
 
 
@@ -93,41 +96,65 @@ def block_names(model: nn.Module) -> list[str]:
     return [name for name in named if name.rpartition(".")[0] in inside]
 
 
-def write_whole(
-    model: nn.Module, example: Inputs, changing: Mapping[str, Mapping[int, str]], most: Mapping[str, int], path: Path
-) -> None:
-    """Write a model as one graph; `changing` names the dimensions of inputs that may change."""
+Changing = Mapping[str, Mapping[int, str]]
+
+
+def traced(model: nn.Module, example: Inputs, changing: Changing, most: Mapping[str, int]) -> Any:
+    """Return a model as PyTorch's exporter sees it; `changing` names the dimensions of inputs that may change."""
     known = {name: torch.export.Dim(name, min=1, max=most.get(name)) for name in (BATCH, LENGTH)}
-    shapes = tuple({at: known[name] for at, name in changing[name].items()} for name in example)
+    shapes: Any = (tuple({at: known[name] for at, name in changing[name].items()} for name in example),)
     module = OrderedModel(model, list(example)).eval()
-    names = _output_names(module, example)
+    run_once(module, example)
     try:
         with _quietly(), torch.no_grad():
-            program = torch.onnx.export(
-                module,
-                tuple(example.values()),
-                dynamo=True,
-                input_names=list(example),
-                output_names=names,
-                dynamic_shapes=(shapes,),
-                optimize=True,
-                verbose=False,
-            )
-            assert program is not None  # as the dynamo exporter returns it
-            _name_apart(program.model.graph)
-            program.save(str(path), external_data=True)
+            try:
+                return _program(module, example, shapes)
+            except UserError as error:  # it says which ranges it assumed; guards.py holds them against what is asked
+                refined = refine_dynamic_shapes_from_suggested_fixes(error.msg, shapes)
+                return _program(module, example, refined)
     except Exception as error:  # whatever the exporter meets in a model
-        raise ModelError(
-            f"PyTorch's ONNX exporter cannot write this model: {_first_line(error)}",
-            expected="a model that torch.export can trace with changing rows and lengths",
-        ) from error
+        raise _not_written(error) from error
 
 
-def _output_names(module: OrderedModel, example: Inputs) -> list[str]:
-    """Run the model once as it is, and return what clients call its outputs."""
+def _program(module: nn.Module, example: Inputs, shapes: Any) -> Any:
+    """Return an exported program, in which every assumption about sizes is an assertion or a range."""
+    return torch.export.export(
+        module,
+        tuple(example.values()),
+        dynamic_shapes=shapes,
+        strict=False,
+        prefer_deferred_runtime_asserts_over_guards=True,
+    )
+
+
+def write_whole(model: nn.Module, program: Any, example: Inputs, path: Path) -> None:
+    """Write an exported program as one graph."""
+    names = output_names(run_once(OrderedModel(model, list(example)).eval(), example), example)
+    try:
+        with _quietly(), torch.no_grad():
+            written = torch.onnx.export(
+                program, (), dynamo=True, input_names=list(example), output_names=names, optimize=True, verbose=False
+            )
+            assert written is not None  # as the dynamo exporter returns it
+            _name_apart(written.model.graph)
+            written.save(str(path), external_data=True)
+    except Exception as error:  # whatever the exporter meets in a model
+        raise _not_written(error) from error
+    refuse_negative(path)
+
+
+def _not_written(error: Exception) -> ModelError:
+    return ModelError(
+        f"PyTorch's ONNX exporter cannot write this model: {_first_line(error)}",
+        expected="a model that torch.export can trace with changing rows and lengths",
+    )
+
+
+def run_once(module: OrderedModel, example: Inputs) -> Any:
+    """Run the model once as it is, and return its output."""
     try:
         with torch.no_grad():
-            return output_names(module.plain(*example.values()), example)
+            return module.plain(*example.values())
     except Exception as error:  # whatever the model raises
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in example.items())
         raise ModelError(

@@ -29,7 +29,7 @@ from drumline.serve.stage import MAX_BYTES
 from drumline.serve.wire.flow import CallStream
 from drumline.serve.wire.frames import Failed
 from drumline.serve.wire.links import PLAIN, Tls, connect, listen, options, parts_of
-from drumline.serve.wire.manifest import Manifest, read_manifest
+from drumline.serve.wire.manifest import ANY_SIZE, BATCH, Manifest, read_manifest
 from drumline.serve.wire.protocol import POOL, SERVICE
 
 _SPARE_CALLS = 64  # beside requests: state and metadata
@@ -170,7 +170,11 @@ def _pipe(
 ) -> Pipe:
     queue = Queue(max_requests=settings.max_requests, max_bytes=settings.max_queue_bytes)
     fixed = settings.rows or 0, settings.window or 0
-    tuner = Tuner(len(manifest.stages), settings.budget, settings.rules.max_batch, *fixed)
+    most = manifest.dimensions.get(BATCH, ANY_SIZE).most or settings.rules.max_batch
+    if settings.rows is not None and settings.rows > most and BATCH in manifest.dimensions:
+        raise UsageError(f"--microbatch-rows is {settings.rows}", expected=f"at most the {most} rows of the export")
+    rows = min(settings.rules.max_batch, most)
+    tuner = Tuner(len(manifest.stages), settings.budget, rows, *fixed)
     seen_function = None if record is None else lambda microbatch, times: record.add(times, microbatch.rows)
     return Pipe(
         flow,

@@ -17,7 +17,7 @@ from drumline.serve.front.pipe import Pipe
 from drumline.serve.front.supervisor import ServedStages
 from drumline.serve.front.tickets import Ticket
 from drumline.serve.wire.frames import Failed
-from drumline.serve.wire.manifest import Manifest
+from drumline.serve.wire.manifest import BATCH, Manifest, Sizes
 from drumline.serve.wire.protocol import CALLS, SERVICE, InferResponse, handler, message
 from drumline.serve.wire.tensors import SHARED_MEMORY, Arrays, Refused, put_outputs, read_inputs
 
@@ -44,13 +44,9 @@ class FrontService:
         self._manifest, self._pipe, self._stages = manifest, pipe, stages
         self._metrics, self._log = metrics, log
         self._max_rows, self._timeout = max_rows, timeout
-        self._dimensions = {**manifest.dimensions, "batch": self._rows_allowed(manifest)}
+        self._dimensions = {**manifest.dimensions, BATCH: Sizes(1, max_rows)}  # cut into microbatches
         self.is_draining = False
         self._run, self._numbers = uuid.uuid4().hex[:8], count()  # names of requests that have none
-
-    def _rows_allowed(self, manifest: Manifest) -> tuple[int, int]:
-        least, most = manifest.dimensions.get("batch", (1, None))
-        return max(least, 1), min(most or self._max_rows, self._max_rows)
 
     def handlers(self) -> Any:
         """Return the calls as gRPC wants them."""

@@ -15,11 +15,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from drumline.core.errors import RecordError, counted
 from drumline.core.files import FileKind, named, opened, read_object
-from drumline.core.parsed import Parsed
+from drumline.core.parsed import MOST, Parsed
 
 FORMAT, VERSION = "drumline-serving", 1
 NAME = "manifest.json"
@@ -31,20 +31,53 @@ NAMES_OF_TYPES = (
     "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64",
 )  # fmt: skip
 
-Dimensions = Mapping[str, tuple[int, int | None]]  # the least and the most of each dimension that may change
+
+class Sizes(NamedTuple):
+    """The sizes that a dimension may have: from the least to the most, in steps.
+
+    >>> [Sizes(8, 64, 8).admits(size) for size in (8, 12, 64, 72)]
+    [True, False, True, False]
+    """
+
+    least: int = 1
+    most: int | None = None
+    step: int = 1
+
+    def admits(self, size: int) -> bool:
+        """Whether the dimension may have a size."""
+        return size >= self.least and (self.most is None or size <= self.most) and not (size - self.least) % self.step
+
+    def __str__(self) -> str:
+        """Say it for a reader.
+
+        >>> print(Sizes(8, 64, 8), Sizes(1, 9), Sizes(), sep="; ")
+        8 to 64 in steps of 8; 1 to 9; 1 or more
+        """
+        ends = f"{self.least} or more" if self.most is None else f"{self.least} to {self.most}"
+        return ends if self.step == 1 else f"{ends} in steps of {self.step}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the sizes as an object."""
+        fields: dict[str, Any] = {"least": self.least, "most": self.most}
+        return fields if self.step == 1 else {**fields, "step": self.step}
+
+
+Dimensions = Mapping[str, Sizes]  # of each dimension that may change
+ANY_SIZE = Sizes()
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """An input or output: its name, KServe's datatype, and its shape, with names for dimensions that may change.
 
-    The whole numbers of an input that looks up embeddings are 0 or more and below `below`.
+    The whole numbers of an input that looks up embeddings are `least` or more and below `below`.
     """
 
     name: str
     datatype: str
     shape: tuple[int | str, ...]
     below: int | None = None
+    least: int = 0
 
     def open_shape(self) -> list[int]:
         """Return the shape as KServe's metadata has it.
@@ -57,7 +90,9 @@ class Tensor:
     def to_json(self) -> dict[str, Any]:
         """Return the tensor as an object."""
         fields: dict[str, Any] = {"name": self.name, "datatype": self.datatype, "shape": list(self.shape)}
-        return fields if self.below is None else {**fields, "below": self.below}
+        if self.below is not None:
+            fields |= {"below": self.below, **({"least": self.least} if self.least else {})}
+        return fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +139,7 @@ class Manifest:
             "model": self.model,
             "inputs": [tensor.to_json() for tensor in self.inputs],
             "outputs": [output.to_json() for output in self.outputs],
-            "dimensions": {name: {"least": least, "most": most} for name, (least, most) in self.dimensions.items()},
+            "dimensions": {name: sizes.to_json() for name, sizes in self.dimensions.items()},
             "stages": [stage.to_json() for stage in self.stages],
             "check": dict(self.check),
             "measured": dict(self.measured),
@@ -166,14 +201,15 @@ def _table(content: Parsed, name: str) -> dict[str, Any]:
     return table.value
 
 
-def _dimensions(content: Parsed) -> dict[str, tuple[int, int | None]]:
+def _dimensions(content: Parsed) -> dict[str, Sizes]:
     if not isinstance(content.value, dict):
         raise content.refuse("an object")
-    dimensions: dict[str, tuple[int, int | None]] = {}
+    dimensions: dict[str, Sizes] = {}
     for name in content.value:
-        entry = content[name].only(("least", "most"))
-        least = entry["least"].whole(0)
-        dimensions[name] = least, None if entry["most"].value is None else entry["most"].whole(max(least, 1))
+        entry = content[name].only(("least", "most", "step"))
+        least, step = entry["least"].whole(0), entry.get("step")
+        most = None if entry["most"].value is None else entry["most"].whole(max(least, 1))
+        dimensions[name] = Sizes(least, most, 1 if step is None else step.whole(1))
     return dimensions
 
 
@@ -185,15 +221,17 @@ def _tensors(content: Parsed) -> tuple[Tensor, ...]:
 
 
 def _tensor(content: Parsed) -> Tensor:
-    content.only(("name", "datatype", "shape", "below"))
+    content.only(("name", "datatype", "shape", "below", "least"))
     datatype = content["datatype"].text()
     if datatype not in NAMES_OF_TYPES:
         raise content["datatype"].refuse(", ".join(NAMES_OF_TYPES))
     shape = tuple(
         item.text() if isinstance(item.value, str) else item.whole(0, 2**40) for item in content["shape"].each(most=64)
     )
-    below = content.get("below")
-    return Tensor(content["name"].text(), datatype, shape, None if below is None else below.whole(1))
+    below, least = content.get("below"), content.get("least")
+    lowest = 0 if least is None else least.whole(-MOST)
+    highest = None if below is None else below.whole(lowest + 1)
+    return Tensor(content["name"].text(), datatype, shape, highest, lowest)
 
 
 def _stage(content: Parsed) -> ManifestStage:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from drumline.serve.wire.manifest import NAMES_OF_TYPES, Dimensions, Tensor
+from drumline.serve.wire.manifest import ANY_SIZE, NAMES_OF_TYPES, Dimensions, Tensor
 from drumline.serve.wire.protocol import Contents
 
 Array = npt.NDArray[Any]
@@ -73,8 +73,9 @@ def check_shape(
 ) -> None:
     """Raise Refused unless type and shape are as the manifest says; `sizes` collects what dimensions are.
 
+    >>> from drumline.serve.wire.manifest import Sizes
     >>> wanted = Tensor("tokens", "INT64", ("batch", "length"))
-    >>> check_shape(wanted, "INT64", (2, 300), {"length": (1, 256)}, {})
+    >>> check_shape(wanted, "INT64", (2, 300), {"length": Sizes(1, 256)}, {})
     Traceback (most recent call last):
     drumline.serve.wire.tensors.Refused: input 'tokens' has length 300 in dimension 1; expected 1 to 256
     """
@@ -88,10 +89,8 @@ def check_shape(
             if size != dimension:
                 raise Refused(f"{name} has shape {list(shape)[:8]}; expected {_spelled(wanted.shape)}")
             continue
-        least, most = dimensions.get(dimension, (1, None))
-        if size < least or (most is not None and size > most):
-            expectation = f"{least} to {most}" if most is not None else f"{least} or more"
-            raise Refused(f"{name} has {dimension} {size} in dimension {at}; expected {expectation}")
+        if not (allowed := dimensions.get(dimension, ANY_SIZE)).admits(size):
+            raise Refused(f"{name} has {dimension} {size} in dimension {at}; expected {allowed}")
         if sizes.setdefault(dimension, size) != size:
             raise Refused(f"{name} has {dimension} {size} and another input {sizes[dimension]}; expected the same")
 
@@ -107,10 +106,9 @@ def check_values(wanted: Tensor, array: Array) -> None:
         raise Refused(f"input {wanted.name!r} has the byte {value}; expected 0 or 1 for BOOL")
     if wanted.below is None or not array.size:
         return
-    unsigned = array.view(f"u{array.itemsize}") if array.dtype.kind == "i" else array  # where negative ones are largest
-    if unsigned.max() >= wanted.below:
-        value = int(array.flat[unsigned.argmax()])
-        raise Refused(f"input {wanted.name!r} has the value {value}; expected 0 to {wanted.below - 1}")
+    for value in (int(array.min()), int(array.max())):
+        if not wanted.least <= value < wanted.below:
+            raise Refused(f"input {wanted.name!r} has the value {value}; expected {wanted.least} to {wanted.below - 1}")
 
 
 def _spelled(shape: Sequence[int | str]) -> str:
