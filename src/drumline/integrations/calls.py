@@ -73,20 +73,20 @@ def call_of(model: nn.Module, function: Callable[[Any], Any]) -> Call:
     )
 
 
-def answered(model: nn.Module, output: Any, function: Callable[[Any], Any]) -> Any:
-    """Return what a function returns, whose call of the model gets this output."""
+def answered(model: nn.Module, output: Callable[[dict[str, Any]], Any], function: Callable[[Any], Any]) -> Any:
+    """Return what a function returns, whose call of the model gets this output of its named arguments."""
     left = [output]
 
-    def answer(*_: Any, **__: Any) -> Any:
+    def answer(*_: Any, **named: Any) -> Any:
         if left:
-            return left.pop()
+            return left.pop()(named)
         raise ModelError(
             "compute_loss called the model a second time",
             expected="one call for each microbatch: the pipeline has run it once",
             fix="compute all that the loss needs in one call",
         )
 
-    with _alone(model), torch.autocast(_kind(output), enabled=False):
+    with _alone(model):
         return function(StandIn(model, answer))
 
 
@@ -145,10 +145,3 @@ def full_precision(output: Any) -> Any:
     if isinstance(output, tuple | list):
         return type(output)(full_precision(value) for value in output)
     return output
-
-
-def _kind(output: Any) -> str:
-    if isinstance(output, Tensor):
-        return output.device.type
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
-    return next((kind for value in values if (kind := _kind(value))), "") or "cpu"

@@ -160,7 +160,13 @@ class PipelineTrainer:
         inputs = _copied(self._running[number])
         if self.args.bf16:
             output = full_precision(output)
-        return answered(self.model, output, lambda model: self._finish(model, inputs))
+        answer = self._answered
+        with torch.autocast(torch.device(self.pipeline.device).type, enabled=False):
+            return answered(self.model, lambda named: answer(output, named), lambda model: self._finish(model, inputs))
+
+    def _answered(self, output: Any, named: dict[str, Any]) -> Any:
+        """Return what a call of the model with these arguments returns, from what the pipeline has computed."""
+        return output
 
     # ---- evaluations -------------------------------------------------------------------------------------------------
 
