@@ -404,6 +404,13 @@ class Pipeline(AttachedMethods):
             if isinstance(observer, Keeper):
                 observer.loaded(mapping, {})
 
+    def count_from(self, step: int) -> None:
+        """Give the next training step this number, where another loader than `load` has restored a run.
+
+        Random numbers inside blocks follow from it, so that a resumed run draws what it would have drawn.
+        """
+        self._ledger.num_trained = step
+
     def _settle_update(self) -> None:
         """Wait for the verdict on an update that was made ahead of it."""
         if self._updates.validation.is_on:

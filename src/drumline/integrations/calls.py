@@ -1,0 +1,147 @@
+"""What a trainer's `compute_loss` asks of the model, and what the pipeline answers.
+
+`compute_loss(model, inputs)` calls the model once, and makes a loss of what it returns. It runs twice for a microbatch, with
+a stand-in for the model:
+
+    before the step      the stand-in notes what it is called with: that goes into the pipeline
+    at the last stage    the stand-in returns what the pipeline has computed, and the loss goes back through it
+
+So a trainer's own loss, label smoothing, or a `compute_loss` that somebody overrides, all work as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from drumline.core.errors import ModelError
+from drumline.model.microbatches import Microbatches
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+_WEIGHTS = ("parameters", "named_parameters", "state_dict", "get_parameter")
+
+
+class _Called(BaseException):  # nobody catches it on its way
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+
+class StandIn:
+    """A model whose calls are answered by a function; all else is the model's own."""
+
+    def __init__(self, model: nn.Module, answer: Callable[..., Any]) -> None:
+        self._model, self._answer = model, answer
+
+    @property
+    def __class__(self) -> Any:
+        """Be an instance of the model's class, as trainers ask."""
+        return type(self._model)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _WEIGHTS:
+            raise ModelError(
+                f"compute_loss reads {name}() of the model, of which this rank holds a part",
+                expected="a loss of the model's outputs",
+                fix="use weight_decay for a penalty on weights",
+            )
+        return getattr(self._model, name)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self._answer(*args, **named)
+
+
+def call_of(model: nn.Module, function: Callable[[Any], Any]) -> Call:
+    """Return what a function calls the model with; the function ends there."""
+
+    def note(*args: Any, **named: Any) -> None:
+        raise _Called((args, named))
+
+    with _alone(model):
+        try:
+            function(StandIn(model, note))
+        except _Called as called:
+            return called.call
+    raise ModelError(
+        "compute_loss did not call the model that it got",
+        expected="one call of it in every compute_loss",
+        fix="call the argument `model`, not self.model or a part of it",
+    )
+
+
+def answered(model: nn.Module, output: Callable[[dict[str, Any]], Any], function: Callable[[Any], Any]) -> Any:
+    """Return what a function returns, whose call of the model gets this output of its named arguments."""
+    left = [output]
+
+    def answer(*_: Any, **named: Any) -> Any:
+        if left:
+            return left.pop()(named)
+        raise ModelError(
+            "compute_loss called the model a second time",
+            expected="one call for each microbatch: the pipeline has run it once",
+            fix="compute all that the loss needs in one call",
+        )
+
+    with _alone(model):
+        return function(StandIn(model, answer))
+
+
+@contextmanager
+def _alone(model: nn.Module) -> Iterator[None]:
+    """Refuse calls of the model's own modules: this rank has the trained weights of a part of them."""
+    own_modules = set(map(id, model.modules()))
+
+    def refuse(module: nn.Module, _: Any) -> None:
+        if id(module) in own_modules:
+            raise ModelError(
+                f"compute_loss calls a {type(module).__name__} of the model by itself",
+                expected="one call of the argument `model`: other ranks hold parts of it",
+                fix="compute all that the loss needs in that call",
+            )
+
+    handle = register_module_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def microbatches(calls: Sequence[Call]) -> Call:
+    """Return one call of the pipeline for the calls of all microbatches.
+
+    >>> microbatches([((), {"x": torch.ones(1), "flag": True}), ((), {"x": torch.zeros(1), "flag": True})])
+    ((), {'x': Microbatches of 2 values, 'flag': True})
+    """
+    (args, named), *others = calls
+    if any(len(other[0]) != len(args) or other[1].keys() != named.keys() for other in others):
+        raise ModelError(
+            "compute_loss calls the model with other arguments for some microbatches of a step",
+            expected="the same arguments for all of them",
+        )
+    positional = tuple(_joined([call[0][at] for call in calls]) for at in range(len(args)))
+    return positional, {name: _joined([call[1][name] for call in calls]) for name in named}
+
+
+def _joined(values: list[Any]) -> Any:
+    """Return the values of one argument: one for all microbatches, if it is no tensor of rows."""
+    first = values[0]
+    if isinstance(first, Tensor) and first.dim() == 0 and all(value is first for value in values):
+        return first
+    if first is None or isinstance(first, bool | int | float | str):
+        return first if all(value == first for value in values) else Microbatches(values)
+    return Microbatches(values)
+
+
+def full_precision(output: Any) -> Any:
+    """Return an output with float32 in place of bfloat16, as accelerate does after autocast."""
+    if isinstance(output, Tensor):
+        return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
+    if isinstance(output, Mapping):
+        return type(output)({name: full_precision(value) for name, value in output.items()})
+    if isinstance(output, tuple | list):
+        return type(output)(full_precision(value) for value in output)
+    return output
