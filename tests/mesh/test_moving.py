@@ -150,7 +150,7 @@ def plain(case: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], dict[st
         case.get("steps_per_update", 1),
     )
     optimizer = kind(torch_model.parameters(), **optimizer_of(kind))
-    seen = []
+    seen: list[float] = []
     for step in range(STEPS):
         x, y = words(step)
         found = loss(torch_model(x), y)
@@ -161,7 +161,7 @@ def plain(case: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], dict[st
             optimizer.step()
             if step < STEPS - 1:
                 optimizer.zero_grad()
-    tensors = {}
+    tensors: dict[str, Any] = {}
     for name, param in torch_model.named_parameters():
         tensors |= {f"{name}/{key}": param.detach() for key in ("value", "master")}
         tensors[f"{name}/gradient"] = param.grad

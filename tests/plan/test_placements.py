@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import accumulate, combinations, pairwise
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,9 @@ def shortest(program: Program, known: Profile) -> float:
 
     def costs(cut: tuple[int, ...]) -> Costs:
         spans = list(pairwise(accumulate(cut, initial=0)))
-        sums = {op: [sum(getattr(b.times, op) for b in known.layers[i:j]) for i, j in spans] for op in OPS}
+        sums: dict[str, Any] = {
+            op: [sum(getattr(b.times, op) for b in known.layers[i:j]) for i, j in spans] for op in OPS
+        }
         return Costs(**sums)
 
     return float(min(makespans(program, [costs(cut) for cut in cuts(program.num_stages)])))

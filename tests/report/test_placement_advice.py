@@ -34,8 +34,12 @@ def costs_of(blocks: Blocks, counts: tuple[int, ...], *, whole: bool = False) ->
 
     if whole:
         return Costs(forward=each("forward"), backward_input=each("backward"), backward_weight=0.0)
-    names = ("backward", "backward_input", "backward_weight")
-    return Costs(forward=each("taped"), **{name: each(name) for name in names})
+    return Costs(
+        forward=each("taped"),
+        backward=each("backward"),
+        backward_input=each("backward_input"),
+        backward_weight=each("backward_weight"),
+    )
 
 
 def step(program: Program, blocks: Blocks, counts: tuple[int, ...]) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from drumline.runtime.gradients.lines import Shards
 from drumline.runtime.step import Step
 
 Named = list[tuple[str, nn.Parameter]]
+_TensorT = TypeVar("_TensorT", bound=Tensor)
 
 
 class Holdings(Observer):
@@ -124,10 +125,11 @@ class Holdings(Observer):
             if isinstance(tensor, nn.Parameter) and (home == executor.rank or not at_home)
         ]
 
-    def shown(self, tensor: Tensor) -> Tensor:
+    def shown(self, tensor: _TensorT) -> _TensorT | nn.Parameter:
         """Return what is kept of a tensor here: this line's piece if lines of a mesh divide it, or the tensor."""
-        divided = self.shards is not None and isinstance(tensor, nn.Parameter)
-        return self.shards.shown(tensor) if divided else tensor
+        if self.shards is None or not isinstance(tensor, nn.Parameter):
+            return tensor
+        return self.shards.shown(tensor)
 
     @contextmanager
     def whole(self, *, changed: bool = False) -> Iterator[None]:

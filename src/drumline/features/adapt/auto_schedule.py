@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, ClassVar
+from typing import ClassVar, TypeVar
 
 from drumline.adapt.repair import is_split
 from drumline.core.costs import Costs
@@ -32,6 +32,8 @@ from drumline.features.adapt.backward_forms import joint_costs, other_form
 from drumline.plan.search.search import search
 from drumline.runtime.step import Step
 from drumline.schedules import schedules
+
+T = TypeVar("T")
 
 _WARM_UPS, _MEASURED = 2, 5
 _SECONDS = 5.0  # time limit of the search
@@ -129,10 +131,10 @@ class AutoSchedule(Observer):
         runs = [self._frozen.pruned_too(program).rows for program in (self._program, other)]
         return other if runs[0] != runs[1] else None
 
-    def _answer_of_first(self, mine: Any) -> Any:
+    def _answer_of_first(self, mine: T) -> T:
         """Return what the first rank says, on all ranks."""
         crew = self._crew
-        said = crew.collect("search", mine)[0]
+        said: T = crew.collect("search", mine)[0]
         if crew.axes.is_mesh:
             said = crew.axes.exchanged("drumline/search", said)[crew.axes.lines[0][0]]
         return said

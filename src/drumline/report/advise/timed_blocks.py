@@ -17,16 +17,28 @@ def profile_of(plan: Mapping[str, Any], blocks: RunBlocks) -> Profile:
     """Return the blocks of a run as they were timed before it, all of them trained; without bytes."""
     assert blocks.basis == "profile", "the blocks were timed"
     each = map(_times, plan["predicted"]["blocks"])
-    sizes = dict.fromkeys(("activation_bytes", "held_until_weight_bytes", "start_bytes", "output_bytes"), 0)
-    trained = {"weight_bytes": 1, "gradient_bytes": 1}  # any: a block without gradients has no backward
-    layers = (ProfiledBlock(name, times, **sizes, **trained) for name, times in zip(blocks.names, each, strict=True))
+    layers = (
+        ProfiledBlock(
+            name,
+            times,
+            activation_bytes=0,
+            held_until_weight_bytes=0,
+            start_bytes=0,
+            weight_bytes=1,  # any: a block without gradients has no backward
+            gradient_bytes=1,
+            output_bytes=0,
+        )
+        for name, times in zip(blocks.names, each, strict=True)
+    )
     return Profile(tuple(layers), _NOTHING, "", 0)
 
 
 def _times(block: Mapping[str, Any]) -> OpTimes:
-    names = ("forward", "backward", "backward_input", "backward_weight")
+    forward, backward, by_input, by_weight = (
+        float(block[name]) for name in ("forward", "backward", "backward_input", "backward_weight")
+    )
     taped = block.get("taped")
-    return OpTimes(*(float(block[name]) for name in names), taped=None if taped is None else float(taped))
+    return OpTimes(forward, backward, by_input, by_weight, taped=None if taped is None else float(taped))
 
 
 def both_kinds(costs: Costs, profile: Profile, blocks: RunBlocks, *, split: bool) -> Costs:
