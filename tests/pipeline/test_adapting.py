@@ -269,7 +269,7 @@ def of_few_rows(**settings: Any) -> dict[str, Any]:
         gradients.append(
             {name: value.grad.clone() for name, value in pipe.named_parameters() if value.grad is not None}
         )
-        for value in named.values():
+        for value in pipe.parameters():
             value.grad = None
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(9))
     output = pipe.eval_step(x).output
