@@ -5,7 +5,7 @@
                               nothing
 
 What makes no difference may change: what is only stored or counted, what is set before it is read, tables that are made
-when first needed. Code tells the first; an experiment with other inputs the others: see runtime/kept_state/forgets.py.
+when first needed. Code tells the first; an experiment with other inputs the others: see forgets.py.
 It runs when a step has changed something, which for most models is never.
 """
 
@@ -19,17 +19,17 @@ from torch import Tensor
 from drumline.core.errors import ModelError
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.stages.engine import Engine
+from drumline.engine.state.forgets import Kept, Verdict, tried
 from drumline.engine.state.sharing import Identity, Sharing, name_of
 from drumline.model.block import Block
+from drumline.model.kept_state.code import facts_of, is_only_written
+from drumline.model.kept_state.contents import is_same_value
+from drumline.model.kept_state.outside import Place
+from drumline.model.kept_state.snapshot import MOST_BYTES, Snapshot
+from drumline.model.kept_state.spaces import Space, Table, own_values, spaces_of
+from drumline.model.kept_state.spies import Spies
 from drumline.model.values import MISSING
 from drumline.model.weights.tied import Ties
-from drumline.runtime.kept_state.code import facts_of, is_only_written
-from drumline.runtime.kept_state.contents import is_same_value
-from drumline.runtime.kept_state.forgets import Kept, Verdict, tried
-from drumline.runtime.kept_state.outside import Place
-from drumline.runtime.kept_state.snapshot import MOST_BYTES, Snapshot
-from drumline.runtime.kept_state.spaces import Space, Table, own_values, spaces_of
-from drumline.runtime.kept_state.spies import Spies
 from drumline.runtime.stage import Stage
 from drumline.runtime.step import Step
 

@@ -12,11 +12,11 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from drumline.model.block import Block
+from drumline.model.kept_state.code import is_only_written
+from drumline.model.kept_state.outside import Place
+from drumline.model.kept_state.snapshot import Snapshot
+from drumline.model.kept_state.spaces import Space, own_values, spaces_of
 from drumline.model.randomness import may_draw
-from drumline.runtime.kept_state.code import is_only_written
-from drumline.runtime.kept_state.outside import Place
-from drumline.runtime.kept_state.snapshot import Snapshot
-from drumline.runtime.kept_state.spaces import Space, own_values, spaces_of
 
 Identity = Any  # of a place, or the id of an object
 

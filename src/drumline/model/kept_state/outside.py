@@ -21,12 +21,12 @@ from weakref import ref
 from torch import Tensor, nn
 
 from drumline.model.hooks import BACKWARD, FORWARD
+from drumline.model.kept_state.code import facts_of
+from drumline.model.kept_state.contents import items_of, kind_of
 from drumline.model.values import MISSING, content_of
 from drumline.model.watch.fingerprint import PLAIN
 from drumline.model.watch.surroundings import is_known
 from drumline.model.watch.used_up import can_be_used_up
-from drumline.runtime.kept_state.code import facts_of
-from drumline.runtime.kept_state.contents import items_of, kind_of
 
 _CODE = (FunctionType, MethodType, BuiltinFunctionType, type, ModuleType, property, staticmethod, classmethod)
 _MOST, _MOST_ITEMS = 16384, 4096

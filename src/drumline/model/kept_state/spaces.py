@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from drumline.model.block import Block
 from drumline.model.catalogue import whole_name
+from drumline.model.kept_state.outside import Outside, Place, Walk
 from drumline.model.watch.watch import has_hooks
-from drumline.runtime.kept_state.outside import Outside, Place, Walk
 
 TORCHS_OWN = frozenset(vars(nn.Module()))
 Held = (

@@ -12,9 +12,9 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from drumline.runtime.kept_state.contents import GivenBack, are_same, with_items
-from drumline.runtime.kept_state.snapshot import Snapshot, replaced
-from drumline.runtime.kept_state.spaces import Held
+from drumline.model.kept_state.contents import GivenBack, are_same, with_items
+from drumline.model.kept_state.snapshot import Snapshot, replaced
+from drumline.model.kept_state.spaces import Held
 
 _READS = frozenset({"send", "throw", "close", "read", "readline", "readlines", "readinto", "seek", "__enter__"})
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from drumline.runtime.kept_state.snapshot import MOST_BYTES, Snapshot
-from drumline.runtime.kept_state.spaces import fill, own_values, spaces_in
-from drumline.runtime.kept_state.spies import Repeats, Spies, Spy
+from drumline.model.kept_state.snapshot import MOST_BYTES, Snapshot
+from drumline.model.kept_state.spaces import Held, Table, fill, own_values, spaces_in
+from drumline.model.kept_state.spies import Repeats, Spies, Spy
 
 
 @contextmanager
@@ -48,6 +48,37 @@ def as_before(modules: Iterable[nn.Module], *, measuring: bool = False) -> Itera
                 fill(space, table)
             if spies is not None:
                 spies.give_back()
+
+
+@contextmanager
+def surroundings_as_before(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let what modules reach outside of their attributes hold afterwards what it held; iterators go on.
+
+    So with what their attributes hold, but not with these themselves: for runs on copies of modules.
+
+    >>> __name__ = "mine"  # not a part of this library
+    >>> seen = []
+    >>> layer = nn.Linear(1, 1); layer.register_forward_hook(lambda *_: seen.append(1))
+    <...>
+    >>> with surroundings_as_before([layer]):
+    ...     output = layer(layer.bias)
+    >>> seen
+    []
+    """
+    spaces = spaces_in("", [("", module) for module in modules], set())
+    tables, values = list[tuple[Held, Table]](), list[Any]()
+    for space in spaces:
+        table = space.table.copy()
+        values += own_values(table).values()
+        if not space.is_module:
+            tables.append((space.table, table))
+    snapshot = Snapshot(values, most_bytes=MOST_BYTES)
+    try:
+        yield
+    finally:
+        snapshot.rewind()
+        for held, table in tables:
+            fill(held, table)
 
 
 def _position(file: Any) -> int:
