@@ -55,7 +55,7 @@ class KeptApart(Observer):
         shared = self._sharing.between(self._homes)
         for look in self._looks:
             look.stage.keeps_latest = False
-        looks = [_Look(stage, shared, is_doubled=_is_doubled(ties, stage)) for stage in stages]
+        looks = [_Look(stage, self._sharing, shared, is_doubled=_is_doubled(ties, stage)) for stage in stages]
         self._looks = [look for look in looks if look.spaces]
         for look in self._looks:
             look.stage.keeps_latest = True
@@ -131,8 +131,8 @@ def _refuse_shared(space: Space, key: Any, blocks: Sequence[str]) -> None:
 class _Look:
     """A look at what a step changes in one stage; of a stage with one copy, at what it shares."""
 
-    def __init__(self, stage: Stage, shared: set[Identity], *, is_doubled: bool) -> None:
-        self.stage, self.is_doubled, self._shared = stage, is_doubled, shared
+    def __init__(self, stage: Stage, sharing: Sharing, shared: set[Identity], *, is_doubled: bool) -> None:
+        self.stage, self.is_doubled, self._sharing, self._shared = stage, is_doubled, sharing, shared
         spaces = spaces_of(block for block in stage.blocks if any(block.name in s.suspects for s in stage.segments))
         self.spaces = [space for space in spaces if is_doubled or self._shares(space)]
         self._tables: list[Table] = []
@@ -150,8 +150,7 @@ class _Look:
         """Return what is shared of a place: itself, or what is in it."""
         if not self._shared:
             return []
-        snapshot = Snapshot([value], most_bytes=-1)
-        each = (space.identity(key), *snapshot.objects, *snapshot.tensors, *snapshot.iterators)
+        each = (space.identity(key), *self._sharing.identities_in(value))
         return [identity for identity in each if identity in self._shared]
 
     def begin(self, *, by_value: bool) -> None:
@@ -194,7 +193,8 @@ class _Look:
         if is_set and space.identity(key) in self._shared:
             return True
         assert self._snapshot is not None
-        return any(self._snapshot.reaches(value, {number}) for number in changed & self._shared)
+        here = {number for number in changed if not self._shared.isdisjoint(self._sharing.with_memory([number]))}
+        return self._snapshot.reaches(value, here)
 
     def shared_in(self, kept: Kept) -> list[Identity]:
         """Return what other stages reach of a place."""

@@ -2,14 +2,18 @@
 
 CALLS = [0]                                       blocks 1 and 4 count in it, and are in different stages
 self.noise = noise                                one generator, given to several blocks
+self.mean = means[0]                              views of the same numbers
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from types import CodeType
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
 
 from drumline.model.block import Block
 from drumline.model.kept_state.code import is_only_written
@@ -18,7 +22,7 @@ from drumline.model.kept_state.snapshot import Snapshot
 from drumline.model.kept_state.spaces import Space, own_values, spaces_of
 from drumline.model.randomness import may_draw
 
-Identity = Any  # of a place, or the id of an object
+Identity = Any  # of a place, of memory, or the id of an object
 
 
 class _Reach(NamedTuple):
@@ -38,19 +42,33 @@ class Sharing:
         reached: dict[Identity, dict[str, _Reach]] = defaultdict(dict)
         self._alive: list[Any] = []  # so that no identity is used again
         each = {block.name: spaces_of([block]) for block in blocks if may_draw(block.module)}
+        held = [
+            value for spaces in each.values() for space in spaces for value in own_values(space.table.copy()).values()
+        ]
+        self._memory = _overlaps(held if len(each) > 1 else ())
         for name, spaces in each.items() if len(each) > 1 else ():
             for at in spaces[0].reads if spaces else ():
                 reached[at][name] = _Reach(frozenset({at[1]} - {""}), spaces[0].code)
             for space in spaces:
                 for key, value in own_values(space.table.copy()).items():
-                    for identity in (space.identity(key), *_objects_in(value)):
+                    for identity in (space.identity(key), *self.identities_in(value)):
                         before = reached[identity].get(name, _Reach(frozenset(), space.code))
                         reached[identity][name] = before._replace(names=before.names | {name_of(key)})
             self._alive.append(spaces)
         self._reached = {identity: blocks for identity, blocks in reached.items() if len(blocks) > 1}
         shared = set(self._reached)
         names = {name for blocks in self._reached.values() for name in blocks}
-        self._alive = [_held(space, shared) for name in names for space in each[name]]
+        self._alive = [self._held(space, shared) for name in names for space in each[name]]
+
+    def identities_in(self, value: Any) -> set[Identity]:
+        """Return the identities of what a value holds that can change, and of the memory that tensors in it use."""
+        snapshot = Snapshot([value], most_bytes=-1)
+        return self.with_memory({*snapshot.objects, *snapshot.tensors, *snapshot.iterators})
+
+    def with_memory(self, objects: Iterable[int]) -> set[Identity]:
+        """Return the identities of objects, and of the memory of those that are views of the same numbers."""
+        ids = set(objects)
+        return ids | {self._memory[at] for at in ids & self._memory.keys()}
 
     def between(self, homes: dict[str, int]) -> set[Identity]:
         """Return what blocks of several stages reach; `homes` are the stages of all blocks."""
@@ -77,15 +95,33 @@ class Sharing:
         """Return the code of all blocks that reach something."""
         return [code for reach in self._reached[identity].values() for code in reach.code]
 
+    def _held(self, space: Space, shared: set[Identity]) -> list[Any]:
+        values = own_values(space.table.copy()).items()
+        return [
+            value
+            for key, value in values
+            if space.identity(key) in shared or not shared.isdisjoint(self.identities_in(value))
+        ]
 
-def _objects_in(value: Any) -> set[int]:
-    """Return the identities of what a value holds that can change."""
-    snapshot = Snapshot([value], most_bytes=-1)
-    return {*snapshot.objects, *snapshot.tensors, *snapshot.iterators}
+
+def _overlaps(values: Iterable[Any]) -> dict[int, Identity]:
+    """Return, by their ids, what to call the memory of tensors in which other tensors have numbers, too."""
+    tensors = [tensor for tensor, _ in Snapshot(values, most_bytes=-1).tensors.values()]
+    plain = [tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and tensor.numel()]
+    strided = [tensor for tensor in plain if tensor.layout is torch.strided]
+    spans = sorted(((*_span(tensor), id(tensor)) for tensor in strided), key=lambda span: span[:3])
+    memory: dict[int, Identity] = {}
+    last = 0, 0, 0  # a storage, and a span of it
+    for storage, start, end, number in spans:
+        is_beside = storage != last[0] or start >= last[2]
+        last = (storage, start, end) if is_beside else (storage, last[1], max(end, last[2]))
+        memory[number] = "memory", *last[:2]
+    names = Counter(memory.values())
+    return {number: name for number, name in memory.items() if names[name] > 1}
 
 
-def _held(space: Space, shared: set[Identity]) -> list[Any]:
-    values = own_values(space.table.copy()).items()
-    return [
-        value for key, value in values if space.identity(key) in shared or not shared.isdisjoint(_objects_in(value))
-    ]
+def _span(tensor: Tensor) -> tuple[int, int, int]:
+    """Return a tensor's storage, and where in it the tensor's numbers begin and end."""
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset() * tensor.itemsize
+    return tensor.untyped_storage()._cdata, start, start + length * tensor.itemsize

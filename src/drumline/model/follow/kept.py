@@ -160,7 +160,9 @@ class Kept:
             for tensor in _inside(value, _is_real, seen, _DEPTH):
                 self._add(f"the variable {name!r}", tensor)
             generators += [(f"the variable {name!r}", each) for each in _inside(value, _is_generator, set(), _DEPTH)]
-        self._places = {_storage(tensor): name for name, tensor in places.items()}
+        self._places: dict[int, str] = {}
+        for name, tensor in places.items():
+            self._places.setdefault(_storage(tensor), name)
         self._generators = [(name, each, _state(each)) for name, each in generators]
 
     def _add(self, name: str, tensor: Tensor) -> None:

@@ -34,9 +34,9 @@ class Changes(TryAgain):
     def __init__(self, name: str) -> None:
         self.name = name
         super().__init__(
-            f"for this input the model's forward changes the tensor {name!r} in place between its blocks",
-            expected="the same changes as for the inputs with which it was cut",
-            fix="pass example=, a batch like those you pass to step",
+            f"the model's forward changes the tensor {name!r} in place between its blocks",
+            expected="a forward that also changed it when the model was cut",
+            fix="create a new pipeline, with a batch as example= for which the forward changes it",
         )
 
 

@@ -350,7 +350,9 @@ class _Tracer(Notes, TorchFunctionMode):
                 fix=_DRAW_INSIDE.replace("layerdrop=0", "layerdrop=0, apply_spec_augment=False"),
             )
         self.kept.refuse_drawn()
-        if name := self.surroundings.changed(self.variables):
+        with torch._C.DisableTorchFunction():
+            name = self.surroundings.changed(self.variables)
+        if name:
             raise ModelError(
                 f"the model's forward, or one of its blocks, changes {name}, which the forward reads between blocks",
                 expected="variables outside the model that stay unchanged while the forward runs",

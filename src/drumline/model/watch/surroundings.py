@@ -42,6 +42,13 @@ _SETTINGS: dict[str, Reader] = {
     "torch.backends.cudnn.enabled": torch._C._get_cudnn_enabled,
     "torch.backends.cudnn.benchmark": torch._C._get_cudnn_benchmark,
     "torch.backends.cudnn.deterministic": torch._C._get_cudnn_deterministic,
+    "torch.backends.mkldnn.enabled": torch._C._get_mkldnn_enabled,
+    "flash attention": torch._C._get_flash_sdp_enabled,
+    "attention that needs little memory": torch._C._get_mem_efficient_sdp_enabled,
+    "attention by plain products": torch._C._get_math_sdp_enabled,
+    "attention of cuDNN": torch._C._get_cudnn_sdp_enabled,
+    "sums in fp16": torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+    "sums in bf16": torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
 }
 _PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__", "__dict__")  # what can change in a function
 
