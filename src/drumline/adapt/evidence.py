@@ -40,8 +40,19 @@ def noise_of(values: Floats) -> Floats:
     count = values.shape[-1] - 1
     if count < 1:
         return np.full(values.shape[:-1], np.inf)
-    sigma = _TO_SIGMA * np.median(np.abs(np.diff(values, axis=-1)), axis=-1)
+    sigma = _TO_SIGMA * middle(np.abs(values[..., 1:] - values[..., :-1]))
     result: Floats = np.maximum(sigma, _LEAST_NOISE) * (1.0 + _FEW / count)
+    return result
+
+
+def middle(values: Floats) -> Floats:
+    """Return the median along the last axis, as `numpy.median` does, which takes several times as long for few values.
+
+    >>> float(middle(np.array([3.0, 1.0, 2.0]))), float(middle(np.array([4.0, 1.0, 2.0, 3.0])))
+    (2.0, 2.5)
+    """
+    order, half = np.sort(values, axis=-1), values.shape[-1] // 2
+    result: Floats = order[..., half] if values.shape[-1] % 2 else (order[..., half - 1] + order[..., half]) / 2
     return result
 
 

@@ -13,12 +13,13 @@ A speed that changes steadily is followed: steps count as they will be a few ste
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from drumline.adapt.evidence import SURE, Verdict, noise_of, surely, weighed
+from drumline.adapt.evidence import SURE, Verdict, middle, noise_of, surely, weighed
 from drumline.adapt.rebalance import Layers
 from drumline.adapt.settings import Adapt
 from drumline.core.graph import Floats
@@ -27,6 +28,7 @@ from drumline.plan.cut.cuts import Counts
 _KNOWN = 128  # steps that are kept
 _WINDOWS = (3, 6, 12, 24, 48)
 _RAMPS = (24, 12, 6)  # steps in which a speed may change steadily
+_TIMES = {count: np.arange(count) - (count - 1) / 2 for count in _RAMPS}
 _LEAD = 3  # steps by which a steady change is anticipated
 _ALIKE = 0.01  # speeds that differ by less have the same best cut
 
@@ -48,7 +50,7 @@ class Watch:
 
     def __init__(self, settings: Adapt, layers: Layers) -> None:
         self._settings, self._layers = settings, layers
-        self._rows: list[list[float]] = []
+        self._rows = _no_rows(layers)
         self._planned: dict[Counts, list[float]] = {}
         self._due = dict.fromkeys(_WINDOWS, 0)  # the count of steps at which a window is looked at next
         self.count = 0  # of steps that were seen
@@ -57,14 +59,14 @@ class Watch:
     def begin(self, layers: Layers) -> None:
         """Forget all steps: another program runs, or ranks are not what they were."""
         self._layers = layers
-        self._rows, self._planned, self._answers = [], {}, []
+        self._rows, self._planned, self._answers = _no_rows(layers), {}, []
 
     def see(self, counts: Counts, stage_seconds: Sequence[float]) -> None:
         """Add a step: what a microbatch took in every stage of the cut."""
         now = self._layers.rank_seconds(counts, stage_seconds)
         planned = self._of(counts)
-        self._rows.append([b / a if a > 0 and b > 0 else 1.0 for a, b in zip(planned, now, strict=True)])
-        del self._rows[:-_KNOWN]
+        row = [b / a if a > 0 and b > 0 else 1.0 for a, b in zip(planned, now, strict=True)]
+        self._rows = np.concatenate([self._rows[1 - _KNOWN :], [row]])
         self.count += 1
 
     def _of(self, counts: Counts) -> list[float]:
@@ -74,7 +76,7 @@ class Watch:
 
     def last(self, count: int) -> Floats:
         """Return the ranks' slowness in the last steps."""
-        return np.array(self._rows[-count:])
+        return self._rows[-count:].copy()
 
     def seconds(self, counts: Counts, count: int) -> Floats:
         """Return what each of the last steps would have taken with a cut, in the simulator."""
@@ -115,7 +117,7 @@ class Watch:
         ahead: Floats | None,
     ) -> BetterCut | None:
         own = logs[-window:]
-        level = np.exp(np.median(own, axis=0) if window == _WINDOWS[0] else own.mean(axis=0))
+        level = np.exp(middle(own.T) if window == _WINDOWS[0] else own.mean(axis=0))
         planned = np.array(self._of(counts))
         loads = planned * level
         even = planned.sum() / (1.0 / level).sum()
@@ -125,10 +127,12 @@ class Watch:
         longer, slow, beside = max(neighbours(loads.tolist()))
         if not has_sign and longer < settings.threshold:
             return None
-        slowness = np.exp(logs)
-        gains = _saved((slowness * planned).max(axis=1), (slowness * (even / level)).max(axis=1))
-        if (gains[-settings.patience :] <= 0).any():
+        divided = even / level  # each rank's share, if fractions of layers could move
+        recent = np.exp(logs[-settings.patience :])
+        if ((recent * planned).max(axis=1) <= (recent * divided).max(axis=1)).any():
             return None
+        slowness = np.exp(logs)
+        gains = _saved((slowness * planned).max(axis=1), (slowness * divided).max(axis=1))
         last, noise = gains[-window:], noise_of(gains)
         if surely(last.sum(), last.max(), np.asarray(float(window)), noise) <= max(2.0 * pause(counts), 0.0):
             return None
@@ -171,18 +175,20 @@ class Watch:
         for count in _RAMPS:
             if count > len(logs):
                 continue
-            own = logs[-count:]
-            times = np.arange(count) - (count - 1) / 2
-            slope = times @ own / (times @ times)
-            sure = np.abs(slope) * np.sqrt(times @ times) > SURE * sigma
-            if not sure.any():
-                continue
+            own, times = logs[-count:], _TIMES[count]
+            squares = float(times @ times)
+            slope = times @ own / squares
+            sure = np.abs(slope) * math.sqrt(squares) > SURE * sigma
             for rank in np.flatnonzero(sure):
                 sure[rank] = _is_straight(own[:, rank], slope[rank] * times)
             if sure.any():
                 away: Floats = (count - 1) / 2 + _LEAD - times
                 return own + np.where(sure, slope, 0.0) * away[:, None]
         return None
+
+
+def _no_rows(layers: Layers) -> Floats:
+    return np.empty((0, layers.program.num_ranks))
 
 
 def _saved(now: Floats, other: Floats) -> Floats:
@@ -194,8 +200,9 @@ def _saved(now: Floats, other: Floats) -> Floats:
 def _is_straight(values: Floats, line: Floats) -> bool:
     """Whether values follow a line rather than one step up or down."""
     off = values - values.mean()
-    halves = (off[:at].size * off[:at].mean() ** 2 + off[at:].size * off[at:].mean() ** 2 for at in range(1, len(off)))
-    return bool(((off - line) ** 2).sum() < (off**2).sum() - max(halves))
+    before = np.arange(1, len(off))
+    levels = off.cumsum()[:-1] ** 2 * (1.0 / before + 1.0 / (len(off) - before))  # explained by one step at each place
+    return bool(((off - line) ** 2).sum() < (off**2).sum() - levels.max())
 
 
 def neighbours(loads: Sequence[float]) -> list[tuple[float, int, int]]:
