@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import flop_registry
@@ -87,6 +88,8 @@ class Once(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # its own operations come here
         kwargs = kwargs or {}
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **kwargs)  # the model is being traced
         key = _key(func, args, kwargs) if _may_repeat(func) else None
         if key is not None and (known := self._results.get(key)) is not None:
             self.owed_ns += known.nanoseconds
