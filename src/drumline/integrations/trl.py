@@ -27,9 +27,7 @@ class SFTTrainer(PipelineTrainer, trl.SFTTrainer):
         super().__init__(*args, **named)
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         if vars(base).pop("forward", None) is None or not hasattr(self, "_metrics"):
-            raise UsageError(
-                f"trl {trl.__version__} makes its loss in another way", expected="a version like trl 1.16"
-            )
+            raise UsageError(f"trl {trl.__version__} makes its loss in another way", expected="a version like trl 1.16")
         if self.aux_loss_enabled:
             raise UsageError(
                 "router_aux_loss_coef is set, on a pipeline",

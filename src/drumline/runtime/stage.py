@@ -131,7 +131,8 @@ class Stage:
         self._hooks_are_known &= len(hooked) == len(self.hooked)
         self.hooked = hooked
         for segment in self.segments:
-            segment.frozen.begin()
+            if segment.checkpointed:
+                segment.frozen.begin()
         if self.split:
             self.refresh()
             for segment in self.segments:

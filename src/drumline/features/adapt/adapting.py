@@ -75,12 +75,12 @@ class Adapting(Observer):
 
     def _find_instead(self, step: Step) -> None:
         """Find a program for a batch of fewer rows than microbatches, if these are more than the user asked for."""
-        own = self._site.programs[self._site.programs.own_number]
-        if self._build is None or own.num_microbatches <= self._first_number:
+        program = self._site.programs[self._site.programs.own_number]
+        if self._build is None or program.num_microbatches <= self._first_number:
             return  # all ranks know this alike
         with self._recording.between.during("hear"), self._crew.together("adapting"):
             known = [rows for rows in self._crew.everywhere("rows", self._num_rows) if rows]
-        if not known or min(known) >= own.num_microbatches:
+        if not known or min(known) >= program.num_microbatches:
             return
         for number in range(min(known), 0, -1):
             if number not in self._fewer:

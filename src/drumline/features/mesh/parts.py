@@ -70,7 +70,7 @@ def hook_of(module: nn.Module, hook: Hook) -> Hook:
     >>> hook_of(copied, lambda module: "ran")(copied), hook_of(copied, lambda module: "ran")(nn.ReLU())
     ('ran', None)
     """
-    return lambda called, *args: hook(called, *args) if called is module else None
+    return lambda target, *args: hook(target, *args) if target is module else None
 
 
 def as_it_is(module: nn.Module, hook: Hook) -> Hook:

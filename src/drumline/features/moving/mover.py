@@ -151,8 +151,8 @@ class Mover(Observer):
                 numbers = self._numbers(counts_before)
                 settle(module for number in numbers for module in chain.block(number).module.modules())
                 held_tensors = chain.tensors(numbers)
-                kept = {name: site.holdings.shown(tensor) for name, tensor in held_tensors.items()}
-                parcels, arrived = self._sent(moves, kept)
+                pieces = {name: site.holdings.shown(tensor) for name, tensor in held_tensors.items()}
+                parcels, arrived = self._sent(moves, pieces)
                 num_bytes = sum(parcel.num_bytes for entry in parcels for parcel in entry.values())
                 self._leave(before, after, held_tensors)
         with self._timed("rebuild"):
@@ -220,8 +220,8 @@ class Mover(Observer):
         pairs = zip(before.tensors, after.tensors, strict=True)
         left = [held_tensors[old.name] for old, new in pairs if rank in old.ranks and rank not in new.ranks]
         holdings = self._site.holdings
-        kept = [holdings.shown(tensor) for tensor in left]
-        self._site.updates.drop([tensor for tensor in kept if isinstance(tensor, nn.Parameter)])
+        pieces = [holdings.shown(tensor) for tensor in left]
+        self._site.updates.drop([tensor for tensor in pieces if isinstance(tensor, nn.Parameter)])
         for tensor in left:
             give_up(tensor)
             if holdings.shards is not None:
@@ -247,11 +247,11 @@ class Mover(Observer):
         site.updates.follow(site.engine.parameters())
         if site.holdings.shards is not None:
             site.engine.divide_again(site.holdings.shards)
-        kept = {name: site.holdings.shown(named[name]) for name in arrived}
+        parts = {name: site.holdings.shown(named[name]) for name in arrived}
         for name, parcel in arrived.items():
-            kept[name].grad = parcel.gradient
+            parts[name].grad = parcel.gradient
         handed = {
-            tensor: parcel.handed for name, parcel in arrived.items() if isinstance(tensor := kept[name], nn.Parameter)
+            tensor: parcel.handed for name, parcel in arrived.items() if isinstance(tensor := parts[name], nn.Parameter)
         }
         site.updates.take_over(handed, site.holdings.parameters())
         for moved in site.observers.moved:

@@ -162,9 +162,9 @@ def pieces_of(
     script, kind, graph = _followed(Script(ref(model), Skeleton(model, device), inside), inputs, there)
     pieces, starts = _begun(script, graph, there)
     bounds = [*starts, len(graph.calls)]
-    kept = script.skeleton.kept
-    named = dict(named_tensors(model)) | {name: tensor for name, tensor in places_of(model).items() if name in kept}
-    fleeting = kept | {
+    keeps = script.skeleton.kept
+    named = dict(named_tensors(model)) | {name: tensor for name, tensor in places_of(model).items() if name in keeps}
+    fleeting = keeps | {
         whole_name(path, name)
         for path, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
@@ -212,8 +212,8 @@ def _tried(script: Script, inputs: Inputs, there: Mapping[str, nn.Module]) -> tu
         except Changes as error:
             model = there[""]
             refuse_shared(model, error.name)
-            kept = script.skeleton.kept | {error.name}
-            script = replace(script, skeleton=Skeleton(model, script.skeleton.device, kept), asks={})
+            keeps = script.skeleton.kept | {error.name}
+            script = replace(script, skeleton=Skeleton(model, script.skeleton.device, keeps), asks={})
         except Decides as error:
             baked = names_of(inputs, script.baked, error.inputs)
             if not baked:

@@ -30,8 +30,8 @@ from drumline.model.watch.fingerprint import LIBRARIES, PLAIN, Same, can_change,
 
 Reader = Callable[[], Any]
 _OWN_LIBRARIES = LIBRARIES | {"drumline"}
-# What is set for all of torch. `torch.get_float32_matmul_precision` raises if both of its settings were used.
-_SETTINGS: dict[str, Reader] = {
+# What is set for all of torch, which a forward may ask for. `torch.get_float32_matmul_precision` raises if both of its settings were used.
+SETTINGS: dict[str, Reader] = {
     "the default dtype": torch.get_default_dtype,
     "the precision of products on the host": partial(torch._C._get_fp32_precision_getter, "mkldnn", "matmul"),
     "the precision of products on CUDA": partial(torch._C._get_fp32_precision_getter, "cuda", "matmul"),
@@ -51,15 +51,6 @@ _SETTINGS: dict[str, Reader] = {
     "sums in bf16": torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
 }
 _PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__", "__dict__")  # what can change in a function
-
-
-def settings_of_torch() -> tuple[Any, ...]:
-    """Return what is set for all of torch, which a forward may ask for.
-
-    >>> settings_of_torch() == settings_of_torch()
-    True
-    """
-    return tuple(read() for read in _SETTINGS.values())
 
 
 class Surroundings:
@@ -182,7 +173,7 @@ class Surroundings:
         """Find values of a module's class that its functions may read by `type(self)`."""
         for cls in kind.__mro__:
             if not is_known(cls) and (id(cls), "") not in self._readers:
-                self._readers[id(cls), ""] = partial(_itself, cls)
+                self._readers[id(cls), ""] = partial((cls,).__getitem__, 0)
                 functions = (_plain(item) for item in vars(cls).values())
                 code = [item.__code__ for item in functions if isinstance(item, FunctionType)]
                 for name in {name for each in code for name in _names_in(each)} & vars(cls).keys():
@@ -233,10 +224,6 @@ def _inside(function: FunctionType) -> tuple[Any, ...]:
     return parts
 
 
-def _itself(value: Any) -> Any:
-    return value
-
-
 def _nothing(value: Any) -> None:
     """Set nothing: a function's parts are restored by what they hold."""
 
@@ -264,7 +251,7 @@ def _is_watched(value: Any) -> bool:
 def is_known(thing: Any) -> bool:
     """Whether a module, class or function belongs to a library."""
     name = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", None) or ""
-    return is_of_a_library(name)
+    return name.partition(".")[0] in _OWN_LIBRARIES
 
 
 def is_of_a_library(module: str) -> bool:

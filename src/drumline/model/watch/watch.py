@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from operator import itemgetter
+from operator import call, itemgetter
 from types import FunctionType, MethodType
 from typing import Any
 from weakref import ref
@@ -24,7 +24,7 @@ from drumline.model.catalogue import whole_name
 from drumline.model.hooks import BACKWARD, FORWARD
 from drumline.model.values import MISSING
 from drumline.model.watch.fingerprint import PLAIN, Same, fingerprint
-from drumline.model.watch.surroundings import Surroundings, is_known, settings_of_torch
+from drumline.model.watch.surroundings import SETTINGS, Surroundings, is_known
 
 AttributeName = tuple[str, str]  # the names of a module and of its attribute
 _HOOKS = (*FORWARD, *BACKWARD)
@@ -120,7 +120,7 @@ class Watch:
         """Return the modules' modes, and all else that is looked after."""
         spaces = [module.__dict__ for module in self._alive()]
         modes = [space["training"] for space in spaces]
-        states: list[Any] = [*global_hooks(), settings_of_torch()]
+        states: list[Any] = [*global_hooks(), [*map(call, SETTINGS.values())]]
         states += [code_of(module) for module in _living(self._inside.values())]
         states += [[*map(list, tables)] for tables in map(_TABLES, spaces) if any(tables)]
         parameters = chain.from_iterable([space["_parameters"].values() for space in spaces])
@@ -164,11 +164,11 @@ class Watch:
                         expected="the original parameter, because the forward uses it between blocks",
                         fix="change it in place, use load_state_dict, or create a new pipeline",
                     )
-            now = self._buffers_of(name, module)
+            now = self._buffers_of(name, module) if name in self._held else module._buffers
             new = [(key, buffer) for key, buffer in now.items() if buffer is not buffers.get(key)]
             if new:
                 tensors += [(whole_name(name, key), tensor) for key, tensor in new if tensor is not None]
-                self._tables[at] = (name, reference, parameters, now)
+                self._tables[at] = (name, reference, parameters, dict(now))
         return tensors
 
 

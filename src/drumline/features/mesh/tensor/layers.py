@@ -124,44 +124,44 @@ class TensorParallel(HeldParts):
         self._entries.append((space, name, space[name]))
         space[name] = value
 
-    def _attach(self, divided_module: DividedModule, own: Callable[[Hook], Hook]) -> None:
+    def _attach(self, divided_module: DividedModule, only_here: Callable[[Hook], Hook]) -> None:
         """Add the exchanges of a layer, and let its attributes tell the sizes that it has."""
         module, size = divided_module.module, self.axes.size(AXIS)
         if divided_module.style in (PlainStyle.STACKED, PlainStyle.LATENT, PlainStyle.ONCE):
-            self._attach_inner(divided_module, own)
+            self._attach_inner(divided_module, only_here)
         elif isinstance(divided_module.style, Colwise):
             if isinstance(module, nn.Linear):
                 self._set(module, "out_features", module.out_features // size)
-                module.register_forward_pre_hook(own(self.exchanges.before_columns), with_kwargs=True)
+                module.register_forward_pre_hook(only_here(self.exchanges.before_columns), with_kwargs=True)
             elif isinstance(module, nn.Embedding):
                 self._set(module, "embedding_dim", module.embedding_dim // size)
             if divided_module.style.gather:
-                gather = own(partial(self.exchanges.after_columns, divided_module.style.parts))
+                gather = only_here(partial(self.exchanges.after_columns, divided_module.style.parts))
                 module.register_forward_hook(gather, prepend=True)
         elif isinstance(divided_module.style, Rowwise):
             assert isinstance(module, nn.Linear)
             self._set(module, "in_features", module.in_features // size)
             if divided_module.style.split:
-                split = own(partial(self.exchanges.before_rows, divided_module.style.parts))
+                split = only_here(partial(self.exchanges.before_rows, divided_module.style.parts))
                 module.register_forward_pre_hook(split, with_kwargs=True)
             else:
                 self.exchanges.unseen.add(module)
-            module.register_forward_hook(own(self.exchanges.after_rows), prepend=True)
+            module.register_forward_hook(only_here(self.exchanges.after_rows), prepend=True)
         elif isinstance(module, nn.Embedding) and divided_module.slices:
             looking = Lookup(self.exchanges, module)
             self._set(module, "num_embeddings", looking.length)
             if module.padding_idx is not None:
                 self._set(module, "padding_idx", looking.local(module.padding_idx))
-            module.register_forward_pre_hook(own(looking.before), with_kwargs=True)
-            module.register_forward_hook(own(looking.after), prepend=True)
+            module.register_forward_pre_hook(only_here(looking.before), with_kwargs=True)
+            module.register_forward_hook(only_here(looking.after), prepend=True)
 
-    def _attach_inner(self, module: DividedModule, own: Callable[[Hook], Hook]) -> None:
+    def _attach_inner(self, module: DividedModule, only_here: Callable[[Hook], Hook]) -> None:
         """Add the exchanges of a module that is no plain layer."""
         if module.style is PlainStyle.STACKED:
-            module.module.register_forward_pre_hook(own(self.exchanges.before_stack), with_kwargs=True)
-            module.module.register_forward_hook(own(self.exchanges.after_stack), prepend=True)
+            module.module.register_forward_pre_hook(only_here(self.exchanges.before_stack), with_kwargs=True)
+            module.module.register_forward_hook(only_here(self.exchanges.after_stack), prepend=True)
         elif module.style is PlainStyle.LATENT:
             after = partial(self.exchanges.after_latent, rotary_width(module))
-            module.module.register_forward_hook(own(after), prepend=True)
+            module.module.register_forward_hook(only_here(after), prepend=True)
         else:
-            module.module.register_forward_pre_hook(own(self.exchanges.before_once))
+            module.module.register_forward_pre_hook(only_here(self.exchanges.before_once))
