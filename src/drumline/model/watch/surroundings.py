@@ -30,7 +30,8 @@ from drumline.model.watch.fingerprint import LIBRARIES, PLAIN, Same, can_change,
 
 Reader = Callable[[], Any]
 _OWN_LIBRARIES = LIBRARIES | {"drumline"}
-# What is set for all of torch, which a forward may ask for. `torch.get_float32_matmul_precision` raises if both of its settings were used.
+# What is set for all of torch, which a forward may ask for. `torch.get_float32_matmul_precision` raises if both of its
+# settings were used.
 SETTINGS: dict[str, Reader] = {
     "the default dtype": torch.get_default_dtype,
     "the precision of products on the host": partial(torch._C._get_fp32_precision_getter, "mkldnn", "matmul"),
