@@ -12,6 +12,7 @@ It runs when a step has changed something, which for most models is never.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -19,16 +20,15 @@ from torch import Tensor
 from drumline.core.errors import ModelError
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.stages.engine import Engine
-from drumline.engine.state.sharing import Identity, Sharing, name_of
+from drumline.engine.state.sharing import Identity, Sharing, is_written_by, name_of
 from drumline.model.block import Block
 from drumline.model.values import MISSING
 from drumline.model.weights.tied import Ties
-from drumline.runtime.kept_state.code import facts_of, is_only_written
 from drumline.runtime.kept_state.contents import is_same_value
 from drumline.runtime.kept_state.forgets import Kept, Verdict, tried
 from drumline.runtime.kept_state.outside import Place
 from drumline.runtime.kept_state.snapshot import MOST_BYTES, Snapshot
-from drumline.runtime.kept_state.spaces import Space, Table, own_values, spaces_of
+from drumline.runtime.kept_state.spaces import Space, Table, fill, own_values, spaces_of
 from drumline.runtime.kept_state.spies import Spies
 from drumline.runtime.stage import Stage
 from drumline.runtime.step import Step
@@ -85,16 +85,18 @@ class KeptApart(Observer):
 
     def _is_only_written(self, look: _Look, kept: Kept) -> bool:
         space, key = kept
-        names = [name_of(key), *look.fields_changed(kept)]
-        code = {*space.code, *(code for at in look.shared_in(kept) for code in self._sharing.code_of(at))}
-        names = [name for name in names if any(name in facts_of(part).names for part in code)]
-        return any(all(is_only_written(part, name) for part in code) for name in names)
+        fields = look.fields_changed(kept)
+        return is_written_by(space.code, {name_of(key)}, fields) and all(
+            is_written_by(code, names, fields)
+            for at in look.shared_in(kept)
+            for names, code in self._sharing.reaches_of(at)
+        )
 
     def _judge(self, look: _Look, changes: list[Kept]) -> None:
         if not changes:
             return
         can_try = not self._is_mesh and not any(look.is_used_up(kept) for kept in changes)
-        verdicts = tried(look.stage, changes) if can_try else [Verdict(False, False)] * len(changes)
+        verdicts = tried(look.stage, changes, look.as_it_was) if can_try else [Verdict(False, False)] * len(changes)
         here = {block.name for block in look.stage.blocks}
         for kept, (stays, forgets) in zip(changes, verdicts, strict=True):
             shared = look.shared_in(kept)
@@ -201,6 +203,20 @@ class _Look:
         space, key = kept
         table = next(table for own, table in zip(self.spaces, self._tables, strict=True) if own is space)
         return self._identities(space, key, table.get(key, MISSING))
+
+    @contextmanager
+    def as_it_was(self) -> Iterator[None]:
+        """Let the stage keep inside what it kept when the step began."""
+        assert self._snapshot is not None
+        now = [space.table.copy() for space in self.spaces]
+        with self._snapshot.put_in():
+            try:
+                for space, table in zip(self.spaces, self._tables, strict=True):
+                    fill(space.table, table)
+                yield
+            finally:
+                for space, table in zip(self.spaces, now, strict=True):
+                    fill(space.table, table)
 
     def is_used_up(self, kept: Kept) -> bool:
         """Whether iterators were used up in a place."""
