@@ -184,7 +184,7 @@ COPIED = {
     "an annealed attribute of a block": "",
     "a hook that comes and goes": "",
     "a counter inside of blocks": "changes its attribute 'count'",
-    "averages inside of blocks": "changes the buffer blocks.0.mean, which several ranks hold",
+    "averages inside of blocks": "changes the buffer 'blocks.0.mean', which several ranks hold",
 }
 
 

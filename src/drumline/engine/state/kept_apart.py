@@ -53,9 +53,11 @@ class KeptApart(Observer):
         ties, stages = self._engine.assembly.ties, list(self._engine.stages())
         self._homes |= {block.name: stage.index for stage in stages for block in stage.blocks}
         shared = self._sharing.between(self._homes)
+        for stage in stages:
+            stage.is_doubled = _is_doubled(ties, stage)
         for look in self._looks:
             look.stage.keeps_latest = False
-        looks = [_Look(stage, shared, is_doubled=_is_doubled(ties, stage)) for stage in stages]
+        looks = [_Look(stage, shared, is_doubled=stage.is_doubled) for stage in stages]
         self._looks = [look for look in looks if look.spaces]
         for look in self._looks:
             look.stage.keeps_latest = True

@@ -77,7 +77,8 @@ class SharedBuffers(Observer):
         what = "frozen parameter" if copy.tensor.is_parameter else "buffer"
         if copy.tensor.is_copied:
             raise ModelError(
-                f"a forward changes the {what} {copy.tensor.name}, which several ranks hold",
+                f"the forward of block {copy.block!r} changes the {what} {copy.tensor.name!r}, which several ranks "
+                "hold",
                 expected=f"every {what} to stay unchanged if several ranks hold it",
                 fix="give each block its own, and choose a schedule with one copy of each stage",
             )

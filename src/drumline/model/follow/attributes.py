@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -73,7 +74,7 @@ class Attributes:
             uses.is_read_first, uses.first = True, value
         if can_change(value):
             if id(value) not in self._looked:
-                self._looked[id(value)] = (value, state_of(value), set())
+                self._looked[id(value)] = (value, _state(value), set())
             self._looked[id(value)][2].add((name, key))
 
     def set(self, module: nn.Module, key: str, before: Any, value: Any) -> None:
@@ -94,7 +95,7 @@ class Attributes:
         """Find lists, dicts and objects with changed contents: what runs now has changed them."""
         who = self._who()
         for number, (value, before, places) in self._looked.items():
-            now = state_of(value)
+            now = _state(value)
             if now != before:
                 self._looked[number] = (value, now, places)
                 if only_named(before, now):
@@ -138,6 +139,12 @@ class Attributes:
     def read_between(self) -> list[AttributeName]:
         """Return the attributes that the forward read between blocks without setting them before."""
         return [place for place, uses in self.uses.items() if uses.is_read_first]
+
+
+def _state(value: Any) -> Any:
+    """Return the state of a value; looking at its tensors is no use of them by the model."""
+    with torch._C.DisableTorchFunction():
+        return state_of(value)
 
 
 def _is_made_once(before: Any, value: Any) -> bool:
