@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from drumline.core.errors import BatchError, ModelError
 from drumline.model.block import Block, Model, blocks_of
 from drumline.model.catalogue import places_in
+from drumline.model.kept_state.keeping import as_before
 from drumline.model.patches import having_gradients
 from drumline.model.quantised.packed import num_bytes
 from drumline.model.randomness import Randomness
@@ -32,7 +33,6 @@ from drumline.plan.device.blocks import OpTimes, Profile, ProfiledBlock
 from drumline.profile.chain import Chain, Ops
 from drumline.runtime.clocks import clock_for
 from drumline.runtime.draft import Clock
-from drumline.runtime.kept_state.keeping import as_before
 from drumline.runtime.recomputing import Buffers
 
 _NUM_WARM_UPS = 3

@@ -34,7 +34,7 @@ from drumline.runtime.backward.guards import (
 from drumline.runtime.backward.owners import Splitter
 from drumline.runtime.backward.tape import Tape
 from drumline.runtime.frozen_weights import FrozenWeights
-from drumline.runtime.kept_state.ledger import Ledger, StateBefore
+from drumline.runtime.ledger import Ledger, StateBefore
 from drumline.runtime.recomputing import Buffers
 
 

@@ -5,7 +5,7 @@
                               nothing
 
 What makes no difference may change: what is only stored or counted, what is set before it is read, tables that are made
-when first needed. Code tells the first; an experiment with other inputs the others: see runtime/kept_state/forgets.py.
+when first needed. Code tells the first; an experiment with other inputs the others: see forgets.py.
 It runs when a step has changed something, which for most models is never.
 """
 
@@ -20,16 +20,16 @@ from torch import Tensor
 from drumline.core.errors import ModelError
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.stages.engine import Engine
+from drumline.engine.state.forgets import Kept, Verdict, tried
 from drumline.engine.state.sharing import Identity, Sharing, is_written_by, name_of
 from drumline.model.block import Block
+from drumline.model.kept_state.contents import is_same_value
+from drumline.model.kept_state.outside import Place
+from drumline.model.kept_state.snapshot import MOST_BYTES, Snapshot
+from drumline.model.kept_state.spaces import Space, Table, fill, own_values, spaces_of
+from drumline.model.kept_state.spies import Spies
 from drumline.model.values import MISSING
 from drumline.model.weights.tied import Ties
-from drumline.runtime.kept_state.contents import is_same_value
-from drumline.runtime.kept_state.forgets import Kept, Verdict, tried
-from drumline.runtime.kept_state.outside import Place
-from drumline.runtime.kept_state.snapshot import MOST_BYTES, Snapshot
-from drumline.runtime.kept_state.spaces import Space, Table, fill, own_values, spaces_of
-from drumline.runtime.kept_state.spies import Spies
 from drumline.runtime.stage import Stage
 from drumline.runtime.step import Step
 
@@ -53,9 +53,11 @@ class KeptApart(Observer):
         ties, stages = self._engine.assembly.ties, list(self._engine.stages())
         self._homes |= {block.name: stage.index for stage in stages for block in stage.blocks}
         shared = self._sharing.between(self._homes)
+        for stage in stages:
+            stage.is_doubled = _is_doubled(ties, stage)
         for look in self._looks:
             look.stage.keeps_latest = False
-        looks = [_Look(stage, self._sharing, shared, is_doubled=_is_doubled(ties, stage)) for stage in stages]
+        looks = [_Look(stage, self._sharing, shared, is_doubled=stage.is_doubled) for stage in stages]
         self._looks = [look for look in looks if look.spaces]
         for look in self._looks:
             look.stage.keeps_latest = True

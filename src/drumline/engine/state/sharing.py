@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from drumline.model.block import Block
+from drumline.model.kept_state.code import is_only_opened, is_only_written
+from drumline.model.kept_state.outside import Place
+from drumline.model.kept_state.snapshot import Snapshot
+from drumline.model.kept_state.spaces import Space, own_values, spaces_of
 from drumline.model.randomness import may_draw
-from drumline.runtime.kept_state.code import is_only_opened, is_only_written
-from drumline.runtime.kept_state.outside import Place
-from drumline.runtime.kept_state.snapshot import Snapshot
-from drumline.runtime.kept_state.spaces import Space, own_values, spaces_of
 
 Identity = Any  # of a place, of memory, or the id of an object
 

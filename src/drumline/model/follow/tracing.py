@@ -50,6 +50,7 @@ from drumline.model.follow.skeleton import Meta, Skeleton, alias_of
 from drumline.model.follow.uneven import PACKS, counts_rows, is_of_values, picked
 from drumline.model.graph.graph import CallGraph, may_draw
 from drumline.model.hooks import HOOKS
+from drumline.model.kept_state.keeping import surroundings_as_before
 from drumline.model.randomness import HostChance
 from drumline.model.transforms import transformed
 from drumline.model.values import MISSING, mapped, pack, plain_in, refuse_objects, tensors_in, unpack
@@ -71,7 +72,8 @@ def trace(skeleton: Skeleton, inside: frozenset[str], kind: InputKind) -> tuple[
         args, kwargs = Inputs(*unpack(inputs, kind.form)).unpacked(skeleton.device)
         everywhere = Surroundings(skeleton.model.modules())
         sources = replaced_sources(everywhere, lambda: skeleton.block)
-        with chance.keeping_state(), everywhere.keeping_contents(), unchecked(), sources:
+        surroundings = surroundings_as_before(skeleton.model.modules())
+        with chance.keeping_state(), everywhere.keeping_contents(), surroundings, unchecked(), sources:
             tracer = _Tracer(skeleton, inside, inputs, kind.decided)
             with tracer.watching(train=kind.train):
                 try:

@@ -23,6 +23,7 @@ from drumline.engine.unsplit.plain import Plain
 from drumline.engine.unsplit.unsplit_step import Made, UnsplitMicrobatch, unsplit_step
 from drumline.features.check.gradients.sketch import sketch
 from drumline.model.hooks import hooks_behind, with_holders
+from drumline.model.kept_state.keeping import as_before
 from drumline.model.patches import having_gradients
 from drumline.model.precision import Precision
 from drumline.model.quantised.packed import is_packed
@@ -30,7 +31,6 @@ from drumline.model.quantised.placing import is_on, packed_on
 from drumline.model.randomness import Randomness
 from drumline.model.values import mapped, moved
 from drumline.model.watch.keeping import nothing_left
-from drumline.runtime.kept_state.keeping import as_before
 
 
 @dataclass(frozen=True, slots=True)

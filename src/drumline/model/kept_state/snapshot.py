@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from drumline.model.kept_state.contents import Kind, items_of, kind_of, position_of, with_items
 from drumline.model.watch.used_up import can_be_used_up
-from drumline.runtime.kept_state.contents import Kind, items_of, kind_of, position_of, with_items
 
 _MOST = 4096  # items of a container that are looked into
 _MOST_OBJECTS = 16384

@@ -7,8 +7,8 @@
     recomputation        runs on what was taken; then blocks keep again what they keep now
     nothing changed      nothing is held for the recomputation
 
-Where blocks may keep something is in spaces.py. What cannot be taken back, an iterator that a forward uses up, is
-refused.
+Where blocks may keep something is in model/kept_state/spaces.py. What cannot be taken back, an iterator that a forward
+uses up, is refused.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch import Tensor
 
 from drumline.core.errors import ModelError
 from drumline.model.block import Block
+from drumline.model.kept_state.contents import is_same_value, kind_of
+from drumline.model.kept_state.snapshot import MOST_BYTES, Snapshot, version_of
+from drumline.model.kept_state.spaces import Held, Table, fill, is_same_table, own_values, spaces_of
+from drumline.model.kept_state.spies import Spies, kind_of_iterator
 from drumline.model.values import MISSING
 from drumline.model.watch.used_up import can_be_used_up
-from drumline.runtime.kept_state.contents import is_same_value, kind_of
-from drumline.runtime.kept_state.snapshot import MOST_BYTES, Snapshot, version_of
-from drumline.runtime.kept_state.spaces import Held, Table, fill, is_same_table, own_values, spaces_of
-from drumline.runtime.kept_state.spies import Spies, kind_of_iterator
 
 _FEW = 64  # objects in a value that may begin to change at any time, and items of each
 _FIX = 'give it what it needs as an input, or do not recompute it: checkpoint="none", or name the other blocks'

@@ -19,12 +19,12 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from drumline.model.kept_state.contents import is_same_value, kind_of
+from drumline.model.kept_state.keeping import as_before
+from drumline.model.kept_state.spaces import Space
 from drumline.model.values import MISSING, mapped, pack
 from drumline.model.watch.keeping import nothing_left
 from drumline.model.watch.used_up import can_be_used_up
-from drumline.runtime.kept_state.contents import is_same_value, kind_of
-from drumline.runtime.kept_state.keeping import as_before
-from drumline.runtime.kept_state.spaces import Space
 from drumline.runtime.stage import Stage
 
 _DEPTH = 6

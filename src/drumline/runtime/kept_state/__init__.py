@@ -1,1 +1,0 @@
-"""What blocks keep beside parameters and buffers, for blocks that run twice."""
