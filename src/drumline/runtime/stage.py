@@ -14,8 +14,8 @@ no tape, and frees a microbatch after I. Blocks below the lowest trained one rec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -26,12 +26,13 @@ from torch import Tensor, nn
 from drumline.core.errors import ModelError
 from drumline.core.rules import Backward
 from drumline.model.block import Block
+from drumline.model.catalogue import whole_name
 from drumline.model.precision import Precision
 from drumline.model.randomness import HostChance, Randomness
 from drumline.model.values import mapped, pack, unpack
 from drumline.runtime.backward.compiled import Compiler
 from drumline.runtime.backward.guards import NOTHING, looked_after
-from drumline.runtime.backward.hooked import refusing_updates, with_hooks
+from drumline.runtime.backward.hooked import refusing_changed_sums, refusing_updates, with_hooks
 from drumline.runtime.backward.tape import Gradients, Tape, accumulate, add_gradients, merged
 from drumline.runtime.recomputing import GraphNeeded, discarding
 from drumline.runtime.segment import Pass, Segment, versions_of
@@ -86,6 +87,7 @@ class Stage:
         self.passes: dict[int, list[Pass]] = {}
         self.outputs: dict[int, Any] | None = None  # outputs of a training step, if wanted
         self.at_peak: Callable[[], object] | None = None  # called when everything recomputed is held at once
+        self.is_doubled = False  # whether there is another copy, which runs other microbatches
         self.keeps_latest = False  # whether somebody may want to run it again on an input
         self.latest: tuple[int, Any] | None = None  # the latest microbatch of this step, and its input
         self._signature: list[tuple[int, bool]] | None = None
@@ -275,7 +277,20 @@ class Stage:
         if not self.hooked:
             return NOTHING
         by_value, self._hooks_are_known = not self._hooks_are_known, True
-        return refusing_updates(self.hooked, by_value=by_value)
+        updates = refusing_updates(self.hooked, by_value=by_value)
+        return self._refusing_changes(updates) if self.is_doubled else updates
+
+    @contextmanager
+    def _refusing_changes(self, updates: AbstractContextManager[None]) -> Iterator[None]:
+        hooked = {id(param) for param in self.hooked}
+        named = {
+            whole_name(block.name, name): param
+            for block in self.blocks
+            for name, param in block.module.named_parameters()
+            if id(param) in hooked
+        }
+        with updates, refusing_changed_sums(named):
+            yield
 
     def _added(self, this: Pass, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Add to the parameters' gradients of a pass, and return those of its inputs."""

@@ -2,16 +2,17 @@
 
 ::
 
-    run x ──► y, A        other inputs ──► B        x again ──► z, C
+    run x ──► y, A        other inputs ──► B        x again ──► z, C        as it was, x ──► D, other inputs ──► E
 
-    B == A                it keeps something that no input changes any more: a table made when it was first needed
-    z == y and C == A     it forgets: what it keeps is from the last input, and it was set before it was read
+    B == A, D == E        it keeps something that no input changes: a table made when it was first needed
+    z == y, C == A != B   it forgets: what it keeps is from the last input, and it was set before it was read
     else                  a counter, a running mean, a generator: the order of inputs makes a difference
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -33,12 +34,12 @@ Kept = tuple[Space, Any]  # a place
 class Verdict(NamedTuple):
     """What an experiment says of a place."""
 
-    stays: bool  # no input changes it any more
+    stays: bool  # no input changes it
     forgets: bool  # it is from the last input alone, and so is what the stage returns
 
 
-def tried(stage: Stage, places: Sequence[Kept]) -> list[Verdict]:
-    """Run a stage on its latest input and on others, and return what this says of some places."""
+def tried(stage: Stage, places: Sequence[Kept], as_it_was: Callable[[], AbstractContextManager[None]]) -> list[Verdict]:
+    """Run a stage on its latest input and on others, also with what it kept before, and return what this says."""
     if stage.latest is None:
         return [Verdict(False, False) for _ in places]
     microbatch, value = stage.latest
@@ -49,13 +50,22 @@ def tried(stage: Stage, places: Sequence[Kept]) -> list[Verdict]:
             for other in (_larger, _smaller):
                 between = _run(stage, microbatch, mapped(value, other), places)
             last = _run(stage, microbatch, value, places)
+            anew = [_begun(stage, microbatch, each, places, as_it_was) for each in (value, mapped(value, _larger))]
         except Exception:  # of the user's own code, on inputs that are none of the user's
             return [Verdict(False, False) for _ in places]
     is_same = _is_same(first[0], last[0])
-    return [
-        Verdict(_is_same(before, middle), is_same and _is_same(before, after))
-        for before, middle, after in zip(first[1], between[1], last[1], strict=True)
-    ]
+    verdicts = []
+    for before, middle, after, *begun in zip(first[1], between[1], last[1], *anew, strict=True):
+        is_still = _is_same(before, middle)
+        verdicts.append(Verdict(is_still and _is_same(*begun), is_same and not is_still and _is_same(before, after)))
+    return verdicts
+
+
+def _begun(
+    stage: Stage, microbatch: int, value: Any, places: Sequence[Kept], as_it_was: Callable[[], Any]
+) -> list[Any]:
+    with as_it_was():
+        return _run(stage, microbatch, value, places)[1]
 
 
 def _run(stage: Stage, microbatch: int, value: Any, places: Sequence[Kept]) -> tuple[Any, list[Any]]:

@@ -12,6 +12,7 @@ It runs when a step has changed something, which for most models is never.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -20,13 +21,12 @@ from drumline.core.errors import ModelError
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.stages.engine import Engine
 from drumline.engine.state.forgets import Kept, Verdict, tried
-from drumline.engine.state.sharing import Identity, Sharing, name_of
+from drumline.engine.state.sharing import Identity, Sharing, is_written_by, name_of
 from drumline.model.block import Block
-from drumline.model.kept_state.code import facts_of, is_only_written
 from drumline.model.kept_state.contents import is_same_value
 from drumline.model.kept_state.outside import Place
 from drumline.model.kept_state.snapshot import MOST_BYTES, Snapshot
-from drumline.model.kept_state.spaces import Space, Table, own_values, spaces_of
+from drumline.model.kept_state.spaces import Space, Table, fill, own_values, spaces_of
 from drumline.model.kept_state.spies import Spies
 from drumline.model.values import MISSING
 from drumline.model.weights.tied import Ties
@@ -53,9 +53,11 @@ class KeptApart(Observer):
         ties, stages = self._engine.assembly.ties, list(self._engine.stages())
         self._homes |= {block.name: stage.index for stage in stages for block in stage.blocks}
         shared = self._sharing.between(self._homes)
+        for stage in stages:
+            stage.is_doubled = _is_doubled(ties, stage)
         for look in self._looks:
             look.stage.keeps_latest = False
-        looks = [_Look(stage, self._sharing, shared, is_doubled=_is_doubled(ties, stage)) for stage in stages]
+        looks = [_Look(stage, self._sharing, shared, is_doubled=stage.is_doubled) for stage in stages]
         self._looks = [look for look in looks if look.spaces]
         for look in self._looks:
             look.stage.keeps_latest = True
@@ -85,16 +87,18 @@ class KeptApart(Observer):
 
     def _is_only_written(self, look: _Look, kept: Kept) -> bool:
         space, key = kept
-        names = [name_of(key), *look.fields_changed(kept)]
-        code = {*space.code, *(code for at in look.shared_in(kept) for code in self._sharing.code_of(at))}
-        names = [name for name in names if any(name in facts_of(part).names for part in code)]
-        return any(all(is_only_written(part, name) for part in code) for name in names)
+        fields = look.fields_changed(kept)
+        return is_written_by(space.code, {name_of(key)}, fields) and all(
+            is_written_by(code, names, fields)
+            for at in look.shared_in(kept)
+            for names, code in self._sharing.reaches_of(at)
+        )
 
     def _judge(self, look: _Look, changes: list[Kept]) -> None:
         if not changes:
             return
         can_try = not self._is_mesh and not any(look.is_used_up(kept) for kept in changes)
-        verdicts = tried(look.stage, changes) if can_try else [Verdict(False, False)] * len(changes)
+        verdicts = tried(look.stage, changes, look.as_it_was) if can_try else [Verdict(False, False)] * len(changes)
         here = {block.name for block in look.stage.blocks}
         for kept, (stays, forgets) in zip(changes, verdicts, strict=True):
             shared = look.shared_in(kept)
@@ -201,6 +205,20 @@ class _Look:
         space, key = kept
         table = next(table for own, table in zip(self.spaces, self._tables, strict=True) if own is space)
         return self._identities(space, key, table.get(key, MISSING))
+
+    @contextmanager
+    def as_it_was(self) -> Iterator[None]:
+        """Let the stage keep inside what it kept when the step began."""
+        assert self._snapshot is not None
+        now = [space.table.copy() for space in self.spaces]
+        with self._snapshot.put_in():
+            try:
+                for space, table in zip(self.spaces, self._tables, strict=True):
+                    fill(space.table, table)
+                yield
+            finally:
+                for space, table in zip(self.spaces, now, strict=True):
+                    fill(space.table, table)
 
     def is_used_up(self, kept: Kept) -> bool:
         """Whether iterators were used up in a place."""

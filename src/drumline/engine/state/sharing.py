@@ -8,7 +8,7 @@ self.mean = means[0]                              views of the same numbers
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.model.block import Block
-from drumline.model.kept_state.code import is_only_written
+from drumline.model.kept_state.code import is_only_opened, is_only_written
 from drumline.model.kept_state.outside import Place
 from drumline.model.kept_state.snapshot import Snapshot
 from drumline.model.kept_state.spaces import Space, own_values, spaces_of
@@ -33,6 +33,15 @@ class _Reach(NamedTuple):
 def name_of(key: Any) -> str:
     """Return by what name code mentions a place."""
     return key.name if isinstance(key, Place) else str(key)
+
+
+def is_written_by(code: Collection[CodeType], names: Iterable[str], fields: Collection[str] = ()) -> bool:
+    """Whether code only writes what has these names, or the fields of it that change."""
+    return all(
+        all(is_only_written(part, name) for part in code)
+        or (bool(fields) and all(is_only_opened(part, name) for part in code) and is_written_by(code, fields))
+        for name in names
+    )
 
 
 class Sharing:
@@ -91,9 +100,9 @@ class Sharing:
             for name in names
         )
 
-    def code_of(self, identity: Identity) -> list[CodeType]:
-        """Return the code of all blocks that reach something."""
-        return [code for reach in self._reached[identity].values() for code in reach.code]
+    def reaches_of(self, identity: Identity) -> list[tuple[frozenset[str], tuple[CodeType, ...]]]:
+        """Return by what names each block reaches something, and its code."""
+        return [(reach.names, reach.code) for reach in self._reached[identity].values()]
 
     def _held(self, space: Space, shared: set[Identity]) -> list[Any]:
         values = own_values(space.table.copy()).items()

@@ -144,7 +144,7 @@ class Attributes:
 
 
 def _state(value: Any) -> Any:
-    """Return the state of a value; to look at tensors in it is no use of them by the model."""
+    """Return the state of a value; looking at its tensors is no use of them by the model."""
     with torch._C.DisableTorchFunction():
         return state_of(value)
 

@@ -26,6 +26,7 @@ from drumline.core.errors import ModelError
 from drumline.model.catalogue import named_tensors, whole_name
 from drumline.model.follow.refusals import line_here
 from drumline.model.hooks import HOOKS
+from drumline.model.kept_state.spies import original_of
 from drumline.model.randomness import OWN_GENERATORS, state_of_own
 from drumline.model.watch.fingerprint import WHOLE
 from drumline.model.watch.surroundings import Surroundings, is_known
@@ -41,8 +42,10 @@ _INSIDE = "do it inside a block, or pass what it gives as an input of the model"
 class Source:
     """Stands for an iterator, a file or the system's randomness in a trace: refuses to give anything between blocks.
 
-    Inside a block it gives what a copy of the original gives, if there is one.
+    Inside a block it gives what a copy of the original gives, if there is one. What a `Spy` gives is given back.
     """
+
+    gives_the_same = True  # nobody need give back what it gave
 
     def __init__(self, name: str, original: Any, is_inside: Callable[[], str]) -> None:
         self._name = name
@@ -52,6 +55,7 @@ class Source:
         except Exception:
             self._copy = None
         self._original = original
+        self._kind = type(original_of(original))
 
     def __deepcopy__(self, memo: Any) -> Source:
         return self
@@ -65,11 +69,11 @@ class Source:
     def __getattr__(self, key: str) -> Any:
         if key.startswith("__"):
             raise AttributeError(key)
-        takes = key in _READS or isinstance(self._original, random.SystemRandom)
+        takes = key in _READS or issubclass(self._kind, random.SystemRandom)
         return getattr(self._given() if takes else self._original, key)
 
     def _given(self) -> Any:
-        block, kind = self._is_inside(), type(self._original).__name__
+        block, kind = self._is_inside(), self._kind.__name__
         if block and self._copy is not None:
             return self._copy
         if block:
@@ -126,6 +130,14 @@ def _inside(value: Any, wanted: Callable[[Any], bool], seen: set[int], depth: in
         items = list(items)
         for item in items if len(items) <= _MOST else ():
             yield from _inside(item, wanted, seen, depth - 1)
+
+
+def variable_with(model: nn.Module, tensor: Tensor) -> str:
+    """Return the variable outside of a model that holds a tensor; nothing if none does."""
+    for name, value, _ in Surroundings(model.modules()).named():
+        if any(True for _ in _inside(value, lambda each: each is tensor, set(), _DEPTH)):
+            return name
+    return ""
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from drumline.core.errors import ModelError
 from drumline.model.catalogue import whole_name
+from drumline.model.follow.kept import variable_with
 from drumline.model.follow.skeleton import Skeleton
 from drumline.model.graph.graph import Autocast, Barrier, Call, CallGraph, Value
 from drumline.model.values import found_in, pack, refuse_objects
@@ -120,7 +121,8 @@ class Notes:
             for key, attribute in vars(module).items():
                 if attribute is tensor:
                     return f" (the model keeps it as {whole_name(name, key)})"
-        return ""
+        variable = variable_with(self.skeleton.model, tensor)
+        return f" (the variable {variable!r} keeps it)" if variable else ""
 
     def bar(self, first: int, reason: str, last: int | None = None) -> None:
         """Forbid cuts after call `first` and up to call `last`, by default the next one."""

@@ -43,6 +43,8 @@ class GivenBack:
     ['a', 'b', 'c']
     """
 
+    __slots__ = ("items", "num_taken", "source")  # and no __dict__: whoever compares it does so by identity
+
     def __init__(self, source: Any, items: Iterable[Any]) -> None:
         self.source, self.items, self.num_taken = source, deque(items), 0
 
@@ -57,7 +59,9 @@ class GivenBack:
         return len(self.items) + len(self.source)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["source"], name)
+        if name.startswith("__") or name in GivenBack.__slots__:
+            raise AttributeError(name)
+        return getattr(self.source, name)
 
 
 class Kind(NamedTuple):

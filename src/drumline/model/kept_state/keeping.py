@@ -5,7 +5,7 @@ What iterators gave meanwhile comes again: a stand-in in their place gives it be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from io import IOBase
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 
 from drumline.model.kept_state.snapshot import MOST_BYTES, Snapshot
 from drumline.model.kept_state.spaces import Held, Table, fill, own_values, spaces_in
-from drumline.model.kept_state.spies import Repeats, Spies, Spy
+from drumline.model.kept_state.spies import Repeats, Spies, Spy, original_of
 
 
 @contextmanager
@@ -33,26 +33,13 @@ def as_before(modules: Iterable[nn.Module], *, measuring: bool = False) -> Itera
     spaces = [space.table for space in spaces_in("", [("", module) for module in modules], set())]
     tables = [space.copy() for space in spaces]
     snapshot = Snapshot((value for table in tables for value in own_values(table).values()), most_bytes=MOST_BYTES)
-    spies = Spies(snapshot, spaces, Repeats if measuring else Spy) if snapshot.iterators else None
-    with ExitStack() as stack:
-        for value, _ in snapshot.iterators.values():
-            if isinstance(value, IOBase) and value.seekable():
-                stack.callback(value.seek, _position(value))
-        try:
-            yield
-        finally:
-            if spies is not None:
-                spies.leave()
-            snapshot.rewind()
-            for space, table in zip(spaces, tables, strict=True):
-                fill(space, table)
-            if spies is not None:
-                spies.give_back()
+    with _taken_back(snapshot, spaces, tables, Repeats if measuring else Spy):
+        yield
 
 
 @contextmanager
 def surroundings_as_before(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let what modules reach outside of their attributes hold afterwards what it held; iterators go on.
+    """Let what modules reach outside of their attributes hold afterwards what it held, wherever it is.
 
     So with what their attributes hold, but not with these themselves: for runs on copies of modules.
 
@@ -65,20 +52,34 @@ def surroundings_as_before(modules: Iterable[nn.Module]) -> Iterator[None]:
     >>> seen
     []
     """
-    spaces = spaces_in("", [("", module) for module in modules], set())
-    tables, values = list[tuple[Held, Table]](), list[Any]()
-    for space in spaces:
-        table = space.table.copy()
-        values += own_values(table).values()
-        if not space.is_module:
-            tables.append((space.table, table))
-    snapshot = Snapshot(values, most_bytes=MOST_BYTES)
-    try:
+    every = list(spaces_in("", [("", module) for module in modules], set()))
+    spaces = [space.table for space in every if not space.is_module]
+    tables = [space.copy() for space in spaces]
+    outside = [value for table in tables for value in table.values()]
+    inside = [value for space in every if space.is_module for value in own_values(space.table.copy()).values()]
+    with _taken_back(Snapshot([*outside, *inside], most_bytes=MOST_BYTES), spaces, tables, Spy):
         yield
-    finally:
-        snapshot.rewind()
-        for held, table in tables:
-            fill(held, table)
+
+
+@contextmanager
+def _taken_back(snapshot: Snapshot, spaces: Sequence[Held], tables: Sequence[Table], kind: type[Spy]) -> Iterator[None]:
+    """Restore what was taken of some places, and what these held."""
+    spies = Spies(snapshot, spaces, kind) if snapshot.iterators else None
+    with ExitStack() as stack:
+        for value, _ in snapshot.iterators.values():
+            file = original_of(value)
+            if isinstance(file, IOBase) and file.seekable():
+                stack.callback(file.seek, _position(file))
+        try:
+            yield
+        finally:
+            if spies is not None:
+                spies.leave()
+            snapshot.rewind()
+            for space, table in zip(spaces, tables, strict=True):
+                fill(space, table)
+            if spies is not None:
+                spies.give_back()
 
 
 def _position(file: Any) -> int:

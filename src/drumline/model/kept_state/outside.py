@@ -29,6 +29,7 @@ from drumline.model.watch.surroundings import is_known
 from drumline.model.watch.used_up import can_be_used_up
 
 _CODE = (FunctionType, MethodType, BuiltinFunctionType, type, ModuleType, property, staticmethod, classmethod)
+_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _MOST, _MOST_ITEMS = 16384, 4096
 
 
@@ -100,6 +101,8 @@ class Walk:
         for table in (*FORWARD, *BACKWARD):
             for hook in space.get(table, {}).values():
                 self._value(hook)
+        for hook in hooks_of_parameters(module):
+            self._value(hook)
         if not is_known(type(module)):
             for name, value in list(space.items()):
                 if type(value) not in PLAIN and name not in _TORCHS_OWN:
@@ -251,6 +254,18 @@ class Walk:
 
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))
+
+
+def hooks_of_parameters(module: nn.Module) -> list[Any]:
+    """Return the hooks on gradients of a module's own parameters.
+
+    >>> layer = nn.Linear(1, 1); handle = layer.weight.register_hook(print)
+    >>> hooks_of_parameters(layer)
+    [<built-in function print>]
+    """
+    parameters = [param for param in module._parameters.values() if param is not None]
+    tables = [getattr(param, name, None) for param in parameters for name in _PARAMETER_HOOKS]
+    return [hook for table in tables if table for hook in table.values()]
 
 
 def may_hold(value: Any) -> bool:

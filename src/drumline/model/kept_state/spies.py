@@ -16,7 +16,7 @@ from drumline.model.kept_state.contents import GivenBack, are_same, with_items
 from drumline.model.kept_state.snapshot import Snapshot, replaced
 from drumline.model.kept_state.spaces import Held
 
-_READS = frozenset({"send", "throw", "close", "read", "readline", "readlines", "readinto", "seek", "__enter__"})
+_READS = frozenset({"send", "throw", "close", "read", "readline", "readlines", "readinto", "seek"})
 
 
 class Spy:
@@ -26,6 +26,8 @@ class Spy:
     >>> spy.is_used, next(spy), spy.is_used
     (False, 1, True)
     """
+
+    __slots__ = ("is_used", "items", "watched")
 
     def __init__(self, watched: Any) -> None:
         self.watched = watched
@@ -43,8 +45,13 @@ class Spy:
     def __len__(self) -> int:
         return len(self.watched)
 
+    def __deepcopy__(self, memo: Any) -> Spy:
+        return self  # what a copy takes is given back, too
+
     def __getattr__(self, name: str) -> Any:
-        vars(self)["is_used"] = self.is_used or name in _READS or isinstance(self.watched, random.SystemRandom)
+        if name.startswith("__") or name in Spy.__slots__:
+            raise AttributeError(name)
+        self.is_used = self.is_used or name in _READS or isinstance(self.watched, random.SystemRandom)
         return getattr(self.watched, name)
 
 
@@ -57,6 +64,7 @@ class Repeats(Spy):
     ('a', 'a', 'b')
     """
 
+    __slots__ = ()
     gives_the_same = True
 
     def __next__(self) -> Any:
@@ -104,6 +112,18 @@ class Spies:
         for space in self._spaces:
             for name, value in space.items():
                 space[name] = replaced(value, by)
+
+
+def original_of(value: Any) -> Any:
+    """Return what stand-ins stand for.
+
+    >>> words = iter("ab")
+    >>> original_of(Spy(Spy(words))) is words, original_of(words) is words
+    (True, True)
+    """
+    while isinstance(value, Spy):
+        value = value.watched
+    return value
 
 
 def kind_of_iterator(value: Any) -> str:

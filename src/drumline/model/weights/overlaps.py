@@ -2,6 +2,7 @@
 
     b.weight.data = a.weight.data      two parameters, one memory: an optimizer that updates one updates the other
     head = nn.Parameter(table[:10])    they overlap
+    self.row = self.weight.data[0]     an attribute, whose copy does not see updates of the weight's copy
 
 Unlike a tied weight, which is one object, they are found by their memory. Many tensors are slices of one large memory,
 such as those of a file; they share nothing.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,9 @@ from torch import Tensor, nn
 from drumline.core.errors import ModelError
 from drumline.core.placement import Placement
 from drumline.model.block import Block
-from drumline.model.catalogue import places_in
+from drumline.model.catalogue import places_in, whole_name
+from drumline.model.kept_state.snapshot import Snapshot
+from drumline.model.kept_state.spaces import own_values
 from drumline.model.quantised.packed import is_packed
 
 
@@ -52,6 +56,65 @@ def refuse_overlaps(cuts: Sequence[Sequence[Block]], placement: Placement, devic
                 "of one does not reach the other",
                 fix="tie them, as in b.weight = a.weight, or clone one of them",
             )
+
+    _refuse_apart(cuts, placement, device)
+
+
+class Alias(NamedTuple):
+    """A tensor in an attribute of a block, and the parameter whose memory it uses."""
+
+    attribute: str
+    block: str
+    parameter: str
+
+    @property
+    def named(self) -> str:
+        """What to call it in an error."""
+        return f"the attribute {self.attribute!r} of block {self.block!r} has the memory of {self.parameter!r}"
+
+
+Trained = dict[int, list[tuple[str, Tensor]]]
+
+
+def trained_in(blocks: Iterable[Block]) -> Trained:
+    """Return the parameters that train, with their names, by their memory."""
+    trained: Trained = defaultdict(list)
+    for place in (place for block in blocks for place in places_in(block)):
+        tensor = place.tensor
+        if tensor is not None and _trains(tensor) and _has_memory(tensor):
+            trained[tensor.untyped_storage().data_ptr()].append((place.name, tensor))
+    return trained
+
+
+def aliases_in(block: Block, trained: Trained) -> Iterator[Alias]:
+    """Yield what a block holds in attributes over the memory of parameters that train.
+
+    >>> layer = nn.Linear(2, 2); layer.row = layer.weight.data[0]
+    >>> [alias.named for alias in aliases_in(Block("1", layer), trained_in([Block("1", layer)]))]
+    ["the attribute 'row' of block '1' has the memory of '1.weight'"]
+    """
+    for path, module in block.module.named_modules():
+        for key, value in own_values(vars(module)).items():
+            for tensor, _ in Snapshot([value], most_bytes=-1).tensors.values():
+                if tensor.requires_grad or not _has_memory(tensor):
+                    continue
+                for name, parameter in trained.get(tensor.untyped_storage().data_ptr(), ()):
+                    if _has_common(tensor.detach(), parameter.detach()):
+                        yield Alias(whole_name(path, key), block.name, name)
+
+
+def _refuse_apart(cuts: Sequence[Sequence[Block]], placement: Placement, device: torch.device) -> None:
+    for ranks in {placement.ranks_of(stage) for stage in range(len(cuts))}:
+        others = [block for stage, blocks in enumerate(cuts) if placement.ranks_of(stage) != ranks for block in blocks]
+        trained = trained_in(others) if device.type == "cpu" else {}
+        for stage, blocks in enumerate(cuts):
+            for alias in (each for block in blocks for each in aliases_in(block, trained)):
+                if placement.ranks_of(stage) == ranks:
+                    raise ModelError(
+                        f"{alias.named}, which another rank trains",
+                        expected="attributes with memory of their own: between processes, updates do not reach them",
+                        fix="use the parameter itself as an input of the block, tie it, or clone it",
+                    )
 
 
 def _has_memory(tensor: Tensor) -> bool:

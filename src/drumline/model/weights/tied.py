@@ -31,6 +31,7 @@ from drumline.model.blocks.pieces import Piece
 from drumline.model.catalogue import Place, named_tensors, places_in
 from drumline.model.hooks import is_hooked, with_holders
 from drumline.model.quantised.packed import is_packed, parts_of, put_parts, settle
+from drumline.model.weights.overlaps import aliases_in, trained_in
 from drumline.model.weights.twin import Table, Twin, cannot_copy
 
 
@@ -242,6 +243,7 @@ class TiedCopies:
             if ties.home(place.name, stage) == rank
         )
         self._memo: dict[int, Any] = {id(tensor): tensor for tensor in own_tensors}
+        self._trained = trained_in(block for blocks in cuts for block in blocks)
         self._tables: list[tuple[str, Table, Table, frozenset[str]]] = []  # the user's, ours, and what they share
         self.modules: list[tuple[nn.Module, nn.Module]] = []  # the user's, and ours
         self._twins: list[tuple[str, Twin]] = []  # the same without pieces, by the names of blocks
@@ -256,11 +258,17 @@ class TiedCopies:
 
     def _copied(self, block: Block) -> Block:
         settle(block.module.modules())
+        for alias in aliases_in(block, self._trained):
+            raise ModelError(
+                f"{alias.named}, and this process runs a copy of the block, too",
+                expected="attributes with memory of their own: updates do not reach the copy's",
+                fix="use the parameter itself, or choose a schedule with one copy of each stage, such as zb-v",
+            )
         computed = dict(_computed_in(block.module))
         self._memo.update(computed)
         try:
             ties = copy.deepcopy(block.module, self._memo)
-        except TypeError as error:  # of what pickle cannot take: a generator, a lock
+        except (TypeError, NotImplementedError) as error:  # of what pickle cannot take: a generator, a lock
             raise cannot_copy(block, error) from error
         for known in computed:  # the next forward replaces these tensors, and their ids may be used again
             del self._memo[known]
@@ -353,3 +361,5 @@ def _follow(copied: Tensor, original: Tensor) -> None:
         copied.requires_grad_(original.requires_grad)
     if copied._backward_hooks is not original._backward_hooks:
         copied._backward_hooks = original._backward_hooks
+    if getattr(original, "_post_accumulate_grad_hooks", None) is not None:
+        copied._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks  # type: ignore[attr-defined]

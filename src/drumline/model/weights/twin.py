@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 from weakref import ref
 
-from torch import nn
+from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
 from drumline.model.block import Block
@@ -15,6 +16,7 @@ from drumline.model.hooks import HOOKS
 from drumline.model.watch.fingerprint import fingerprint, plain_in
 
 Table = dict[str, Any]
+_FOLLOWED = (Tensor, FunctionType, MethodType, BuiltinFunctionType, type)
 _OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS})
 
 
@@ -37,15 +39,16 @@ class Twin:
         """Follow the user's module from its current state."""
         if (original := self.theirs()) is not None:
             self._plain, self._containers = plain_in(vars(original)), _containers_in(vars(original))
+            self._others = _others_in(vars(original))
             self._trains = _trains(original)
 
     def settle(self) -> None:
-        """Take contents of lists, dicts and sets as they are: a step has changed them, and this made no difference."""
+        """Take attributes and their contents as they are: a step has changed them, and this made no difference."""
         if (original := self.theirs()) is not None:
-            self._containers = _containers_in(vars(original))
+            self._containers, self._others = _containers_in(vars(original)), _others_in(vars(original))
 
     def follow(self, block: str, *, since: str) -> None:
-        """Take over the plain attributes, the mode among them, that the user has changed, and what is frozen.
+        """Take over the attributes, the mode among them, that the user has replaced, and what is frozen.
 
         `block` and `since` say in an error where the module is, and since when it must not change otherwise.
         """
@@ -65,14 +68,32 @@ class Twin:
             )
             for key in before.keys() - vars(original).keys():
                 attributes.pop(key, None)
+        self._follow_others(_others_in(vars(original)), block, since=since)
         if (trains := _trains(original)) != self._trains and trains.keys() == self.ours._parameters.keys():
             self._trains = trains
             for name, param in self.ours._parameters.items():
                 if param is not None:
                     param.requires_grad_(trains[name])
 
+    def _follow_others(self, now: Table, block: str, *, since: str) -> None:
+        """Take over functions and tensors that are new; refuse those that belong to the user's module."""
+        before, self._others = self._others, now
+        for key, value in now.items():
+            if key in before and before[key] is value:
+                continue
+            if isinstance(getattr(value, "__self__", None), nn.Module):
+                raise ModelError(
+                    f"the attribute {key!r} of block {block!r} was set to a method of a module since {since}",
+                    expected="a function, because this process runs a copy of the block",
+                    fix="create a new pipeline",
+                )
+            vars(self.ours)[key] = value
+        for key in before.keys() - now.keys():
+            if key not in self._plain and vars(self.ours).get(key) is before[key]:
+                del vars(self.ours)[key]
 
-def cannot_copy(block: Block, error: TypeError) -> ModelError:
+
+def cannot_copy(block: Block, error: Exception) -> ModelError:
     """Return what to raise for a block that cannot be copied, with the name of the attribute."""
     what = f"block {block.name!r} cannot be copied"
     for name, module in block.module.named_modules():
@@ -89,7 +110,7 @@ def cannot_copy(block: Block, error: TypeError) -> ModelError:
 def _can_be_copied(value: Any) -> bool:
     try:
         copy.deepcopy(value)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return False
     return True
 
@@ -97,6 +118,11 @@ def _can_be_copied(value: Any) -> bool:
 def _trains(module: nn.Module) -> dict[str, bool]:
     """Return which parameters of a module are not frozen."""
     return {name: param is not None and param.requires_grad for name, param in module._parameters.items()}
+
+
+def _others_in(attributes: Table) -> Table:
+    """Return the functions and tensors among a module's attributes."""
+    return {key: attr for key, attr in attributes.items() if isinstance(attr, _FOLLOWED) and key not in _OWN}
 
 
 def _containers_in(attributes: Table) -> list[Any]:

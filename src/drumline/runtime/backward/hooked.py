@@ -7,10 +7,11 @@ with the old weights: autograd refuses some of them without saying why, and reco
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import unwrap
 from types import CodeType, FrameType
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -49,7 +50,59 @@ def refusing_updates(parameters: Sequence[nn.Parameter], *, by_value: bool) -> I
             raise updated_inside(f"a hook on the gradient of a parameter of shape {shape} changes the parameter")
 
 
-def _sample(parameter: nn.Parameter) -> Tensor:
+@contextmanager
+def refusing_changed_sums(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Refuse hooks that change the sum of a gradient: it is a part of one, and a copy of the parameter has the rest.
+
+    >>> weight = nn.Parameter(Tensor([1.0]))
+    >>> handle = weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(0.5))
+    >>> with refusing_changed_sums({"0.weight": weight}):
+    ...     (weight * 2).backward()
+    Traceback (most recent call last):
+    drumline.core.errors.ModelError: a hook changes the gradient of '0.weight' after a microbatch was added to it, ...
+    """
+    handles = [
+        handle
+        for name, param in parameters.items()
+        if getattr(param, "_post_accumulate_grad_hooks", None)
+        for handle in _around_hooks(name, param)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _around_hooks(name: str, parameter: nn.Parameter) -> Iterator[Any]:
+    """Have a look at a gradient's sum before its hooks run, and after."""
+    before: list[Any] = []
+
+    def look(param: nn.Parameter) -> None:
+        gradient = param.grad
+        before[:] = [] if gradient is None else [gradient, gradient._version, _sample(gradient)]
+
+    def compare(param: nn.Parameter) -> None:
+        gradient = param.grad
+        if before and (
+            gradient is not before[0] or gradient._version != before[1] or not _sample(gradient).equal(before[2])
+        ):
+            raise ModelError(
+                f"a hook changes the gradient of {name!r} after a microbatch was added to it, and another copy of its "
+                "stage adds up the other microbatches",
+                expected="hooks that leave the sum of a gradient as it is",
+                fix="use parameter.register_hook(...), or a schedule with one copy of each stage, such as zb-v",
+            )
+
+    hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks
+    others = dict(hooks)
+    hooks.clear()  # autograd runs them in the order of insertion, whatever `move_to_end` says
+    yield parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
+    hooks.update(others)
+    yield parameter.register_post_accumulate_grad_hook(compare)  # type: ignore[no-untyped-call]
+
+
+def _sample(parameter: Tensor) -> Tensor:
     flat = parameter.detach().reshape(-1)
     return flat[:: max(1, len(flat) // _MOST)].clone()
 
