@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def cells(job: tuple[str, int, float, Sequence[Kind], int, int]) -> tuple[list[C
     """Run all kinds of slowness and seeds at one noise; return their cells, seconds of deciding, and of the rest."""
     schedule, num_ranks, sigma, which, seeds, steps = job
     begun, deciding = time.process_time(), 0.0
-    world = World(schedule, num_ranks)
+    world = world_of(schedule, num_ranks)
     seeds = seeds if sigma else 1
     draws = [noise(seed, steps, num_ranks, sigma) for seed in range(seeds)]
     settings = Adapt(program=False)
@@ -114,6 +115,12 @@ def cells(job: tuple[str, int, float, Sequence[Kind], int, int]) -> tuple[list[C
         regrets = [(own / other - 1.0).tolist() for other in (nothing, best)]
         found.append(Cell(schedule, num_ranks, sigma, kind, *regrets, moves, answers))
     return found, deciding, time.process_time() - begun - deciding
+
+
+@cache
+def world_of(schedule: str, num_ranks: int) -> World:
+    """Return the world of a schedule and ranks: its oracle's cuts are the same at every noise."""
+    return World(schedule, num_ranks)
 
 
 def static(world: World, path: Sequence[tuple[int, ...]], speeds: np.ndarray) -> np.ndarray:
