@@ -1,6 +1,7 @@
 """What `adapt` loses and gains on a simulated clock, with the project's own decider: regret in every cell.
 
     python benchmarks/adapt_regret.py [--quick] [--json FILE] [--picture FILE]
+    python benchmarks/adapt_regret.py --read FILE ...      the table of earlier runs, joined
 
 400 steps, 8 seeds, 16 equal layers a rank. Lognormal noise per rank and step of 0 to 40%; one rank is slow by 1.25, 1.5
 or 3 times to the end, for 40 steps, or with a period of 8, 16 or 40 steps, or gets 1% slower a step. P = 2, 4 and 8,
@@ -21,18 +22,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from regret_world import SINCE, Kind, World, kinds, noise
 
 from drumline.adapt.decide import Decider
 from drumline.adapt.proposal import Arrangement
 from drumline.adapt.settings import Adapt
 from drumline.report.draw.palette import MUTED
 from drumline.report.draw.sheet import rect, sheet, text
+from regret_world import SINCE, Kind, World, kinds, noise
 
 STEPS, SEEDS = 400, 8
 NOISES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)
@@ -80,12 +82,17 @@ class Cell:
         """Return it as plain data."""
         return {**self.__dict__, "kind": self.kind.name}
 
+    @staticmethod
+    def from_json(entry: dict[str, Any]) -> Cell:
+        """Return the cell of plain data."""
+        return Cell(**{**entry, "kind": next(kind for kind in kinds() if kind.name == entry["kind"])})
+
 
 def cells(job: tuple[str, int, float, Sequence[Kind], int, int]) -> tuple[list[Cell], float, float]:
     """Run all kinds of slowness and seeds at one noise; return their cells, seconds of deciding, and of the rest."""
     schedule, num_ranks, sigma, which, seeds, steps = job
     begun, deciding = time.process_time(), 0.0
-    world = World(schedule, num_ranks)
+    world = world_of(schedule, num_ranks)
     seeds = seeds if sigma else 1
     draws = [noise(seed, steps, num_ranks, sigma) for seed in range(seeds)]
     settings = Adapt(program=False)
@@ -114,6 +121,12 @@ def cells(job: tuple[str, int, float, Sequence[Kind], int, int]) -> tuple[list[C
         regrets = [(own / other - 1.0).tolist() for other in (nothing, best)]
         found.append(Cell(schedule, num_ranks, sigma, kind, *regrets, moves, answers))
     return found, deciding, time.process_time() - begun - deciding
+
+
+@cache
+def world_of(schedule: str, num_ranks: int) -> World:
+    """Return the world of a schedule and ranks: its oracle's cuts are the same at every noise."""
+    return World(schedule, num_ranks)
 
 
 def static(world: World, path: Sequence[tuple[int, ...]], speeds: np.ndarray) -> np.ndarray:
@@ -189,13 +202,14 @@ def report(all_cells: Sequence[Cell]) -> Iterator[str]:
         those = [bar.figure(other) > bar.most + 1e-12 for other in all_cells if bar.of(other)]
         written = [f"{number:8.2%}" if bar.most < 1 else f"{number:8.0f}" for number in (bar.most, value)]
         where = f"{cell.schedule} P={cell.ranks} noise {cell.noise:.0%}, {cell.kind.name}"
-        yield f"{'BREAKS' if any(those) else 'holds':6} {bar.name:70} {' '.join(written)}  {sum(those):4} of {len(those):<4} {where}"
+        name = f"{'BREAKS' if any(those) else 'holds':6} {bar.name:70}"
+        yield f"{name} {' '.join(written)}  {sum(those):4} of {len(those):<4} {where}"
 
 
 # ---- the picture -------------------------------------------------------------------------------------------------
 
 _SIDE, _ROW, _NAMES, _TOP = 46, 17, 170, 96
-_STEPS = ((-1.0, "#0072b2"), (-0.05, "#56a5d6"), (-0.005, "#c9e2f2"), (0.005, "#f2f2ef"), (0.02, "#f6c9a8"))
+_STEPS = ((-1.0, "#0072b2"), (-0.05, "#8cc4e4"), (-0.005, "#f2f2ef"), (0.005, "#fae0cd"), (0.02, "#f0ab7c"))
 _WORST = "#d55e00"
 
 
@@ -223,11 +237,13 @@ def draw(all_cells: Sequence[Cell]) -> str:
                 x, y = left + _SIDE * at, _TOP + _ROW * row
                 note = f"{name}, noise {sigma:.0%}: {value:+.1%} {title}"
                 lines.append(rect(x, y, _SIDE - 1, _ROW - 1, hue(value), note=note))
-                lines.append(text(x + _SIDE / 2, y + 12, f"{100 * value:+.1f}", anchor="middle", fill=ink(value)))
+                share = round(100 * value, 1) + 0.0  # never -0.0
+                lines.append(text(x + _SIDE / 2, y + 12, f"{share:+.1f}", anchor="middle", fill=ink(value)))
     lines += [text(_NAMES - 10, _TOP + _ROW * row + 12, name, anchor="end") for row, name in enumerate(names)]
     width = _NAMES + 2 * _SIDE * len(noises) + 28 + 16
     title = "What adapting loses (+) and gains (-), % of all steps, by noise"
-    return sheet(lines, width=width, height=_TOP + _ROW * len(names) + 14, title=title, about="regret by cell")
+    about = "a row for each way in which one rank is slow; blue gains 0.5% or more, orange loses as much"
+    return sheet(lines, width=width, height=_TOP + _ROW * len(names) + 14, title=title, about=about)
 
 
 def hue(value: float) -> str:
@@ -240,20 +256,8 @@ def ink(value: float) -> str:
     return "#ffffff" if value < -0.05 or value >= 0.05 else "#17212b"
 
 
-def main() -> None:
-    """Run the cells, print and draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two ranks, two seeds, noise 0 and 10%%")
-    parser.add_argument("--ranks", type=int, nargs="*", default=RANKS)
-    parser.add_argument("--schedules", nargs="*", default=SCHEDULES)
-    parser.add_argument("--noises", type=float, nargs="*", default=NOISES)
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--picture", type=Path)
-    args = parser.parse_args()
-    if args.quick:
-        args.ranks, args.noises, args.seeds, args.jobs = (2,), (0.0, 0.1), 2, 1
+def run(args: argparse.Namespace) -> tuple[list[Cell], str]:
+    """Run the cells; return them, and how long that took."""
     # The longest first, so that two processes end together.
     jobs = [
         (schedule, ranks, sigma, kinds(), args.seeds, STEPS)
@@ -266,13 +270,37 @@ def main() -> None:
         with ProcessPoolExecutor(args.jobs) as pool:
             done = list(pool.map(cells, jobs))
     all_cells = [cell for found, _, _ in done for cell in found]
-    order = {kind.name: at for at, kind in enumerate(kinds())}
-    all_cells.sort(key=lambda cell: (order[cell.kind.name], cell.noise, cell.ranks, cell.schedule))
-    print(*report(all_cells), sep="\n")
     deciding, rest = (sum(each[at] for each in done) for at in (1, 2))
     steps = STEPS * sum(len(cell.moves) for cell in all_cells)
-    print(f"{steps} steps in {time.perf_counter() - begun:.0f} s; processor time: {deciding:.0f} s of deciding,"
-          f" {deciding / steps * 1e6:.0f} us a step, and {rest:.0f} s of simulation")  # fmt: skip
+    return all_cells, (
+        f"{steps} steps in {time.perf_counter() - begun:.0f} s; processor time: {deciding:.0f} s of deciding,"
+        f" {deciding / steps * 1e6:.0f} us a step, and {rest:.0f} s of simulation"
+    )
+
+
+def main() -> None:
+    """Run the cells, print and draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two ranks, two seeds, noise 0 and 10%%")
+    parser.add_argument("--ranks", type=int, nargs="*", default=RANKS)
+    parser.add_argument("--schedules", nargs="*", default=SCHEDULES)
+    parser.add_argument("--noises", type=float, nargs="*", default=NOISES)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--read", type=Path, nargs="*", help="JSON of earlier runs, instead of a run")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path)
+    args = parser.parse_args()
+    if args.quick:
+        args.ranks, args.noises, args.seeds, args.jobs = (2,), (0.0, 0.1), 2, 1
+    if args.read:
+        all_cells = [Cell.from_json(entry) for path in args.read for entry in json.loads(path.read_text())]
+        footer = f"{len(all_cells)} cells"
+    else:
+        all_cells, footer = run(args)
+    order = {kind.name: at for at, kind in enumerate(kinds())}
+    all_cells.sort(key=lambda cell: (order[cell.kind.name], cell.noise, cell.ranks, cell.schedule))
+    print(*report(all_cells), footer, sep="\n")
     if args.json:
         args.json.write_text(json.dumps([cell.to_json() for cell in all_cells]))
     if args.picture:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from drumline.adapt.decide import Decider
-from drumline.adapt.proposal import Arrangement
+from drumline.adapt.proposal import CUT, Arrangement, Proposal
 from drumline.adapt.rebalance import Layers
 from drumline.schedules import generate
 from virtual_pipeline import Virtual, one_f_one_b, profile, settings
@@ -73,6 +73,20 @@ def test_a_change_by_hand_ends_the_search() -> None:
     assert search.stopped == 1
     decider.stop()
     assert search.stopped == 1
+
+
+def test_the_way_home_is_never_blocked() -> None:
+    """What was taken back three times has to gain 16%; the cut at the start does not."""
+    start, away, farther = (Arrangement(one_f_one_b(), counts) for counts in ((8, 8), (9, 7), (10, 6)))
+    decider = Decider(settings(), start, layers=Layers(profile(16), start.program))
+    decider._refused = {(CUT, (8, 8)): 3, (CUT, (10, 6)): 3}
+
+    def admitted(after: Arrangement) -> bool:
+        return decider._admits(Proposal(50, CUT, "slow", away, after, 1.0, 0.9))
+
+    assert (admitted(start), admitted(farther)) == (True, False)
+    decider.changed(farther)
+    assert (admitted(start), admitted(farther)) == (False, True), "a cut by hand is the new home"
 
 
 def test_layers_that_cannot_move_stay(monkeypatch: pytest.MonkeyPatch) -> None:

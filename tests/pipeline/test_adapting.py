@@ -65,6 +65,7 @@ class Scripted:
         self.now, self.script = now, script
         self.judged: list[ChangeResult] = []
         self.seen: list[int] = []
+        self.by_hand: list[Arrangement] = []
         self.stays = False
 
     def see(self, seen: Measured, rows: int | None = None) -> Proposal | None:
@@ -83,6 +84,7 @@ class Scripted:
 
     def changed(self, now: Arrangement) -> None:
         self.now = now
+        self.by_hand.append(now)
 
     def stay(self) -> None:
         self.stays = True
@@ -115,7 +117,7 @@ def on_two_ranks(folder: str) -> dict[str, Any]:
         decider = scripted(pipe, SCRIPT)
         found["adapted"] = trained(pipe, 9)
         found["seen"], found["moves"] = decider.seen, [move.balance_after for move in pipe.moves]
-        found["text"] = pipe.program.format()
+        found["text"], found["by hand"] = pipe.program.format(), decider.by_hand
     pipe = piped(num_ranks=None)
     wrong: list[tuple[Any, type[DrumlineError]]] = [
         (program("gpipe" if pipe.rank else "1f1b"), MismatchError),
@@ -142,6 +144,7 @@ def test_ranks_change_together_and_train_as_if_nothing_had_changed(tmp_path: Pat
     assert first["text"] == second["text"] == program("1f1b").format()
     assert first["seen"] == list(range(8))
     assert second["seen"] == []
+    assert first["by hand"] == [], "what was decided is no change by hand, which forgets the steps before"
     assert first["told"] == second["told"]
     assert ["different programs" in first["told"][0], "other ranks" in first["told"][1]] == [True, True]
     assert first["after"] == second["after"]
@@ -241,6 +244,14 @@ def test_layers_that_cannot_move_stay_and_training_goes_on(capsys: pytest.Captur
     assert decider.stays
     assert "layers stay where they are" in capsys.readouterr().err
     assert pipe.moves == ()
+
+
+@pytest.mark.features("moving")
+def test_a_change_by_hand_is_heard() -> None:
+    pipe = piped(adapt={"program": False})
+    decider = scripted(pipe, {})
+    pipe.repartition(balance=[2, 4])
+    assert [now.counts for now in decider.by_hand] == [(2, 4)]
 
 
 def test_a_real_decider_chooses_the_number_of_microbatches_in_a_run() -> None:

@@ -84,6 +84,7 @@ class Decider:
         self._aside: Any = None
         self._instead: Proposal | None = None  # the cut to take if the search finds nothing as good
         self._trial: Proposal | None = None  # the change that is being judged
+        self._home = now.counts  # the cut at the start
         self._refused: dict[tuple[str, Any], int] = {}  # how often a change was taken back
         self._barred: dict[tuple[str, Any], int] = {}  # those taken back since anything drifted, and after which step
         self._most_pairs = settings.max_activations or max(simulate(now.program).peak_activations)
@@ -141,6 +142,7 @@ class Decider:
     def changed(self, now: Arrangement) -> None:
         """Hear that something was changed by hand, and begin again."""
         self.now, self._trial, self._skip = now, None, _SETTLING
+        self._home = now.counts
         self.stop()
         self._begin_again()
 
@@ -287,9 +289,12 @@ class Decider:
         return proposal if saved > _SECONDS_TO_CHANGE and self._admits(proposal) else None
 
     def _admits(self, proposal: Proposal, begun: int = 0) -> bool:
-        """Whether a change gains enough, and was not taken back since its sign begun; each time asks for more."""
+        """Whether a change gains enough, and was not taken back since its sign begun; each time asks for more.
+
+        The way home, to the cut at the start, never asks for more.
+        """
         target = _target(proposal)
-        times = min(self._refused.get(target, 0), _DOUBLINGS)
+        times = 0 if target == (CUT, self._home) else min(self._refused.get(target, 0), _DOUBLINGS)
         return begun > self._barred.get(target, -1) and proposal.gain >= self.settings.least_gain * 2**times
 
     # ---- what came of it ---------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
 
 Every series is compared with its reference: what was planned, or the median of its first steps. What exceeds half of
 the threshold adds up over the steps (a two-sided CUSUM of logarithms), and what stays below wears it off again. One
-step adds at most a third of what is needed. After a change, a series begins again with a new reference.
+step adds at most two fifths of what is needed. After a change, a series begins again with a new reference.
 
 Nothing here knows what is measured, nor a clock.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import chain
 from statistics import fmean, median
 
 from drumline.core.action import COMPUTE_OPS
@@ -27,12 +28,12 @@ def series_of(measured: Measured) -> dict[str, float]:
     """
     each = measured.action_seconds()
     series = {f"{op.value} of stage {stage}": median(values) for (stage, op), values in sorted(each.items())}
-    typical = fmean([value for values in each.values() for value in values]) if each else 0.0
     flights, waits = defaultdict[tuple[int, int], list[float]](list), defaultdict[tuple[int, int], float](float)
     for transfer in measured.transfers:
         edge = transfer.source, transfer.target
         flights[edge].append(max(transfer.end - transfer.made, 0.0))
         waits[edge] += max(transfer.consumed - transfer.end, 0.0)
+    typical = fmean(chain.from_iterable(each.values())) if each and flights else 0.0
     for edge, seconds in sorted(flights.items()):
         series[f"{NAMED_LINK}{edge[0]}-{edge[1]}"] = typical + min(seconds)
         series[f"{NAMED_QUEUE}{edge[0]}-{edge[1]}"] = 1.0 + waits[edge] / max(measured.makespan, 1e-12)

@@ -57,6 +57,7 @@ class Adapting(Observer):
         self._last_step = -1  # the last step that was looked at
         self._own_program = 0  # the number of the pipeline's own program
         self._num_judged = 0
+        self._changes_now = False  # whether what is heard of a change was decided here
 
     def take_call(self, step: Step, call: CalledWith) -> CalledWith:
         """See how many rows the batch has; an evaluation of few rows runs by a program for itself."""
@@ -98,7 +99,11 @@ class Adapting(Observer):
             first = self._crew.axes.lines[0][0] if self._crew.axes.is_mesh else 0
             proposal: Proposal | None = answers[first]
             if proposal is not None:
-                self._change(proposal)
+                self._changes_now = True
+                try:
+                    self._change(proposal)
+                finally:
+                    self._changes_now = False
 
     def _decided(self, decider: Decider) -> Proposal | None:
         """Look at the last step, if it is a new one; return what to change."""
@@ -155,12 +160,12 @@ class Adapting(Observer):
     def took(self, program: Program, number: int) -> None:
         """Hear that another program was taken up, whoever decided so; steps of others are not looked at."""
         self._own_program = number
-        if self._decider is not None and program != self._decider.now.program:
+        if self._decider is not None and not self._changes_now and program != self._decider.now.program:
             self._decider.changed(replace(self._decider.now, program=program))
 
     def moved(self) -> None:
-        """Hear that layers have moved, whoever decided so."""
-        if self._decider is not None:
+        """Hear that layers have moved; unless this was decided here, what was seen before says little."""
+        if self._decider is not None and not self._changes_now:
             chain = self._engine.chain
             self._decider.changed(replace(self._decider.now, counts=chain.balance(chain.counts)))
 

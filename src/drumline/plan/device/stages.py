@@ -175,8 +175,9 @@ class Stages:
             forward, backward, by_input, by_weight = self._seconds(*chain.table.grid, stage)
             seconds = forward + (1 - split) * backward + split * (by_input + by_weight)
             limit = self.ranks.limits[home] if limited else math.inf
-            size = chain.stage_bytes(stage)
-            tables.append(np.where((size <= limit) & (size < math.inf), seconds, np.inf))
+            firsts, ends = chain.table.grid
+            fits = firsts < ends if limit == math.inf else chain.stage_bytes(stage) <= limit
+            tables.append(np.where(fits, seconds, np.inf))
         return tables
 
 
