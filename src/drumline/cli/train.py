@@ -281,6 +281,7 @@ def _text(dry_run: DryRun, line: str) -> str:
         f"optimizer step, "
         f"{counted(info['steps'], 'step')}",
         *_buckets(info, width),
+        *([f"Its rows are drawn, and full. Training refuses the data: {info['drawn']}."] if info["drawn"] else []),
         proof,
         f"Simulated: bubble {percent(info['bubble'])}, {duration(info['step_seconds'])} for an optimizer step on "
         f"{info['device']}",

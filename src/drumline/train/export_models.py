@@ -31,6 +31,7 @@ from drumline.train.models.build import build_model
 from drumline.train.models.built import Built
 from drumline.train.models.hf import config_of
 from drumline.train.models.user_function import named_function, users_code
+from drumline.train.tune.merge import MERGED
 
 LENGTH = "length"
 EXPORTED = "manifest.json"
@@ -107,11 +108,22 @@ def _of_run(folder: Path) -> FinishedModel:
     saved = checkpoints_of(folder)
     if saved is None:
         raise UsageError(f"{folder} holds no checkpoint", expected=_SOURCES, fix="train with --save-every N")
+    if settings.adapter.is_on:
+        _refuse_adapter(folder)
     if settings.model.kind == "hf":
         settings = replace(settings, model=replace(settings.model, pretrained=False))
     model = _of_settings(settings, folder.resolve().name)
     _load_newest(model.model, saved)
     return model
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """Refuse a run whose checkpoints hold an adapter alone; say how its merged model is exported."""
+    merged = folder / MERGED
+    fix = f"name {merged}"
+    if not merged.is_dir():
+        fix = f"merge it, drumline train {folder / KEPT} --out {folder} --continue --merge, and name {merged}"
+    raise UsageError(f"{folder} trained an adapter, without its base", expected="a whole model", fix=fix)
 
 
 def _load_newest(model: nn.Module, folder: Path) -> None:

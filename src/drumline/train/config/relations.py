@@ -143,6 +143,12 @@ def schedule_exists(judged: PlacedSettings) -> Iterator[Problem]:
             "pipeline.schedule", 'is "auto"', "a schedule to begin with",
             "name one and set adapt.on, which searches other programs during the run",
         )  # fmt: skip
+    elif name.partition(":")[0].endswith(".py"):
+        counts = f"--ranks {judged.settings.mesh.pipeline} --microbatches {judged.settings.num_microbatches}"
+        yield judged.problem(
+            "pipeline.schedule", f"is {name!r:.80}", "the name of a schedule, or a CSV file with a program",
+            f"write its program to one: drumline show {name:.80} {counts} --out FILE.csv",
+        )  # fmt: skip
     elif not name.endswith(".csv"):
         try:
             find(name)

@@ -27,6 +27,7 @@ from drumline.train.data.read.text import text_documents
 from drumline.train.data.read.tokens import token_documents
 from drumline.train.data.samples import Blocks, Pieces, Samples
 from drumline.train.data.stream import PlannedStream, Position, Steps
+from drumline.train.data.unready import Unready
 from drumline.train.models.built import Built
 
 _PARTS = 8  # of the number of microbatches: those of buckets are multiples of it divided by this, up to twice as many
@@ -43,8 +44,10 @@ class _Place:
     seed: int
 
 
-def build_data(settings: TrainSettings, built: Built, *, rank: int = 0, size: int = 1) -> Data:
-    """Return the data of one data-parallel rank: number `rank` of `size`.
+def build_data(
+    settings: TrainSettings, built: Built, *, rank: int = 0, size: int = 1, documents: Documents | None = None
+) -> Data:
+    """Return the data of one data-parallel rank: number `rank` of `size`; `documents` take the place of the files.
 
     >>> from drumline.train.config.settings import BatchSettings
     >>> from drumline.train.models.build import build_model
@@ -70,7 +73,7 @@ def build_data(settings: TrainSettings, built: Built, *, rank: int = 0, size: in
     place = _Place(shape, rank, settings.run.seed if data.seed is None else data.seed)
     if data.kind == "points" or (settings.model.kind == "mlp" and not data.files):
         return _points(settings, built, place)
-    return _tokens(settings, built, place)
+    return _tokens(settings, built, place, documents)
 
 
 def _counts_of(settings: TrainSettings) -> tuple[int, ...]:
@@ -97,9 +100,9 @@ def _counts_of(settings: TrainSettings) -> tuple[int, ...]:
     return tuple(sorted(counts))
 
 
-def _tokens(settings: TrainSettings, built: Built, place: _Place) -> Data:
+def _tokens(settings: TrainSettings, built: Built, place: _Place, given: Documents | None) -> Data:
     how, sequence = settings.lengths.how, settings.batch.sequence
-    documents, held_documents = _documents(settings, built)
+    documents, held_documents = _documents(settings, built) if given is None else given.split(0.0)
     width = max(settings.lengths.buckets) if how == "buckets" and settings.lengths.buckets else sequence
     kind: type[Samples] = Blocks if how == "blocks" else Pieces
     samples = kind(documents, width)
@@ -134,7 +137,7 @@ def _documents(settings: TrainSettings, built: Built) -> tuple[Documents, Docume
             return token_documents(names, data.token_type, end, vocabulary_of(settings, built), key=key)
         if built.tokenizer is None:
             fix = 'name one in data.tokenizer: "bytes", or a folder'
-            raise UsageError(f"data.kind is {data.kind!r}, and there is no tokenizer", fix=fix)
+            raise Unready(f"data.kind is {data.kind!r}, and there is no tokenizer", fix=fix)
         if data.kind == "instructions":
             how: dict[str, Any] = {"template": data.chat_template, "strict": settings.adapter.is_on}
             with concerning("data.chat_template") if data.chat_template else nullcontext():
@@ -194,7 +197,7 @@ def _held_out(settings: TrainSettings, layout: RowLayout, fill: Fill, place: _Pl
         shorts.append(short)
     if not shorts:
         least = place.shape.num_microbatches * place.shape.size
-        raise UsageError(
+        raise Unready(
             f"only {counted(layout.count_rows(), 'row')} can be held out, for {counted(least, 'microbatch')}",
             expected="at least a row for each",
             fix="raise data.validation, name data.validation_files, or set evaluation.every = 0",
@@ -205,10 +208,10 @@ def _held_out(settings: TrainSettings, layout: RowLayout, fill: Fill, place: _Pl
 def _check_size(layout: RowLayout) -> None:
     rows = layout.count_rows()
     if rows < layout.shape.all_rows:
-        raise UsageError(
+        raise Unready(
             f"the data have {counted(rows, 'row')}, and a step takes {layout.shape.all_rows}",
             expected="at least enough for one step",
-            fix="give more data, or lower batch.sequences or batch.sequence",
+            fix="give more data, or lower batch.sequences (--batch) or batch.sequence (--sequence)",
         )
 
 

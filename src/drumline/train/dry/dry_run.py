@@ -23,6 +23,7 @@ from drumline.train.config.settings import OptimizerSettings, TrainSettings
 from drumline.train.data.build import build_data
 from drumline.train.data.example import example_of, fullest, sized
 from drumline.train.data.items.batch import Batch, Bucket
+from drumline.train.dry.drawn_rows import data_or_drawn
 from drumline.train.loop.making import build, pipeline_arguments, rows_of
 from drumline.train.loop.optimizers import ParameterGroup, choose
 from drumline.train.memory.forecast import Forecast, forecast
@@ -45,6 +46,7 @@ class DryRun:
     programs: tuple[Program, ...] = ()  # of buckets
     whole: bool = False  # whether the whole model was built, and not its blocks one by one
     fit: CardFit | None = None  # whether it fits on the cards, if there are any
+    drawn: str = ""  # why its rows are drawn, if they are: training would refuse the data
 
     def summary(self) -> dict[str, Any]:
         """Return all of it as plain values."""
@@ -84,6 +86,7 @@ class DryRun:
             "buckets": [asdict(bucket) for bucket in self.buckets],
             "programs": [self._program_figures(candidate) for candidate in self.programs],
             "fit": None if self.fit is None else self.fit.to_json(),
+            "drawn": self.drawn,
         }
 
     def _frozen(self) -> Iterator[int]:
@@ -125,7 +128,7 @@ def dry_run(settings: TrainSettings, *, tell: Tell = silent) -> DryRun:
     torch.manual_seed(settings.run.seed)
     built = build(settings, build_tuned, whole=False)
     number, size = rows_of(settings)
-    data = build_data(settings, built, rank=number, size=size)
+    data, unready = data_or_drawn(build_data, settings, built, rank=number, size=size)
     example = example_of(data, settings.num_microbatches)
     data.close()
     arguments = pipeline_arguments(settings, built, example, Path(settings.folder))
@@ -146,7 +149,8 @@ def dry_run(settings: TrainSettings, *, tell: Tell = silent) -> DryRun:
     name, whole = type(built.model).__name__, not any(param.is_meta for param in built.model.parameters())
     again = partial(_again, estimate, built.model, arguments)
     fit = card_fit(settings, estimate, again, torch.device(device)) if not settings.pipeline.plan else None
-    return DryRun(settings, name, estimate, wrong, str(device), data.buckets, programs, whole, fit)
+    drawn = "" if unready is None else "; ".join(filter(None, (unready.error, unready.fix)))
+    return DryRun(settings, name, estimate, wrong, str(device), data.buckets, programs, whole, fit, drawn)
 
 
 def _again(found_forecast: Forecast, model: Any, entries: Mapping[str, Any], **others: Any) -> Forecast:

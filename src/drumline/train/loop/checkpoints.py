@@ -25,7 +25,7 @@ from drumline.train.data.position import own_position, position_of
 from drumline.train.models.built import Adapter
 from drumline.train.models.companion_files import files_beside
 from drumline.train.tune.adapter_files import adapter_files
-from drumline.train.tune.same_adapter import check_same
+from drumline.train.tune.same_adapter import check_base, check_same
 
 FOLDER = "checkpoints"
 
@@ -52,11 +52,13 @@ def checkpoints_of(run: str | Path) -> Path | None:
 
 
 def check_resumed(settings: TrainSettings, adapter: Adapter | None, *, continues: bool) -> None:
-    """Refuse to go on with another adapter than the one in the newest checkpoint, before anything is written."""
+    """Refuse to go on with another adapter or base than the newest checkpoint's, before anything is written."""
     own_folder = checkpoints_of(Path(settings.folder) / FOLDER) if continues else None
     folder = own_folder or (checkpoints_of(settings.checkpoint.resume) if settings.checkpoint.resume else None)
     if folder is not None:
-        check_same(adapter, checkpoints(folder)[0])
+        newest = checkpoints(folder)[0]
+        check_same(adapter, newest)
+        check_base(settings, newest)
 
 
 class Checkpoints:

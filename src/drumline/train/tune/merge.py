@@ -34,6 +34,7 @@ from drumline.train.tune.adapter_files import stored_tensors
 from drumline.train.tune.build_tuned import build_tuned
 from drumline.train.tune.tensor_file import write_tensors
 
+MERGED = "merged"
 INDEX = "model.safetensors.index.json"
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -44,7 +45,7 @@ def merge_last(settings: TrainSettings) -> Path:
     paths = checkpoints(run / "checkpoints")
     if not paths:
         raise RunError(f"adapter.merge: {run} has no checkpoint", expected="an adapter that was saved")
-    fresh, out = run / ".merged.new", run / "merged"
+    fresh, out = run / ".merged.new", run / MERGED
     shutil.rmtree(fresh, ignore_errors=True)
     merge(settings, paths[0], fresh)
     shutil.rmtree(out, ignore_errors=True)

@@ -6,11 +6,15 @@ Tensors of another rank have other shapes. Another alpha fits, and would change 
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import ModelError
 from drumline.core.parsed import shown
+from drumline.train.config.adapter_settings import AdapterSettings
+from drumline.train.config.settings import TrainSettings
+from drumline.train.config.write import KEPT
 from drumline.train.models.built import Adapter
 from drumline.train.tune.peft_config import CONFIG, OWN
 
@@ -55,6 +59,32 @@ def check_same(adapter: Adapter | None, checkpoint: Path) -> None:
                 expected="the adapter that was saved, to go on with it",
                 fix="change it back, or start another run",
             )
+
+
+def check_base(settings: TrainSettings, checkpoint: Path) -> None:
+    """Refuse to go on beside another frozen base than the run of a checkpoint had, if that is known.
+
+    >>> import tempfile
+    >>> run = Path(tempfile.mkdtemp())
+    >>> _ = (run / KEPT).write_text('[adapter]\\nmethod = "lora"\\nbase = "nf4"')
+    >>> adapter = AdapterSettings("lora", base="int8")
+    >>> check_base(TrainSettings(adapter=adapter), run / "checkpoints" / "step-1")
+    Traceback (most recent call last):
+    drumline.core.errors.ModelError: adapter.base is "int8", and the adapter in ... was trained beside "nf4"; ...
+    """
+    try:
+        before = tomllib.loads((checkpoint.parent.parent / KEPT).read_text(encoding="utf-8"))
+        base, weights = before["adapter"]["base"], before.get("precision", {}).get("weights", "fp32")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return
+    adapter = settings.adapter
+    now, then = adapter.base or settings.precision.weights, base or weights
+    if adapter.is_on and now != then:
+        raise ModelError(
+            f'adapter.base is "{adapter.base}", and the adapter in {checkpoint} was trained beside "{base}"',
+            expected="the base of that run, to go on with it",
+            fix=f"change it back, or start a run that begins with this adapter: adapter.start = {str(checkpoint)!r}",
+        )
 
 
 def _saved(checkpoint: Path) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ import numpy as np
 from drumline.core.errors import UsageError
 from drumline.train.config.files.data_files import existing_files, records_of
 from drumline.train.data.items.documents import Documents
+from drumline.train.data.unready import Unready
 from drumline.train.models.built import Tokenizer
 from drumline.train.models.chat_templates import PLAIN, TEMPLATES, template_named
 from drumline.train.models.tokenizers import FolderTokenizer, Message
@@ -102,7 +103,7 @@ def _writer(tokenizer: Tokenizer, template: str, *, strict: bool) -> _Writer | N
             expected="a folder with a tokenizer in data.tokenizer",
         )
     if strict:
-        raise UsageError(
+        raise Unready(
             f"data.chat_template is not set, and {where} has no chat template",
             expected="how the model was taught to read chats",
             fix=f"name a file with its Jinja template, {', '.join(TEMPLATES)}, or {PLAIN} for lines like user: ...",
