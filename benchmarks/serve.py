@@ -45,8 +45,9 @@ from drumline.serve.export.check import TOLERANCE, Subject, plain_outputs
 from drumline.serve.export.export import export
 from drumline.serve.load.generator import Demand, Loader, Result
 from drumline.serve.session import open_session
-from drumline.serve.stage import ALONE
-from drumline.serve.wire.manifest import Manifest
+from drumline.serve.stage_calls import ALONE
+from drumline.serve.wire.frames import EXPORT
+from drumline.serve.wire.manifest import Manifest, read_manifest
 from drumline.serve.wire.protocol import InferRequest, stub
 from drumline.serve.wire.tensors import put_inputs, read_outputs
 from drumline.train.config.settings import BatchSettings, ModelSettings, RunSettings, TrainSettings
@@ -142,7 +143,7 @@ def exact(folder: Path, model: torch.nn.Module, requests: int, flags: Sequence[s
 
 def overhead(folder: Path, length: int, rounds: int, flags: Sequence[str]) -> dict[str, Any]:
     """Return the median of both ways, in turns."""
-    tokens = {"tokens": np.zeros((1, length), np.int64)}
+    tokens, manifest = {"tokens": np.zeros((1, length), np.int64)}, read_manifest(folder)
 
     async def run(told: dict[str, Any]) -> tuple[list[float], list[float]]:
         async with contextlib.AsyncExitStack() as kept:
@@ -159,10 +160,11 @@ def overhead(folder: Path, length: int, rounds: int, flags: Sequence[str]) -> di
 
             async def by_hand() -> None:
                 arrays: dict[str, Any] = tokens
-                for call in calls[1:]:
+                for stage, call in enumerate(calls[1:]):
                     request = InferRequest(model_name="gpt")
                     put_inputs(request, arrays)
-                    arrays = read_outputs(await call(request, timeout=30, metadata=((ALONE, "1"),)))
+                    alone = (ALONE, "1"), (EXPORT, manifest.handshake(stage))
+                    arrays = read_outputs(await call(request, timeout=30, metadata=alone))
 
             taken: tuple[list[float], list[float]] = ([], [])
             for turn in range(rounds + 10):

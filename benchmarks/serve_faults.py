@@ -40,6 +40,7 @@ import grpc
 import numpy as np
 
 from drumline.serve.wire.links import Tls
+from drumline.serve.wire.manifest import read_manifest
 from drumline.serve.wire.protocol import InferRequest, stub
 from drumline.serve.wire.tensors import put_inputs, read_outputs
 from served.certificates import Authority
@@ -247,16 +248,19 @@ def risen(values: Sequence[float]) -> float:
 
 def garbage(folder: Path, cases: int) -> dict[str, Any]:
     with served(folder, "--max-message", str(LIMIT)) as told:
-        ports = [int(stage.rpartition(":")[2]) for stage in (told["address"], *told["stages"])] + [told["metrics_port"]]
-        for port in ports:
-            garbage_at(port, cases=cases // 8, seed=port, limit=LIMIT)  # until allocators have what they keep
+        manifest = read_manifest(folder)
+        ports = [(told["address"], ""), (f"127.0.0.1:{told['metrics_port']}", "")]
+        ports += [(address, manifest.handshake(number)) for number, address in enumerate(told["stages"])]
+        for seed, (port, export) in enumerate(ports):  # until allocators have what they keep
+            garbage_at(port, cases=cases // 8, seed=seed, limit=LIMIT, export=export)
         before, sent = _held(told), 0
         rising = [0.0] * len(before)
-        for port in ports:
+        for seed, (port, export) in enumerate(ports):
             tell(f"garbage: {sent} of {cases}")
             seen = []
             for turn in range(LOOKS):
-                sent += garbage_at(port, cases=cases // len(ports) // LOOKS, seed=port + 1 + turn, limit=LIMIT)
+                share, drawn = cases // len(ports) // LOOKS, 1000 * seed + turn
+                sent += garbage_at(port, cases=share, seed=drawn, limit=LIMIT, export=export)
                 seen.append([mib for mib, _, _ in _held(told)])
             rising = [
                 all_so_far + risen(each) for all_so_far, each in zip(rising, zip(*seen, strict=True), strict=True)

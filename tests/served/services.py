@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from drumline.serve.front.lifecycle import RunningService, ServiceSettings, serve
-from drumline.serve.wire.manifest import Manifest, ManifestStage, Sizes, Tensor, digest_of
+from drumline.serve.wire.files import digest_of
+from drumline.serve.wire.manifest import Manifest, ManifestStage, Sizes, Tensor
 from drumline.serve.wire.protocol import InferRequest, stub
 from drumline.serve.wire.tensors import Array, Arrays, put_inputs, read_outputs
 
@@ -157,6 +159,14 @@ def status_of(call: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
 
 def rows_of(count: int, seed: int = 0, width: int = WIDTH) -> Array:
     return np.random.default_rng(seed).standard_normal((count, width)).astype(np.float32)
+
+
+def waiting_for(condition: Callable[[], Any]) -> None:
+    """Wait until something has become true."""
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def together(number: int, work: Callable[[int], None]) -> list[BaseException]:

@@ -161,6 +161,13 @@ def test_lookups_refuse_negative_numbers_where_pytorch_does(tmp_path: Path) -> N
         session.run({"x": np.array([[-1, 0]])})
 
 
+def test_a_graph_that_onnx_runtime_cannot_compute_is_refused(tmp_path: Path) -> None:
+    model = Function(lambda model, x: model.table(torch.where(x < 0, 0, x).long()))
+    example = _resizing({"x": torch.randint(0, 9, (2, 6)).to(torch.int16)})
+    with refused(ModelError, "ONNX Runtime does not compute the exported graph: Could not find", fix="int64"):
+        export(Subject("m", model, example, {"length": 8}), tmp_path / "out", num_stages=1)
+
+
 def test_the_check_runs_each_dimension_at_its_largest_and_says_what_it_did_not_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

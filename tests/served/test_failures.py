@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from drumline.core.errors import LaunchError, RecordError, UsageError
 from drumline.core.measured.run import read_run
+from drumline.serve.wire.frames import EXPORT
 from drumline.serve.wire.links import Tls, check_exposed, free_port
+from drumline.serve.wire.manifest import read_manifest
 from drumline.serve.wire.protocol import SERVICE, InferResponse, stub
 from drumline.serve.wire.tensors import Array, read_outputs
 from matrices import long
@@ -40,6 +42,7 @@ from served.services import (
     serving,
     status_of,
     together,
+    waiting_for,
     write_served,
 )
 from serving import first_object
@@ -99,20 +102,13 @@ def test_a_stage_that_hangs_is_started_again_and_what_it_computed_is_not_repeate
         infer, stages = channel.unary_unary(f"/{SERVICE}/ModelInfer"), running.started.stages
         long, short = rows_of(4096, width=WIDE), rows_of(1, width=WIDE)
         inside = infer.future(request_of({"x": long}).SerializeToString(), timeout=60)
-        _wait_for(lambda: stages._ledgers[0].read().names)  # type: ignore[attr-defined]
+        waiting_for(lambda: stages._keepers[0]._ledger.read().names)  # type: ignore[attr-defined]
         waits = infer.future(request_of({"x": short}).SerializeToString(), timeout=60)
         os.kill(running.processes[0], signal.SIGSTOP)
         said = "stage 0: it hung and was ended (its event loop has not turned for 1 s), at work on this"
         assert status_of(inside.result) == (grpc.StatusCode.UNAVAILABLE, said)
         (y,) = read_outputs(InferResponse.FromString(waits.result())).values()
         np.testing.assert_allclose(y, expected(short, num_stages=1, repeat=SLOW), atol=1e-4)
-
-
-def _wait_for(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def test_too_many_requests_are_refused_and_the_rest_answered(slow_folder: Path) -> None:
@@ -149,19 +145,21 @@ def _check_gone(channel: Any) -> None:
     np.testing.assert_allclose(inferred(channel, {"x": x})["y"], expected(x, repeat=SLOW), atol=1e-4)
 
 
-def test_garbage_at_every_port_harms_nothing(running: Running) -> None:
+def test_garbage_at_every_port_harms_nothing(served_folder: Path, running: Running) -> None:
     ports = [running.started.port, running.started.metrics_port]
-    ports += [int(name.rpartition(":")[2]) for name in running.started.stages.addresses]
-    processes = running.processes
+    processes, exported = running.processes, read_manifest(served_folder)
     for port in some(ports):
-        garbage_at(port, cases=25, seed=port)
+        garbage_at(f"127.0.0.1:{port}", cases=25, seed=port)
+    for number, address in some(list(enumerate(running.started.stages.addresses))):
+        garbage_at(address, cases=25, seed=number, export=exported.handshake(number))
     assert running.processes == processes
     x = rows_of(3)
     with channel_to(running.address) as channel:
         np.testing.assert_allclose(inferred(channel, {"x": x})["y"], expected(x), atol=1e-6)
-        for address in some(running.started.stages.addresses):
+        for number, address in some(list(enumerate(running.started.stages.addresses))):
             with channel_to(address) as direct:
-                code, why = status_of(partial(stub(direct, "ModelInfer"), request_of({"z": x}), timeout=30))
+                infer = partial(stub(direct, "ModelInfer"), request_of({"z": x}), timeout=30)
+                code, why = status_of(partial(infer, metadata=((EXPORT, exported.handshake(number)),)))
                 assert code is grpc.StatusCode.INVALID_ARGUMENT
                 assert "input 'z' is unknown" in why
 
@@ -176,6 +174,7 @@ def test_mutual_tls_admits_only_certificates_of_its_authority(served_folder: Pat
     ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
     server, client, foreign = ours.sign("server"), ours.sign("client"), others.sign("foreign")
     with serving(served_folder, tls=Tls(*server, ours.path)) as running:
+        assert [_listening(process) for process in running.processes] == [0, 0]
         x = rows_of(2)
 
         def tried(tls: Tls) -> grpc.StatusCode:
@@ -187,6 +186,18 @@ def test_mutual_tls_admits_only_certificates_of_its_authority(served_folder: Pat
             assert tried(tls) is grpc.StatusCode.UNAVAILABLE
         with channel_to(running.address) as plain:
             assert status_of(lambda: inferred(plain, {"x": x}, timeout=60))[0] is grpc.StatusCode.UNAVAILABLE
+
+
+def _listening(process: int) -> int:
+    """Return on how many ports of TCP a process listens."""
+    lines = [Path(f"/proc/{process}/net/{kind}").read_text().splitlines() for kind in ("tcp", "tcp6")]
+    fields = [line.split() for table in lines for line in table]
+    listening = {f"socket:[{field[9]}]" for field in fields if field[3] == "0A"}
+    opened = []
+    for path in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed again
+            opened.append(os.readlink(path))
+    return len(listening.intersection(opened))
 
 
 def test_only_this_machine_is_served_without_tls() -> None:

@@ -24,10 +24,10 @@ from drumline.serve.front.service import FrontService
 from drumline.serve.front.tickets import Ticket
 from drumline.serve.front.tuner import Tuner
 from drumline.serve.session import Session
-from drumline.serve.stage import StageService
+from drumline.serve.stage_calls import StageService
 from drumline.serve.wire.flow import CallStream
 from drumline.serve.wire.flows import Answering, Flows, Home
-from drumline.serve.wire.frames import SERVICE, Answer, Failed, Frame, FrameKind, Lost
+from drumline.serve.wire.frames import EXPORT, SERVICE, Answer, Failed, Frame, FrameKind, Lost
 from drumline.serve.wire.links import PLAIN, connect, options
 from drumline.serve.wire.loops import run_to_end
 from drumline.serve.wire.manifest import read_manifest
@@ -40,6 +40,8 @@ from some import some
 Code = grpc.StatusCode
 Left = Callable[[], None] | None
 LIMIT = 2**16
+EXPORTED = "0123456789abcdef 1"
+NAMED = ((EXPORT, EXPORTED),)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_a_damaged_frame_is_told(data: bytes, words: str) -> None:
 
 async def _server(answer: Answering, address: str) -> tuple[Any, str]:
     server = grpc.aio.server(options=options(LIMIT))
-    server.add_generic_rpc_handlers((Flows(answer, max_bytes=LIMIT).handlers(),))
+    server.add_generic_rpc_handlers((Flows(answer, export=EXPORTED, max_bytes=LIMIT).handlers(),))
     port = server.add_insecure_port(address)
     await server.start()
     return server, f"127.0.0.1:{port}"
@@ -70,7 +72,7 @@ async def joined(answer: Answering) -> AsyncIterator[tuple[CallStream, Any, str]
     """A caller and a stage in one loop."""
     server, address = await _server(answer, "127.0.0.1:0")
     async with connect(address, PLAIN, LIMIT) as channel:
-        flow = CallStream(channel, stage=1, max_bytes=LIMIT)
+        flow = CallStream(channel, stage=1, export=EXPORTED, max_bytes=LIMIT)
         try:
             yield flow, server, address
         finally:
@@ -129,7 +131,7 @@ def test_a_caller_that_asks_for_nothing_more_gets_its_answers_and_the_end() -> N
         return Answer(body)
 
     async def function(channel: Any, *frames: bytes) -> tuple[list[bytes], grpc.StatusCode]:
-        stream = channel.stream_stream(f"/{SERVICE}/Flow")(iter(frames), timeout=20)
+        stream = channel.stream_stream(f"/{SERVICE}/Flow")(iter(frames), timeout=20, metadata=NAMED)
         found: list[bytes] = []
         with suppress(grpc.aio.AioRpcError):  # its code says how it ended
             found.extend([Frame.parse(data).body async for data in stream])
@@ -229,7 +231,7 @@ def test_a_message_that_is_too_large_fails_alone() -> None:
             assert (code, why.startswith("stage 1: an answer of")) == (Code.RESOURCE_EXHAUSTED, True)
             assert (await small).body == b"smallsmall"
             async with connect(address, PLAIN, LIMIT) as channel:
-                stream = channel.stream_stream(f"/{SERVICE}/Flow")()
+                stream = channel.stream_stream(f"/{SERVICE}/Flow")(metadata=NAMED)
                 await stream.write(b"junk")
                 assert await stream.code() is Code.INVALID_ARGUMENT
 

@@ -30,9 +30,10 @@ from drumline.serve.front.tuner import Tuner
 from drumline.serve.ledger import LedgerState
 from drumline.serve.load.generator import Demand, Loader
 from drumline.serve.session import open_session
+from drumline.serve.wire.files import check_files
 from drumline.serve.wire.frames import Failed
 from drumline.serve.wire.loops import run_to_end
-from drumline.serve.wire.manifest import Tensor, check_files, read_manifest
+from drumline.serve.wire.manifest import Tensor, read_manifest
 from drumline.serve.wire.protocol import InferRequest, InferResponse
 from drumline.serve.wire.stage_times import StageTimes
 from drumline.serve.wire.tensors import Arrays, Refused, put_outputs, read_inputs, read_outputs

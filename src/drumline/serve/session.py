@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from drumline.serve.wire.manifest import ANY_SIZE, BATCH, Manifest, Tensor, check_files
+from drumline.serve.wire.files import check_files
+from drumline.serve.wire.manifest import ANY_SIZE, BATCH, Manifest, Tensor
 from drumline.serve.wire.tensors import DATATYPES, Array, Arrays
 
 _FATAL = 4  # ONNX Runtime raises its errors, and need not print them among the lines of our log

@@ -1,12 +1,4 @@
-"""One stage as a process: takes a microbatch, computes it, hands it to the next stage, and returns the answer.
-
-    front ──► stage 0 ──► stage 1 ──► ... ──► last stage
-          ◄──         ◄──         ◄──     ◄──            each call stays open until its answer has come back
-
-So a deadline or a cancelled call reaches every stage, and an error says which stage it comes from. A stage computes one
-microbatch at a time, in the order of arrival, and refuses more than `limit` open calls. It tells a caller that asks
-when a microbatch has left it, and every caller when it arrived, began and ended. Front and stages call each other over
-a stream (`wire.flow`); `ModelInfer` answers a client that calls a stage by hand.
+"""One stage as a process, by itself or as a front starts it. `serve.stage_calls` says what it answers.
 
 This process imports numpy, onnxruntime and grpc, and no PyTorch.
 """
@@ -16,213 +8,30 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from drumline.core.errors import DrumlineError, UsageError
+from drumline.core.errors import DrumlineError, RecordError, UsageError
 from drumline.serve.cores import stay_on
 from drumline.serve.ledger import Ledger
-from drumline.serve.session import Running, Session
+from drumline.serve.session import Session
+from drumline.serve.stage_calls import StageService
 from drumline.serve.wire.flow import CallStream
-from drumline.serve.wire.flows import Flows, Home
-from drumline.serve.wire.frames import Answer, Failed
+from drumline.serve.wire.flows import Flows
 from drumline.serve.wire.links import PLAIN, Tls, connect, listen, options
 from drumline.serve.wire.manifest import Manifest, read_manifest
-from drumline.serve.wire.protocol import SERVICE, InferRequest, InferResponse, handler, message
-from drumline.serve.wire.stage_times import StageTimes
-from drumline.serve.wire.tensors import Refused, put_inputs, put_outputs, read_inputs
 
-ALONE = "drumline-alone"  # metadata of a call that the stage answers itself, without the stages behind it
 MAX_BYTES = 64 * 2**20
-_LONGEST = 3600.0  # seconds for a call by hand without a deadline
-_Code = grpc.StatusCode
 _BEAT = 0.2  # seconds between two signs of life
 _GRACE = 5.0  # seconds for open calls when the process is told to stop
-
-
-class StageService:
-    """The calls of a stage."""
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        number: int,
-        session: Session,
-        *,
-        following: CallStream | None = None,
-        limit: int,
-        ledger: Ledger | None = None,
-    ) -> None:
-        self.number, self.limit = number, limit
-        self.ledger = ledger or Ledger()
-        self._manifest, self._mine = manifest, manifest.stages[number]
-        self._session, self._next = session, following
-        self._turn = asyncio.Lock()  # hands out turns in the order of asking
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=self._begun)
-        self._clock: int | None = None  # of the processor time of that thread
-        self._open = 0
-        self._is_stopping = False
-
-    def _begun(self) -> None:
-        # With more threads it may be theirs to work, while this one waits.
-        if self._session.threads == 1 and hasattr(time, "pthread_getcpuclockid"):
-            self._clock = time.pthread_getcpuclockid(threading.get_ident())
-
-    def worked(self) -> int:
-        """Return the processor time of computations in nanoseconds; where that is unknown, of the whole process."""
-        return time.process_time_ns() if self._clock is None else time.clock_gettime_ns(self._clock)
-
-    def handlers(self) -> Any:
-        """Return the unary calls as gRPC wants them; requests and answers are bytes already."""
-        named = {"ServerReady": self.ready, "ServerMetadata": self.metadata}
-        calls = {call: handler(call, answer) for call, answer in named.items()}
-        calls["ModelInfer"] = grpc.unary_unary_rpc_method_handler(self.infer)
-        return grpc.method_handlers_generic_handler(SERVICE, calls)
-
-    async def ready(self, request: Any, context: Any) -> Any:
-        """Say that the stage has loaded its graph."""
-        return message("ServerReadyResponse")(ready=True)
-
-    async def metadata(self, request: Any, context: Any) -> Any:
-        """Say which stage of which export this is."""
-        return message("ServerMetadataResponse")(name=self._manifest.identity(self.number))
-
-    async def infer(self, body: bytes, context: Any) -> bytes:
-        """Answer a client that calls this stage by hand."""
-        asked = {key for key, _ in context.invocation_metadata() or ()}
-        left = context.time_remaining()
-        try:
-            answer = await self.answer(body, _LONGEST if left is None else left, alone=ALONE in asked)
-        except Failed as error:
-            await context.abort(error.code, error.why)
-            raise AssertionError from error
-        return answer.body
-
-    async def answer(
-        self,
-        body: bytes,
-        seconds: float,
-        left: Callable[[], None] | None = None,
-        home: Home | None = None,
-        *,
-        alone: bool = False,
-    ) -> Answer:
-        """Compute a microbatch and return the answer of the last stage; `alone`: this stage's own.
-
-        `home` gets an answer that comes from further stages as soon as it is there.
-        """
-        arrived = time.monotonic_ns()
-        if self._is_stopping:
-            raise self._failed(_Code.UNAVAILABLE, "it is stopping")
-        if self._open >= self.limit:
-            raise self._failed(_Code.RESOURCE_EXHAUSTED, f"it has {self._open} open calls")
-        self._open += 1
-        try:
-            return await self._answer(body, arrived, time.monotonic() + seconds, left, home, alone)
-        finally:
-            self._open -= 1
-
-    async def drained(self, seconds: float) -> None:
-        """Take no more calls, and wait until those under way are answered, at most so long."""
-        self._is_stopping = True
-        end = time.monotonic() + seconds
-        while self._open and time.monotonic() < end:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.01)  # the last answers are being written
-
-    async def _answer(
-        self,
-        body: bytes,
-        arrived: int,
-        deadline: float,
-        left: Callable[[], None] | None,
-        home: Home | None,
-        alone: bool,
-    ) -> Answer:
-        try:
-            request = InferRequest.FromString(body)
-            arrays = read_inputs(request, self._mine.inputs, self._manifest.dimensions)
-        except Refused as error:
-            raise self._failed(_Code.INVALID_ARGUMENT, str(error)) from None
-        except DecodeError:
-            raise self._failed(_Code.INVALID_ARGUMENT, "the message is no request") from None
-        size = sum(map(len, request.raw_input_contents))
-        async with self._turn:
-            if time.monotonic() >= deadline:
-                raise self._failed(_Code.DEADLINE_EXCEEDED, "the deadline has passed")
-            start = time.monotonic_ns()
-            try:
-                arrays_made = await self._computed(arrays, request.id)
-            except ValueError as error:
-                raise self._failed(_Code.INVALID_ARGUMENT, str(error)) from None
-            end = time.monotonic_ns()
-        if left is not None:
-            left()
-        sizes = size, sum(value.nbytes for value in arrays_made.values())
-        if self._next is None or alone:
-            times = str(StageTimes(self.number, arrived, start, end, end, *sizes))
-            with self.ledger.packing(request.id):
-                response = InferResponse(model_name=self._manifest.model, id=request.id)
-                put_outputs(response, arrays_made)
-                return Answer(response.SerializeToString(), times)
-        with self.ledger.packing(request.id):
-            further = InferRequest(id=request.id)
-            put_inputs(further, arrays_made)
-            packed = further.SerializeToString()
-        del arrays, arrays_made, request, further
-        sent = time.monotonic_ns()
-        times = str(StageTimes(self.number, arrived, start, end, sent, *sizes))
-
-        def whole(behind: Answer) -> Answer:
-            return Answer(behind.body, f"{times};{behind.times}")
-
-        done = None if home is None else lambda behind: home(whole(behind))
-        # A stage that is being started again is waited for, as long as anybody waits for the answer.
-        return whole(await self._next(packed, timeout=deadline - time.monotonic(), done=done))
-
-    async def _computed(self, arrays: Mapping[str, Any], name: str) -> dict[str, Any]:
-        """Run the graph in its thread; a cancelled call stops it there."""
-        work = _Work(self._session.begin(arrays), self.ledger, name)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        except asyncio.CancelledError:
-            work.stop()
-            raise
-
-    def _failed(self, code: grpc.StatusCode, why: str) -> Failed:
-        return Failed(code, f"stage {self.number}: {why}")
-
-
-class _Work:
-    """A computation, which the ledger knows of from before its start."""
-
-    def __init__(self, running: Running, ledger: Ledger, name: str) -> None:
-        self._running, self._ledger, self._name = running, ledger, name
-        self._number = 0
-        self._is_stopped = False
-
-    def __call__(self) -> dict[str, Any]:
-        with self._ledger.computing(self._name) as self._number:
-            if self._is_stopped:  # in the moment before it began
-                self._ledger.unwanted(self._number)
-            return self._running()
-
-    def stop(self) -> None:
-        """Let it end soon; from now on no request waits for it."""
-        self._is_stopped = True
-        self._running.stop()
-        self._ledger.unwanted(self._number)
 
 
 async def run_stage(
@@ -231,29 +40,32 @@ async def run_stage(
     address: str,
     following: str,
     *,
-    also: str = "",
     tls: Tls = PLAIN,
     threads: int,
     limit: int,
     max_bytes: int,
     ledger: Ledger | None = None,
+    export: str = "",
 ) -> None:
-    """Serve a stage until told to stop, `also` on a socket of this machine; prints `ready` once it can compute."""
+    """Serve a stage until told to stop; prints `ready` once it can compute.
+
+    `export` is the digest that the manifest must have.
+    """
     manifest = read_manifest(folder)
     _check_place(number, len(manifest.stages), following)
+    if export and manifest.digest != export:
+        raise RecordError(f"{folder} is another export, {manifest.digest[:12]}", expected=export[:12])
     session = Session(folder, manifest, number, threads=threads)
     session.warm_up()
     server = grpc.aio.server(options=options(max_bytes), maximum_concurrent_rpcs=4 * limit)
     channel = connect(following, tls, max_bytes) if following else None
-    behind = None if channel is None else CallStream(channel, stage=number + 1, max_bytes=max_bytes)
+    behind = None if channel is None else _following(channel, manifest, number + 1, max_bytes)
     service = StageService(manifest, number, session, following=behind, limit=limit, ledger=ledger)
-    flows = Flows(service.answer, max_bytes=max_bytes)
+    flows = Flows(service.answer, export=manifest.handshake(number), max_bytes=max_bytes)
     server.add_generic_rpc_handlers((service.handlers(), flows.handlers()))
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     listen(server, address, tls)
-    if also:
-        listen(server, also, PLAIN)
     await server.start()
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     stopped = asyncio.Event()
@@ -271,6 +83,10 @@ async def run_stage(
         await behind.close()
         await channel.close()
     beating.cancel()
+
+
+def _following(channel: Any, manifest: Manifest, stage: int, max_bytes: int) -> CallStream:
+    return CallStream(channel, stage=stage, export=manifest.handshake(stage), max_bytes=max_bytes)
 
 
 async def _beat(service: StageService) -> None:
@@ -296,10 +112,11 @@ def _check_place(number: int, count: int, following: str) -> None:
         raise UsageError(f"stage {number} is the last one", fix="leave out --next")
 
 
-def _end_with_parent() -> None:
-    """End this process when the one that started it does: its end of the pipe closes."""
+def _end_with_parent(home: str) -> None:
+    """End this process when the one that started it does, whose end of the pipe then closes, and remove its folder."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    shutil.rmtree(home, ignore_errors=True)
     os._exit(0)
 
 
@@ -308,7 +125,7 @@ def main(text: str) -> int:
     arguments = json.loads(text)
     if cores := arguments.pop("cores"):
         stay_on(cores)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(arguments.pop("home"),), daemon=True).start()
     np.seterr(all="ignore")
     folder, ledger = Path(arguments.pop("folder")), Ledger(Path(arguments.pop("ledger")))
     try:

@@ -23,7 +23,8 @@ from drumline.serve.export.lookups import bounds_of
 from drumline.serve.export.onnx_chain import Example, GraphChain, chain_of
 from drumline.serve.export.whole import Changing, block_names, traced, write_whole
 from drumline.serve.session import open_session
-from drumline.serve.wire.manifest import BATCH, Dimensions, Manifest, ManifestStage, Sizes, digest_of
+from drumline.serve.wire.files import digest_of
+from drumline.serve.wire.manifest import BATCH, Dimensions, Manifest, ManifestStage, Sizes
 
 _ROUNDS = 2  # cuts that are tried after the first
 _PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime", "transformers")
@@ -151,7 +152,7 @@ def _admitted(
     subject: Subject, program: Any, changing: Changing, whole: Path, rows: int, length: int
 ) -> dict[str, Sizes]:
     """Return the sizes for which the graph is the model, from what the exporter assumed."""
-    session = open_session(whole)
+    session = _session(whole)
     names = [tensor.name for tensor in session.get_inputs()]
 
     def tries(tried_rows: int, tried_length: int) -> bool:
@@ -169,6 +170,19 @@ def _admitted(
         admission.with_one_row = _assumed(subject, changing, LENGTH, 1, length)
         admission.with_length_one = _assumed(subject, changing, BATCH, rows, 1)
     return admission.dimensions(length)
+
+
+def _session(whole: Path) -> Any:
+    """Return a session of the whole graph; ModelError if ONNX Runtime cannot compute it."""
+    try:
+        return open_session(whole)
+    except Exception as error:  # ONNX Runtime has a class for each of its codes, without one for all
+        why = (str(error).splitlines() or ["?"])[0].rpartition(" : ")[2][:300]
+        raise ModelError(
+            f"ONNX Runtime does not compute the exported graph: {why}",
+            expected="operations and types that it has",
+            fix="convert inputs to int64 or float32 before they are used",
+        ) from None
 
 
 def _assumed(subject: Subject, changing: Changing, name: str, rows: int, length: int) -> list[Assumption]:

@@ -22,8 +22,9 @@ from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.pipe import Pipe, Rules
 from drumline.serve.front.queue import Queue
 from drumline.serve.front.record import LoadRecord, check_record
+from drumline.serve.front.remote import RemoteStages
 from drumline.serve.front.service import FrontService
-from drumline.serve.front.supervisor import LocalStages, RemoteStages, ServedStages
+from drumline.serve.front.supervisor import LocalStages, ServedStages
 from drumline.serve.front.tuner import Tuner
 from drumline.serve.stage import MAX_BYTES
 from drumline.serve.wire.flow import CallStream
@@ -112,11 +113,13 @@ async def serve(
         await _unless(stopped, stages.start())
         if stopped.is_set():
             return
-        channel = await kept_stack.enter_async_context(connect(stages.links[0], _between(settings), settings.max_bytes))
+        channel = await kept_stack.enter_async_context(
+            connect(stages.addresses[0], _between(settings), settings.max_bytes)
+        )
         record = _record(settings, manifest, log)
         if record is not None:
             kept_stack.callback(record.close)
-        flow = CallStream(channel, stage=0, max_bytes=settings.max_bytes)
+        flow = CallStream(channel, stage=0, export=manifest.handshake(0), max_bytes=settings.max_bytes)
         pipe = _pipe(settings, manifest, flow, stages, metrics, record)
         kept_stack.push_async_callback(pipe.close)
         await _front(settings, manifest, pipe, stages, metrics, log, stopped, notify, kept_stack)
@@ -144,7 +147,7 @@ def _stages(settings: ServiceSettings, manifest: Manifest, log: EventLog, metric
     limit = max(2 * len(manifest.stages), settings.window or 0) + 8
     return LocalStages(
         settings.folder,
-        len(manifest.stages),
+        manifest,
         threads=settings.threads,
         limit=limit,
         max_bytes=settings.max_bytes,

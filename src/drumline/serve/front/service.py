@@ -66,8 +66,8 @@ class FrontService:
         return self._stages.are_ready and not self.is_draining
 
     async def live(self, request: Any, context: Any) -> Any:
-        """Say that the front runs."""
-        return message("ServerLiveResponse")(live=True)
+        """Say whether the front runs, and can look after its stages."""
+        return message("ServerLiveResponse")(live=self._stages.are_watched)
 
     async def ready(self, request: Any, context: Any) -> Any:
         """Say whether all stages can compute."""

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import grpc
 
-from drumline.serve.wire.frames import FLOW, PAUSE, SERVICE, Answer, Failed, Frame, FrameKind, Lost, Outgoing
+from drumline.serve.wire.frames import EXPORT, FLOW, PAUSE, SERVICE, Answer, Failed, Frame, FrameKind, Lost, Outgoing
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _Code = grpc.StatusCode
+_OTHER, _GONE_BEFORE = "it is of another export, or another stage", "no answer in time"
+_SECONDS_TO_REFUSE = 1.0
+_LONG_PAUSE = 0.25  # seconds before a stage of another export is asked again
 # How a stream ends if its stage does; gRPC calls it internal or unknown if that meets a message on its way.
 _GONE = (_Code.OK, _Code.CANCELLED, _Code.UNAVAILABLE, _Code.INTERNAL, _Code.UNKNOWN)
 
 
 class CallStream:
-    """The caller's side of a stream: opened by the first call, and again whenever it breaks."""
+    """The caller's side of a stream: opened by the first call, and again whenever it breaks.
 
-    def __init__(self, channel: Any, *, stage: int, max_bytes: int) -> None:
+    `export` is the handshake of the manifest for the stage that must answer.
+    """
+
+    def __init__(self, channel: Any, *, stage: int, export: str, max_bytes: int) -> None:
         self._open = channel.stream_stream(f"/{SERVICE}/{FLOW}")
-        self._stage, self._max_bytes = stage, max_bytes
+        self._stage, self._export, self._max_bytes = stage, export, max_bytes
+        self._waits_for = ""  # why nothing is sent
         self._numbers = count()
         self._calls: dict[int, _PendingCall] = {}
         self._outgoing = Outgoing()
@@ -46,7 +54,7 @@ class CallStream:
         loop, number = asyncio.get_running_loop(), next(self._numbers)
         frame = bytes(Frame(FrameKind.ASK if left else FrameKind.CALL, number, timeout, body=body))
         call = self._calls[number] = _PendingCall(loop.create_future(), left, done)
-        call.timer = loop.call_later(timeout, self._end, number, grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
+        call.timer = loop.call_later(timeout, self._late, number)
         if len(frame) > self._max_bytes:
             why = f"a message of {len(frame)} bytes, {self._max_bytes} are allowed"
             self._end(number, grpc.StatusCode.RESOURCE_EXHAUSTED, why)
@@ -62,6 +70,9 @@ class CallStream:
             await asyncio.gather(self._running, return_exceptions=True)
         for number in list(self._calls):
             self._end(number, grpc.StatusCode.UNAVAILABLE, "the connection was closed")
+
+    def _late(self, number: int) -> None:
+        self._end(number, _Code.DEADLINE_EXCEEDED, self._waits_for or "no answer in time")
 
     def _end(self, number: int, code: grpc.StatusCode, why: str) -> None:
         """Let a call fail."""
@@ -87,21 +98,45 @@ class CallStream:
     async def _run(self) -> None:
         while True:
             await self._outgoing.filled()
-            stream = self._open(wait_for_ready=True)
-            writing = asyncio.create_task(self._write(stream))
+            stream = self._open(wait_for_ready=True, metadata=((EXPORT, self._export),))
             try:
-                while (data := await stream.read()) is not grpc.aio.EOF:
-                    self._take(Frame.parse(data))
-            except grpc.aio.AioRpcError:
-                pass  # its status is asked for below
-            except Exception as error:  # calls must fail rather than wait for a stream that nobody reads
-                self._broke(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+                self._waits_for = await self._greeting(stream)
+                if not self._waits_for:
+                    await self._exchange(stream)
             finally:
-                writing.cancel()
                 stream.cancel()
-            await asyncio.gather(writing, return_exceptions=True)
-            self._broke(await stream.code(), await stream.details() or "")
-            await asyncio.sleep(PAUSE)
+            if self._waits_for == _OTHER:
+                await asyncio.sleep(_LONG_PAUSE)
+            else:
+                self._broke(await stream.code(), await stream.details() or "")
+                await asyncio.sleep(PAUSE)
+
+    async def _greeting(self, stream: Any) -> str:
+        """Return nothing if a stream leads to the expected stage of the same export, else what it leads to."""
+        said: Any = None
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # its status says why
+            said = (await stream.initial_metadata() or {}).get(EXPORT)
+        if said == self._export:
+            return ""
+        code = None
+        with suppress(TimeoutError):  # somebody who never ends it is no stage
+            code = await asyncio.wait_for(stream.code(), _SECONDS_TO_REFUSE) if said is None else None
+        return _OTHER if code in (None, _Code.FAILED_PRECONDITION) else _GONE_BEFORE
+
+    async def _exchange(self, stream: Any) -> None:
+        """Write calls to a stream and take its answers until it ends."""
+        writing = asyncio.create_task(self._write(stream))
+        try:
+            while (data := await stream.read()) is not grpc.aio.EOF:
+                self._take(Frame.parse(data))
+        except grpc.aio.AioRpcError:
+            pass  # its status is asked for afterwards
+        except Exception as error:  # calls must fail rather than wait for a stream that nobody reads
+            self._broke(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+        finally:
+            writing.cancel()
+            stream.cancel()  # also lets a write end that its reader does not take
+        await asyncio.gather(writing, return_exceptions=True)
 
     async def _write(self, stream: Any) -> None:
         while (following := await self._outgoing.take()) is not None:

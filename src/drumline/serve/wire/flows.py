@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from drumline.serve.wire.frames import FLOW, PAUSE, SERVICE, Answer, Failed, Frame, FrameKind, Lost, Outgoing
+from drumline.serve.wire.frames import EXPORT, FLOW, PAUSE, SERVICE, Answer, Failed, Frame, FrameKind, Lost, Outgoing
 
 _MOST_TEXT = 2000  # characters of an error
 _SECONDS_TO_WRITE = 5.0  # for what is left when a stream ends; its caller may not read
@@ -20,11 +20,12 @@ Answering = Callable[[bytes, float, Callable[[], None] | None, Home], Awaitable[
 class Flows:
     """The stage's side: every stream's calls, each answered by `answer(body, seconds left, left, home)`.
 
-    It may send its answer `home` before it returns it, which saves a turn of the loop.
+    It may send its answer `home` before it returns it, which saves a turn of the loop. A stream that does not name the
+    same `export` and stage is refused before it is read.
     """
 
-    def __init__(self, answer: Answering, *, max_bytes: int) -> None:
-        self._answer, self._max_bytes = answer, max_bytes
+    def __init__(self, answer: Answering, *, export: str, max_bytes: int) -> None:
+        self._answer, self._export, self._max_bytes = answer, export, max_bytes
         self._ended = asyncio.Event()
 
     def handlers(self) -> Any:
@@ -37,6 +38,8 @@ class Flows:
 
     async def serve(self, requests: Any, context: Any) -> None:
         """Answer the calls of a stream until its caller ends it, or this side."""
+        await check_export(context, self._export)
+        await context.send_initial_metadata(((EXPORT, self._export),))
         tasks = [asyncio.create_task(self._serve(context)), asyncio.create_task(self._ended.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -109,6 +112,26 @@ class Flows:
             return frame_bytes
         why = f"an answer of {len(frame_bytes)} bytes, {self._max_bytes} are allowed"
         return _failure(number, Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, why))
+
+
+async def check_export(context: Any, export: str) -> None:
+    """End a call whose caller does not name the same export and stage."""
+    named = dict(context.invocation_metadata() or ()).get(EXPORT)
+    if named != export:
+        why = f"it is {export[:12]}, stage {export.rpartition(' ')[2]}; the caller names {_short(named)} in {EXPORT}"
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
+
+
+def _short(named: object) -> str:
+    """Return what a caller names, as short as digests are told.
+
+    >>> _short("0123456789abcdef 1"), _short(None)
+    ('0123456789ab, stage 1', 'nothing')
+    """
+    if not isinstance(named, str):
+        return "nothing"
+    digest, _, stage = named.rpartition(" ")
+    return f"{digest[:12]}, stage {stage[:12]}"
 
 
 def _failure(number: int, error: Failed) -> bytes:

@@ -10,6 +10,9 @@ keeps a stream to the first stage, and every stage one to the next:
       ── CANCEL number ──────────────────────►     nobody waits any more
 
 If a stream breaks, calls that were sent fail with its status, and those that were not wait for the next stream.
+
+Before the first frame both sides name the export and the stage, in gRPC's metadata. If they do not name the same, the
+stage refuses the stream, or the caller ends it: nothing is sent, and calls wait for the right stage.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import NamedTuple
 import grpc
 
 SERVICE, FLOW = "drumline.Stage", "Flow"
+EXPORT = "drumline-export"  # the metadata that names export and stage
 PAUSE = 0.05  # seconds before a stream that broke is opened again
 _HEAD = struct.Struct("<BQdI")  # kind, number, seconds left or code, bytes of the text
 

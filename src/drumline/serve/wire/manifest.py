@@ -17,15 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from drumline.core.errors import RecordError, counted
-from drumline.core.files import FileKind, named, opened, read_object
+from drumline.core.errors import RecordError
+from drumline.core.files import FileKind, named, read_object
 from drumline.core.parsed import MOST, Parsed
 
 FORMAT, VERSION = "drumline-serving", 1
 NAME = "manifest.json"
 BATCH = "batch"
 KIND = FileKind("manifest", RecordError, "the manifest.json that `drumline export` wrote")
-_FILE = FileKind("file of a stage", RecordError, "every file that manifest.json names")
 _MOST_STAGES = 1000
 NAMES_OF_TYPES = (
     "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64",
@@ -146,11 +145,18 @@ class Manifest:
             "versions": dict(self.versions),
         }
 
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the whole manifest, and so of all graphs and weights, whose checksums it has."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
     def identity(self, stage: int) -> str:
-        """Return what tells a stage from others, and from those of another export."""
-        digests = "".join(digest for _, digest in self.stages[stage].files.values())
-        digest = hashlib.sha256(digests.encode()).hexdigest()[:12]
-        return f"stage {stage} of {len(self.stages)} of {self.model}, {digest}"
+        """Return what tells a stage from others, and from those of another export, for a reader."""
+        return f"stage {stage} of {len(self.stages)} of {self.model}, {self.digest[:12]}"
+
+    def handshake(self, stage: int) -> str:
+        """Return what a stage and whoever calls it must agree on before anything is computed."""
+        return f"{self.digest} {stage}"
 
     def save(self, folder: Path) -> None:
         """Write the manifest, whole or not at all."""
@@ -266,29 +272,3 @@ def _check_chain(manifest: Manifest, content: Parsed) -> None:
         for tensor in getattr(manifest, which):
             if not tensor.shape or tensor.shape[0] != BATCH:
                 raise content[which].refuse(f"{BATCH!r} as the first dimension of each")
-
-
-def digest_of(path: Path) -> tuple[int, str]:
-    """Return the bytes and the SHA-256 of a file."""
-    digest, size = hashlib.sha256(), 0
-    with opened(path, _FILE) as file:
-        while piece := file.read(2**20):
-            digest.update(piece)
-            size += len(piece)
-    return size, digest.hexdigest()
-
-
-def check_files(folder: Path, manifest: Manifest, stage: int) -> Path:
-    """Return the graph of a stage, after holding all its files against the manifest."""
-    if not 0 <= stage < len(manifest.stages):
-        has = counted(len(manifest.stages), "stage")
-        raise RecordError(f"there is no stage {stage}", expected=f"a number below {len(manifest.stages)}: {has}")
-    for name, expected in manifest.stages[stage].files.items():
-        digest = digest_of(folder / name)
-        if digest != expected:
-            raise RecordError(
-                f"{folder / name} is damaged: it has {digest[0]} bytes and SHA-256 {digest[1][:12]}...",
-                expected=f"{expected[0]} bytes and {expected[1][:12]}..., as it was written",
-                fix="export the model again",
-            )
-    return folder / manifest.stages[stage].file

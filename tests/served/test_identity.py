@@ -1,0 +1,268 @@
+"""What is served is one export: in every handshake, in the front's own copy, and in the files that graphs name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import onnx
+import pytest
+from onnx import external_data_helper
+from test_flow import EXPORTED, LIMIT, Code, failure, until
+
+from drumline.core.errors import LaunchError, RecordError, UsageError
+from drumline.serve.front.home import Home
+from drumline.serve.stage import run_stage
+from drumline.serve.wire import graph_files
+from drumline.serve.wire.files import check_files, digest_of, hold
+from drumline.serve.wire.flow import CallStream
+from drumline.serve.wire.flows import Flows
+from drumline.serve.wire.flows import Home as Sent
+from drumline.serve.wire.frames import EXPORT, SERVICE, Answer
+from drumline.serve.wire.graph_files import external_files
+from drumline.serve.wire.links import PLAIN, connect, options
+from drumline.serve.wire.loops import run_to_end
+from drumline.serve.wire.manifest import read_manifest
+from refused import refused
+from served.services import (
+    channel_to,
+    expected,
+    inferred,
+    rows_of,
+    serving,
+    waiting_for,
+    write_served,
+)
+
+OTHER = "fedcba9876543210 1"
+
+
+async def _stage(export: str, begun: list[bytes], address: str = "127.0.0.1:0") -> tuple[Any, str]:
+    async def answer(body: bytes, seconds: float, left: Any, home: Sent) -> Answer:
+        begun.append(body)
+        return Answer(body)
+
+    server = grpc.aio.server(options=options(LIMIT))
+    server.add_generic_rpc_handlers((Flows(answer, export=export, max_bytes=LIMIT).handlers(),))
+    port = server.add_insecure_port(address)
+    await server.start()
+    return server, f"127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize("export", [OTHER, EXPORTED[:-1] + "2", ""])
+def test_a_stage_of_another_export_gets_nothing_to_compute_and_calls_wait_for_the_right_one(export: str) -> None:
+    async def run() -> None:
+        wrong: list[bytes] = []
+        right: list[bytes] = []
+        server, address = await _stage(export, wrong)
+        async with connect(address, PLAIN, LIMIT) as channel:
+            flow = CallStream(channel, stage=1, export=EXPORTED, max_bytes=LIMIT)
+            call = flow(b"seven", timeout=600)
+            await until(lambda: "another export" in flow._waits_for)
+            code, why = await failure(flow(b"late", timeout=0.01))
+            assert (code, why) == (Code.DEADLINE_EXCEEDED, "stage 1: it is of another export, or another stage")
+            await server.stop(None)
+            server, _ = await _stage(EXPORTED, right, address)
+            assert (await call).body == b"seven"
+            await flow.close()
+        await server.stop(None)
+        assert (wrong, right) == ([], [b"seven"])
+
+    run_to_end(run())
+
+
+def test_a_stage_computes_nothing_for_a_caller_that_names_another_export_or_none() -> None:
+    async def run() -> None:
+        begun: list[bytes] = []
+        server, address = await _stage(EXPORTED, begun)
+        async with connect(address, PLAIN, LIMIT) as channel:
+            for metadata in ((), ((EXPORT, OTHER),), ((EXPORT, EXPORTED[:-1] + "0"),)):
+                stream = channel.stream_stream(f"/{SERVICE}/Flow")(metadata=metadata)
+                assert await stream.code() is Code.FAILED_PRECONDITION
+                assert "0123456789ab, stage 1" in await stream.details()
+        await server.stop(None)
+        assert begun == []
+
+    run_to_end(run())
+
+
+def test_every_part_of_an_export_changes_its_identity(tmp_path: Path) -> None:
+    manifest = read_manifest(write_served(tmp_path / "tanh"))
+    other = read_manifest(write_served(tmp_path / "wide", width=4))
+    assert manifest.digest == read_manifest(tmp_path / "tanh").digest != other.digest
+    assert len({manifest.handshake(0), manifest.handshake(1), other.handshake(0)}) == 3
+
+
+def test_a_stage_does_not_start_on_another_export_than_its_front_serves(tmp_path: Path) -> None:
+    folder = write_served(tmp_path / "tanh")
+    started = run_stage(folder, 1, "127.0.0.1:0", "", threads=1, limit=2, max_bytes=LIMIT, export="0" * 64)
+    with refused(RecordError, "is another export", expected="000000000000"):
+        run_to_end(started)
+
+
+def _external(folder: Path, location: str) -> None:
+    """Let the weights of stage 0 be read from another file."""
+    path = folder / "stage0" / "model.onnx"
+    graph = onnx.load(str(path))
+    external_data_helper.convert_model_to_external_data(graph, location="weights", size_threshold=0)
+    onnx.save(graph, str(path))
+    graph = onnx.load(str(path), load_external_data=False)
+    for entry in graph.graph.initializer[0].external_data:
+        if entry.key == "location":
+            entry.value = location
+    path.write_bytes(graph.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("location", "name"),
+    [
+        ("weights", "stage0/weights"),
+        ("../stage1/model.onnx", "stage1/model.onnx"),
+        ("/etc/hostname", "/etc/hostname"),
+        ("*/_ORT_MEM_ADDR_/*", "stage0/*/_ORT_MEM_ADDR_/*"),
+    ],
+)
+def test_weights_from_a_file_that_the_manifest_does_not_list_are_refused(
+    tmp_path: Path, location: str, name: str
+) -> None:
+    folder = write_served(tmp_path / "tanh")
+    _external(folder, location)
+    graph = "stage0/model.onnx"
+    assert external_files(folder, graph) == [name]
+    manifest = read_manifest(folder)
+    files = manifest.stages[0].files
+    assert isinstance(files, dict)
+    files[graph] = digest_of(folder / graph)
+    with refused(RecordError, f"reads weights from '{name}'".replace("*", r"\*"), expected="checksums"):
+        check_files(folder, manifest, 0)
+    if location == "weights":
+        files[name] = digest_of(folder / name)
+        assert check_files(folder, manifest, 0) == folder / graph
+
+
+def test_the_fields_by_which_a_graph_reaches_weights_are_those_of_onnx() -> None:
+    """Every field of ONNX's messages that can lead to external data is followed, and no other."""
+    names = {"Attr": "AttributeProto"}
+    fields: Mapping[str, Mapping[int, str]] = graph_files._FIELDS
+    leads = {"StringStringEntryProto"}
+    descriptors = {name: getattr(onnx, names.get(name, name)).DESCRIPTOR for name in fields}
+    for _ in range(len(fields)):
+        leads |= {
+            descriptor.name
+            for descriptor in descriptors.values()
+            for field in descriptor.fields
+            if field.message_type is not None and _leads(field, leads)
+        }
+    wanted = {
+        name: {field.number: field.message_type.name for field in descriptor.fields
+               if field.message_type is not None and _leads(field, leads)}
+        for name, descriptor in descriptors.items()
+    }  # fmt: skip
+    found = {name: {at: names.get(kind, kind) for at, kind in kinds.items()} for name, kinds in fields.items()}
+    assert found == wanted
+
+
+def _leads(field: Any, leads: set[str]) -> bool:
+    """Whether a field can lead to external data; other texts and quantization do not."""
+    kind = field.message_type.name
+    return field.name == "external_data" if kind == "StringStringEntryProto" else kind in leads
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 20, b"\x3a\x7f", b"\x0b", b"\x3a\x02\x3a\xff"])
+def test_a_damaged_graph_is_refused(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "model.onnx").write_bytes(damage)
+    with refused(RecordError, "is empty|is damaged", expected="a graph of ONNX"):
+        external_files(tmp_path, "model.onnx")
+
+
+def test_a_copy_that_there_is_no_room_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    folder = write_served(tmp_path / "tanh")
+    monkeypatch.setattr("drumline.serve.wire.files.shutil.copyfileobj", full)
+    with refused(UsageError, "cannot hold a copy of .*: No space left", fix="set TMPDIR"):
+        hold(folder, read_manifest(folder), tmp_path / "copy")
+
+
+@pytest.mark.slow
+def test_a_stage_that_is_started_after_the_folder_was_replaced_serves_what_was_there_before(tmp_path: Path) -> None:
+    """Once the files are overwritten where they are, once the whole folder is another one."""
+    folder, other = write_served(tmp_path / "tanh"), write_served(tmp_path / "other", repeat=3)
+    x = rows_of(3)
+    with serving(folder) as running, channel_to(running.address) as channel:
+        for replace in (_overwritten, _exchanged):
+            replace(other, folder)
+            keeper = running.started.stages._keepers[1]  # type: ignore[attr-defined]
+            process = running.processes[1]
+            os.kill(process, signal.SIGKILL)
+            waiting_for(lambda keeper=keeper, process=process: keeper.process.pid != process and keeper.ready.is_set())
+            np.testing.assert_allclose(inferred(channel, {"x": x})["y"], expected(x), atol=1e-6)
+    with serving(folder) as running, channel_to(running.address) as channel:
+        np.testing.assert_allclose(inferred(channel, {"x": x})["y"], expected(x, repeat=3), atol=1e-6)
+
+
+def _overwritten(source: Path, target: Path) -> None:
+    for path in source.rglob("*.*"):
+        (target / path.relative_to(source)).write_bytes(path.read_bytes())
+
+
+def _exchanged(source: Path, target: Path) -> None:
+    shutil.rmtree(target)
+    shutil.copytree(source, target)
+
+
+@pytest.mark.slow
+def test_a_front_that_is_killed_leaves_no_folder_and_no_stage(
+    tmp_path: Path, served_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    command = [sys.executable, "-m", "drumline", "serve", str(served_folder), "--listen", "127.0.0.1:0", "--json"]
+    with subprocess.Popen([*command, "--metrics", "none"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        (home,) = tmp_path.glob("drumline-*")
+        assert (home / "export" / "manifest.json").exists()
+        process.kill()
+        process.wait()
+        waiting_for(lambda: not list(tmp_path.glob("drumline-*")))
+
+
+def test_what_a_front_and_all_its_stages_left_is_removed_by_the_next_front(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    running = Home()
+    killed = tmp_path / "drumline-killed"
+    killed.mkdir()
+    (killed / "lock").touch()
+    (tmp_path / "drumline-other").mkdir()  # not that of a service
+    second = Home()
+    assert sorted(tmp_path.iterdir()) == sorted([running.path, second.path, tmp_path / "drumline-other"])
+    for home in (running, second):
+        home.remove()
+
+
+@pytest.mark.slow
+def test_files_that_change_while_they_are_copied_are_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest is of one export, and the graph that is copied of another."""
+    folder, other = write_served(tmp_path / "tanh"), write_served(tmp_path / "other", repeat=3)
+
+    def late(source: Path, manifest: Any, copy: Path) -> Path:
+        _overwritten(other, source)
+        return hold(source, manifest, copy)
+
+    monkeypatch.setattr("drumline.serve.front.home.hold", late)
+    with refused(LaunchError, r"stage \d ended with code 2 before it was ready"), serving(folder):
+        pass
