@@ -18,7 +18,7 @@ versions do. Normalisations are always assumed to change theirs, because they by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NoReturn
 
@@ -126,10 +126,21 @@ def _discard(tensor: Tensor) -> None:
 
 
 def _missing(saved: None) -> NoReturn:
-    raise GraphNeeded(
-        "a gradient was requested from the first run of a recomputed block, which keeps no graph; "
-        "return the tensor from the block instead of keeping it in an attribute"
-    )
+    raise GraphNeeded
+
+
+@contextmanager
+def refusing_kept(blocks: Iterable[str]) -> Iterator[None]:
+    """Refuse a backward through what a recomputed block kept of its first run: it has no graph."""
+    try:
+        yield
+    except GraphNeeded as error:
+        raise ModelError(
+            f"one of the blocks {', '.join(blocks)}, or the loss, uses a tensor that a "
+            "recomputed block created but did not return",
+            expected="recomputed blocks that return all that other blocks and the loss use",
+            fix="return it from the block that creates it, as (x, aux), or do not recompute that block",
+        ) from error
 
 
 @contextmanager

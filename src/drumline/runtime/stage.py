@@ -34,7 +34,7 @@ from drumline.runtime.backward.compiled import Compiler
 from drumline.runtime.backward.guards import NOTHING, looked_after
 from drumline.runtime.backward.hooked import refusing_changed_sums, refusing_updates, with_hooks
 from drumline.runtime.backward.tape import Gradients, Tape, accumulate, add_gradients, merged
-from drumline.runtime.recomputing import GraphNeeded, discarding
+from drumline.runtime.recomputing import GraphNeeded, discarding, refusing_kept
 from drumline.runtime.segment import Pass, Segment, versions_of
 
 Loss = Callable[[Any, Any], Tensor | None]
@@ -292,11 +292,14 @@ class Stage:
         with updates, refusing_changed_sums(named):
             yield
 
+    def _refusing_kept(self) -> AbstractContextManager[None]:
+        return refusing_kept(block.name for block in self.blocks)
+
     def _added(self, this: Pass, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Add to the parameters' gradients of a pass, and return those of its inputs."""
         roots, tensors = this.paired(gradients)
         if roots:
-            with self._refusing_updates():
+            with self._refusing_updates(), self._refusing_kept():
                 add_gradients(roots, tensors)
         return tuple(leaf.grad for leaf in this.leaves)
 
@@ -315,7 +318,9 @@ class Stage:
             wanted = [leaf for leaf in this.leaves if leaf.requires_grad]
             tensors: tuple[Tensor | None, ...] = (None,) * len(wanted)
             if roots:
-                tensors = this.tape.backward_input(roots, given_tensors, wanted, [*segment.parameters, *segment.lent])
+                with self._refusing_kept():
+                    trained = [*segment.parameters, *segment.lent]
+                    tensors = this.tape.backward_input(roots, given_tensors, wanted, trained)
             each = iter(tensors)
             gradients = tuple(next(each) if leaf.requires_grad else None for leaf in this.leaves)
             this.leaves, this.roots = (), []

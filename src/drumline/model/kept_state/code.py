@@ -13,7 +13,11 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 _STORES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF", "DELETE_ATTR", "DELETE_GLOBAL", "DELETE_DEREF"}
-_ADDING = {"append", "appendleft", "add", "extend", "insert", "update", "put", "setdefault"}
+# Methods that change an object, where nobody looks at what they return.
+_CHANGING = {
+    "append", "appendleft", "add", "extend", "insert", "update", "put", "setdefault", "pop", "popleft", "popitem",
+    "clear", "remove", "discard", "sort", "reverse",
+}  # fmt: skip
 _RETURNING_NOTHING = {"append", "appendleft", "extend", "insert"}  # of lists, for lambdas
 _ALL_AT_ONCE = {"__dict__", "vars", "asdict", "astuple", "attrgetter", "getattr"}
 _LOGS = re.compile(r"_?(log|logger|logging|warnings|tqdm|wandb|writer)", re.IGNORECASE)
@@ -141,9 +145,9 @@ class _Source:
             return True
         if isinstance(last, ast.Attribute) and last is not node:
             return self._is_changed_by_calls(last)
-        parent = self._parents[node]
-        while isinstance(parent, ast.BinOp | ast.UnaryOp) or _is_extreme(node, parent):
-            node, parent = parent, self._parents[parent]
+        parent = self._parents[last]
+        while isinstance(parent, ast.BinOp | ast.UnaryOp) or _is_extreme(last, parent):
+            last, parent = parent, self._parents[parent]
         return isinstance(parent, ast.Assign) and _names_in(parent.targets) == [name]
 
     def _last(self, node: ast.AST) -> ast.AST:
@@ -181,7 +185,7 @@ class _Source:
         """Whether this method changes its object, and is called for that: `mean.mul_(0.9).add_(x)`."""
         while isinstance(method, ast.Attribute):
             call = self._parents[method]
-            is_changing = method.attr in _ADDING or (method.attr.endswith("_") and not method.attr.endswith("__"))
+            is_changing = method.attr in _CHANGING or (method.attr.endswith("_") and not method.attr.endswith("__"))
             if not is_changing or not _is_called(method, call):
                 return False
             if isinstance(self._parents[call], ast.Lambda):
