@@ -47,6 +47,9 @@ class Kind:
     turn: Callable[[nn.Module, int], object] = lambda model, step: None
     merges: bool = False  # weight gradients, where the schedule splits backwards
 
+    def __str__(self) -> str:
+        return self.name
+
     def options(self, way: str) -> dict[str, Any]:
         """Return further arguments of a pipeline."""
         return {"merge_weight_gradients": True} if self.merges and way in ("zb-h1", "zb-v") else {}
@@ -128,9 +131,7 @@ KINDS = (
     Kind("hooks that clamp, merged", hooks.changed(hooks.clamped), merges=True),
     Kind("hooks that count", hooks.changed(hooks.counted), refused=COPIES),
     Kind("hooks that cap sums", hooks.changed(hooks.capped), refused=COPIES, names=SUMMED),
-    Kind(
-        "hooks that cap sums, merged", hooks.changed(hooks.capped), refused=COPIES, names=SUMMED, merges=True
-    ),
+    Kind("hooks that cap sums, merged", hooks.changed(hooks.capped), refused=COPIES, names=SUMMED, merges=True),
     Kind("hooks that step", hooks.changed(hooks.stepping), refused=EVERYWHERE, names="hook calls SGD.step"),
     Kind("hooks of backwards", hooks.changed(hooks.counting_backwards), refused=COPIES),
     Kind("hooks of tensors", hooks.counting_gradients, refused=COPIES),

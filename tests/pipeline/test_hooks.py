@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -411,13 +412,56 @@ class Forgets(Layer):
 def test_an_attribute_that_a_copy_lacks_is_named() -> None:
     with refused(ModelError, "block '1' reads its attribute 'factor', and the copy", fix="__init__.*zb-v"):
         trained(made(lambda: row(Layer(), Forgets())), "dualpipe")
-    later = made(row)
-    pipe, block = pipeline(later, "dualpipe"), blocks_of(later)[2]
-    block.register_forward_pre_hook(lambda module, given: (module.factor(*given),))
-    block.factor = functional.relu
-    x, y = data(0)
-    with refused(ModelError, "block '2' reads its attribute 'factor', and the copy", expected="set before"):
-        pipe.step(x, target=y)
+
+
+class Activated(Layer):
+    """Applies what is set later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act: Any = torch.tanh
+
+    def twice(self, x: Tensor) -> Any:
+        return self.linear(x) * 2
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.act(self.linear(x))
+
+
+LATER: dict[str, Callable[[Any], Any]] = {
+    "a function": lambda block: functional.relu,
+    "a partial": lambda block: partial(functional.leaky_relu, negative_slope=0.3),
+    "an object": lambda block: Scales(),
+    "a method of its own": lambda block: block.twice,
+}
+
+
+class Scales:
+    def __call__(self, x: Tensor) -> Any:
+        return x * 3
+
+
+@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("way", ["zb-v", "dualpipe"])
+def test_attributes_that_are_replaced_between_steps_are_followed(way: str, name: str) -> None:
+    whole, model = (made(lambda: row(*(Activated() for _ in range(4)))) for _ in range(2))
+    plain, train = Plain(whole), Trained(model, way)
+    for step in range(STEPS):
+        for block in (*blocks_of(whole), *blocks_of(model)) if step == 1 else ():
+            block.act = LATER[name](block)
+        plain.step(step)
+        train.step(step)
+    train.pipe.settle()
+    same(model, whole)
+
+
+def test_a_method_of_another_module_is_refused_on_copies() -> None:
+    model = made(lambda: row(*(Activated() for _ in range(4))))
+    train, blocks = Trained(model, "dualpipe"), blocks_of(model)
+    train.step(0)
+    blocks[1].act = blocks[2].twice
+    with refused(ModelError, "attribute 'act' of block '1' was set to a method of another module", fix="new pipeline"):
+        train.step(1)
 
 
 class Reads(Layer):

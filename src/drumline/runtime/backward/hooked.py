@@ -79,14 +79,12 @@ def _around_hooks(name: str, parameter: nn.Parameter) -> Iterator[Any]:
     before: list[Any] = []
 
     def look(param: nn.Parameter) -> None:
-        gradient = param.grad
-        before[:] = [] if gradient is None else [gradient, gradient._version, _sample(gradient)]
+        before[:] = [] if param.grad is None else [param.grad, *_states(param.grad), *_states(param)]
 
     def compare(param: nn.Parameter) -> None:
-        gradient = param.grad
-        if before and (
-            gradient is not before[0] or gradient._version != before[1] or not _sample(gradient).equal(before[2])
-        ):
+        if not before or not _are_same(before[3:], _states(param)):  # it updates the parameter, which is refused, too
+            return
+        if param.grad is not before[0] or not _are_same(before[1:3], _states(param.grad)):
             raise ModelError(
                 f"a hook changes the gradient of {name!r} after a microbatch was added to it, and another copy of its "
                 "stage adds up the other microbatches",
@@ -100,6 +98,14 @@ def _around_hooks(name: str, parameter: nn.Parameter) -> Iterator[Any]:
     yield parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
     hooks.update(others)
     yield parameter.register_post_accumulate_grad_hook(compare)  # type: ignore[no-untyped-call]
+
+
+def _states(tensor: Tensor) -> tuple[int, Tensor]:
+    return tensor._version, _sample(tensor)
+
+
+def _are_same(states: Sequence[Any], others: Sequence[Any]) -> bool:
+    return bool(states[0] == others[0] and states[1].equal(others[1]))
 
 
 def _sample(parameter: Tensor) -> Tensor:
