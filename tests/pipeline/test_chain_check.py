@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,10 +13,11 @@ from torch.nn import functional
 import chain_tricks
 from chain_tricks import RIGHT, TRICKS, WIDTH, Step, row
 from drumline.channel.launch.launch import launch
-from drumline.core.errors import ModelError
+from drumline.core.errors import DrumlineError, ModelError
 from drumline.pipeline.pipeline import Pipeline
 from refused import refused
 from some import some
+from tally import Tally
 
 pytestmark = [pytest.mark.torch, pytest.mark.features("check")]
 MICROBATCHES = 4
@@ -130,20 +130,24 @@ def test_microbatches_that_overtake_each_other_are_looked_at(schedule: str, firs
 
 def test_recomputation_is_on_where_it_will_be() -> None:
     """A block that is another each time it runs is right until it is recomputed."""
-    stepped(pipeline(made(RIGHT["a generator"]), checkpoint="full"))  # which a block holds, and which is put back
-    make = RIGHT["a counter in a closure"]
-    stepped(pipeline(made(make)))
+    for name in ("a generator", "a counter in a closure"):  # found and put back
+        stepped(pipeline(made(RIGHT[name]), checkpoint="full"))
+    calls = Tally()
+
+    def make() -> nn.Sequential:
+        return row(Step(after=lambda x: x * (1 + calls() % 5)), Step(), Step(), Step())
+
     with refused(ModelError, "the model, run block by block, returns something else than by itself"):
         stepped(pipeline(made(make), checkpoint="full"))
 
 
 def test_the_second_microbatch_is_compared_too() -> None:
-    calls = itertools.count()
+    calls = Tally()
 
     class Second(Step):
         def forward(self, x: Tensor) -> Any:
             made: Tensor = super().forward(x)
-            return made * 1.01 if next(calls) == 3 else made  # the step's second microbatch, behind two by itself
+            return made * 1.01 if calls() == 3 else made  # the step's second microbatch, behind two by itself
 
     with refused(ModelError, "returns something else than by itself"):
         stepped(pipeline(row(Step(), Second(), Step(), Step()), schedule="gpipe"))
@@ -260,25 +264,35 @@ def test_what_a_loss_keeps_is_put_back() -> None:
 
 
 def test_what_blocks_keep_past_a_process_is_found_on_ranks_of_their_own() -> None:
-    for error in some(launch(_past_the_process, num_ranks=2, timeout=120)):
-        assert "the model, run block by block, returns something else than by itself" in error
+    for of_a_library, of_a_closure in some(launch(_past_the_process, num_ranks=2, timeout=120)):
+        assert "the model, run block by block, returns something else than by itself" in of_a_library
+        assert "the variable 'memory' of a closure of block '0', which block '3' in another stage" in of_a_closure
 
 
-def _past_the_process() -> str:
+def _past_the_process() -> list[str]:
     memory: dict[str, Tensor] = {}
 
     def keep(x: Tensor) -> Tensor:
         memory["skip"] = x.detach()
         return x
 
-    torch.manual_seed(0)
-    model = row(Step(after=keep), Step(), Step(), Step(before=lambda x: x + memory.get("skip", 0.0)))
-    pipe = pipeline(model, num_ranks=None, transport="auto", timeout=60)
-    try:
-        stepped(pipe)
-    except ModelError as error:
-        return str(error)
-    return ""
+    def keep_in_a_library(x: Tensor) -> Tensor:
+        vars(functional)["skip"] = x.detach()
+        return x
+
+    steps = (
+        (Step(after=keep_in_a_library), Step(before=lambda x: x + vars(functional).get("skip", 0.0))),
+        (Step(after=keep), Step(before=lambda x: x + memory.get("skip", 0.0))),
+    )
+    errors = []
+    for first, last in steps:
+        torch.manual_seed(0)
+        pipe = pipeline(row(first, Step(), Step(), last), num_ranks=None, transport="auto", timeout=60)
+        try:
+            stepped(pipe)
+        except DrumlineError as error:
+            errors.append(str(error))
+    return errors
 
 
 def test_a_microbatch_that_turns_out_to_count_nothing_is_not_compared() -> None:
@@ -300,10 +314,10 @@ class Breaks(Step):
 
     def __init__(self, at: Callable[[int], bool]) -> None:
         super().__init__()
-        self.at, self.calls = at, itertools.count()
+        self.at, self.calls = at, Tally()
 
     def forward(self, x: Tensor) -> Any:
-        if self.at(next(self.calls)):
+        if self.at(self.calls()):
             raise KeyError("no such layer")
         return super().forward(x)
 

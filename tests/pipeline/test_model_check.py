@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import time
@@ -27,6 +26,7 @@ from drumline.model.watch.keeping import undisturbed
 from drumline.pipeline.pipeline import Pipeline
 from follow_faults import FAULTS, Skips, data, lost_path
 from refused import refused
+from tally import Tally
 from torch_models import on_meta
 
 pytestmark = [pytest.mark.torch, pytest.mark.features("check")]
@@ -123,11 +123,10 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize(("apart", "is_wrong"), [(0.0, False), (5e-5, False), (2e-4, True)])
 def test_what_sketches_leave_in_doubt_is_compared_in_full(apart: float, is_wrong: bool) -> None:
-    calls: list[int] = []
+    calls = Tally()
 
     def once(gradient: Tensor) -> Tensor:
-        calls.append(1)
-        return gradient * (1 + apart) if len(calls) == 3 else gradient  # in the step's first microbatch
+        return gradient * (1 + apart) if calls() == 2 else gradient  # in the step's first microbatch
 
     model = Wide()
     weight = model.layers[1].weight
@@ -139,17 +138,16 @@ def test_what_sketches_leave_in_doubt_is_compared_in_full(apart: float, is_wrong
             step(pipe)
     else:
         step(pipe)
-    assert len(calls) == 2 + 4 + 2 * (apart > 0)  # the model by itself, the step, and the model once more
+    assert calls.count == 2 + 4 + 2 * (apart > 0)  # the model by itself, the step, and the model once more
 
 
 def test_a_wrong_gradient_of_a_few_elements_is_named() -> None:
-    calls: list[int] = []
+    calls = Tally()
 
     def once(gradient: Tensor) -> Tensor:
-        calls.append(1)
         wrong = gradient.clone()
         wrong[7, 3] += 2e-3 * gradient.norm()
-        return wrong if len(calls) == 3 else gradient
+        return wrong if calls() == 2 else gradient
 
     model = Wide()
     weight = model.layers[1].weight
@@ -201,15 +199,15 @@ def test_it_leaves_no_trace() -> None:
 def test_it_costs_two_forwards_of_each_block() -> None:
     counts = []
     for check in (True, False):
-        calls = itertools.count()  # which nothing puts back, as it would a list
+        calls = Tally()
         model = Skips()
-        model.layers[2].register_forward_pre_hook(lambda *_, calls=calls: next(calls) and None)
+        model.layers[2].register_forward_pre_hook(lambda *_, calls=calls: calls() and None)
         pipe = pipeline(model, check_model=check)
-        before = next(calls)
+        before = calls.count
         step(pipe)
-        counts.append(next(calls) - before)
+        counts.append(calls.count - before)
         step(pipe)
-        assert next(calls) == before + counts[-1] + 5
+        assert calls.count == before + counts[-1] + 4
     assert counts[0] == counts[1] + 2
 
 
@@ -249,9 +247,12 @@ _moods = iter(range(1, 1000))
 
 
 def test_a_model_with_moods_is_refused() -> None:
-    pipe = pipeline(Mixed(lambda _, x: x * next(_moods)))
+    moods = Tally()
+    pipe = pipeline(Mixed(lambda _, x: x * (moods() + 1)))
     with refused(ModelError, "returns something else each time it is called"):
         step(pipe)
+    with refused(ModelError, r"takes from the variable '_moods', a range_iterator, between its blocks"):
+        step(pipeline(Mixed(lambda _, x: x * next(_moods))))
 
 
 @pytest.mark.features("record")

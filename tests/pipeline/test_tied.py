@@ -493,7 +493,7 @@ def test_buffers_that_forwards_change_are_refused_where_several_ranks_hold_them(
         ("1f1b", nn.Sequential(counts, nn.ReLU(), counts)),
         ("dualpipe", nn.Sequential(counts, nn.ReLU())),
     ):
-        with refused(ModelError, r"changes the buffer 0\.count"):
+        with refused(ModelError, r"changes the buffer '0\.count'"):
             pipeline(model, name, loss_fn=functional.mse_loss).step(batch, target=target)
     model = nn.Sequential(counts, nn.ReLU(), counts)
     pipeline(model, num_ranks=1, loss_fn=functional.mse_loss).step(batch, target=target)

@@ -189,7 +189,7 @@ def test_divided_layers_tell_the_sizes_that_they_have(module: nn.Module, style: 
     value: Any = TensorParallel.__new__(TensorParallel)
     value.axes, value._entries = SimpleNamespace(size=lambda _: 2, place=lambda _: 0), []
     value.exchanges = LayerExchanges(value.axes, ())
-    value._attach(DividedModule("one", module, style, nn.Module()))
+    value._attach(DividedModule("one", module, style, nn.Module()), lambda hook: hook)
     assert getattr(module, attribute) == here
     assert value._entries[0][1:] == (attribute, 8)
 

@@ -107,7 +107,7 @@ def _step_run(setting: PipelineSetup, options: Options) -> StepRun:
     lines.share(run.engine, run.holdings, run.updates)
     run.watched.begin()
     check.attach(ground)
-    kept_apart = KeptApart(run.engine, cut.stages, is_mesh=setting.axes.is_mesh)
+    kept_apart = KeptApart(run.engine, cut.stages, is_mesh=setting.axes.is_mesh, remember=check.remember)
     kept_state = [SharedBuffers(run.engine), kept_apart, PutBack(run.engine)]
     run.observe([flow, run.engine, run.holdings, *kept_state, run.recording, check, *observers])
     return run

@@ -11,7 +11,7 @@ It runs when a step has changed something, which for most models is never.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,8 +40,15 @@ _FEW = 64
 class KeptApart(Observer):
     """Looks at what a step changes in stages with two copies, and in what several stages share."""
 
-    def __init__(self, engine: Engine, stages: Sequence[Sequence[Block]], *, is_mesh: bool) -> None:
-        self._engine, self._is_mesh = engine, is_mesh
+    def __init__(
+        self,
+        engine: Engine,
+        stages: Sequence[Sequence[Block]],
+        *,
+        is_mesh: bool,
+        remember: Callable[[ModelError], None] = lambda refusal: None,
+    ) -> None:
+        self._engine, self._is_mesh, self._remember = engine, is_mesh, remember
         self._homes = {block.name: at for at, blocks in enumerate(stages) for block in blocks}
         self._sharing = Sharing(block for blocks in stages for block in blocks) if len(stages) > 1 else Sharing(())
         self._num_steps = 0
@@ -80,7 +87,11 @@ class KeptApart(Observer):
         for look in self._looks:
             changes = list(look.changes())
             changed |= bool(changes)
-            self._judge(look, [kept for kept in changes if not self._is_only_written(look, kept)])
+            try:
+                self._judge(look, [kept for kept in changes if not self._is_only_written(look, kept)])
+            except ModelError as refusal:
+                self._remember(refusal)  # nothing may be built on this step
+                raise
             look.stage.latest = None
         for copies in self._engine.copies.values() if changed else ():
             copies.settle()

@@ -113,6 +113,10 @@ class ModelCheck(NoCheck, Keeper):
         elif self._reference is not None and not self._reference.is_current:
             self._reference.renew(self._ground.engine.blocks())
 
+    def remember(self, refusal: ModelError) -> None:
+        """Refuse all that follows for a reason that was found elsewhere."""
+        self.refusal = refusal
+
     def refuse(self) -> None:
         """Raise again what was found wrong: nothing may be built on it."""
         if self.refusal is not None:
