@@ -32,13 +32,19 @@ Initialiser = Callable[[nn.Module], Any]
 
 
 def initialise(
-    catalogue: Catalogue, wanted: Sequence[Entry], *, seed: int, device: torch.device, parents: bool = True
+    catalogue: Catalogue,
+    wanted: Sequence[Entry],
+    *,
+    seed: int,
+    device: torch.device,
+    parents: bool = True,
+    later: Sequence[Entry] = (),
 ) -> None:
-    """Give the wanted entries, which have memory, their first values.
+    """Give the wanted entries, which have memory, their first values; those of `later` get theirs afterwards.
 
     With `parents`, modules above the owners run too; they may change what their children drew.
     """
-    run = _Initialisation(catalogue, wanted, seed, device)
+    run = _Initialisation(catalogue, wanted, seed, device, later)
     owners = run.owned
     devices = [] if device.type == "cpu" else [device]
     with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices, device_type=device.type):
@@ -53,10 +59,13 @@ def initialise(
 class _Initialisation:
     """One initialisation: the wanted entries, and their state before."""
 
-    def __init__(self, catalogue: Catalogue, wanted: Sequence[Entry], seed: int, device: torch.device) -> None:
+    def __init__(
+        self, catalogue: Catalogue, wanted: Sequence[Entry], seed: int, device: torch.device, later: Sequence[Entry]
+    ) -> None:
         self.names = catalogue.modules
         self.entries = {id(entry.tensor): entry for entry in catalogue.entries}
         self.wanted = set(wanted)
+        self.free = {*wanted, *later}  # whoever writes to these overwrites no value
         self.owned: dict[nn.Module, list[Entry]] = {}
         for entry in wanted:
             self.owned.setdefault(entry.owner, []).append(entry)
@@ -140,7 +149,7 @@ class _Initialisation:
     def _values_kept(self, module: nn.Module) -> Iterator[None]:
         """Refuse an initialiser that overwrites existing values of its children."""
         below = (param for part in module.children() for param in (*part.parameters(), *part.buffers()))
-        others = [tensor for tensor in below if not tensor.is_meta and not self._is_wanted(tensor)]
+        others = [tensor for tensor in below if not tensor.is_meta and self.entries.get(id(tensor)) not in self.free]
         before = [other._version for other in others]
         yield
         if before != [other._version for other in others]:

@@ -226,7 +226,7 @@ def materialise(
         fresh = [entry for entry in empty if entry not in set(loaded)]
         drawn = adapter_entries(catalogue, fresh)
         others = [entry for entry in fresh if entry not in set(drawn)]
-        initialise(catalogue, others, seed=seed, device=device, parents=weights is None)
+        initialise(catalogue, others, seed=seed, device=device, parents=weights is None, later=loaded)
         with torch.no_grad():
             _load(loaded, sources, device)
         draw_adapters(catalogue, drawn, seed=seed, device=device)
