@@ -32,8 +32,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "zb-v": {},
     "gpipe": {"checkpoint": "full"},
     "dualpipe": {},
+    "chimera": {},
 }
-SINGLE = [way for way in WAYS if way != "dualpipe"]  # schedules with one copy of each stage
+SINGLE = [way for way in WAYS if way not in ("dualpipe", "chimera")]  # schedules with one copy of each stage
 
 
 class Layer(nn.Module):
@@ -260,6 +261,25 @@ def test_hooks_that_are_not_linear_see_each_microbatch_when_weight_gradients_mer
     way: str, kind: str, change: Callable[[nn.Module], nn.Module]
 ) -> None:
     compare(row, way, kind, change=change, merge_weight_gradients=True)
+
+
+@pytest.mark.parametrize("way", ["dualpipe", "chimera"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_copies_of_a_stage_refuse_hooks_that_change_sums(kind: str, way: str) -> None:
+    words = "changes the gradient of '(blocks.)?[0-3].linear.(weight|bias)' after a microbatch was added"
+    with refused(ModelError, words, fix="register_hook.*zb-v"):
+        trained(capped(made(row, kind)), way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_hooks_that_only_look_run_for_every_microbatch(way: str) -> None:
+    model = made(row)
+    calls: list[int] = []
+    for block in blocks_of(model):
+        block.linear.weight.register_post_accumulate_grad_hook(lambda param: calls.append(1))
+    train = Trained(model, way, check_model=False)
+    train.step(0)
+    assert len(calls) == len(blocks_of(model)) * MICROBATCHES
 
 
 def optimized(model: nn.Module) -> nn.Module:
