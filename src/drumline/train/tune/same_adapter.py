@@ -12,7 +12,6 @@ from typing import Any
 
 from drumline.core.errors import ModelError
 from drumline.core.parsed import shown
-from drumline.train.config.adapter_settings import AdapterSettings
 from drumline.train.config.settings import TrainSettings
 from drumline.train.config.write import KEPT
 from drumline.train.models.built import Adapter
@@ -62,13 +61,14 @@ def check_same(adapter: Adapter | None, checkpoint: Path) -> None:
 
 
 def check_base(settings: TrainSettings, checkpoint: Path) -> None:
-    """Refuse to go on beside another frozen base than the run of a checkpoint had, if that is known.
+    r"""Refuse to go on beside another frozen base than the run of a checkpoint had, if that is known.
 
     >>> import tempfile
     >>> run = Path(tempfile.mkdtemp())
-    >>> _ = (run / KEPT).write_text('[adapter]\\nmethod = "lora"\\nbase = "nf4"')
-    >>> adapter = AdapterSettings("lora", base="int8")
-    >>> check_base(TrainSettings(adapter=adapter), run / "checkpoints" / "step-1")
+    >>> _ = (run / KEPT).write_text('[adapter]\nmethod = "lora"\nbase = "nf4"')
+    >>> from drumline.train.config.adapter_settings import AdapterSettings
+    >>> settings = TrainSettings(adapter=AdapterSettings("lora", base="int8"))
+    >>> check_base(settings, run / "checkpoints" / "step-1")
     Traceback (most recent call last):
     drumline.core.errors.ModelError: adapter.base is "int8", and the adapter in ... was trained beside "nf4"; ...
     """
