@@ -31,6 +31,18 @@ def test_what_stands_in_has_shape_strides_dtype_and_bytes_of_the_product() -> No
         assert stand_in.untyped_storage().nbytes() == product.untyped_storage().nbytes()
 
 
+def test_a_large_cast_is_made_once_and_takes_no_memory_again() -> None:
+    codes = torch.ones(2**24, dtype=torch.int8).view(2**12, 2**12)
+    with Once() as once:
+        first, again = codes.t().to(torch.bfloat16), codes.t().to(torch.bfloat16)
+        other = codes.t().float()
+    assert once.is_used
+    assert float(first[0, 0]) == float(other[0, 0]) == 1.0, "another number is another cast"
+    assert (again.shape, again.stride(), again.dtype) == (first.shape, first.stride(), first.dtype)
+    assert again.untyped_storage().data_ptr() != first.untyped_storage().data_ptr(), "it is counted as memory"
+    assert not again.any(), "in pages that were never written"
+
+
 def test_small_products_are_computed_each_time() -> None:
     with Once() as once:
         for value in (1.0, 2.0):

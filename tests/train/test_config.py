@@ -105,6 +105,14 @@ hidden = 8
     ]
 
 
+def test_a_schedule_of_a_python_file_is_written_to_a_csv_file_first(tmp_path: Path) -> None:
+    (problem,) = told('format = "drumline-train"\n[pipeline]\nschedule = "mine.py:rev"\n', tmp_path)
+    assert problem == (
+        "mine.toml, line 3|pipeline.schedule|is 'mine.py:rev'|the name of a schedule, or a CSV file with a program|"
+        "write its program to one: drumline show mine.py:rev --ranks 2 --microbatches 8 --out FILE.csv"
+    )
+
+
 WRONG = {
     "version = 2": "line 1|version|is 2|1|a newer Drumline wrote this file: update Drumline",
     'format = "torchtitan"': "line 1|format|is 'torchtitan'|\"drumline-train\"|",

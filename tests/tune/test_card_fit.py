@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,22 @@ def test_an_unknown_card_is_refused(llama: Path, chats: Path, tmp_path: Path) ->
     for name, fix in (("rtx-4091", "did you mean rtx-4090"), ("3090", "")):
         with refused(ConfigError, f"memory.card is '{name}'", expected="or a size like 24GiB", fix=fix):
             settings_of(llama, chats, tmp_path, memory__card=name)
+
+
+def test_data_that_training_refuses_are_forecast_like_others_of_full_rows(
+    llama: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = chats_of(tmp_path / "few.jsonl", 2)
+    found, enough = forecast(llama, few, tmp_path), forecast(llama, chats, tmp_path)
+    assert re.match("the data have . rows?, and a step takes 8; .*--batch", found.drawn)
+    assert not enough.drawn
+    assert found.forecast.ranks == enough.forecast.ranks
+    bare = tmp_path / "bare" / "config.json"
+    bare.parent.mkdir()
+    config = json.loads((llama / "config.json").read_text()) | {"vocab_size": 300}
+    bare.write_text(json.dumps(config))
+    words = ["--model", str(bare), "--adapter", "lora", "--data", str(few), "--dry-run", "--device", "cpu"]
+    assert main(["train", *words, "--sequence", "32", "--out", str(tmp_path / "run")]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "Its rows are drawn, and full. Training refuses the data: data.chat_template is not set" in told
+    assert main(["train", *words, "--sequence", "32", "--data", str(tmp_path / "none.jsonl")]) == 2, "no such file"

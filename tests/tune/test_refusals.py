@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from drumline.core.errors import ConfigError, DrumlineError, ModelError
+from drumline.core.errors import ConfigError, DrumlineError, ModelError, UsageError
 from drumline.model.quantised.bases import BASES
 from drumline.plan.cluster.frozen_base import BASES as PLANNED
 from drumline.train.config.adapter_settings import PLAIN_BASES, QUANTISED_BASES
 from drumline.train.config.files.settings_file import read_settings
+from drumline.train.export_models import finished_model
 from drumline.train.loop.run import run_training
 from drumline.train.tune.build_tuned import build_tuned
 from hf_zoo import made
@@ -116,10 +117,21 @@ def test_an_adapter_starts_beside_its_own_base(llama: Path, tmp_path: Path) -> N
         ({"adapter__alpha": 3.0}, "adapter.alpha is 3.0, and the adapter in .* has 8", "change it back"),
         ({"adapter__method": "ia3", "adapter__rank": 8}, "adapter.method is 'ia3', .* has 'lora'", "change it back"),
         ({"adapter__method": "", "adapter__rank": 8}, "holds an adapter, without its base", "add --adapter"),
+        ({"adapter__base": "int8"}, 'adapter.base is "int8", and the adapter in .* beside ""', "change it back"),
+        ({"adapter__base": "bf16"}, 'adapter.base is "bf16", and the adapter in .* beside ""', "adapter.start"),
     ):
         again = settings_of(llama, chats, tmp_path / "again", checkpoint__resume=str(checkpoint), **more)
         with refused(ModelError, error, fix=fix):
             run_training(again, tell=lambda _: None)
+    keys = {"adapter__base": "fp32", "run__steps": 2}  # another name of the same base
+    same = settings_of(llama, chats, tmp_path / "same", checkpoint__resume=str(checkpoint), **keys)
+    assert run_training(same, tell=lambda _: None).first_step == 1
+    run = tmp_path / "run"
+    with refused(UsageError, "trained an adapter, without its base", fix=f"--out {run} --continue --merge, and name"):
+        finished_model(str(run))
+    (run / "merged").mkdir()
+    with refused(UsageError, "trained an adapter, without its base", fix=f"name {run / 'merged'}"):
+        finished_model(str(run))
 
 
 def test_settings_name_the_bases_that_there_are() -> None:

@@ -1,4 +1,4 @@
-"""Compute a large product once for each shape: what memory a block takes does not depend on its values.
+"""Compute a large product or cast once for each shape: what memory a block takes does not depend on its values.
 
     mm of (1024, 5120) and (5120, 13824)     the first time: computed, and timed
                                              later: a result of the same form, and the time is owed
@@ -30,10 +30,11 @@ _ATEN: Any = torch.ops.aten
 _ATTENTION = (
     _ATEN._scaled_dot_product_flash_attention_for_cpu, _ATEN._scaled_dot_product_flash_attention_for_cpu_backward,
 )  # fmt: skip
+_CASTS = (_ATEN._to_copy,)  # of weights, once for each microbatch
 _NEVER = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
 _FLOPS = 2**28  # of a product that is large: some milliseconds
 _ELEMENTS = 2**20  # of an operation of a library of quantised weights
-_TABLE = 2**24  # of an embedding whose rows are drawn, because its stand-in was never written
+_TABLE = 2**24  # of an embedding whose rows are drawn, because its stand-in was never written; of a cast that is large
 _DEVIATION = 0.02
 
 
@@ -132,9 +133,9 @@ def _kept(tensor: Tensor) -> Any:
 
 
 def _may_repeat(func: Any) -> bool:
-    """Whether an operation is a product, or a library's own, and only returns something new."""
+    """Whether an operation is a product, a cast, or a library's own, and only returns something new."""
     packet = func._overloadpacket
-    if func.namespace == "aten" and packet not in flop_registry and packet not in _ATTENTION:
+    if func.namespace == "aten" and packet not in flop_registry and packet not in _ATTENTION + _CASTS:
         return False
     schema = func._schema
     if schema.is_mutable or any(tag in func.tags for tag in _NEVER):
@@ -146,6 +147,8 @@ def _is_large(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
     tensors = list(_tensors(args, kwargs))
     if (count := flop_registry.get(func._overloadpacket)) is not None:
         return int(count(*args, **kwargs, out_val=result)) >= _FLOPS
+    if func._overloadpacket in _CASTS:
+        return result.numel() >= _TABLE
     if func._overloadpacket in _ATTENTION:
         *_, length, width = tensors[0].shape
         return prod(tensors[0].shape[:-2]) * length * length * width * 4 >= _FLOPS

@@ -25,7 +25,8 @@ Ranks = Sequence[RankMemory]
 Again = Callable[..., Forecast]  # the forecast of the same blocks with other options
 _MOST_CARDS = 64
 _BASE = "--base "
-_BASES = ("bf16", "int8", "nf4")  # from many bytes to few
+# From many bytes to few. Not int8: its layers keep the unpacked weight of each microbatch in flight.
+_BASES = ("bf16", "nf4")
 
 
 @dataclass(frozen=True, slots=True)

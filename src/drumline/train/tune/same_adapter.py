@@ -66,8 +66,9 @@ def check_base(settings: TrainSettings, checkpoint: Path) -> None:
     >>> import tempfile
     >>> run = Path(tempfile.mkdtemp())
     >>> _ = (run / KEPT).write_text('[adapter]\nmethod = "lora"\nbase = "nf4"')
-    >>> adapter = AdapterSettings("lora", base="int8")
-    >>> check_base(TrainSettings(adapter=adapter), run / "checkpoints" / "step-1")
+    >>> from drumline.train.config.adapter_settings import AdapterSettings
+    >>> settings = TrainSettings(adapter=AdapterSettings("lora", base="int8"))
+    >>> check_base(settings, run / "checkpoints" / "step-1")
     Traceback (most recent call last):
     drumline.core.errors.ModelError: adapter.base is "int8", and the adapter in ... was trained beside "nf4"; ...
     """
