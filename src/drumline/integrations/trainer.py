@@ -33,6 +33,8 @@ class PipelineTrainer:
     trainer's: `per_device_train_batch_size` rows each, and `gradient_accumulation_steps` of them.
     """
 
+    _calls_once = True  # whether compute_loss calls the model once for each microbatch
+
     def __init__(self, *args: Any, pipeline: Mapping[str, Any] | None = None, **named: Any) -> None:
         check_version()
         self._settings = dict(pipeline or {})
@@ -51,10 +53,11 @@ class PipelineTrainer:
     def pipeline(self) -> Pipeline:
         """The pipeline; made when it is first needed, from the model as it is then."""
         if self._pipe is None:
-            self._pipe = self._made()
+            self._pipe = self._made(self.model)
+            set_lines(self._pipe.axes.rows[1])
         return self._pipe
 
-    def _made(self) -> Pipeline:
+    def _made(self, model: nn.Module) -> Pipeline:
         args = self.args
         made_by_arguments = {
             "num_microbatches": args.gradient_accumulation_steps,
@@ -65,16 +68,15 @@ class PipelineTrainer:
         chosen = {"seed": args.seed, "device": args.device, **self._settings}
         if args.gradient_checkpointing:
             chosen.setdefault("checkpoint", "full")
-        if any(param.is_meta for param in self.model.parameters()):
+        if any(param.is_meta for param in model.parameters()):
             raise UsageError(
                 "the model is on the meta device", expected="a model with memory: the trainer saves it as a whole"
             )
-        pipe = Pipeline(self.model, **chosen, **made_by_arguments)
+        pipe = Pipeline(model, **chosen, **made_by_arguments)
         if pipe.program.placement.name == "bidirectional":
             raise UsageError(
                 f"the schedule {pipe.program.name} has two last stages", expected="one, whose outputs are evaluated"
             )
-        set_lines(pipe.axes.rows[1])
         return pipe
 
     @property
@@ -162,7 +164,12 @@ class PipelineTrainer:
             output = full_precision(output)
         answer = self._answered
         with torch.autocast(torch.device(self.pipeline.device).type, enabled=False):
-            return answered(self.model, lambda named: answer(output, named), lambda model: self._finish(model, inputs))
+            return answered(
+                self.model,
+                lambda named: answer(output, named),
+                lambda model: self._finish(model, inputs),
+                once=self._calls_once,
+            )
 
     def _answered(self, output: Any, named: dict[str, Any]) -> Any:
         """Return what a call of the model with these arguments returns, from what the pipeline has computed."""
