@@ -16,6 +16,7 @@ from integrations.trl_runs import IN_ONE_PROCESS, assert_same, assert_same_weigh
 
 peft: Any = needed("peft", extra="tune")
 trl: Any = needed("trl", extra="trainers")
+PipelineTrainer: Any = needed("drumline.integrations.trainer", extra="hf").PipelineTrainer
 DPOTrainer: Any = needed("drumline.integrations.trl", extra="trainers").DPOTrainer
 
 pytestmark = [
@@ -87,3 +88,9 @@ def test_two_ranks_hold_a_part_of_both_models_each(tmp_path: Path) -> None:
 def test_another_kind_of_reference_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message):
         trainer(DPOTrainer, tmp_path, data("preferences", 8), changes, pipeline=IN_ONE_PROCESS, ref_model=llama(seed=1))
+
+
+def test_trainers_of_trl_that_are_not_fitted_are_refused_by_name(tmp_path: Path) -> None:
+    mixed = type("Mixed", (PipelineTrainer, trl.DPOTrainer), {})
+    with pytest.raises(UsageError, match="DPOTrainer is one of TRL's trainers, which ask more of a model"):
+        trainer(mixed, tmp_path, data("preferences", 8), {}, pipeline=IN_ONE_PROCESS, ref_model=llama(seed=1))

@@ -71,7 +71,5 @@ def optimizer_state(pipe: Pipeline, own_state: Mapping[str, Any], groups: list[l
 def own_state(state: Mapping[str, Any], groups: list[list[str]]) -> dict[str, Any]:
     """Return the state of an optimizer over the whole model by name, as `pipe.optimizer` takes it."""
     order = [name for group in groups for name in group]
-    named = [
-        {**group, "params": names} for group, names in zip(state["param_groups"], groups, strict=True)
-    ]
+    named = [{**group, "params": names} for group, names in zip(state["param_groups"], groups, strict=True)]
     return {"state": {order[at]: entry for at, entry in state["state"].items()}, "param_groups": named}
