@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,14 @@ def check(trainer: Any, settings: dict[str, Any]) -> None:
     if any(param.is_meta for param in trainer.model.parameters()):
         raise UsageError(
             "the model is on the meta device", expected="a model with memory: the trainer saves it as a whole"
+        )
+    known = set(inspect.signature(Pipeline).parameters)
+    for name in settings.keys() - known:
+        near = difflib.get_close_matches(name, known, n=1)
+        raise UsageError(
+            f"pipeline has the setting {name!r}",
+            expected="settings of dl.Pipeline",
+            fix=f"write {near[0]!r}" if near else "leave it out",
         )
     for name, decides in _SETTINGS.items():
         if name in settings:

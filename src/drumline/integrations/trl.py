@@ -159,6 +159,10 @@ class DPOTrainer(_LogProbabilities, trl.DPOTrainer):
             self._reference().eval_step(*args, target=Microbatches(range(len(labels))), outputs=False, **named)
         finally:
             self._labels = None
+        # A step that is checked makes the loss on every rank.
+        line = self.pipeline.axes.rows[0]
+        told = self.pipeline.gather((line, self._references) if self._has_loss else None)
+        self._references = next(each[1] for each in told if each is not None and each[0] == line)
         return args, named
 
     def _reference(self) -> Pipeline:
