@@ -83,6 +83,13 @@ def check(trainer: Any, settings: dict[str, Any]) -> None:
     for name, fix in _ARGUMENTS.items():
         if value := getattr(trainer.args, name, None):
             raise UsageError(f"{name} is {value!r:.60}, on a pipeline", expected="a run without it", fix=fix)
+    by_trl = [cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")]
+    if by_trl and trainer._calls_once:
+        raise UsageError(
+            f"{by_trl[0]} is one of TRL's trainers, which ask more of a model",
+            expected="SFTTrainer or DPOTrainer from drumline.integrations.trl, or a class derived from them",
+            fix="train with these; others of TRL do not run on a pipeline",
+        )
     if trainer.model is None:
         raise UsageError("model_init is given, on a pipeline", expected="a model", fix="pass model=")
     if any(param.is_meta for param in trainer.model.parameters()):

@@ -34,6 +34,8 @@ class PipelineTrainer(Checkpoints):
     trainer's: `per_device_train_batch_size` rows each, and `gradient_accumulation_steps` of them.
     """
 
+    _calls_once = True  # whether compute_loss calls the model once for each microbatch
+
     def __init__(self, *args: Any, pipeline: Mapping[str, Any] | None = None, **named: Any) -> None:
         check_version()
         self._settings = dict(pipeline or {})
@@ -54,18 +56,18 @@ class PipelineTrainer(Checkpoints):
     def pipeline(self) -> Pipeline:
         """The pipeline; made when it is first needed, from the model as it is then."""
         if self._pipe is None:
-            self._pipe = self._made()
+            self._pipe = self._made(self.model)
         return self._pipe
 
-    def _made(self) -> Pipeline:
+    def _made(self, model: nn.Module) -> Pipeline:
         args = self.args
         updated = updated_by(self.optimizer)
-        names = {name for name, param in self.model.named_parameters() if id(param) in updated}
+        names = {name for name, param in model.named_parameters() if id(param) in updated}
         chosen = {"seed": args.seed, "device": args.device, **self._settings}
         if self._recomputes:
             chosen.setdefault("checkpoint", "full")
         pipe = Pipeline(
-            self.model,
+            model,
             **chosen,
             num_microbatches=args.gradient_accumulation_steps,
             precision="bf16" if args.bf16 else "fp32",
@@ -174,7 +176,12 @@ class PipelineTrainer(Checkpoints):
         quiet = torch.autocast(torch.device(self.pipeline.device).type, enabled=False)
         try:
             with quiet, self._draws.again(min(number, self._num_real - 1), self.state.global_step):
-                return answered(self.model, lambda named: answer(output, named), lambda own: self._finish(own, inputs))
+                return answered(
+                    self.model,
+                    lambda named: answer(output, named),
+                    lambda own: self._finish(own, inputs),
+                    once=self._calls_once,
+                )
         finally:
             self._answers = False
 
