@@ -128,7 +128,7 @@ def counting(self: Any, model: Any, inputs: Any, **_: Any) -> Tensor:
 
 def logging(self: Any, model: Any, inputs: Any, **_: Any) -> Tensor:
     loss: Tensor = model(**inputs).loss
-    self.log({"mine": float(loss)})
+    self.log({"mine": float(loss.detach())})
     return loss
 
 
@@ -139,9 +139,7 @@ def logging(self: Any, model: Any, inputs: Any, **_: Any) -> Tensor:
         (in_place, "labels of its inputs in place"), (counting, r"self\.calls"), (logging, r"log\(\)"),
     ],
 )  # fmt: skip
-def test_a_loss_that_needs_more_than_one_call_of_the_model_is_refused(
-    compute: Any, named: str, tmp_path: Path
-) -> None:
+def test_a_loss_that_needs_more_than_one_call_of_the_model_is_refused(compute: Any, named: str, tmp_path: Path) -> None:
     trainer = maker(tmp_path)(llama(), of=calling(compute))
     with refused((ModelError, UsageError), named):
         trainer.train()
@@ -159,9 +157,21 @@ def test_a_callback_that_reads_weights_of_other_ranks_is_refused(tmp_path: Path)
         maker(tmp_path)(llama(), callbacks=[Looks()]).train()
 
 
+class OverAllRows(nn.Module):
+    """A normalisation over all tokens of a microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = self.norm(x.flatten(0, 1))
+        return normed.view_as(x)
+
+
 def test_statistics_that_a_repeated_microbatch_would_change_are_refused(tmp_path: Path) -> None:
     model = llama()
-    model.model.norm = nn.Sequential(model.model.norm, nn.BatchNorm1d(8))  # type: ignore[union-attr]
+    model.model.norm = OverAllRows()  # type: ignore[union-attr, assignment]
     trainer = maker(tmp_path)(model, max_steps=-1, num_train_epochs=1, train_dataset=texts(2))
     with refused(UsageError, "1 microbatches", expected="4"):
         trainer.train()
