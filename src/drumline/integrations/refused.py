@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import accelerate
 import transformers
 from torch import nn
 
 from drumline.core.errors import UsageError
-
-if TYPE_CHECKING:
-    from drumline.pipeline.pipeline import Pipeline
+from drumline.pipeline.pipeline import Pipeline
 
 # What the integration overrides or calls, and the parameters that it counts on.
 _SEAM = {
