@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import drumline as dl
 from drumline.core.errors import DrumlineError
 from extras import needed
 from integrations.trl_runs import IN_ONE_PROCESS, assert_same, assert_same_weights, data, llama, logs, trainer
-from matrices import ALL
 
 transformers: Any = needed("transformers", extra="hf")
 peft: Any = needed("peft", extra="tune")
 trl: Any = needed("trl", extra="trainers")
-safetensors: Any = needed("safetensors.torch", extra="hf")
 SFTTrainer: Any = needed("drumline.integrations.trl", extra="trainers").SFTTrainer
 
 pytestmark = [
@@ -79,46 +75,6 @@ def test_a_run_is_that_of_one_process(name: str, tmp_path: Path) -> None:
         predicted, wanted = own.predict(own.eval_dataset), plain.predict(plain.eval_dataset)
         assert abs(predicted.predictions - wanted.predictions).max() < 1e-5
         assert (predicted.label_ids == wanted.label_ids).all()
-
-
-STEPS = 50 if ALL else 6
-
-
-def runs_of(cls: type, folder: str, settings: dict[str, Any]) -> list[Any]:
-    """Train without adapters, then with LoRA, and from the middle of these steps again."""
-    warnings.simplefilter("ignore")
-    outcomes = []
-    saves = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": STEPS // 2}
-    for name, makers, checkpoint in (
-        ("plain", {}, None),
-        ("lora", {"peft_config": lora}, None),
-        ("again", {}, STEPS // 2),
-    ):
-        rows, path = data("texts", 40), Path(folder) / name
-        if checkpoint:
-            makers, path = {"peft_config": lora}, Path(folder) / "lora"
-        run = trainer(cls, path, rows, saves, **{key: make() for key, make in makers.items()}, **settings)
-        run.train(resume_from_checkpoint=str(path / f"checkpoint-{checkpoint}") if checkpoint else None)
-        outcomes.append(logs(run))
-        if name != "lora":
-            run.save_model(str(Path(folder) / f"saved-{name}"))
-    return outcomes
-
-
-@pytest.mark.timeout(600)
-def test_steps_on_two_ranks_are_those_of_one_process_and_so_is_resuming(tmp_path: Path) -> None:
-    plain = runs_of(trl.SFTTrainer, str(tmp_path / "plain"), {})
-    ranks = dl.launch(runs_of, SFTTrainer, str(tmp_path / "own"), {"pipeline": {}}, num_ranks=2)
-    for outcomes in ranks:
-        for own, wanted in zip(outcomes, plain, strict=True):
-            assert_same(own, wanted)
-    once, again = ([entry["loss"] for entry in outcome[STEPS // 2 : STEPS]] for outcome in plain[1:])
-    assert once == again
-    files = [path.relative_to(tmp_path / "plain") for path in (tmp_path / "plain").rglob("*.safetensors")]
-    assert len(files) == 6
-    for file in files:
-        own, wanted = (safetensors.load_file(tmp_path / who / file) for who in ("own", "plain"))
-        assert_same_weights(own, wanted, within=2e-5)
 
 
 @pytest.mark.parametrize(
