@@ -18,6 +18,7 @@ transformers: Any = needed("transformers", extra="hf")
 needed("peft", extra="tune")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 CLOSE = 1e-5  # what a mean of many losses may lose
+TIED = "smoothed"  # the script whose model has tied weights
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,8 @@ def ranks(folders: tuple[Path, Path], plain: dict[str, Outcome]) -> list[dict[st
 
 def differences(mine: Any, wanted: Any, where: str = "") -> list[str]:
     """Return where two outcomes differ: tensors at all, numbers by more than CLOSE."""
+    if isinstance(wanted, Tensor) and where.startswith(TIED):  # whose gradients from two stages add up in another order
+        return [] if torch.allclose(mine, wanted, rtol=CLOSE, atol=1e-6) else [f"{where}: {mine}, not {wanted}"]
     if isinstance(wanted, Tensor):
         return [] if torch.equal(mine, wanted) else [f"{where}: by {float((mine - wanted).abs().max())}"]
     if isinstance(wanted, float):
