@@ -70,14 +70,16 @@ def test_a_script_trains_logs_evaluates_and_saves_as_in_one_process(
 def test_checkpoints_resume_on_ranks_and_in_one_process(
     name: str, ranks: list[dict[str, Outcome]], plain: dict[str, Outcome], folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    whole = {"weights": plain[name]["weights"], "log": plain[name]["log"][:-1]}
+    wanted = plain[name]["resumed"]["own"]
+    if name == "saved adapters":  # random batches are others after a resume, even in one process
+        assert differences(wanted["weights"], plain[name]["weights"]) == []
     for each in ranks:
         for checkpoint in ("own", "other"):
-            assert differences(each[name]["resumed"][checkpoint], whole, checkpoint) == []
+            assert differences(each[name]["resumed"][checkpoint], wanted, checkpoint) == []
     model = llama if name == "saved" else with_adapters
     make = Making(transformers.Trainer, tmp_path, tmp_path)
     theirs = resume(make, model, folders[1] / name / "out" / "checkpoint-2", save_steps=2, save_strategy="steps")
-    assert differences(theirs, whole, "in one process") == []
+    assert differences(theirs, wanted, "in one process") == []
 
 
 @pytest.mark.parametrize("name", ["saved", "saved adapters"])
