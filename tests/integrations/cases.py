@@ -26,15 +26,15 @@ Outcome = dict[str, Any]
 LENGTH = 8
 
 
-def texts(count: int, seed: int = 0) -> list[dict[str, Tensor]]:
-    """Return rows of equal length, of which more and fewer labels count."""
+def texts(count: int, seed: int = 0, length: int = LENGTH) -> list[dict[str, Any]]:
+    """Return rows of equal length, of which more and fewer labels count, with a column that no model takes."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for number in range(count):
-        ids = torch.randint(3, VOCABULARY, (LENGTH,), generator=generator)
+        ids = torch.randint(3, VOCABULARY, (length,), generator=generator)
         labels = ids.clone()
-        labels[: number % LENGTH] = -100
-        rows.append({"input_ids": ids, "labels": labels})
+        labels[: number % length] = -100
+        rows.append({"input_ids": ids, "labels": labels, "name": f"row {number}"})
     return rows
 
 
@@ -43,8 +43,11 @@ def llama(layers: int = 2) -> nn.Module:
 
 
 def with_adapters(layers: int = 2) -> nn.Module:
+    """Return a model with adapters in its last layer, so that the first rank trains nothing."""
     model = llama(layers)
-    settings = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    settings = peft.LoraConfig(
+        r=4, target_modules=["q_proj"], layers_to_transform=[layers - 1], task_type="CAUSAL_LM", init_lora_weights=False
+    )
     torch.manual_seed(1)
     adapted: nn.Module = peft.get_peft_model(model, settings)
     return adapted
@@ -95,15 +98,17 @@ def is_number(name: str) -> bool:
 
 
 def plainly(make: Making) -> Outcome:
-    """Labels that count unevenly, decay of some weights, a schedule of the learning rate, clipping."""
+    """Labels that count unevenly, decay of some weights, a schedule of the learning rate, clipping; trained twice."""
     trainer = make(llama(), weight_decay=0.1, lr_scheduler_type="cosine", warmup_steps=1, max_grad_norm=0.5)
     trainer.train()
-    return outcome(trainer, groups=[group["weight_decay"] for group in trainer.optimizer.param_groups])
+    first = outcome(trainer)
+    trainer.train()
+    return outcome(trainer, first=first, groups=[group["weight_decay"] for group in trainer.optimizer.param_groups])
 
 
 def saved(make: Making, model: Callable[[], nn.Module] = llama) -> Outcome:
     """A run that is saved, and resumed from its own checkpoint and from the other kind's."""
-    given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "data_collator": masking}
+    given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "data_collator": collator(model)}
     trainer = make(model(), **given)
     trainer.train()
     whole = outcome(trainer)
@@ -116,9 +121,14 @@ def saved(make: Making, model: Callable[[], nn.Module] = llama) -> Outcome:
 
 
 def resume(make: Making, model: Callable[[], nn.Module], checkpoint: Path, **given: Any) -> Outcome:
-    trainer = make(model(), **{"max_steps": 4, "data_collator": masking, **given})
+    trainer = make(model(), **{"max_steps": 4, "data_collator": collator(model), **given})
     trainer.train(resume_from_checkpoint=str(checkpoint))
     return outcome(trainer)
+
+
+def collator(model: Callable[[], nn.Module]) -> Any:
+    """Return what collates batches: for one of the models, at random."""
+    return masking if model is llama else None
 
 
 def masking(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -129,10 +139,11 @@ def masking(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def smoothed(make: Making) -> Outcome:
-    """Label smoothing, groups of equal lengths, counted tokens, no clipping."""
+    """Label smoothing, tied weights, groups of equal lengths, counted tokens, no clipping, no incomplete batches."""
     trainer = make(
-        llama(), label_smoothing_factor=0.1, train_sampling_strategy="group_by_length", max_grad_norm=0,
-        include_num_input_tokens_seen=True, optim="sgd",
+        tiny("GPT2LMHeadModel", n_layer=2), label_smoothing_factor=0.1, train_sampling_strategy="group_by_length",
+        max_grad_norm=0, include_num_input_tokens_seen=True, optim="sgd", train_dataset=texts(27), max_steps=5,
+        dataloader_drop_last=True,
     )  # fmt: skip
     trainer.train()
     return outcome(trainer)
@@ -198,14 +209,17 @@ def evaluated(make: Making) -> Outcome:
     trainer = make(
         llama(), compute_metrics=accuracy, eval_strategy="steps", eval_steps=2, eval_on_start=True,
         per_device_eval_batch_size=2, eval_accumulation_steps=2, include_for_metrics=["inputs", "loss"],
-        eval_dataset={"first": texts(9, seed=5), "second": texts(4, seed=6)}, train_sampling_strategy="group_by_length",
+        eval_dataset={"first": texts(9, seed=5), "second": texts(4, seed=6, length=11)},
+        train_sampling_strategy="group_by_length",
     )  # fmt: skip
     before = trainer.evaluate(texts(3))
     trainer.train()
     predicted = trainer.predict(texts(5, seed=7))
+    unlabelled = trainer.predict([{"input_ids": row["input_ids"]} for row in texts(3)])
     return outcome(
         trainer,
         before=numbers(before),
+        unlabelled=torch.tensor(unlabelled.predictions),
         predictions=torch.tensor(predicted.predictions),
         labels=torch.tensor(predicted.label_ids),
         metrics={name: value for name, value in predicted.metrics.items() if name in ("test_loss", "test_accuracy")},

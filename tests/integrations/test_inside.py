@@ -29,6 +29,7 @@ def both(folder: Path, **settings: Any) -> tuple[Making, Making]:
     return mine, Making(transformers.Trainer, folder / "theirs", folder)
 
 
+@pytest.mark.features("record")
 def test_the_log_has_the_bubble_and_its_causes_and_a_recorded_run_has_every_step(tmp_path: Path) -> None:
     mine, theirs = both(tmp_path, record=str(tmp_path / "run"))
     trainer, plain = mine(llama(), logging_steps=2, max_steps=4), theirs(llama(), logging_steps=2, max_steps=4)
@@ -46,6 +47,7 @@ def test_the_log_has_the_bubble_and_its_causes_and_a_recorded_run_has_every_step
     assert len(steps) == 4
 
 
+@pytest.mark.features("adapt", "moving")
 def test_adapting_changes_the_program_and_no_number(tmp_path: Path) -> None:
     mine, theirs = both(tmp_path, adapt={"window": 1, "microbatches": "keep"})
     trainer, plain = mine(llama(4), max_steps=5), theirs(llama(4), max_steps=5)
@@ -129,6 +131,7 @@ GIVEN: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.features("mesh")
 @pytest.mark.parametrize("name", LINES)
 def test_two_lines_train_as_one_process_with_twice_the_accumulation(name: str, tmp_path: Path) -> None:
     plain = Making(transformers.Trainer, tmp_path / "theirs", tmp_path)(llama(), **GIVEN, gradient_accumulation_steps=4)

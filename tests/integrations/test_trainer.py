@@ -18,6 +18,7 @@ transformers: Any = needed("transformers", extra="hf")
 needed("peft", extra="tune")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 CLOSE = 1e-5  # what a mean of many losses may lose
+TIED = "smoothed"  # the script whose model has tied weights
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,8 @@ def ranks(folders: tuple[Path, Path], plain: dict[str, Outcome]) -> list[dict[st
 
 def differences(mine: Any, wanted: Any, where: str = "") -> list[str]:
     """Return where two outcomes differ: tensors at all, numbers by more than CLOSE."""
+    if isinstance(wanted, Tensor) and where.startswith(TIED):  # whose gradients from two stages add up in another order
+        return [] if torch.allclose(mine, wanted, rtol=CLOSE, atol=1e-6) else [f"{where}: {mine}, not {wanted}"]
     if isinstance(wanted, Tensor):
         return [] if torch.equal(mine, wanted) else [f"{where}: by {float((mine - wanted).abs().max())}"]
     if isinstance(wanted, float):
@@ -67,14 +70,16 @@ def test_a_script_trains_logs_evaluates_and_saves_as_in_one_process(
 def test_checkpoints_resume_on_ranks_and_in_one_process(
     name: str, ranks: list[dict[str, Outcome]], plain: dict[str, Outcome], folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    whole = {"weights": plain[name]["weights"], "log": plain[name]["log"][:-1]}
+    wanted = plain[name]["resumed"]["own"]
+    if name == "saved adapters":  # random batches are others after a resume, even in one process
+        assert differences(wanted["weights"], plain[name]["weights"]) == []
     for each in ranks:
         for checkpoint in ("own", "other"):
-            assert differences(each[name]["resumed"][checkpoint], whole, checkpoint) == []
+            assert differences(each[name]["resumed"][checkpoint], wanted, checkpoint) == []
     model = llama if name == "saved" else with_adapters
     make = Making(transformers.Trainer, tmp_path, tmp_path)
     theirs = resume(make, model, folders[1] / name / "out" / "checkpoint-2", save_steps=2, save_strategy="steps")
-    assert differences(theirs, whole, "in one process") == []
+    assert differences(theirs, wanted, "in one process") == []
 
 
 @pytest.mark.parametrize("name", ["saved", "saved adapters"])

@@ -69,8 +69,8 @@ def call_of(model: nn.Module, function: Callable[[Any], Any]) -> Call:
     with _alone(model):
         try:
             function(StandIn(model, note))
-        except _Called as called:
-            return called.call
+        except _Called as end:
+            return end.call
     raise ModelError(
         "compute_loss did not call the model that it got",
         expected="one call of it in every compute_loss",

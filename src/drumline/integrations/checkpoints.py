@@ -14,7 +14,7 @@ from torch import nn
 
 from drumline.core.errors import UsageError
 from drumline.integrations.replica import seen_as
-from drumline.integrations.states import optimizer_state, own_state, refresh
+from drumline.integrations.states import named_state, refresh, whole_state
 
 
 class Checkpoints:
@@ -59,14 +59,17 @@ class Checkpoints:
 
     def train(self, *args: Any, **named: Any) -> Any:
         """Train; afterwards the model has all trained weights on every rank."""
-        self.args.gradient_checkpointing = False  # the pipeline recomputes blocks itself
         try:
             result = super().train(*args, **named)
         finally:
-            self.args.gradient_checkpointing = self._recomputes
             self.callback_handler.model = self.model
         refresh(self.pipeline, self.model)
         return result
+
+    def _inner_training_loop(self, *args: Any, **named: Any) -> Any:
+        if self.args.gradient_checkpointing and hasattr(self.model, "gradient_checkpointing_disable"):
+            self.model.gradient_checkpointing_disable()  # the pipeline recomputes blocks itself
+        return super()._inner_training_loop(*args, **named)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save what all ranks have trained; one rank writes, and the others wait for it."""
@@ -91,7 +94,8 @@ class Checkpoints:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = self.optimizer
-        state = optimizer_state(self.pipeline, optimizer.state_dict(), self._groups())
+        names = self._groups() if self._owns_optimizer else None
+        state = whole_state(self.pipeline, optimizer.state_dict(), names, is_wanted=self.args.should_save)
         self.optimizer = SimpleNamespace(state_dict=lambda: state)
         try:
             super()._save_optimizer_and_scheduler(output_dir)
@@ -102,7 +106,7 @@ class Checkpoints:
         optimizer = self.optimizer
 
         def load(state: Any) -> None:
-            optimizer.load_state_dict(own_state(state, self._groups()) if self._owns_optimizer else state)
+            optimizer.load_state_dict(named_state(state, self._groups()) if self._owns_optimizer else state)
 
         self.optimizer = SimpleNamespace(load_state_dict=load)
         try:

@@ -18,6 +18,7 @@ _SEAM = {
     "create_accelerator_and_postprocess": (),
     "_get_dataloader": ("dataset", "is_training"),
     "_get_num_items_in_batch": ("batch_samples", "device"),
+    "_inner_training_loop": (),
     "_wrap_model": ("model", "training"),
     "_move_model_to_device": ("model", "device"),
     "create_optimizer": ("model",),

@@ -47,7 +47,6 @@ class PipelineTrainer(Checkpoints):
         self._predicted: deque[Any] = deque()
         self._answers = False  # whether compute_loss runs to its end, on this rank alone
         super().__init__(*args, **named)
-        self._recomputes = self.args.gradient_checkpointing
         self._draws = Draws(self.args.seed, torch.device(self.args.device))
 
     # ---- the pipeline ------------------------------------------------------------------------------------------------
@@ -64,7 +63,7 @@ class PipelineTrainer(Checkpoints):
         updated = updated_by(self.optimizer)
         names = {name for name, param in model.named_parameters() if id(param) in updated}
         chosen = {"seed": args.seed, "device": args.device, **self._settings}
-        if self._recomputes:
+        if args.gradient_checkpointing:
             chosen.setdefault("checkpoint", "full")
         pipe = Pipeline(
             model,
@@ -179,7 +178,7 @@ class PipelineTrainer(Checkpoints):
                 return answered(
                     self.model,
                     lambda named: answer(output, named),
-                    lambda own: self._finish(own, inputs),
+                    lambda model: self._finish(model, inputs),
                     once=self._calls_once,
                 )
         finally:
@@ -203,8 +202,8 @@ class PipelineTrainer(Checkpoints):
             lambda batches: self._predict(batches, only_loss, ignore_keys),
         )
         outcome = super().evaluation_loop(ahead, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        told = self.pipeline.gather((outcome, self._draws.states()) if self._has_loss else None)
-        outcome, states = next(each for each in told if each is not None)
+        results = self.pipeline.gather((outcome, self._draws.states()) if self._has_loss else None)
+        outcome, states = next(each for each in results if each is not None)
         self._draws.go_on(states)  # metrics may have drawn random numbers
         return outcome
 
