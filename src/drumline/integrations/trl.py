@@ -35,6 +35,12 @@ class _LogProbabilities(PipelineTrainer):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._wanted = plain_head(self.model)
+        if self._is_vlm:
+            raise UsageError(
+                "the processing class is for images as well, on a pipeline",
+                expected="a tokenizer, and a model of texts",
+                fix="pass processing_class=processor.tokenizer, if the data has no images",
+            )
         if self.aux_loss_enabled:
             raise UsageError(
                 "router_aux_loss_coef is set, on a pipeline",
