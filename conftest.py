@@ -25,12 +25,13 @@ FEATURES = Path(__file__).parent / "src" / "drumline" / "features"
 
 TORCH_HALF = (
     "model", "channel", "checkpoint", "runtime", "profile", "engine", "features", "pipeline", "verification", "train",
-    "serve", "served", "mesh", "peers", "zoo", "faults",
+    "serve", "served", "mesh", "peers", "zoo", "faults", "integrations",
 )  # fmt: skip
 NEEDS_FEATURES = re.compile(r"\bfeatures\(([^)]*)\)")
 IMPORTS_TORCH = re.compile(
     r"^(?:from|import) (?:torch|transformers"
-    r"|drumline\.(?:model|channel|checkpoint|runtime|profile|engine|features|pipeline|verification|train|serve))"
+    r"|drumline\.(?:model|channel|checkpoint|runtime|profile|engine|features|pipeline|verification|train|serve"
+    r"|integrations))"
     r"|^\w.*\b(?:importorskip|needed)\(",
     re.MULTILINE,
 )
@@ -51,6 +52,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if parts[:2] == ("tests", "browser") and "not browser" in config.option.markexpr:
         return True
     if parts[:1] == ("tests",) and collection_path.suffix == ".py" and _needs_absent_features(collection_path):
+        return True
+    if "integrations" in parts and not all(map(find_spec, ("transformers", "accelerate"))):
+        return True
+    if parts[2:] == ("integrations", "trl.py") and find_spec("trl") is None:
         return True
     if find_spec("torch") is not None and (collection_path.name != "hf_models.py" or find_spec("transformers")):
         return None

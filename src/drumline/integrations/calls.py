@@ -1,12 +1,13 @@
 """What a trainer's `compute_loss` asks of the model, and what the pipeline answers.
 
-`compute_loss(model, inputs)` calls the model once, and makes a loss of what it returns. It runs twice for a microbatch, with
-a stand-in for the model:
+`compute_loss(model, inputs)` calls the model once, and makes a loss of what it returns. It runs twice for a microbatch,
+with a stand-in for the model:
 
     before the step      the stand-in notes what it is called with: that goes into the pipeline
     at the last stage    the stand-in returns what the pipeline has computed, and the loss goes back through it
 
-So a trainer's own loss, label smoothing, or a `compute_loss` that somebody overrides, all work as they are.
+So a trainer's own loss, label smoothing, or a `compute_loss` that somebody overrides, all work as they are. What would
+differ for being run twice is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -23,7 +23,11 @@ from drumline.core.errors import ModelError
 from drumline.model.microbatches import Microbatches
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-_WEIGHTS = ("parameters", "named_parameters", "state_dict", "get_parameter")
+# What reads weights, of which this rank has trained a part.
+_WEIGHTS = {
+    "buffers", "generate", "get_parameter", "named_buffers", "named_parameters", "parameters", "push_to_hub",
+    "save_pretrained", "state_dict",
+}  # fmt: skip
 
 
 class _Called(BaseException):  # nobody catches it on its way
@@ -32,10 +36,10 @@ class _Called(BaseException):  # nobody catches it on its way
 
 
 class StandIn:
-    """A model whose calls are answered by a function; all else is the model's own."""
+    """A model whose calls are answered by a function; all else is the model's own, but for its weights."""
 
-    def __init__(self, model: nn.Module, answer: Callable[..., Any]) -> None:
-        self._model, self._answer = model, answer
+    def __init__(self, model: nn.Module, answer: Callable[..., Any], who: str = "compute_loss") -> None:
+        self._model, self._answer, self._who = model, answer, who
 
     @property
     def __class__(self) -> Any:
@@ -45,13 +49,14 @@ class StandIn:
     def __getattr__(self, name: str) -> Any:
         if name in _WEIGHTS:
             raise ModelError(
-                f"compute_loss reads {name}() of the model, of which this rank holds a part",
-                expected="a loss of the model's outputs",
-                fix="use weight_decay for a penalty on weights",
+                f"{self._who} uses {name}() of the model, of which this rank trains a part",
+                expected="what needs no weights of other ranks",
+                fix="read weights after train(), or from a checkpoint; weight_decay is a penalty on them",
             )
         return getattr(self._model, name)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
+        """Answer as the model would."""
         return self._answer(*args, **named)
 
 
@@ -64,8 +69,8 @@ def call_of(model: nn.Module, function: Callable[[Any], Any]) -> Call:
     with _alone(model):
         try:
             function(StandIn(model, note))
-        except _Called as called:
-            return called.call
+        except _Called as end:
+            return end.call
     raise ModelError(
         "compute_loss did not call the model that it got",
         expected="one call of it in every compute_loss",
@@ -73,13 +78,15 @@ def call_of(model: nn.Module, function: Callable[[Any], Any]) -> Call:
     )
 
 
-def answered(model: nn.Module, output: Callable[[dict[str, Any]], Any], function: Callable[[Any], Any]) -> Any:
+def answered(
+    model: nn.Module, output: Callable[[dict[str, Any]], Any], function: Callable[[Any], Any], *, once: bool = True
+) -> Any:
     """Return what a function returns, whose call of the model gets this output of its named arguments."""
     left = [output]
 
     def answer(*_: Any, **named: Any) -> Any:
         if left:
-            return left.pop()(named)
+            return (left.pop() if once else output)(named)
         raise ModelError(
             "compute_loss called the model a second time",
             expected="one call for each microbatch: the pipeline has run it once",
@@ -110,6 +117,40 @@ def _alone(model: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
+@contextmanager
+def unchanged(trainer: Any, batches: Sequence[Any]) -> Iterator[None]:
+    """Refuse changes of a trainer's attributes and of its batches inside: they would be made twice.
+
+    >>> trainer, row = nn.Identity(), {"x": torch.zeros(2)}
+    >>> with unchanged(trainer, [row]):
+    ...     _ = row["x"].add_(1)
+    Traceback (most recent call last):
+    drumline.core.errors.ModelError: compute_loss changes x of its inputs in place...
+    """
+    attributes, versions = dict(vars(trainer)), [_versions(batch) for batch in batches]
+    yield
+    for batch, before in zip(batches, versions, strict=True):
+        for name, version in _versions(batch).items():
+            if version != before.get(name):
+                raise ModelError(
+                    f"compute_loss changes {name} of its inputs in place, before it calls the model",
+                    expected="inputs as they were: compute_loss runs twice",
+                    fix=f"change a clone of {name}",
+                )
+    for name, value in vars(trainer).items():
+        if attributes.get(name) is not value:
+            raise ModelError(
+                f"compute_loss sets self.{name}, before it calls the model",
+                expected="a trainer as it was: compute_loss runs twice",
+                fix="set it in training_step, or after the call",
+            )
+
+
+def _versions(batch: Any) -> dict[str, int]:
+    items = batch.items() if isinstance(batch, Mapping) else ()
+    return {name: value._version for name, value in items if isinstance(value, Tensor)}
+
+
 def microbatches(calls: Sequence[Call]) -> Call:
     """Return one call of the pipeline for the calls of all microbatches.
 
@@ -136,12 +177,6 @@ def _joined(values: list[Any]) -> Any:
     return Microbatches(values)
 
 
-def full_precision(output: Any) -> Any:
-    """Return an output with float32 in place of bfloat16, as accelerate does after autocast."""
-    if isinstance(output, Tensor):
-        return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
-    if isinstance(output, Mapping):
-        return type(output)({name: full_precision(value) for name, value in output.items()})
-    if isinstance(output, tuple | list):
-        return type(output)(full_precision(value) for value in output)
-    return output
+def copied(inputs: Any) -> Any:
+    """Return inputs that a function may add to and take from."""
+    return type(inputs)(inputs) if isinstance(inputs, dict) else dict(inputs) if isinstance(inputs, Mapping) else inputs

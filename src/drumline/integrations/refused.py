@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from typing import Any
 
 import accelerate
 import transformers
+from torch import nn
 
 from drumline.core.errors import UsageError
+from drumline.pipeline.pipeline import Pipeline
 
 # What the integration overrides or calls, and the parameters that it counts on.
 _SEAM = {
@@ -24,8 +27,6 @@ _SEAM = {
     "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
     "prediction_step": ("model", "inputs", "prediction_loss_only", "ignore_keys"),
     "evaluation_loop": ("dataloader", "prediction_loss_only", "ignore_keys"),
-    "_clip_grad_norm": ("model",),
-    "_get_grad_norm": ("model", "grad_norm"),
     "save_model": ("output_dir", "_internal_call"),
     "_load_from_checkpoint": ("resume_from_checkpoint",),
     "_load_best_model": (),
@@ -51,6 +52,7 @@ _ARGUMENTS = {
     "predict_with_generate": "leave it out, and generate from the saved model",
     "neftune_noise_alpha": "leave it out",
     "debug": "leave it out",
+    "enable_jit_checkpoint": "leave it out: ranks would stop at different steps",
 }
 # Settings of Pipeline that the trainer's own arguments decide.
 _SETTINGS = {
@@ -78,14 +80,76 @@ def check_version(trainer: type = transformers.Trainer) -> None:
 
 def check(trainer: Any, settings: dict[str, Any]) -> None:
     """Refuse arguments of the trainer, and settings of the pipeline, that do not go together."""
-    args = trainer.args
     for name, fix in _ARGUMENTS.items():
-        if value := getattr(args, name, None):
+        if value := getattr(trainer.args, name, None):
             raise UsageError(f"{name} is {value!r:.60}, on a pipeline", expected="a run without it", fix=fix)
-    if trainer.model_init is not None:
+    by_trl = [cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")]
+    if by_trl and trainer._calls_once:
+        raise UsageError(
+            f"{by_trl[0]} is one of TRL's trainers, which ask more of a model",
+            expected="SFTTrainer or DPOTrainer from drumline.integrations.trl, or a class derived from them",
+            fix="train with these; others of TRL do not run on a pipeline",
+        )
+    if trainer.model is None:
         raise UsageError("model_init is given, on a pipeline", expected="a model", fix="pass model=")
+    if any(param.is_meta for param in trainer.model.parameters()):
+        raise UsageError(
+            "the model is on the meta device", expected="a model with memory: the trainer saves it as a whole"
+        )
+    known = set(inspect.signature(Pipeline).parameters)
+    for name in settings.keys() - known:
+        near = difflib.get_close_matches(name, known, n=1)
+        raise UsageError(
+            f"pipeline has the setting {name!r}",
+            expected="settings of dl.Pipeline",
+            fix=f"write {near[0]!r}" if near else "leave it out",
+        )
     for name, decides in _SETTINGS.items():
         if name in settings:
             raise UsageError(
                 f"pipeline has the setting {name}", expected=f"none: {decides} decides it", fix="leave it out"
             )
+
+
+def check_pipeline(trainer: Any, pipe: Pipeline, names: set[str]) -> None:
+    """Refuse schedules that update or put out otherwise than the trainer, and an optimizer of other tensors."""
+    program = pipe.program
+    if program.num_updates or program.placement.name == "bidirectional":
+        raise UsageError(
+            f"the schedule {program.name} "
+            + ("updates inside of a step" if program.num_updates else "has two last stages"),
+            expected="a schedule with a flush and one last stage",
+            fix='pass pipeline={"schedule": "1f1b"}',
+        )
+    if trainer.args.include_num_input_tokens_seen != "no" and pipe.axes.rows[1] > 1:
+        raise UsageError(
+            "include_num_input_tokens_seen is set, with data-parallel lines", expected="one line", fix="leave it out"
+        )
+    if trainer.optimizer is None:
+        return
+    updated = updated_by(trainer.optimizer)
+    if trainer._settings.keys() & {"adapt", "zero"} or any(
+        name in names and id(tensor) not in updated for name, tensor in pipe.named_master_weights()
+    ):
+        raise UsageError(
+            "optimizers= has an optimizer, and the pipeline updates other tensors than those of the model",
+            expected="an optimizer that the pipeline makes",
+            fix="pass optimizer_cls_and_kwargs= or set optim",
+        )
+
+
+def updated_by(optimizer: Any) -> set[int]:
+    """Return the tensors that an optimizer updates, none if there is no optimizer yet."""
+    return {id(tensor) for group in getattr(optimizer, "param_groups", ()) for tensor in group["params"]}
+
+
+def refuse_short(model: nn.Module, num_batches: int, args: Any) -> None:
+    """Refuse an update of fewer microbatches, where repeating one of them changes running statistics."""
+    if any(
+        isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats for module in model.modules()
+    ):
+        raise UsageError(
+            f"the last update of the epoch has {num_batches} microbatches, and the model keeps running statistics",
+            expected=f"{args.gradient_accumulation_steps} in every update",
+            fix="use max_steps and a dataset of a multiple of that many batches",
+        )

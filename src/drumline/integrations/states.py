@@ -1,12 +1,10 @@
-"""States of the whole model and of its optimizer, of which every rank holds a part.
-
-Checkpoints are those that the Trainer writes in one process, so that they resume on any number of ranks, or on none.
-"""
+"""States of the whole model and of its optimizer, of which every rank holds a part."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,20 +12,23 @@ from torch import Tensor, nn
 
 from drumline.pipeline.pipeline import Pipeline
 
+Name = TypeVar("Name", str, tuple[Any, str])
 
-def everywhere(pipe: Pipeline, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+
+def everywhere(pipe: Pipeline, tensors: Mapping[Name, Tensor]) -> Iterator[tuple[Name, Tensor]]:
     """Yield the tensors of all ranks by name, one after the other; call it on every rank and take all of them."""
-    told = pipe.gather({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()})
-    if len(told) == 1 or not dist.is_initialized():
+    shapes = pipe.gather({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()})
+    if len(shapes) == 1 or not dist.is_initialized():
         yield from tensors.items()
         return
-    by_host = "gloo" in dist.get_backend()
-    owners = {name: rank for rank, each in reversed(list(enumerate(told))) for name in each}
+    device = torch.device("cpu" if "gloo" in dist.get_backend() else pipe.device)
+    owners = {name: rank for rank, each in reversed(list(enumerate(shapes))) for name in each}
     for name, rank in sorted(owners.items(), key=lambda pair: (pair[1], pair[0])):
-        shape, dtype = told[rank][name]
-        place = torch.device("cpu") if by_host else torch.device(pipe.device)
-        own = tensors[name].detach().to(place).contiguous() if rank == dist.get_rank() else None
-        tensor = torch.empty(shape, dtype=dtype, device=place) if own is None else own
+        if rank == dist.get_rank():
+            tensor = tensors[name].detach().to(device).contiguous()
+        else:
+            shape, dtype = shapes[rank][name]
+            tensor = torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(tensor, src=rank)
         yield name, tensor
 
@@ -36,40 +37,51 @@ def everywhere(pipe: Pipeline, tensors: Mapping[str, Tensor]) -> Iterator[tuple[
 def refresh(pipe: Pipeline, model: nn.Module) -> None:
     """Give the model of every rank what other ranks have trained of it."""
     frozen = {name for name, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad}
-    held = model.state_dict()
-    changed = {name: tensor for name, tensor in pipe.state_dict().items() if name not in frozen}
+    whole = model.state_dict()
+    changed: dict[str, Tensor] = {name: value for name, value in pipe.state_dict().items() if name not in frozen}
     for name, tensor in everywhere(pipe, changed):
-        held[name].copy_(tensor)
+        whole[name].copy_(tensor)
 
 
-def optimizer_state(pipe: Pipeline, own_state: Mapping[str, Any], groups: list[list[str]]) -> dict[str, Any]:
-    """Return the state of an optimizer over the whole model, by position, as one process would have it."""
-    by_name = isinstance(next((name for group in own_state["param_groups"] for name in group["params"]), ""), str)
-    order = [name for group in groups for name in group] if by_name else range(10**9)
-    own = own_state["state"]
-    tensors = {f"{key}\n{part}": v for key, entry in own.items() for part, v in entry.items() if isinstance(v, Tensor)}
-    merged: dict[str, dict[str, Any]] = {}
-    for plain in pipe.gather(
-        {str(key): {part: v for part, v in entry.items() if not isinstance(v, Tensor)} for key, entry in own.items()}
-    ):
-        for key, entry in plain.items():
-            merged.setdefault(key, {}).update(entry)
-    for key, tensor in everywhere(pipe, tensors):
-        name, _, part = key.partition("\n")
-        merged.setdefault(name, {})[part] = tensor.cpu()
-    at = 0
-    whole_groups = []
-    for number, group in enumerate(own_state["param_groups"]):
-        count = len(groups[number]) if by_name else len(group["params"])
-        whole_groups.append({**group, "params": list(range(at, at + count))})
-        at += count
-    places = {name: place for place, name in enumerate(order)} if by_name else {}
-    state = {places[name] if by_name else int(name): entry for name, entry in merged.items()}
-    return {"state": dict(sorted(state.items())), "param_groups": whole_groups}
+def whole_state(
+    pipe: Pipeline, state: Mapping[str, Any], names: list[list[Any]] | None, *, is_wanted: bool
+) -> dict[str, Any]:
+    """Return the state of an optimizer over the whole model by position, as one process would have it.
+
+    `names` are those of the whole model's parameters, by group; None where the state has positions already. Call it on
+    every rank; only those that want it keep what others send.
+    """
+    names = names or [group["params"] for group in state["param_groups"]]
+    positions = {name: position for position, name in enumerate(chain(*names))}
+    merged: dict[Any, dict[str, Any]] = {}
+    numbers = {
+        name: {part: value for part, value in entry.items() if not isinstance(value, Tensor)}
+        for name, entry in state["state"].items()
+    }
+    for name, entry in chain(*(each.items() for each in pipe.gather(numbers))):
+        merged.setdefault(name, {}).update(entry)
+    tensors = {
+        (name, part): value
+        for name, entry in state["state"].items()
+        for part, value in entry.items()
+        if isinstance(value, Tensor)
+    }
+    for (name, part), tensor in everywhere(pipe, tensors):
+        if is_wanted:
+            merged.setdefault(name, {})[part] = tensor.cpu()
+    groups = [
+        {**group, "params": [positions[name] for name in each]}
+        for group, each in zip(state["param_groups"], names, strict=True)
+    ]
+    return {"state": {positions[name]: merged[name] for name in positions if name in merged}, "param_groups": groups}
 
 
-def own_state(state: Mapping[str, Any], groups: list[list[str]]) -> dict[str, Any]:
-    """Return the state of an optimizer over the whole model by name, as `pipe.optimizer` takes it."""
-    order = [name for group in groups for name in group]
-    named = [{**group, "params": names} for group, names in zip(state["param_groups"], groups, strict=True)]
-    return {"state": {order[at]: entry for at, entry in state["state"].items()}, "param_groups": named}
+def named_state(state: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
+    """Return the state of an optimizer over the whole model by name, as `pipe.optimizer` takes it.
+
+    >>> named_state({"state": {1: {"step": 4}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}, [["weight", "bias"]])
+    {'state': {'bias': {'step': 4}}, 'param_groups': [{'lr': 0.1, 'params': ['weight', 'bias']}]}
+    """
+    order = list(chain(*names))
+    groups = [{**group, "params": each} for group, each in zip(state["param_groups"], names, strict=True)]
+    return {"state": {order[position]: entry for position, entry in state["state"].items()}, "param_groups": groups}

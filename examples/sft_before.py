@@ -1,0 +1,77 @@
+"""A script that fine-tunes a small Llama on chats, with the SFTTrainer of TRL and LoRA, in one process.
+
+    python examples/sft_before.py [FOLDER]
+
+`sft_after.py` is the same script on a pipeline. Model and tokenizer are made here, so that nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from trl import SFTTrainer
+
+WORDS = ["red", "blue", "cat", "dog", "sees", "eats", "one", "two", "hello", "day", "yes", "no"]
+TEMPLATE = "{% for turn in messages %}<{{ turn['role'] }}> {{ turn['content'] }} <end> {% endfor %}"
+
+
+def small_llama() -> Any:
+    """Return a model of four layers; yours is `AutoModelForCausalLM.from_pretrained(...)`, or its name."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def words() -> Any:
+    """Return a tokenizer of whole words with a template for chats; yours comes with the model."""
+    numbers = {word: at for at, word in enumerate(["<pad>", "<end>", "<user>", "<assistant>", *WORDS])}
+    splitter = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers))
+    splitter.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=splitter, pad_token="<pad>", eos_token="<end>", chat_template=TEMPLATE
+    )
+
+
+def chats() -> Dataset:
+    """Return chats in which the assistant repeats what the user says."""
+    drawn = torch.randint(len(WORDS), (64, 6), generator=torch.Generator().manual_seed(1))
+    said = [" ".join(WORDS[at] for at in row) for row in drawn.tolist()]
+    roles = ("user", "assistant")
+    return Dataset.from_list([{"messages": [{"role": role, "content": text} for role in roles]} for text in said])
+
+
+def main(folder: str = "out/sft") -> None:
+    """Train, and save the adapter."""
+    args = trl.SFTConfig(
+        output_dir=folder,
+        max_steps=10,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        learning_rate=1e-2,
+        logging_steps=1,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+    )
+    trainer = SFTTrainer(
+        model=small_llama(),
+        args=args,
+        train_dataset=chats(),
+        processing_class=words(),
+        peft_config=LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"),
+    )
+    trainer.train()
+    trainer.save_model()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,128 @@
+"""The optimizer, the weights and the files of a trainer on a pipeline.
+
+Checkpoints are those that the Trainer writes in one process, so that they resume on any number of ranks, or on none.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from drumline.core.errors import UsageError
+from drumline.integrations.replica import seen_as
+from drumline.integrations.states import named_state, refresh, whole_state
+
+
+class Checkpoints:
+    """What `PipelineTrainer` does about the optimizer, and to save and load."""
+
+    _owns_optimizer = False  # whether the optimizer is one that create_optimizer has made
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """Make the optimizer that the arguments name, over this rank's parameters."""
+        if self.optimizer is None:
+            kind, settings = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+            if (
+                not is_class
+                or settings.keys() & {"params", "model", "optimizer_dict"}
+                or "bitsandbytes" in kind.__module__
+            ):
+                raise UsageError(
+                    f"optim is {self.args.optim!s:.60}, which looks at the whole model",
+                    expected="an optimizer that updates each parameter by itself",
+                    fix='set optim="adamw_torch", or pass optimizers=',
+                )
+            optimizer = self.pipeline.optimizer(kind, **settings)
+            names = {id(tensor): name for name, tensor in self.pipeline.named_master_weights()}
+            decayed = set(self._groups()[0])
+            (group,) = optimizer.param_groups
+            parts: tuple[list[Any], list[Any]] = ([], [])
+            for param in group["params"]:
+                parts[names[id(param)] not in decayed].append(param)
+            weights = (self.args.weight_decay, 0.0)
+            optimizer.param_groups[:] = [
+                {**group, "params": part, "weight_decay": weight} for part, weight in zip(parts, weights, strict=True)
+            ]
+            self.optimizer, self._owns_optimizer = optimizer, True
+        return self.optimizer
+
+    def _groups(self) -> list[list[str]]:
+        """Return the names of the parameters that decay, and of those that do not, of the whole model."""
+        decay = set(self.get_decay_parameter_names(self.model))
+        names = [name for name, param in self.model.named_parameters() if param.requires_grad]
+        return [[name for name in names if name in decay], [name for name in names if name not in decay]]
+
+    def train(self, *args: Any, **named: Any) -> Any:
+        """Train; afterwards the model has all trained weights on every rank."""
+        try:
+            result = super().train(*args, **named)
+        finally:
+            self.callback_handler.model = self.model
+        refresh(self.pipeline, self.model)
+        return result
+
+    def _inner_training_loop(self, *args: Any, **named: Any) -> Any:
+        if self.args.gradient_checkpointing and hasattr(self.model, "gradient_checkpointing_disable"):
+            self.model.gradient_checkpointing_disable()  # the pipeline recomputes blocks itself
+        return super()._inner_training_loop(*args, **named)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save what all ranks have trained; one rank writes, and the others wait for it."""
+        refresh(self.pipeline, self.model)
+        super().save_model(output_dir, _internal_call)
+        self.pipeline.gather("saved")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._take_weights()
+
+    def _load_best_model(self) -> None:
+        folder = self.state.best_model_checkpoint
+        if len(set(self.pipeline.gather(os.path.isdir(folder)))) > 1:
+            raise UsageError(f"some ranks cannot see {folder}", expected="a folder that all hosts share")
+        super()._load_best_model()
+        self._take_weights()
+
+    def _take_weights(self) -> None:
+        if self._pipe is not None:
+            self._pipe.load_state_dict(self.model.state_dict())
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        optimizer = self.optimizer
+        names = self._groups() if self._owns_optimizer else None
+        state = whole_state(self.pipeline, optimizer.state_dict(), names, is_wanted=self.args.should_save)
+        self.optimizer = SimpleNamespace(state_dict=lambda: state)
+        try:
+            super()._save_optimizer_and_scheduler(output_dir)
+        finally:
+            self.optimizer = optimizer
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        optimizer = self.optimizer
+
+        def load(state: Any) -> None:
+            optimizer.load_state_dict(named_state(state, self._groups()) if self._owns_optimizer else state)
+
+        self.optimizer = SimpleNamespace(load_state_dict=load)
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        finally:
+            self.optimizer = optimizer
+        self.pipeline.count_from(self.state.global_step)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save the random states of every rank."""
+        if self.args.process_index == 0:
+            super()._save_rng_state(output_dir)  # what a run in one process reads
+        with seen_as(num_processes=2):
+            super()._save_rng_state(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        with seen_as(num_processes=2):
+            super()._load_rng_state(checkpoint)

@@ -1,0 +1,80 @@
+"""`DPOTrainer` on a pipeline: policy and reference run, and all numbers are those of TRL's own in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drumline.core.errors import UsageError
+from extras import needed
+from integrations.trl_runs import IN_ONE_PROCESS, assert_same, assert_same_weights, data, llama, logs, trainer
+
+peft: Any = needed("peft", extra="tune")
+trl: Any = needed("trl", extra="trainers")
+PipelineTrainer: Any = needed("drumline.integrations.trainer", extra="hf").PipelineTrainer
+DPOTrainer: Any = needed("drumline.integrations.trl", extra="trainers").DPOTrainer
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # of TRL, about what its next version drops
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+def lora() -> Any:
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def trained_again() -> Any:
+    """Return a model with an adapter that has trained: what it is now becomes the reference."""
+    model = peft.get_peft_model(llama(), lora())
+    torch.manual_seed(1)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param, std=0.02)
+    return model
+
+
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "adapters": ({"eval_strategy": "steps", "eval_steps": 1}, {"peft_config": lora}),
+    "an adapter that trains on": ({"loss_type": ["sigmoid", "ipo"], "use_weighting": True}, {"model": trained_again}),
+    "a model as reference": ({"ld_alpha": 0.5}, {"ref_model": lambda: llama(seed=1)}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_that_of_one_process(name: str, tmp_path: Path) -> None:
+    changes, makers = RUNS[name]
+    runs = []
+    for cls, settings in ((trl.DPOTrainer, {}), (DPOTrainer, {"pipeline": IN_ONE_PROCESS})):
+        named = {key: make() for key, make in makers.items()}
+        if "eval_strategy" in changes:
+            named["eval_dataset"] = data("preferences", 5)
+        run = trainer(cls, tmp_path / cls.__module__, data("preferences", 22), changes, **named, **settings)
+        run.train()
+        runs.append(run)
+    plain, own = runs
+    assert_same(logs(own), logs(plain))
+    assert_same_weights(own.model.state_dict(), plain.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"precompute_ref_log_probs": True}, "precompute_ref_log_probs is True, on a pipeline"),
+        ({"sync_ref_model": True}, "sync_ref_model is True, on a pipeline"),
+    ],
+)
+def test_another_kind_of_reference_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        trainer(DPOTrainer, tmp_path, data("preferences", 8), changes, pipeline=IN_ONE_PROCESS, ref_model=llama(seed=1))
+
+
+def test_trainers_of_trl_that_are_not_fitted_are_refused_by_name(tmp_path: Path) -> None:
+    mixed = type("Mixed", (PipelineTrainer, trl.DPOTrainer), {})
+    with pytest.raises(UsageError, match="DPOTrainer is one of TRL's trainers, which ask more of a model"):
+        trainer(mixed, tmp_path, data("preferences", 8), {}, pipeline=IN_ONE_PROCESS, ref_model=llama(seed=1))

@@ -1,0 +1,152 @@
+"""What a pipeline offers besides steps, inside of a trainer: timelines, recorded runs, adapting, precision, lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import drumline as dl
+from extras import needed
+from integrations.cases import Making, Outcome, llama, outcome, texts
+from integrations.test_trainer import differences
+
+transformers: Any = needed("transformers", extra="hf")
+from drumline.core.timeline.idle import Cause  # noqa: E402
+from drumline.integrations.transformers import Trainer  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+IN_PROCESS = {"num_ranks": 2, "transport": "in-process", "check_model": False}
+
+
+def both(folder: Path, **settings: Any) -> tuple[Making, Making]:
+    """Return what makes trainers of transformers alone, and on a pipeline."""
+    mine = Making(Trainer, folder / "mine", folder, {**IN_PROCESS, **settings})
+    return mine, Making(transformers.Trainer, folder / "theirs", folder)
+
+
+@pytest.mark.features("record")
+def test_the_log_has_the_bubble_and_its_causes_and_a_recorded_run_has_every_step(tmp_path: Path) -> None:
+    mine, theirs = both(tmp_path, record=str(tmp_path / "run"))
+    trainer, plain = mine(llama(), logging_steps=2, max_steps=4), theirs(llama(), logging_steps=2, max_steps=4)
+    trainer.train()
+    plain.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for entry in logged:
+        causes = {name: value for name, value in entry.items() if name.startswith("pipeline_idle_")}
+        assert causes.keys() <= {f"pipeline_idle_{cause.value}" for cause in Cause}
+        assert 0 < entry["pipeline_bubble"] < 1
+        assert sum(causes.values()) == pytest.approx(entry["pipeline_bubble"], abs=1e-6)
+    assert [entry["step"] for entry in logged] == [2, 4]
+    assert differences(outcome(trainer), outcome(plain)) == []
+    steps = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
+    assert len(steps) == 4
+
+
+@pytest.mark.features("adapt", "moving")
+def test_adapting_changes_the_program_and_no_number(tmp_path: Path) -> None:
+    mine, theirs = both(tmp_path, adapt={"window": 1, "microbatches": "keep"})
+    trainer, plain = mine(llama(4), max_steps=5), theirs(llama(4), max_steps=5)
+    trainer.train()
+    plain.train()
+    assert differences(outcome(trainer), outcome(plain)) == []
+
+
+def test_bf16_predicts_what_one_process_predicts_and_trains_within_its_rounding(tmp_path: Path) -> None:
+    mine, theirs = both(tmp_path)
+    trainer, plain = (make(llama(), bf16=True) for make in (mine, theirs))
+    before, wanted = (each.predict(texts(5, seed=1)).predictions for each in (trainer, plain))
+    assert (before == wanted).all()
+    trainer.train()
+    plain.train()
+    (first, *later), (wanted_first, *wanted_later) = (
+        [entry for entry in each.state.log_history if "loss" in entry] for each in (trainer, plain)
+    )
+    assert first["loss"] == wanted_first["loss"]
+    for entry, other in zip(later, wanted_later, strict=True):
+        assert entry["loss"] == pytest.approx(other["loss"], rel=2**-8)
+
+
+def test_what_a_loss_draws_differs_by_step_and_microbatch(tmp_path: Path) -> None:
+    drawn: list[float] = []
+
+    def noisy(base: Any) -> Any:
+        class Noisy(base):  # type: ignore[misc]
+            def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Tensor:
+                loss: Tensor = model(**inputs).loss
+                drawn.append(float(torch.rand(())))
+                return loss
+
+        return Noisy
+
+    mine, _ = both(tmp_path)
+    trainer = mine(llama(), of=noisy)
+    trainer.train()
+    assert len(drawn) == len(set(drawn)) == 12  # three steps of four microbatches
+    first = list(drawn)
+    drawn.clear()
+    mine(llama(), of=noisy).train()
+    assert drawn == first
+
+
+def test_another_trainer_in_between_changes_nothing(tmp_path: Path) -> None:
+    mine, theirs = both(tmp_path)
+    trainer, plain = mine(llama()), theirs(llama())
+    plain.train()
+    trainer.train()
+    assert trainer.args.world_size == 1
+    assert differences(outcome(trainer), outcome(plain)) == []
+
+
+LINES: dict[str, dict[str, Any]] = {
+    "lines": {"mesh": {"pp": 2, "dp": 2}},
+    "lines that divide the state": {"mesh": {"pp": 2, "dp": 2}, "zero": 1},
+}
+
+
+def on_lines(settings: dict[str, Any], folder: Path) -> Outcome:
+    """Train with half of the microbatches in each of two lines."""
+    transformers.utils.logging.set_verbosity_error()
+    make = Making(Trainer, folder, folder, settings)
+    trainer = make(llama(), **GIVEN, gradient_accumulation_steps=2)
+    trainer.train()
+    after = trainer.evaluate()["eval_loss"]
+    again = make(llama(), **GIVEN, gradient_accumulation_steps=2, output_dir=str(folder / "again"))
+    again.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-2"))
+    return outcome(trainer, after=after, again=outcome(again)["weights"], reads=reads(trainer))
+
+
+def reads(trainer: Any) -> list[int]:
+    """Return the first token of every row of an epoch."""
+    return [int(row[0]) for batch in trainer.get_train_dataloader() for row in batch["input_ids"]]
+
+
+GIVEN: dict[str, Any] = {
+    "train_sampling_strategy": "sequential", "train_dataset": texts(48), "save_strategy": "steps", "save_steps": 2,
+    "max_steps": 4, "weight_decay": 0.1,
+}  # fmt: skip
+
+
+@pytest.mark.features("mesh")
+@pytest.mark.parametrize("name", LINES)
+def test_two_lines_train_as_one_process_with_twice_the_accumulation(name: str, tmp_path: Path) -> None:
+    plain = Making(transformers.Trainer, tmp_path / "theirs", tmp_path)(llama(), **GIVEN, gradient_accumulation_steps=4)
+    plain.train()
+    wanted = outcome(plain, after=plain.evaluate()["eval_loss"])
+    every_rank = dl.launch(on_lines, LINES[name], tmp_path / "mine", num_ranks=4)
+    tokens = reads(plain)
+    for each in every_rank:
+        for entry, other in zip(each["log"], wanted["log"], strict=True):
+            for number in ("loss", "grad_norm", "learning_rate", "step", "epoch", "train_loss"):
+                assert (number in entry) == (number in other)
+                assert entry.get(number, 0) == pytest.approx(other.get(number, 0), rel=1e-5)
+        assert each["after"] == pytest.approx(wanted["after"], rel=1e-5)
+        for what in ("weights", "again"):
+            for tensor, value in wanted["weights"].items():
+                torch.testing.assert_close(each[what][tensor], value, rtol=1e-5, atol=1e-6)
+    assert every_rank[0]["reads"] != every_rank[-1]["reads"]
+    assert sorted(every_rank[0]["reads"] + every_rank[-1]["reads"]) == sorted(tokens)
