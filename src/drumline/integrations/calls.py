@@ -121,6 +121,7 @@ def _alone(model: nn.Module) -> Iterator[None]:
 def unchanged(trainer: Any, batches: Sequence[Any]) -> Iterator[None]:
     """Refuse changes of a trainer's attributes and of its batches inside: they would be made twice.
 
+    >>> import torch
     >>> trainer, row = nn.Identity(), {"x": torch.zeros(2)}
     >>> with unchanged(trainer, [row]):
     ...     _ = row["x"].add_(1)
@@ -154,6 +155,7 @@ def _versions(batch: Any) -> dict[str, int]:
 def microbatches(calls: Sequence[Call]) -> Call:
     """Return one call of the pipeline for the calls of all microbatches.
 
+    >>> import torch
     >>> microbatches([((), {"x": torch.ones(1), "flag": True}), ((), {"x": torch.zeros(1), "flag": True})])
     ((), {'x': Microbatches of 2 values, 'flag': True})
     """

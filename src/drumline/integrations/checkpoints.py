@@ -66,31 +66,18 @@ class Checkpoints:
         refresh(self.pipeline, self.model)
         return result
 
-    def _inner_training_loop(self, *args: Any, **named: Any) -> Any:
-        if self.args.gradient_checkpointing and hasattr(self.model, "gradient_checkpointing_disable"):
-            self.model.gradient_checkpointing_disable()  # the pipeline recomputes blocks itself
-        return super()._inner_training_loop(*args, **named)
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save what all ranks have trained; one rank writes, and the others wait for it."""
         refresh(self.pipeline, self.model)
         super().save_model(output_dir, _internal_call)
         self.pipeline.gather("saved")
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._take_weights()
-
     def _load_best_model(self) -> None:
         folder = self.state.best_model_checkpoint
         if len(set(self.pipeline.gather(os.path.isdir(folder)))) > 1:
             raise UsageError(f"some ranks cannot see {folder}", expected="a folder that all hosts share")
         super()._load_best_model()
-        self._take_weights()
-
-    def _take_weights(self) -> None:
-        if self._pipe is not None:
-            self._pipe.load_state_dict(self.model.state_dict())
+        self.pipeline.load_state_dict(self.model.state_dict())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = self.optimizer
@@ -103,6 +90,7 @@ class Checkpoints:
             self.optimizer = optimizer
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        self.pipeline.load_state_dict(self.model.state_dict())  # which the trainer has loaded before
         optimizer = self.optimizer
 
         def load(state: Any) -> None:

@@ -17,8 +17,6 @@ from drumline.pipeline.pipeline import Pipeline
 _SEAM = {
     "create_accelerator_and_postprocess": (),
     "_get_dataloader": ("dataset", "is_training"),
-    "_get_num_items_in_batch": ("batch_samples", "device"),
-    "_inner_training_loop": (),
     "_wrap_model": ("model", "training"),
     "_move_model_to_device": ("model", "device"),
     "create_optimizer": ("model",),
@@ -28,7 +26,6 @@ _SEAM = {
     "prediction_step": ("model", "inputs", "prediction_loss_only", "ignore_keys"),
     "evaluation_loop": ("dataloader", "prediction_loss_only", "ignore_keys"),
     "save_model": ("output_dir", "_internal_call"),
-    "_load_from_checkpoint": ("resume_from_checkpoint",),
     "_load_best_model": (),
     "_save_optimizer_and_scheduler": ("output_dir",),
     "_load_optimizer_and_scheduler": ("checkpoint",),

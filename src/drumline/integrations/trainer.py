@@ -32,6 +32,10 @@ class PipelineTrainer(Checkpoints):
 
     `pipeline` has the settings of `dl.Pipeline`, such as `{"schedule": "zb-h1", "num_ranks": 2}`. Microbatches are the
     trainer's: `per_device_train_batch_size` rows each, and `gradient_accumulation_steps` of them.
+
+    >>> import transformers
+    >>> class Seq2SeqTrainer(PipelineTrainer, transformers.Seq2SeqTrainer):
+    ...     "Theirs, on a pipeline."
     """
 
     _calls_once = True  # whether compute_loss calls the model once for each microbatch
@@ -100,6 +104,8 @@ class PipelineTrainer(Checkpoints):
 
     def _get_dataloader(self, dataset: Any, *args: Any, **named: Any) -> Any:
         """Give all ranks of a line the same data: a replica's share of it in training, all of it in evaluations."""
+        if self.args.gradient_checkpointing and hasattr(self.model, "gradient_checkpointing_disable"):
+            self.model.gradient_checkpointing_disable()  # the pipeline recomputes blocks itself
         number, count = self.pipeline.axes.rows
         declare(count)
         share = {"num_processes": count, "process_index": number}
@@ -109,16 +115,12 @@ class PipelineTrainer(Checkpoints):
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """Note how many microbatches come."""
+        """Note how many microbatches come, and count the labels of all lines."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._num_batches, self._inputs = len(batches), []
+        if isinstance(num_items, Tensor) and self.args.average_tokens_across_devices and self.args.world_size > 1:
+            num_items = self.pipeline.axes.summed(num_items, "dp")
         return batches, num_items
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        count = super()._get_num_items_in_batch(batch_samples, device)
-        if isinstance(count, Tensor) and self.args.average_tokens_across_devices and self.args.world_size > 1:
-            return self.pipeline.axes.summed(count, "dp")
-        return count
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Take a microbatch; with the last one of an update, run all of them, and return their loss."""
