@@ -57,9 +57,23 @@ ADAPT = (
     Bug(
         "the-slope-is-not-followed",
         "Watch._ramp",
-        "if not sure.any():\n                continue",
-        "if True:\n                continue",
+        "if sure.any():\n                away",
+        "if False:\n                away",
         "A rank that gets slower all the time is answered too late.",
+    ),
+    Bug(
+        "a-move-forgets-what-was-seen",
+        "Adapting.moved",
+        "if self._decider is not None and not self._changes_now:",
+        "if self._decider is not None:",
+        "After every move that was decided, no earlier spell is known.",
+    ),
+    Bug(
+        "the-way-home-is-blocked",
+        "Decider._admits.times",
+        "times = 0 if target == (CUT, self._home) else min(",
+        "times = min(",
+        "After some changes that were taken back, layers do not return to where they began.",
     ),
     Bug(
         "few-rows-by-what-one-rank-knows",
@@ -99,7 +113,7 @@ ADAPT = (
     Bug(
         "never-taken-back",
         "Decider._judge.is_kept",
-        "not self._loses(trial, real, gains)",
+        "not self._recut.is_better_back(trial, real)",
         "True",
         "A change whose gain does not come stays.",
     ),

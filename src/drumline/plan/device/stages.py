@@ -114,9 +114,20 @@ class Stages:
 
     def _plain(self, op: Op, firsts: Ints, ends: Ints, *, split: float) -> Floats:
         """Return the seconds of an op, with the cost of calling a stage; `split` is the share of split backwards."""
-        whole = sums([layer.times.of(FIELD[op], split=split) for layer in self.profile.layers])
+        whole = self._totals(split)[op]
         seconds: Floats = whole[ends] - whole[firsts] + self.profile.overhead.of(FIELD[op], split=split)
         return seconds
+
+    def _totals(self, split: float) -> dict[Op, Floats]:
+        """Return the prefix sums of every op's seconds over the blocks."""
+        if split not in self._known_totals:
+            times = [layer.times for layer in self.profile.layers]
+            self._known_totals[split] = {op: sums([each.of(FIELD[op], split=split) for each in times]) for op in OPS}
+        return self._known_totals[split]
+
+    @cached_property
+    def _known_totals(self) -> dict[float, dict[Op, Floats]]:
+        return {}
 
     def _steps(self, program: Program, many: Sequence[Counts]) -> Floats:
         """Return the predicted step of every cut: the simulated time, plus the time before and after it."""
