@@ -152,6 +152,8 @@ class StageService:
                 arrays_made = await self._computed(arrays, request.id)
             except ValueError as error:
                 raise self._failed(_Code.INVALID_ARGUMENT, str(error)) from None
+            except MemoryError as error:
+                raise self._failed(_Code.RESOURCE_EXHAUSTED, str(error) or "no memory") from None
             end = time.monotonic_ns()
         if left is not None:
             left()

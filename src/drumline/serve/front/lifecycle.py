@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from grpc_reflection.v1alpha import reflection
 
 from drumline.core.errors import UsageError, counted
 from drumline.serve.cores import own_cores, shares, stay_on
+from drumline.serve.front.answer_sizes import AnswerSizes
 from drumline.serve.front.hang import SHORTEST_HANG
 from drumline.serve.front.logs import EventLog
 from drumline.serve.front.metrics import Metrics
+from drumline.serve.front.metrics_port import MetricsPort
 from drumline.serve.front.pipe import Pipe, Rules
 from drumline.serve.front.queue import Queue
 from drumline.serve.front.record import LoadRecord, check_record
@@ -107,6 +110,8 @@ async def serve(
     log = EventLog(requests=settings.log_requests)
     metrics = Metrics(len(manifest.stages))
     async with AsyncExitStack() as kept_stack:
+        kept_stack.callback(log.close)
+        asyncio.get_running_loop().set_exception_handler(partial(_unexpected, log))
         stages = _stages(settings, manifest, log, metrics)
         kept_stack.push_async_callback(stages.stop)
         _on_signals(stopped)
@@ -120,9 +125,25 @@ async def serve(
         if record is not None:
             kept_stack.callback(record.close)
         flow = CallStream(channel, stage=0, export=manifest.handshake(0), max_bytes=settings.max_bytes)
-        pipe = _pipe(settings, manifest, flow, stages, metrics, record)
+        sizes = AnswerSizes(manifest, settings.max_bytes)
+        pipe = _pipe(settings, manifest, flow, stages, metrics, record, sizes)
         kept_stack.push_async_callback(pipe.close)
-        await _front(settings, manifest, pipe, stages, metrics, log, stopped, notify, kept_stack)
+        service = FrontService(
+            manifest,
+            pipe,
+            stages,
+            metrics,
+            log,
+            sizes=sizes,
+            max_rows=settings.rules.max_batch * 64,
+            timeout=settings.timeout,
+        )
+        await _front(settings, manifest, service, pipe, metrics, log, stopped, notify, kept_stack)
+
+
+def _unexpected(log: EventLog, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what nobody caught. The event loop's own way would write to stderr, and wait for whoever reads it."""
+    log("unexpected", level="error", why=f"{context.get('message')}: {context.get('exception')!r}"[:2000])
 
 
 def _record(settings: ServiceSettings, manifest: Manifest, log: EventLog) -> LoadRecord | None:
@@ -170,6 +191,7 @@ def _pipe(
     stages: ServedStages,
     metrics: Metrics,
     record: LoadRecord | None,
+    sizes: AnswerSizes,
 ) -> Pipe:
     queue = Queue(max_requests=settings.max_requests, max_bytes=settings.max_queue_bytes)
     fixed = settings.rows or 0, settings.window or 0
@@ -177,7 +199,7 @@ def _pipe(
     if settings.rows is not None and settings.rows > most and BATCH in manifest.dimensions:
         raise UsageError(f"--microbatch-rows is {settings.rows}", expected=f"at most the {most} rows of the export")
     rows = min(settings.rules.max_batch, most)
-    tuner = Tuner(len(manifest.stages), settings.budget, rows, *fixed)
+    tuner = Tuner(len(manifest.stages), settings.budget, rows, *fixed, sizes.most_rows)
     seen_function = None if record is None else lambda microbatch, times: record.add(times, microbatch.rows)
     return Pipe(
         flow,
@@ -194,8 +216,8 @@ def _pipe(
 async def _front(
     settings: ServiceSettings,
     manifest: Manifest,
+    service: FrontService,
     pipe: Pipe,
-    stages: ServedStages,
     metrics: Metrics,
     log: EventLog,
     stopped: asyncio.Event,
@@ -205,9 +227,6 @@ async def _front(
     """Listen, answer until stopped, then drain."""
     calls = settings.max_requests + settings.rules.max_batch + _SPARE_CALLS
     server = grpc.aio.server(options=options(settings.max_bytes), maximum_concurrent_rpcs=calls)
-    service = FrontService(
-        manifest, pipe, stages, metrics, log, max_rows=settings.rules.max_batch * 64, timeout=settings.timeout
-    )
     server.add_generic_rpc_handlers((service.handlers(),))
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
@@ -216,13 +235,14 @@ async def _front(
     port = listen(server, settings.listen, settings.tls)
     metrics_port = 0
     if settings.metrics:
-        metrics_port, end = metrics.listen(*parts_of(settings.metrics, flag="--metrics"))
+        host, asked = parts_of(settings.metrics, flag="--metrics")
+        metrics_port, end = await MetricsPort(metrics.registry).listen(host, asked)
         stack.callback(end)
     await server.start()
     watching = asyncio.create_task(_tell_health(service, healthy))
     stack.callback(watching.cancel)
     log("serving", model=manifest.model, stages=len(manifest.stages), port=port, metrics_port=metrics_port)
-    notify(RunningService(port, metrics_port, stages))
+    notify(RunningService(port, metrics_port, service.stages))
     await stopped.wait()
     service.is_draining = True
     await healthy.enter_graceful_shutdown()
