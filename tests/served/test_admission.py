@@ -12,10 +12,10 @@ import pytest
 from test_flow import LIMIT, Carried, Code, failure
 
 from drumline.serve.front.answer_sizes import AnswerSizes
-from drumline.serve.front.logs import EventLog
 from drumline.serve.front.service import FrontService
 from drumline.serve.front.tickets import Ticket, signature_of
 from drumline.serve.front.tuner import Tuner
+from drumline.serve.logs import EventLog
 from drumline.serve.wire.loops import run_to_end
 from drumline.serve.wire.manifest import Manifest, ManifestStage, Sizes, Tensor
 from drumline.serve.wire.protocol import stub

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +25,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from drumline.core.errors import LaunchError, RecordError, UsageError
 from drumline.core.measured.run import read_run
 from drumline.serve.wire.frames import EXPORT
-from drumline.serve.wire.links import Tls, check_exposed, free_port
+from drumline.serve.wire.links import PLAIN, Tls, check_exposed, connect, free_port
+from drumline.serve.wire.loops import run_to_end
 from drumline.serve.wire.manifest import read_manifest
 from drumline.serve.wire.protocol import SERVICE, InferResponse, stub
 from drumline.serve.wire.tensors import Array, read_outputs
@@ -125,6 +128,26 @@ def test_too_many_requests_are_refused_and_the_rest_answered(slow_folder: Path) 
         with channel_to(running.address) as channel:
             _check_deadline(channel)
             _check_gone(channel)
+
+
+def test_more_requests_than_grpc_takes_are_refused_and_none_cancelled(served_folder: Path) -> None:
+    """A stage that stands still lets thousands gather in front of the port."""
+
+    async def ask(address: str, go_on: Callable[[], None]) -> list[grpc.StatusCode]:
+        async with connect(address, PLAIN, 2**20) as channel:
+            infer = channel.unary_unary(f"/{SERVICE}/ModelInfer")
+            body = request_of({"x": rows_of(1)}).SerializeToString()
+            calls = [infer(body, timeout=120) for _ in range(4000)]
+            refusing = [asyncio.ensure_future(call.code()) for call in calls]
+            await asyncio.wait(refusing, return_when=asyncio.FIRST_COMPLETED)
+            go_on()
+            return await asyncio.gather(*refusing)
+
+    with serving(served_folder, max_requests=2, hang=0) as running:
+        process = running.processes[0]
+        os.kill(process, signal.SIGSTOP)
+        codes = run_to_end(ask(running.address, partial(os.kill, process, signal.SIGCONT)))
+        assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
 def _check_deadline(channel: Any) -> None:

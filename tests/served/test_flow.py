@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 
 from drumline.serve.front.answer_sizes import AnswerSizes
-from drumline.serve.front.hang import HangWatch
-from drumline.serve.front.logs import EventLog
 from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.pipe import Pipe, Rules
 from drumline.serve.front.queue import Queue
 from drumline.serve.front.service import FrontService
 from drumline.serve.front.tickets import Ticket
 from drumline.serve.front.tuner import Tuner
+from drumline.serve.logs import EventLog
 from drumline.serve.session import Session
 from drumline.serve.stage_calls import StageService
+from drumline.serve.stages.hang import HangWatch
 from drumline.serve.wire.flow import CallStream
 from drumline.serve.wire.flows import Answering, Flows, Home
 from drumline.serve.wire.frames import EXPORT, SERVICE, Answer, Failed, Frame, FrameKind, Lost

@@ -21,7 +21,6 @@ from drumline.core.timeline.idle import Cause
 from drumline.report.run.page import run_page
 from drumline.report.run.report import report_of
 from drumline.serve.export.onnx_graph import BoundaryValue, Graph
-from drumline.serve.front.hang import HangWatch
 from drumline.serve.front.lifecycle import ServiceSettings, serve
 from drumline.serve.front.queue import Queue
 from drumline.serve.front.record import LoadRecord, check_record
@@ -30,6 +29,7 @@ from drumline.serve.front.tuner import Tuner
 from drumline.serve.ledger import LedgerState
 from drumline.serve.load.generator import Demand, Loader
 from drumline.serve.session import open_session
+from drumline.serve.stages.hang import HangWatch
 from drumline.serve.wire.files import check_files
 from drumline.serve.wire.frames import Failed
 from drumline.serve.wire.loops import run_to_end

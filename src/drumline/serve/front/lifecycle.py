@@ -12,29 +12,30 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf import descriptor_pool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from drumline.core.errors import UsageError, counted
 from drumline.serve.cores import own_cores, shares, stay_on
 from drumline.serve.front.answer_sizes import AnswerSizes
-from drumline.serve.front.hang import SHORTEST_HANG
-from drumline.serve.front.logs import EventLog
 from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.metrics_port import MetricsPort
 from drumline.serve.front.pipe import Pipe, Rules
 from drumline.serve.front.queue import Queue
 from drumline.serve.front.record import LoadRecord, check_record
-from drumline.serve.front.remote import RemoteStages
 from drumline.serve.front.service import FrontService
-from drumline.serve.front.supervisor import LocalStages, ServedStages
 from drumline.serve.front.tuner import Tuner
+from drumline.serve.logs import EventLog
 from drumline.serve.stage import MAX_BYTES
+from drumline.serve.stages.hang import SHORTEST_HANG
+from drumline.serve.stages.remote import RemoteStages
+from drumline.serve.stages.supervisor import LocalStages, ServedStages
 from drumline.serve.wire.flow import CallStream
 from drumline.serve.wire.frames import Failed
 from drumline.serve.wire.links import PLAIN, Tls, connect, listen, options, parts_of
 from drumline.serve.wire.manifest import ANY_SIZE, BATCH, Manifest, read_manifest
-from drumline.serve.wire.protocol import POOL, SERVICE
+from drumline.serve.wire.protocol import PROTOCOL_FILES, SERVICE
 
 _SPARE_CALLS = 64  # beside requests: state and metadata
 
@@ -173,7 +174,7 @@ def _stages(settings: ServiceSettings, manifest: Manifest, log: EventLog, metric
         limit=limit,
         max_bytes=settings.max_bytes,
         log=log,
-        metrics=metrics,
+        restarted=lambda number: metrics.restarts.labels(str(number)).inc(),
         hang=settings.hang,
         cores=cores,
     )
@@ -231,7 +232,7 @@ async def _front(
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server, pool=POOL)
+    reflection.enable_server_reflection(names, server, pool=_described())
     port = listen(server, settings.listen, settings.tls)
     metrics_port = 0
     if settings.metrics:
@@ -252,6 +253,14 @@ async def _front(
         pipe.queue.clear(lambda: Failed(grpc.StatusCode.UNAVAILABLE, "the service stopped before this request's turn"))
     await server.stop(1.0)
     log("stopped", drained=whole)
+
+
+def _described() -> Any:
+    """Return the descriptions of all services that reflection lists."""
+    pool = descriptor_pool.DescriptorPool()
+    for file in (*PROTOCOL_FILES, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
+        pool.AddSerializedFile(getattr(file, "serialized_pb", None) or file.SerializeToString())
+    return pool
 
 
 async def _tell_health(service: FrontService, healthy: Any) -> None:

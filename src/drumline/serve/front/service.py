@@ -7,16 +7,17 @@ import time
 import uuid
 from collections.abc import Mapping
 from itertools import count
+from math import inf
 from typing import Any
 
 import grpc
 
 from drumline.serve.front.answer_sizes import AnswerSizes
-from drumline.serve.front.logs import EventLog
 from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.pipe import Pipe
-from drumline.serve.front.supervisor import ServedStages
 from drumline.serve.front.tickets import Ticket, signature_of
+from drumline.serve.logs import EventLog
+from drumline.serve.stages.supervisor import ServedStages
 from drumline.serve.wire.frames import Failed
 from drumline.serve.wire.manifest import BATCH, Manifest, Sizes
 from drumline.serve.wire.protocol import CALLS, SERVICE, InferResponse, handler, message
@@ -26,6 +27,19 @@ VERSION = "1"
 _LONGEST_ID = 256
 _NOT_OFFERED = {"classification", SHARED_MEMORY}  # extensions that would change what an output is
 _Code = grpc.StatusCode
+_TIMEOUT = "timeout"  # the parameter by which Triton's clients bound a request, in microseconds
+
+
+def _asked_seconds(request: Any) -> float:
+    """Return how long a request may take by its parameter; without one, as long as it likes."""
+    if _TIMEOUT not in request.parameters:
+        return inf
+    parameter = request.parameters[_TIMEOUT]
+    kind = parameter.WhichOneof("parameter_choice")
+    microseconds = getattr(parameter, kind) if kind in ("int64_param", "uint64_param") else 0
+    if microseconds <= 0:
+        raise Refused(f"the parameter {_TIMEOUT} is {str(parameter).strip()[:80]!r}; expected microseconds, 1 or more")
+    return microseconds * 1e-6
 
 
 class FrontService:
@@ -148,7 +162,7 @@ class FrontService:
         wanted = self._wanted(request)
         typed = not request.raw_input_contents
         left = context.time_remaining()
-        timeout = self._timeout if left is None else min(left, self._timeout)
+        timeout = min(self._timeout, self._timeout if left is None else left, _asked_seconds(request))
         loop = asyncio.get_running_loop()
         ticket = Ticket(name, inputs, timeout=timeout, loop=loop, answer_bytes=self._answer_bytes(inputs, wanted))
         context.add_done_callback(lambda context: self._pipe.queue.release(ticket))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import LaunchError
-from drumline.serve.front.home import Home
-from drumline.serve.front.keeper import SECONDS_TO_START, StageKeeper
-from drumline.serve.front.logs import EventLog
-from drumline.serve.front.metrics import Metrics
+from drumline.serve.logs import EventLog
+from drumline.serve.stages.home import Home
+from drumline.serve.stages.keeper import SECONDS_TO_START, StageKeeper
 from drumline.serve.wire.links import LOOPBACK, free_port, local_links
 from drumline.serve.wire.manifest import Manifest
 
@@ -84,7 +84,7 @@ class LocalStages(ServedStages):
         limit: int,
         max_bytes: int,
         log: EventLog,
-        metrics: Metrics,
+        restarted: Callable[[int], None],
         hang: float = 0.0,
         cores: Sequence[Sequence[int]] = (),
     ) -> None:
@@ -105,7 +105,7 @@ class LocalStages(ServedStages):
                 self._home.path,
                 log=log,
                 hang=hang,
-                restarted=metrics.restarts.labels(str(number)).inc,
+                restarted=partial(restarted, number),
             )
             for number in range(count)
         ]

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import grpc
 
 from drumline.core.errors import LaunchError
-from drumline.serve.front.keeper import SECONDS_TO_START
-from drumline.serve.front.logs import EventLog
-from drumline.serve.front.supervisor import ServedStages
+from drumline.serve.logs import EventLog
+from drumline.serve.stages.keeper import SECONDS_TO_START
+from drumline.serve.stages.supervisor import ServedStages
 from drumline.serve.wire.links import Tls, connect
 from drumline.serve.wire.protocol import message, stub
 

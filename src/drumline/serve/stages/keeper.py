@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import LaunchError
-from drumline.serve.front.hang import HangWatch
-from drumline.serve.front.logs import EventLog
 from drumline.serve.ledger import Ledger
+from drumline.serve.logs import EventLog
+from drumline.serve.stages.hang import HangWatch
 
 SECONDS_TO_START = 120.0
 _SECONDS_TO_STOP = 8.0
