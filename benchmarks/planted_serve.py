@@ -390,4 +390,25 @@ SERVE = (
         "if True:",
         "Whoever opens connections to the metrics port takes all descriptors.",
     ),
+    Bug(
+        "keeper-that-came-later-is-believed",
+        "RemoteStages.struck.states",
+        'if state.get("seconds", 0.0) > _age(asked)]',
+        "if state]",
+        "A request that killed a whole host is sent again.",
+    ),
+    Bug(
+        "stage-on-a-host-forgets-how-it-ended",
+        "StageKeeper._started.past",
+        '"struck": list(self.struck)[-_MOST_TOLD:]',
+        '"struck": []',
+        "A request that kills a stage on a host kills it twice.",
+    ),
+    Bug(
+        "timeout-of-triton-ignored",
+        "_asked_seconds",
+        "return microseconds * 1e-6",
+        "return inf",
+        "A request takes longer than its client allows.",
+    ),
 )

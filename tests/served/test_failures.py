@@ -20,12 +20,11 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from drumline.core.errors import LaunchError, RecordError, UsageError
 from drumline.core.measured.run import read_run
 from drumline.serve.wire.frames import EXPORT
-from drumline.serve.wire.links import PLAIN, Tls, check_exposed, connect, free_port
+from drumline.serve.wire.links import PLAIN, Tls, check_exposed, connect
 from drumline.serve.wire.loops import run_to_end
 from drumline.serve.wire.manifest import read_manifest
 from drumline.serve.wire.protocol import SERVICE, InferResponse, stub
@@ -274,34 +273,3 @@ def test_damaged_files_and_ports_in_use_are_refused_before_anything_is_served(
     (folder / "manifest.json").write_text('{"format": "drumline-serving", "version": 99}')
     with refused(RecordError, "version is 99"), serving(folder):
         pass
-
-
-def test_stages_started_one_by_one_serve_over_mutual_tls(served_folder: Path, tmp_path: Path) -> None:
-    """As on several hosts: each stage by its own command, the front with their addresses."""
-    ours = Authority(tmp_path, "ours")
-    certificate, key = ours.sign("node")
-    tls = ["--tls-cert", certificate, "--tls-key", key, "--tls-ca", ours.path]
-    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    command = [sys.executable, "-m", "drumline", "serve", str(served_folder)]
-    stages = [
-        [*command, "--stage", "0", "--listen", addresses[0], "--next", addresses[1], *tls],
-        [*command, "--stage", "1", "--listen", addresses[1], *tls],
-    ]
-    started = [subprocess.Popen(stage, stdout=subprocess.DEVNULL) for stage in stages]
-    try:
-        with serving(served_folder, hosts=tuple(addresses), tls=Tls(certificate, key, ours.path)) as running:
-            x = rows_of(5)
-            with grpc.secure_channel(running.address, Tls(certificate, key, ours.path).channel()) as channel:
-                np.testing.assert_allclose(inferred(channel, {"x": x})["y"], expected(x), atol=1e-6)
-        for address in addresses:  # as whoever restarts a stage on another host asks it
-            with grpc.secure_channel(address, Tls(certificate, key, ours.path).channel()) as channel:
-                told = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
-                assert told.status == health_pb2.HealthCheckResponse.SERVING
-        swapped = serving(served_folder, hosts=tuple(reversed(addresses)), tls=Tls(certificate, key, ours.path))
-        with refused(LaunchError, r"is stage \d of 2 of tanh,", expected=r"stage \d of 2 of tanh"), swapped:
-            pass
-    finally:
-        for popen in started:
-            popen.terminate()
-        codes = [popen.wait(30) for popen in started]
-    assert codes == [0, 0]

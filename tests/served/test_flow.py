@@ -304,7 +304,7 @@ class Carried:
     async def _is_back(self, seconds: float) -> bool:
         return True
 
-    async def _struck(self, name: str, stage: int, seconds: float) -> str:
+    async def _struck(self, name: str, stage: int, *, seconds: float, asked: float) -> str:
         self.asked.append((name.partition("-")[2], stage))
         return self.why
 

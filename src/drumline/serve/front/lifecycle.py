@@ -158,9 +158,11 @@ def _record(settings: ServiceSettings, manifest: Manifest, log: EventLog) -> Loa
 
 
 def _stages(settings: ServiceSettings, manifest: Manifest, log: EventLog, metrics: Metrics) -> ServedStages:
+    def restarted(number: int) -> None:
+        metrics.restarts.labels(str(number)).inc()
+
     if settings.hosts:
-        identities = [manifest.identity(number) for number in range(len(manifest.stages))]
-        return RemoteStages(settings.hosts, identities, tls=settings.tls, log=log)
+        return RemoteStages(settings.hosts, manifest, tls=settings.tls, log=log, restarted=restarted)
     cores: list[list[int]] = []
     if settings.pin:
         *cores, left = shares(own_cores(), len(manifest.stages), settings.threads)
@@ -174,7 +176,7 @@ def _stages(settings: ServiceSettings, manifest: Manifest, log: EventLog, metric
         limit=limit,
         max_bytes=settings.max_bytes,
         log=log,
-        restarted=lambda number: metrics.restarts.labels(str(number)).inc(),
+        restarted=restarted,
         hang=settings.hang,
         cores=cores,
     )
@@ -196,10 +198,10 @@ def _pipe(
 ) -> Pipe:
     queue = Queue(max_requests=settings.max_requests, max_bytes=settings.max_queue_bytes)
     fixed = settings.rows or 0, settings.window or 0
-    most = manifest.dimensions.get(BATCH, ANY_SIZE).most or settings.rules.max_batch
-    if settings.rows is not None and settings.rows > most and BATCH in manifest.dimensions:
+    most = manifest.dimensions.get(BATCH, ANY_SIZE).most
+    if most is not None and (settings.rows or 0) > most:
         raise UsageError(f"--microbatch-rows is {settings.rows}", expected=f"at most the {most} rows of the export")
-    rows = min(settings.rules.max_batch, most)
+    rows = min(settings.rules.max_batch, most or settings.rules.max_batch)
     tuner = Tuner(len(manifest.stages), settings.budget, rows, *fixed, sizes.most_rows)
     seen_function = None if record is None else lambda microbatch, times: record.add(times, microbatch.rows)
     return Pipe(

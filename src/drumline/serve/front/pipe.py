@@ -59,7 +59,7 @@ class Pipe:
         *,
         rules: Rules,
         is_back: Callable[[float], Awaitable[bool]],
-        struck: Callable[[str, int, float], Awaitable[str]],
+        struck: Callable[..., Awaitable[str]],
         on_times: Seen | None = None,
     ) -> None:
         self._infer, self.queue, self._tuner, self._metrics = infer, queue, tuner, metrics
@@ -222,7 +222,8 @@ class Pipe:
         """Raise Failed for a microbatch on which a stage was at work when it ended."""
         if isinstance(error, Lost):
             left = microbatch.deadline - time.monotonic()
-            if why := await self._struck(self._name(microbatch), error.stage, left):
+            name, asked = self._name(microbatch), microbatch.asked
+            if why := await self._struck(name, error.stage, seconds=left, asked=asked):
                 raise Failed(error.code, why) from None
 
     def _ask_again(self, microbatch: Microbatch, first: _Once) -> None:

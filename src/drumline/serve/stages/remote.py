@@ -1,10 +1,16 @@
-"""Stages that others have started, on hosts: asked every second which export they are of, and if they can compute."""
+"""Stages that others have started, on hosts: asked every second which export they are of, and if they can compute.
+
+Each has a keeper on its host, which starts it again and reads its ledger. So the front asks the stages what became of a
+microbatch that was lost. If a keeper is younger than the microbatch, nobody knows that.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import grpc
 
@@ -12,17 +18,36 @@ from drumline.core.errors import LaunchError
 from drumline.serve.logs import EventLog
 from drumline.serve.stages.keeper import SECONDS_TO_START
 from drumline.serve.stages.supervisor import ServedStages
+from drumline.serve.wire.frames import EXPORT, SERVICE, STRUCK
 from drumline.serve.wire.links import Tls, connect
+from drumline.serve.wire.manifest import Manifest
 from drumline.serve.wire.protocol import message, stub
+
+_LOOK = 0.05  # seconds until stages that are still at work on a lost microbatch are asked again
+
+
+def _age(asked: float) -> float:
+    return time.monotonic() - asked
 
 
 class RemoteStages(ServedStages):
-    """Stages that others have started, on hosts; asked every second whether they can compute."""
+    """Stages on hosts, by their addresses."""
 
-    def __init__(self, addresses: Sequence[str], identities: Sequence[str], *, tls: Tls, log: EventLog) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        manifest: Manifest,
+        *,
+        tls: Tls,
+        log: EventLog,
+        restarted: Callable[[int], None] = lambda number: None,
+    ) -> None:
         super().__init__([asyncio.Event() for _ in addresses])
         self.addresses = addresses
-        self._identities = identities
+        self._manifest, self._restarted = manifest, restarted
+        self._identities = [manifest.identity(number) for number in range(len(addresses))]
+        self._restarts: dict[int, int] = {}
+        self._states: dict[int, Callable[..., Awaitable[bytes]]] = {}
         self._wrong: dict[int, str] = {}  # what another stage than expected said it was
         self._log, self._tls = log, tls
 
@@ -47,24 +72,46 @@ class RemoteStages(ServedStages):
                 expected="`drumline serve DIR --stage K --listen HOST:PORT` running there",
             )
 
-    async def struck(self, name: str, stage: int, seconds: float) -> str:
-        """Say that any lost microbatch may have been computed: these stages have no ledger that the front can read."""
-        return f"stage {stage}: the connection broke, and it may have been at work on this"
+    async def struck(self, name: str, stage: int, *, seconds: float, asked: float) -> str:
+        """Return how a stage ended at work on a microbatch; an empty text if none did; or that nobody knows."""
+        unknown = f"stage {stage}: the connection broke, and it may have been at work on this"
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            asking = (self._state(number, name, left) for number in range(len(self.addresses)))
+            states = [state for state in await asyncio.gather(*asking) if state.get("seconds", 0.0) > _age(asked)]
+            if how := next((str(state["how"]) for state in states if state["how"]), ""):
+                return how
+            if len(states) < len(self.addresses):
+                return unknown
+            if not any(state["at_work"] for state in states):
+                return ""
+            await asyncio.sleep(_LOOK)
+        return unknown
+
+    async def _state(self, number: int, name: str, seconds: float) -> dict[str, Any]:
+        """Ask a stage what became of a microbatch; an empty answer if it is silent or of another export."""
+        metadata = ((EXPORT, self._manifest.handshake(number)),)
+        try:
+            body = await self._states[number](name.encode(), timeout=seconds, wait_for_ready=True, metadata=metadata)
+            return dict(json.loads(body))
+        except (grpc.aio.AioRpcError, ValueError, KeyError):
+            return {}
 
     async def _watch(self, number: int) -> None:
         async with connect(self.addresses[number], self._tls, 2**20) as channel:
             ask = stub(channel, "ServerMetadata")
+            self._states[number] = channel.unary_unary(f"/{SERVICE}/{STRUCK}")
             while True:
                 try:
                     answer = await ask(message("ServerMetadataRequest")(), timeout=2.0)
-                    self._heard(number, answer.name)
+                    self._heard(number, answer.name, int(answer.version or 0))
                 except grpc.aio.AioRpcError as error:
                     if self._ready[number].is_set():
                         self._log("stage lost", level="error", stage=number, code=error.code().name)
                         self._ready[number].clear()
                 await asyncio.sleep(1.0 if self._ready[number].is_set() else 0.1)
 
-    def _heard(self, number: int, identity: str) -> None:
+    def _heard(self, number: int, identity: str, restarts: int) -> None:
         """Take note of a stage that answers, if it is the right one."""
         if identity != self._identities[number]:
             if number not in self._wrong:
@@ -73,6 +120,10 @@ class RemoteStages(ServedStages):
             self._ready[number].clear()
             return
         self._wrong.pop(number, None)
+        for _ in range(self._restarts.get(number, restarts), restarts):
+            self._log("stage ended", level="error", stage=number, address=self.addresses[number])
+            self._restarted(number)
+        self._restarts[number] = restarts
         if not self._ready[number].is_set():
             self._log("stage ready", stage=number, address=self.addresses[number])
             self._ready[number].set()

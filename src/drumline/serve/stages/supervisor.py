@@ -53,10 +53,10 @@ class ServedStages:
                     await event.wait()
         return self.are_ready
 
-    async def struck(self, name: str, stage: int, seconds: float) -> str:
+    async def struck(self, name: str, stage: int, *, seconds: float, asked: float) -> str:
         """Return why a microbatch that a stage lost must not be sent again, or an empty text.
 
-        Waits at most so long while a stage is still at work on it.
+        It was sent at the moment `asked`. Waits at most so long while a stage is still at work on it.
         """
         raise NotImplementedError
 
@@ -135,7 +135,7 @@ class LocalStages(ServedStages):
                 f"the stages were not ready within {SECONDS_TO_START:g} seconds"
             )
 
-    async def struck(self, name: str, stage: int, seconds: float) -> str:
+    async def struck(self, name: str, stage: int, *, seconds: float, asked: float) -> str:
         """Return how a stage ended at work on a microbatch, or an empty text."""
         end = time.monotonic() + seconds
         noticed = min(end, time.monotonic() + _SECONDS_TO_NOTICE)
