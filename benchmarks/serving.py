@@ -9,10 +9,11 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
 def first_object(lines: Iterable[str]) -> str:
@@ -37,18 +38,25 @@ def served(folder: Path, *flags: str) -> Iterator[dict[str, Any]]:
         try:
             assert process.stdout is not None
             told = json.loads(first_object(process.stdout))
-            log.seek(0)
-            lines = (json.loads(line) for line in log if line.startswith("{"))
-            ready = sorted(
-                (line for line in lines if line["event"] == "stage ready"), key=lambda value: int(value["stage"])
-            )
+            ready = _ready_stages(log)
             told["front"] = process.pid
-            told["processes"] = [value["process"] for value in ready]
+            told["processes"] = [value["process"] for value in ready if "process" in value]
             told["stages"] = [value["address"] for value in ready]
             yield told
         finally:
             process.terminate()
             process.wait(60)
+
+
+def _ready_stages(log: TextIO) -> list[dict[str, Any]]:
+    """Return what a log says of each stage that is ready, once it says that the service is; a thread writes it."""
+    while True:
+        log.seek(0)
+        lines = [json.loads(line) for line in log if line.startswith("{") and line.endswith("\n")]
+        if any(line["event"] == "serving" for line in lines):
+            ready = [line for line in lines if line["event"] == "stage ready"]
+            return sorted(ready, key=lambda value: int(value["stage"]))
+        time.sleep(0.01)
 
 
 def metrics_text(told: dict[str, Any]) -> str:
@@ -84,3 +92,15 @@ def metric(told: dict[str, Any], name: str) -> float:
     """Return a metric of a service without labels."""
     found = re.search(rf"^{name} (\S+)$", metrics_text(told), re.MULTILINE)
     return float(found[1]) if found else 0.0
+
+
+def stages_of(parents: Iterable[int]) -> dict[int, int]:
+    """Return the processes of stages that these processes keep now, by the stages' numbers."""
+    wanted, stages = set(parents), {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            if parent in wanted and b"drumline.serve.stage" in words:
+                stages[int(json.loads(words[words.index(b"drumline.serve.stage") + 1])["number"])] = int(path.name)
+    return stages

@@ -168,6 +168,16 @@ def test_a_graph_that_onnx_runtime_cannot_compute_is_refused(tmp_path: Path) -> 
         export(Subject("m", model, example, {"length": 8}), tmp_path / "out", num_stages=1)
 
 
+def test_a_model_that_fails_for_one_row_is_refused(tmp_path: Path) -> None:
+    """Without running statistics a normalisation takes the mean of its batch, of which one row has none."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False))
+    subject = Subject("m", model, _resizing({"input": torch.randn(4, 4)}), {})
+    with refused(
+        ModelError, r"the model itself fails for inputs of shape input \[1, 4\]", expected="any number of rows"
+    ):
+        export(subject, tmp_path / "out", num_stages=1)
+
+
 def test_the_check_runs_each_dimension_at_its_largest_and_says_what_it_did_not_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,12 +20,12 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from drumline.core.errors import LaunchError, RecordError, UsageError
 from drumline.core.measured.run import read_run
 from drumline.serve.wire.frames import EXPORT
-from drumline.serve.wire.links import Tls, check_exposed, free_port
+from drumline.serve.wire.links import PLAIN, Tls, check_exposed, connect
+from drumline.serve.wire.loops import run_to_end
 from drumline.serve.wire.manifest import read_manifest
 from drumline.serve.wire.protocol import SERVICE, InferResponse, stub
 from drumline.serve.wire.tensors import Array, read_outputs
@@ -125,6 +127,26 @@ def test_too_many_requests_are_refused_and_the_rest_answered(slow_folder: Path) 
         with channel_to(running.address) as channel:
             _check_deadline(channel)
             _check_gone(channel)
+
+
+def test_more_requests_than_grpc_takes_are_refused_and_none_cancelled(served_folder: Path) -> None:
+    """A stage that stands still lets thousands gather in front of the port."""
+
+    async def ask(address: str, go_on: Callable[[], None]) -> list[grpc.StatusCode]:
+        async with connect(address, PLAIN, 2**20) as channel:
+            infer = channel.unary_unary(f"/{SERVICE}/ModelInfer")
+            body = request_of({"x": rows_of(1)}).SerializeToString()
+            calls = [infer(body, timeout=120) for _ in range(4000)]
+            refusing = [asyncio.ensure_future(call.code()) for call in calls]
+            await asyncio.wait(refusing, return_when=asyncio.FIRST_COMPLETED)
+            go_on()
+            return await asyncio.gather(*refusing)
+
+    with serving(served_folder, max_requests=2, hang=0) as running:
+        process = running.processes[0]
+        os.kill(process, signal.SIGSTOP)
+        codes = run_to_end(ask(running.address, partial(os.kill, process, signal.SIGCONT)))
+        assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
 def _check_deadline(channel: Any) -> None:
@@ -251,34 +273,3 @@ def test_damaged_files_and_ports_in_use_are_refused_before_anything_is_served(
     (folder / "manifest.json").write_text('{"format": "drumline-serving", "version": 99}')
     with refused(RecordError, "version is 99"), serving(folder):
         pass
-
-
-def test_stages_started_one_by_one_serve_over_mutual_tls(served_folder: Path, tmp_path: Path) -> None:
-    """As on several hosts: each stage by its own command, the front with their addresses."""
-    ours = Authority(tmp_path, "ours")
-    certificate, key = ours.sign("node")
-    tls = ["--tls-cert", certificate, "--tls-key", key, "--tls-ca", ours.path]
-    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    command = [sys.executable, "-m", "drumline", "serve", str(served_folder)]
-    stages = [
-        [*command, "--stage", "0", "--listen", addresses[0], "--next", addresses[1], *tls],
-        [*command, "--stage", "1", "--listen", addresses[1], *tls],
-    ]
-    started = [subprocess.Popen(stage, stdout=subprocess.DEVNULL) for stage in stages]
-    try:
-        with serving(served_folder, hosts=tuple(addresses), tls=Tls(certificate, key, ours.path)) as running:
-            x = rows_of(5)
-            with grpc.secure_channel(running.address, Tls(certificate, key, ours.path).channel()) as channel:
-                np.testing.assert_allclose(inferred(channel, {"x": x})["y"], expected(x), atol=1e-6)
-        for address in addresses:  # as whoever restarts a stage on another host asks it
-            with grpc.secure_channel(address, Tls(certificate, key, ours.path).channel()) as channel:
-                told = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
-                assert told.status == health_pb2.HealthCheckResponse.SERVING
-        swapped = serving(served_folder, hosts=tuple(reversed(addresses)), tls=Tls(certificate, key, ours.path))
-        with refused(LaunchError, r"is stage \d of 2 of tanh,", expected=r"stage \d of 2 of tanh"), swapped:
-            pass
-    finally:
-        for popen in started:
-            popen.terminate()
-        codes = [popen.wait(30) for popen in started]
-    assert codes == [0, 0]

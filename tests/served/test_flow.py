@@ -15,16 +15,17 @@ import grpc
 import numpy as np
 import pytest
 
-from drumline.serve.front.hang import HangWatch
-from drumline.serve.front.logs import EventLog
+from drumline.serve.front.answer_sizes import AnswerSizes
 from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.pipe import Pipe, Rules
 from drumline.serve.front.queue import Queue
 from drumline.serve.front.service import FrontService
 from drumline.serve.front.tickets import Ticket
 from drumline.serve.front.tuner import Tuner
+from drumline.serve.logs import EventLog
 from drumline.serve.session import Session
 from drumline.serve.stage_calls import StageService
+from drumline.serve.stages.hang import HangWatch
 from drumline.serve.wire.flow import CallStream
 from drumline.serve.wire.flows import Answering, Flows, Home
 from drumline.serve.wire.frames import EXPORT, SERVICE, Answer, Failed, Frame, FrameKind, Lost
@@ -291,6 +292,7 @@ class Carried:
         self.calls: list[Any] = []
         self.asked: list[tuple[str, int]] = []  # of which microbatches, and which stages
         self.why = str(rules.pop("why", ""))
+        self.refusal = rules.pop("refusal", Code.INVALID_ARGUMENT)
         self._answers = list(answers)
         self.queue = Queue(max_requests=99, max_bytes=10**9)
         tuner = Tuner(2, 0.05, 64, rules.pop("rows", 0), rules.pop("window", 0))
@@ -302,7 +304,7 @@ class Carried:
     async def _is_back(self, seconds: float) -> bool:
         return True
 
-    async def _struck(self, name: str, stage: int, seconds: float) -> str:
+    async def _struck(self, name: str, stage: int, *, seconds: float, asked: float) -> str:
         self.asked.append((name.partition("-")[2], stage))
         return self.why
 
@@ -328,7 +330,7 @@ class Carried:
         if self.holds:
             return made
         if np.isnan(x).any():
-            error = Failed(Code.INVALID_ARGUMENT, "stage 0: cannot compute")
+            error = Failed(self.refusal, "stage 0: cannot compute")
         if error is not None:
             made.set_exception(error)
         else:
@@ -471,14 +473,15 @@ def test_a_ledger_knows_what_is_computed_and_whether_anybody_waits_for_it(served
     run_to_end(run())
 
 
-def test_a_request_that_cannot_be_computed_fails_alone() -> None:
+@pytest.mark.parametrize("refusal", [Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED])
+def test_a_request_that_cannot_be_computed_fails_alone(refusal: grpc.StatusCode) -> None:
     async def run() -> None:
-        carried = Carried(rows=8)
+        carried = Carried(rows=8, refusal=refusal)
         bad = np.full((1, 8), np.nan, np.float32)
         tickets = [carried.send(x) for x in (rows_of(2, 1), bad, rows_of(3, 2))]
         carried.pipe.poke()
         np.testing.assert_array_equal((await tickets[0].answer)["y"], 2 * rows_of(2, 1))
-        assert (await failure(tickets[1].answer))[0] is Code.INVALID_ARGUMENT
+        assert (await failure(tickets[1].answer))[0] is refusal
         np.testing.assert_array_equal((await tickets[2].answer)["y"], 2 * rows_of(3, 2))
         assert [len(x) for x in carried.calls] == [6, 2, 1, 3]
 
@@ -488,8 +491,10 @@ def test_a_request_that_cannot_be_computed_fails_alone() -> None:
 def test_a_service_that_stops_takes_no_more_requests(served_folder: Path) -> None:
     async def run() -> None:
         carried: Any = Carried()
+        manifest = read_manifest(served_folder)
+        sizes = AnswerSizes(manifest, LIMIT)
         front = FrontService(
-            read_manifest(served_folder), carried.pipe, carried, carried.metrics, EventLog(), max_rows=9, timeout=60.0
+            manifest, carried.pipe, carried, carried.metrics, EventLog(), sizes=sizes, max_rows=9, timeout=60.0
         )
         front.is_draining = True
         assert await failure(front._infer(request_of({"x": rows_of(1)}), None, "r")) == (

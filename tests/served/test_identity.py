@@ -20,8 +20,8 @@ from onnx import external_data_helper
 from test_flow import EXPORTED, LIMIT, Code, failure, until
 
 from drumline.core.errors import LaunchError, RecordError, UsageError
-from drumline.serve.front.home import Home
 from drumline.serve.stage import run_stage
+from drumline.serve.stages.home import Home
 from drumline.serve.wire import graph_files
 from drumline.serve.wire.files import check_files, digest_of, hold
 from drumline.serve.wire.flow import CallStream
@@ -263,6 +263,6 @@ def test_files_that_change_while_they_are_copied_are_not_served(
         _overwritten(other, source)
         return hold(source, manifest, copy)
 
-    monkeypatch.setattr("drumline.serve.front.home.hold", late)
+    monkeypatch.setattr("drumline.serve.stages.home.hold", late)
     with refused(LaunchError, r"stage \d ended with code 2 before it was ready"), serving(folder):
         pass

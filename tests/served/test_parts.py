@@ -21,7 +21,6 @@ from drumline.core.timeline.idle import Cause
 from drumline.report.run.page import run_page
 from drumline.report.run.report import report_of
 from drumline.serve.export.onnx_graph import BoundaryValue, Graph
-from drumline.serve.front.hang import HangWatch
 from drumline.serve.front.lifecycle import ServiceSettings, serve
 from drumline.serve.front.queue import Queue
 from drumline.serve.front.record import LoadRecord, check_record
@@ -30,6 +29,7 @@ from drumline.serve.front.tuner import Tuner
 from drumline.serve.ledger import LedgerState
 from drumline.serve.load.generator import Demand, Loader
 from drumline.serve.session import open_session
+from drumline.serve.stages.hang import HangWatch
 from drumline.serve.wire.files import check_files
 from drumline.serve.wire.frames import Failed
 from drumline.serve.wire.loops import run_to_end
@@ -58,7 +58,7 @@ def test_rows_of_many_requests_travel_together_and_come_back_to_their_own() -> N
     while (microbatch := queue.take(tickets[0].signature, 3)) is not None:
         taken.append(microbatch)
     assert [sent.rows for sent in taken] == [3, 3, 3, 1]
-    assert len(queue) == queue.bytes == 0
+    assert len(queue) == 0
     for microbatch in reversed(taken):  # in whatever order answers come
         microbatch.put({"y": microbatch.inputs()["x"] * 2})
     for item in tickets:
@@ -70,17 +70,25 @@ def test_a_queue_admits_no_more_requests_or_bytes_than_it_may() -> None:
     loop = asyncio.new_event_loop()
     queue = Queue(max_requests=2, max_bytes=300)
     queue.admit(ticket(4, loop))
-    with pytest.raises(Failed, match="RESOURCE_EXHAUSTED: requests of 128 bytes wait already, 300 are allowed"):
+    with pytest.raises(
+        Failed, match="RESOURCE_EXHAUSTED: requests and answers have 128 bytes already, 300 are allowed"
+    ):
         queue.admit(ticket(8, loop))
     second = ticket(4, loop)
     queue.admit(second)
     with pytest.raises(Failed, match="RESOURCE_EXHAUSTED: 2 requests wait already"):
         queue.admit(ticket(1, loop))
+    with pytest.raises(Failed, match="it has 320 bytes with its answer, 300 are allowed; send fewer rows"):
+        Queue(max_requests=2, max_bytes=300).admit(ticket(10, loop))
     queue.drop(second)
-    queue.admit(ticket(1, loop))
+    third = ticket(1, loop)
+    queue.admit(third)
     assert len(queue) == 2
     queue.clear(lambda: Failed(grpc.StatusCode.UNAVAILABLE, "over"))
-    assert len(queue) == queue.bytes == 0
+    assert (len(queue), queue.bytes) == (0, 288)
+    for item in (second, third, third):
+        queue.release(item)
+    assert queue.bytes == 128
     loop.close()
 
 

@@ -13,7 +13,7 @@ import tritonclient.grpc as triton
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from drumline.serve.wire.protocol import SERVICE, InferRequest, message, stub
+from drumline.serve.wire.protocol import CALLS, SERVICE, InferRequest, message, path_of, stub
 from drumline.serve.wire.tensors import read_outputs
 from served.services import (
     WIDTH,
@@ -176,3 +176,39 @@ def test_serving_imports_no_torch() -> None:
     modules = "drumline.serve.front.lifecycle, drumline.serve.stage, drumline.serve.load.generator, drumline.cli.serve"
     code = f"import sys, {modules}; assert not {{'torch', 'onnx'}} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+
+
+def test_a_message_that_is_no_request_is_an_invalid_argument(running: Running) -> None:
+    with channel_to(running.address) as channel:
+        for call in some(list(CALLS)):
+            code, why = status_of(lambda call=call: channel.unary_unary(path_of(call))(b"\xff\xff\xff", timeout=60))
+            assert (code, why) == (INVALID, f"the message is no {call}Request")
+
+
+def test_reflection_describes_every_service_that_it_lists(running: Running) -> None:
+    asked = reflection_pb2.ServerReflectionRequest
+    with channel_to(running.address) as channel:
+        info = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+        (listed,) = info(iter([asked(list_services="")]), timeout=60)
+        names = [service.name for service in listed.list_services_response.service]
+        assert len(names) == 3
+        told = list(info(iter([asked(file_containing_symbol=name) for name in names]), timeout=60))
+        assert [bool(each.file_descriptor_response.file_descriptor_proto) for each in told] == [True] * 3
+
+
+def test_tritons_timeout_is_honoured(running: Running) -> None:
+    with triton.InferenceServerClient(running.address) as client:
+        x = rows_of(2)
+        given = triton.InferInput("x", x.shape, "FP32").set_data_from_numpy(x)
+        with pytest.raises(triton.InferenceServerException, match="DEADLINE_EXCEEDED") as caught:
+            client.infer("tanh", [given], timeout=1)
+        assert "no answer within 1e-06 seconds" in str(caught.value)
+        np.testing.assert_allclose(
+            client.infer("tanh", [given], timeout=60_000_000).as_numpy("y"), expected(x), atol=1e-6
+        )
+    request = request_of({"x": rows_of(2)})
+    request.parameters["timeout"].string_param = "soon"
+    with channel_to(running.address) as channel:
+        code, why = status_of(lambda: stub(channel, "ModelInfer")(request, timeout=60))
+    assert code is INVALID
+    assert "expected microseconds, 1 or more" in why

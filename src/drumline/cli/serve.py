@@ -100,13 +100,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_stage(args: argparse.Namespace, tls: Any) -> int:
-    from drumline.serve.stage import run_stage
+    from drumline.serve.stages.host import host_stage
     from drumline.serve.wire.loops import run_to_end
 
     if args.pin:
         raise UsageError("--pin with --stage", fix="choose its cores yourself: taskset --cpu-list 0 drumline serve ...")
     run_to_end(
-        run_stage(
+        host_stage(
             args.dir,
             args.stage,
             args.listen,
@@ -115,6 +115,7 @@ def _run_stage(args: argparse.Namespace, tls: Any) -> int:
             threads=args.threads,
             limit=(args.window or 0) + 16,
             max_bytes=int(args.max_message),
+            hang=args.hang,
         )
     )
     return 0

@@ -15,6 +15,7 @@ from drumline.serve.wire.manifest import ANY_SIZE, BATCH, Manifest, Tensor
 from drumline.serve.wire.tensors import DATATYPES, Array, Arrays
 
 _FATAL = 4  # ONNX Runtime raises its errors, and need not print them among the lines of our log
+_NO_MEMORY = ("bad_alloc", "bad allocation", "Failed to allocate memory")  # how ONNX Runtime says it
 _WARM_LENGTH = 8  # of dimensions other than rows, where the graph is warmed up
 
 
@@ -71,11 +72,17 @@ class Running:
         self._options.log_severity_level = _FATAL
 
     def __call__(self) -> Arrays:
-        """Run, and return the outputs by name; ValueError says what ONNX Runtime could not compute."""
+        """Run, and return the outputs by name; ValueError says what ONNX Runtime could not compute.
+
+        MemoryError says that it got no memory for it.
+        """
         try:
             outputs = self._session.run(self._outputs, dict(self._arrays), self._options)
         except Exception as error:  # ONNX Runtime has a class for each of its codes, without one for all
-            raise ValueError(f"cannot compute this input: {(str(error).splitlines() or ['?'])[0][:300]}") from error
+            why = (str(error).splitlines() or ["?"])[0][:300]
+            if any(text in why for text in _NO_MEMORY):
+                raise MemoryError(f"no memory to compute this input: {why}") from error
+            raise ValueError(f"cannot compute this input: {why}") from error
         return dict(zip(self._outputs, outputs, strict=True))
 
     def stop(self) -> None:

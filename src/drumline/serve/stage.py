@@ -23,7 +23,7 @@ from drumline.core.errors import DrumlineError, RecordError, UsageError
 from drumline.serve.cores import stay_on
 from drumline.serve.ledger import Ledger
 from drumline.serve.session import Session
-from drumline.serve.stage_calls import StageService
+from drumline.serve.stage_calls import StagePast, StageService
 from drumline.serve.wire.flow import CallStream
 from drumline.serve.wire.flows import Flows
 from drumline.serve.wire.links import PLAIN, Tls, connect, listen, options
@@ -46,13 +46,14 @@ async def run_stage(
     max_bytes: int,
     ledger: Ledger | None = None,
     export: str = "",
+    past: StagePast | None = None,
 ) -> None:
     """Serve a stage until told to stop; prints `ready` once it can compute.
 
     `export` is the digest that the manifest must have.
     """
     manifest = read_manifest(folder)
-    _check_place(number, len(manifest.stages), following)
+    check_place(number, len(manifest.stages), following)
     if export and manifest.digest != export:
         raise RecordError(f"{folder} is another export, {manifest.digest[:12]}", expected=export[:12])
     session = Session(folder, manifest, number, threads=threads)
@@ -60,9 +61,9 @@ async def run_stage(
     server = grpc.aio.server(options=options(max_bytes), maximum_concurrent_rpcs=4 * limit)
     channel = connect(following, tls, max_bytes) if following else None
     behind = None if channel is None else _following(channel, manifest, number + 1, max_bytes)
-    service = StageService(manifest, number, session, following=behind, limit=limit, ledger=ledger)
+    service = StageService(manifest, number, session, following=behind, limit=limit, ledger=ledger, past=past)
     flows = Flows(service.answer, export=manifest.handshake(number), max_bytes=max_bytes)
-    server.add_generic_rpc_handlers((service.handlers(), flows.handlers()))
+    server.add_generic_rpc_handlers((*service.handlers(), flows.handlers()))
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     listen(server, address, tls)
@@ -96,10 +97,10 @@ async def _beat(service: StageService) -> None:
         await asyncio.sleep(_BEAT)
 
 
-def _check_place(number: int, count: int, following: str) -> None:
+def check_place(number: int, count: int, following: str) -> None:
     """Refuse a stage that there is none of, and one without the address of the stage behind it.
 
-    >>> _check_place(0, 2, "")
+    >>> check_place(0, 2, "")
     Traceback (most recent call last):
     drumline.core.errors.UsageError: stage 0 of 2 has no next stage; add --next HOST:PORT, the address of stage 1
     """
@@ -128,8 +129,9 @@ def main(text: str) -> int:
     threading.Thread(target=_end_with_parent, args=(arguments.pop("home"),), daemon=True).start()
     np.seterr(all="ignore")
     folder, ledger = Path(arguments.pop("folder")), Ledger(Path(arguments.pop("ledger")))
+    past, tls = StagePast(**arguments.pop("past")), Tls(**arguments.pop("tls", {}))
     try:
-        asyncio.run(run_stage(folder, ledger=ledger, **arguments))
+        asyncio.run(run_stage(folder, ledger=ledger, past=past, tls=tls, **arguments))
     except DrumlineError as error:
         print(f"stage {arguments['number']}: {error}", file=sys.stderr, flush=True)
         return 2

@@ -12,10 +12,12 @@ a stream (`wire.flow`); `ModelInfer` answers a client that calls a stage by hand
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -25,7 +27,8 @@ from drumline.serve.ledger import Ledger
 from drumline.serve.session import Running, Session
 from drumline.serve.wire.flow import CallStream
 from drumline.serve.wire.flows import Home, check_export
-from drumline.serve.wire.frames import Answer, Failed
+from drumline.serve.wire.frames import SERVICE as STAGE_SERVICE
+from drumline.serve.wire.frames import STRUCK, Answer, Failed
 from drumline.serve.wire.manifest import Manifest
 from drumline.serve.wire.protocol import SERVICE, InferRequest, InferResponse, handler, message
 from drumline.serve.wire.stage_times import StageTimes
@@ -34,6 +37,24 @@ from drumline.serve.wire.tensors import Refused, put_inputs, put_outputs, read_i
 ALONE = "drumline-alone"  # metadata of a call that the stage answers itself, without the stages behind it
 _LONGEST = 3600.0  # seconds for a call by hand without a deadline
 _Code = grpc.StatusCode
+
+
+@dataclass(frozen=True, slots=True)
+class StagePast:
+    """What a keeper tells a stage that it starts: since when it keeps it, and how it ended before, at work on what."""
+
+    since: float = field(default_factory=time.monotonic)
+    restarts: int = 0
+    struck: Sequence[tuple[str, str]] = ()
+
+    def state_of(self, name: str, ledger: Ledger) -> dict[str, Any]:
+        """Return what became of a microbatch here.
+
+        >>> StagePast(struck=[("a", "it ended")]).state_of("a", Ledger())["how"]
+        'it ended'
+        """
+        at_work = name in ledger.read().names
+        return {"seconds": time.monotonic() - self.since, "at_work": at_work, "how": dict(self.struck).get(name, "")}
 
 
 class StageService:
@@ -48,8 +69,10 @@ class StageService:
         following: CallStream | None = None,
         limit: int,
         ledger: Ledger | None = None,
+        past: StagePast | None = None,
     ) -> None:
         self.number, self.limit = number, limit
+        self._past = past or StagePast()
         self.ledger = ledger or Ledger()
         self._manifest, self._mine = manifest, manifest.stages[number]
         self._session, self._next = session, following
@@ -68,12 +91,14 @@ class StageService:
         """Return the processor time of computations in nanoseconds; where that is unknown, of the whole process."""
         return time.process_time_ns() if self._clock is None else time.clock_gettime_ns(self._clock)
 
-    def handlers(self) -> Any:
+    def handlers(self) -> list[Any]:
         """Return the unary calls as gRPC wants them; requests and answers are bytes already."""
         named = {"ServerReady": self.ready, "ServerMetadata": self.metadata}
         calls = {call: handler(call, answer) for call, answer in named.items()}
         calls["ModelInfer"] = grpc.unary_unary_rpc_method_handler(self.infer)
-        return grpc.method_handlers_generic_handler(SERVICE, calls)
+        struck = {STRUCK: grpc.unary_unary_rpc_method_handler(self.struck)}
+        services = {SERVICE: calls, STAGE_SERVICE: struck}
+        return [grpc.method_handlers_generic_handler(service, made) for service, made in services.items()]
 
     async def ready(self, request: Any, context: Any) -> Any:
         """Say that the stage has loaded its graph."""
@@ -81,7 +106,13 @@ class StageService:
 
     async def metadata(self, request: Any, context: Any) -> Any:
         """Say which stage of which export this is."""
-        return message("ServerMetadataResponse")(name=self._manifest.identity(self.number))
+        identity, restarts = self._manifest.identity(self.number), str(self._past.restarts)
+        return message("ServerMetadataResponse")(name=identity, version=restarts)
+
+    async def struck(self, body: bytes, context: Any) -> bytes:
+        """Say whether this stage is at work on a microbatch, or was when it ended."""
+        await check_export(context, self._manifest.handshake(self.number))
+        return json.dumps(self._past.state_of(body.decode(errors="replace"), self.ledger)).encode()
 
     async def infer(self, body: bytes, context: Any) -> bytes:
         """Answer a client that calls this stage by hand; it names the export, as others do."""
@@ -152,6 +183,8 @@ class StageService:
                 arrays_made = await self._computed(arrays, request.id)
             except ValueError as error:
                 raise self._failed(_Code.INVALID_ARGUMENT, str(error)) from None
+            except MemoryError as error:
+                raise self._failed(_Code.RESOURCE_EXHAUSTED, str(error) or "no memory") from None
             end = time.monotonic_ns()
         if left is not None:
             left()

@@ -25,7 +25,7 @@ from drumline.serve.export.decisions import deciding_session
 from drumline.serve.export.guards import LENGTH, MOST_ROWS
 from drumline.serve.export.onnx_chain import Example
 from drumline.serve.export.variations import Inputs, variations
-from drumline.serve.export.whole import OrderedModel
+from drumline.serve.export.whole import OrderedModel, model_failed
 from drumline.serve.session import open_session
 from drumline.serve.wire.manifest import BATCH, Dimensions, ManifestStage, Sizes
 from drumline.serve.wire.tensors import Array, Arrays
@@ -219,7 +219,10 @@ def plain_variation(subject: Subject, rows: int, length: int, *, seed: int) -> t
             continue
         if all(np.isfinite(array).all() for array in outputs):
             return inputs, outputs
-    return plain, plain_outputs(subject.model, plain)
+    try:
+        return plain, plain_outputs(subject.model, plain)
+    except Exception as error:  # whatever the model raises for this size
+        raise model_failed(plain, error) from error
 
 
 def largest_difference(actual: Sequence[Array], wanted: Sequence[Array]) -> float:

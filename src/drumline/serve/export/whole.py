@@ -156,12 +156,17 @@ def run_once(module: OrderedModel, example: Inputs) -> Any:
         with torch.no_grad():
             return module.plain(*example.values())
     except Exception as error:  # whatever the model raises
-        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in example.items())
-        raise ModelError(
-            f"the model itself fails for inputs of shape {shapes}: {_first_line(error)}",
-            expected="a model that takes any number of rows, and tokens of any length up to --length",
-            fix="pass a shorter --length if the model has fewer positions",
-        ) from error
+        raise model_failed(example, error) from error
+
+
+def model_failed(example: Inputs, error: Exception) -> ModelError:
+    """Return the error that says for which shapes PyTorch itself fails."""
+    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in example.items())
+    return ModelError(
+        f"the model itself fails for inputs of shape {shapes}: {_first_line(error)}",
+        expected="a model that takes any number of rows, and tokens of any length up to --length",
+        fix="pass a shorter --length if the model has fewer positions",
+    )
 
 
 def _first_line(error: Exception) -> str:

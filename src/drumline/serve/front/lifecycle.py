@@ -7,31 +7,35 @@ import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf import descriptor_pool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from drumline.core.errors import UsageError, counted
 from drumline.serve.cores import own_cores, shares, stay_on
-from drumline.serve.front.hang import SHORTEST_HANG
-from drumline.serve.front.logs import EventLog
+from drumline.serve.front.answer_sizes import AnswerSizes
 from drumline.serve.front.metrics import Metrics
+from drumline.serve.front.metrics_port import MetricsPort
 from drumline.serve.front.pipe import Pipe, Rules
 from drumline.serve.front.queue import Queue
 from drumline.serve.front.record import LoadRecord, check_record
-from drumline.serve.front.remote import RemoteStages
 from drumline.serve.front.service import FrontService
-from drumline.serve.front.supervisor import LocalStages, ServedStages
 from drumline.serve.front.tuner import Tuner
+from drumline.serve.logs import EventLog
 from drumline.serve.stage import MAX_BYTES
+from drumline.serve.stages.hang import SHORTEST_HANG
+from drumline.serve.stages.remote import RemoteStages
+from drumline.serve.stages.supervisor import LocalStages, ServedStages
 from drumline.serve.wire.flow import CallStream
 from drumline.serve.wire.frames import Failed
 from drumline.serve.wire.links import PLAIN, Tls, connect, listen, options, parts_of
 from drumline.serve.wire.manifest import ANY_SIZE, BATCH, Manifest, read_manifest
-from drumline.serve.wire.protocol import POOL, SERVICE
+from drumline.serve.wire.protocol import PROTOCOL_FILES, SERVICE
 
 _SPARE_CALLS = 64  # beside requests: state and metadata
 
@@ -107,6 +111,8 @@ async def serve(
     log = EventLog(requests=settings.log_requests)
     metrics = Metrics(len(manifest.stages))
     async with AsyncExitStack() as kept_stack:
+        kept_stack.callback(log.close)
+        asyncio.get_running_loop().set_exception_handler(partial(_unexpected, log))
         stages = _stages(settings, manifest, log, metrics)
         kept_stack.push_async_callback(stages.stop)
         _on_signals(stopped)
@@ -120,9 +126,25 @@ async def serve(
         if record is not None:
             kept_stack.callback(record.close)
         flow = CallStream(channel, stage=0, export=manifest.handshake(0), max_bytes=settings.max_bytes)
-        pipe = _pipe(settings, manifest, flow, stages, metrics, record)
+        sizes = AnswerSizes(manifest, settings.max_bytes)
+        pipe = _pipe(settings, manifest, flow, stages, metrics, record, sizes)
         kept_stack.push_async_callback(pipe.close)
-        await _front(settings, manifest, pipe, stages, metrics, log, stopped, notify, kept_stack)
+        service = FrontService(
+            manifest,
+            pipe,
+            stages,
+            metrics,
+            log,
+            sizes=sizes,
+            max_rows=settings.rules.max_batch * 64,
+            timeout=settings.timeout,
+        )
+        await _front(settings, manifest, service, pipe, metrics, log, stopped, notify, kept_stack)
+
+
+def _unexpected(log: EventLog, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what nobody caught. The event loop's own way would write to stderr, and wait for whoever reads it."""
+    log("unexpected", level="error", why=f"{context.get('message')}: {context.get('exception')!r}"[:2000])
 
 
 def _record(settings: ServiceSettings, manifest: Manifest, log: EventLog) -> LoadRecord | None:
@@ -136,9 +158,11 @@ def _record(settings: ServiceSettings, manifest: Manifest, log: EventLog) -> Loa
 
 
 def _stages(settings: ServiceSettings, manifest: Manifest, log: EventLog, metrics: Metrics) -> ServedStages:
+    def restarted(number: int) -> None:
+        metrics.restarts.labels(str(number)).inc()
+
     if settings.hosts:
-        identities = [manifest.identity(number) for number in range(len(manifest.stages))]
-        return RemoteStages(settings.hosts, identities, tls=settings.tls, log=log)
+        return RemoteStages(settings.hosts, manifest, tls=settings.tls, log=log, restarted=restarted)
     cores: list[list[int]] = []
     if settings.pin:
         *cores, left = shares(own_cores(), len(manifest.stages), settings.threads)
@@ -152,7 +176,7 @@ def _stages(settings: ServiceSettings, manifest: Manifest, log: EventLog, metric
         limit=limit,
         max_bytes=settings.max_bytes,
         log=log,
-        metrics=metrics,
+        restarted=restarted,
         hang=settings.hang,
         cores=cores,
     )
@@ -170,14 +194,15 @@ def _pipe(
     stages: ServedStages,
     metrics: Metrics,
     record: LoadRecord | None,
+    sizes: AnswerSizes,
 ) -> Pipe:
     queue = Queue(max_requests=settings.max_requests, max_bytes=settings.max_queue_bytes)
     fixed = settings.rows or 0, settings.window or 0
-    most = manifest.dimensions.get(BATCH, ANY_SIZE).most or settings.rules.max_batch
-    if settings.rows is not None and settings.rows > most and BATCH in manifest.dimensions:
+    most = manifest.dimensions.get(BATCH, ANY_SIZE).most
+    if most is not None and (settings.rows or 0) > most:
         raise UsageError(f"--microbatch-rows is {settings.rows}", expected=f"at most the {most} rows of the export")
-    rows = min(settings.rules.max_batch, most)
-    tuner = Tuner(len(manifest.stages), settings.budget, rows, *fixed)
+    rows = min(settings.rules.max_batch, most or settings.rules.max_batch)
+    tuner = Tuner(len(manifest.stages), settings.budget, rows, *fixed, sizes.most_rows)
     seen_function = None if record is None else lambda microbatch, times: record.add(times, microbatch.rows)
     return Pipe(
         flow,
@@ -194,8 +219,8 @@ def _pipe(
 async def _front(
     settings: ServiceSettings,
     manifest: Manifest,
+    service: FrontService,
     pipe: Pipe,
-    stages: ServedStages,
     metrics: Metrics,
     log: EventLog,
     stopped: asyncio.Event,
@@ -205,24 +230,22 @@ async def _front(
     """Listen, answer until stopped, then drain."""
     calls = settings.max_requests + settings.rules.max_batch + _SPARE_CALLS
     server = grpc.aio.server(options=options(settings.max_bytes), maximum_concurrent_rpcs=calls)
-    service = FrontService(
-        manifest, pipe, stages, metrics, log, max_rows=settings.rules.max_batch * 64, timeout=settings.timeout
-    )
     server.add_generic_rpc_handlers((service.handlers(),))
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server, pool=POOL)
+    reflection.enable_server_reflection(names, server, pool=_described())
     port = listen(server, settings.listen, settings.tls)
     metrics_port = 0
     if settings.metrics:
-        metrics_port, end = metrics.listen(*parts_of(settings.metrics, flag="--metrics"))
+        host, asked = parts_of(settings.metrics, flag="--metrics")
+        metrics_port, end = await MetricsPort(metrics.registry).listen(host, asked)
         stack.callback(end)
     await server.start()
     watching = asyncio.create_task(_tell_health(service, healthy))
     stack.callback(watching.cancel)
     log("serving", model=manifest.model, stages=len(manifest.stages), port=port, metrics_port=metrics_port)
-    notify(RunningService(port, metrics_port, stages))
+    notify(RunningService(port, metrics_port, service.stages))
     await stopped.wait()
     service.is_draining = True
     await healthy.enter_graceful_shutdown()
@@ -232,6 +255,14 @@ async def _front(
         pipe.queue.clear(lambda: Failed(grpc.StatusCode.UNAVAILABLE, "the service stopped before this request's turn"))
     await server.stop(1.0)
     log("stopped", drained=whole)
+
+
+def _described() -> Any:
+    """Return the descriptions of all services that reflection lists."""
+    pool = descriptor_pool.DescriptorPool()
+    for file in (*PROTOCOL_FILES, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
+        pool.AddSerializedFile(getattr(file, "serialized_pb", None) or file.SerializeToString())
+    return pool
 
 
 async def _tell_health(service: FrontService, healthy: Any) -> None:

@@ -7,9 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Lock
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from drumline.core.errors import UsageError
 from drumline.serve.wire.stage_times import StageTimes
 
 _NANO = 1e-9
@@ -19,7 +18,7 @@ _SECONDS_BACK = 10.0
 
 
 class Metrics:
-    """The counters of one service; `listen` lets Prometheus fetch them."""
+    """The counters of one service; Prometheus fetches its registry from `MetricsPort`."""
 
     def __init__(self, num_stages: int) -> None:
         self.registry = CollectorRegistry()
@@ -69,21 +68,6 @@ class Metrics:
             compute.observe((stage_times.end - stage_times.start) * _NANO)
             depth.set((stage_times.start - stage_times.arrived) * _NANO)
             self.busy[stage_times.stage].add(stage_times.start, stage_times.end)
-
-    def listen(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
-        """Answer Prometheus on a port; returns the port, and what ends it."""
-        try:
-            server, thread = start_http_server(port, host, registry=self.registry)
-        except OSError as error:
-            what = f"cannot serve metrics on {host}:{port}: {error.strerror or error}"
-            raise UsageError(what, fix="choose another --metrics, or none") from None
-
-        def end() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join(timeout=5)
-
-        return int(server.server_port), end
 
 
 class Busy:

@@ -6,7 +6,8 @@ or its oldest request has waited for `max_wait`.
 
 If a stage is gone, a microbatch waits for it to come back and is sent again, `retries` times: stages keep nothing
 between calls, so that repeating one is safe. The microbatch that it was computing is not sent again, as it may be what
-ended the stage. What a stage cannot compute is sent again request by request, so that only the request at fault fails.
+ended the stage. What a stage cannot compute, or has no memory for, is sent again request by request: only those at
+fault fail.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from drumline.serve.wire.tensors import put_inputs, read_outputs
 _NANO = 1e-9
 _MOST_IN_FIRST = 2  # one computes, one waits
 _LOST = (grpc.StatusCode.UNAVAILABLE,)
+_PERHAPS_ALONE = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
 Seen = Callable[[Microbatch, list[StageTimes]], None]
 
 
@@ -57,7 +59,7 @@ class Pipe:
         *,
         rules: Rules,
         is_back: Callable[[float], Awaitable[bool]],
-        struck: Callable[[str, int, float], Awaitable[str]],
+        struck: Callable[..., Awaitable[str]],
         on_times: Seen | None = None,
     ) -> None:
         self._infer, self.queue, self._tuner, self._metrics = infer, queue, tuner, metrics
@@ -68,6 +70,7 @@ class Pipe:
         self._cut = 0, 0  # how many microbatches it had at first, and how many might be in the pipe
         self._sent: dict[asyncio.Task[None], Microbatch] = {}
         self._in_first = 0
+        self._is_closed = False
         metrics.queued.set_function(lambda: len(queue))
         metrics.queued_bytes.set_function(lambda: queue.bytes)
         metrics.in_pipe.set_function(lambda: self.in_pipe)
@@ -82,12 +85,13 @@ class Pipe:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        wait = self._send_what_may()
+        wait = None if self._is_closed else self._send_what_may()
         if wait is not None:
             self._timer = asyncio.get_running_loop().call_later(wait, self.poke)
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Give up what is under way, and start nothing more."""
+        self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
         for task in self._sent:
@@ -152,7 +156,9 @@ class Pipe:
         if oldest is None:
             self._batch[1].clear()
             return 0
-        signature = self._batch[0] if self._batch[1] else oldest.signature
+        signature = oldest.signature
+        if signature != self._batch[0]:
+            self._batch[1].clear()  # it is the turn of another shape
         window = self._tuner.window(signature)
         if self.in_pipe >= window:
             return 0
@@ -176,7 +182,7 @@ class Pipe:
         try:
             await self._through(microbatch, first)
         except Failed as error:
-            if error.code is grpc.StatusCode.INVALID_ARGUMENT and len(microbatch.slices) > 1:
+            if error.code in _PERHAPS_ALONE and len(microbatch.slices) > 1:
                 first()
                 for part in microbatch.slices:
                     alone = self.queue.alone(part)
@@ -216,7 +222,8 @@ class Pipe:
         """Raise Failed for a microbatch on which a stage was at work when it ended."""
         if isinstance(error, Lost):
             left = microbatch.deadline - time.monotonic()
-            if why := await self._struck(self._name(microbatch), error.stage, left):
+            name, asked = self._name(microbatch), microbatch.asked
+            if why := await self._struck(name, error.stage, seconds=left, asked=asked):
                 raise Failed(error.code, why) from None
 
     def _ask_again(self, microbatch: Microbatch, first: _Once) -> None:

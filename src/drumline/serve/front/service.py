@@ -7,15 +7,17 @@ import time
 import uuid
 from collections.abc import Mapping
 from itertools import count
+from math import inf
 from typing import Any
 
 import grpc
 
-from drumline.serve.front.logs import EventLog
+from drumline.serve.front.answer_sizes import AnswerSizes
 from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.pipe import Pipe
-from drumline.serve.front.supervisor import ServedStages
-from drumline.serve.front.tickets import Ticket
+from drumline.serve.front.tickets import Ticket, signature_of
+from drumline.serve.logs import EventLog
+from drumline.serve.stages.supervisor import ServedStages
 from drumline.serve.wire.frames import Failed
 from drumline.serve.wire.manifest import BATCH, Manifest, Sizes
 from drumline.serve.wire.protocol import CALLS, SERVICE, InferResponse, handler, message
@@ -25,6 +27,19 @@ VERSION = "1"
 _LONGEST_ID = 256
 _NOT_OFFERED = {"classification", SHARED_MEMORY}  # extensions that would change what an output is
 _Code = grpc.StatusCode
+_TIMEOUT = "timeout"  # the parameter by which Triton's clients bound a request, in microseconds
+
+
+def _asked_seconds(request: Any) -> float:
+    """Return how long a request may take by its parameter; without one, as long as it likes."""
+    if _TIMEOUT not in request.parameters:
+        return inf
+    parameter = request.parameters[_TIMEOUT]
+    kind = parameter.WhichOneof("parameter_choice")
+    microseconds = getattr(parameter, kind) if kind in ("int64_param", "uint64_param") else 0
+    if microseconds <= 0:
+        raise Refused(f"the parameter {_TIMEOUT} is {str(parameter).strip()[:80]!r}; expected microseconds, 1 or more")
+    return microseconds * 1e-6
 
 
 class FrontService:
@@ -38,11 +53,12 @@ class FrontService:
         metrics: Metrics,
         log: EventLog,
         *,
+        sizes: AnswerSizes,
         max_rows: int,
         timeout: float,
     ) -> None:
-        self._manifest, self._pipe, self._stages = manifest, pipe, stages
-        self._metrics, self._log = metrics, log
+        self._manifest, self._pipe, self.stages = manifest, pipe, stages
+        self._metrics, self._log, self._sizes = metrics, log, sizes
         self._max_rows, self._timeout = max_rows, timeout
         self._dimensions = {**manifest.dimensions, BATCH: Sizes(1, max_rows)}  # cut into microbatches
         self.is_draining = False
@@ -63,11 +79,11 @@ class FrontService:
     @property
     def is_ready(self) -> bool:
         """Whether requests would be computed now."""
-        return self._stages.are_ready and not self.is_draining
+        return self.stages.are_ready and not self.is_draining
 
     async def live(self, request: Any, context: Any) -> Any:
         """Say whether the front runs, and can look after its stages."""
-        return message("ServerLiveResponse")(live=self._stages.are_watched)
+        return message("ServerLiveResponse")(live=self.stages.are_watched)
 
     async def ready(self, request: Any, context: Any) -> Any:
         """Say whether all stages can compute."""
@@ -117,7 +133,7 @@ class FrontService:
             return await self._infer(request, context, name)
         except Failed as error:
             code, why = error.code.name, error.why
-            if error.code is _Code.DEADLINE_EXCEEDED and (down := self._stages.down):
+            if error.code is _Code.DEADLINE_EXCEEDED and (down := self.stages.down):
                 why = f"{why}; stage {down[0]} does not answer"
         except Refused as error:
             code, why = _Code.INVALID_ARGUMENT.name, str(error)
@@ -146,9 +162,10 @@ class FrontService:
         wanted = self._wanted(request)
         typed = not request.raw_input_contents
         left = context.time_remaining()
-        timeout = self._timeout if left is None else min(left, self._timeout)
+        timeout = min(self._timeout, self._timeout if left is None else left, _asked_seconds(request))
         loop = asyncio.get_running_loop()
-        ticket = Ticket(name, inputs, timeout=timeout, loop=loop)
+        ticket = Ticket(name, inputs, timeout=timeout, loop=loop, answer_bytes=self._answer_bytes(inputs, wanted))
+        context.add_done_callback(lambda context: self._pipe.queue.release(ticket))
         self._pipe.queue.admit(ticket)
         timer = loop.call_later(timeout, ticket.expire)
         self._pipe.poke()
@@ -160,7 +177,19 @@ class FrontService:
         finally:
             timer.cancel()
         self._metrics.waiting.observe(ticket.began - ticket.arrived)
+        self._sizes.came(ticket.signature, ticket.rows, outputs)
         return self._answer(request, ticket, {name: outputs[name] for name in wanted}, typed=typed)
+
+    def _answer_bytes(self, inputs: Arrays, wanted: list[str]) -> int:
+        """Return the bytes that an answer will have in memory; Failed if its message would be too large."""
+        signature, rows = signature_of(inputs), len(next(iter(inputs.values())))
+        self._check_message(self._sizes.predicted(signature, rows, wanted))
+        return self._sizes.predicted(signature, rows, [output.name for output in self._manifest.outputs])
+
+    def _check_message(self, size: int) -> None:
+        if size > self._sizes.max_bytes:
+            why = f"an answer of {size} bytes, {self._sizes.max_bytes} are allowed; send fewer rows"
+            raise Failed(_Code.RESOURCE_EXHAUSTED, why)
 
     def _wanted(self, request: Any) -> list[str]:
         known = [output.name for output in self._manifest.outputs]
@@ -182,4 +211,5 @@ class FrontService:
         for name, value in seconds.items():
             response.parameters[name].int64_param = int(value * 1e9)
         put_outputs(response, outputs, typed=typed)
+        self._check_message(response.ByteSize())
         return response

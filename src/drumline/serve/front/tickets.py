@@ -12,7 +12,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import grpc
@@ -23,7 +22,6 @@ from drumline.serve.wire.stage_times import StageTimes
 from drumline.serve.wire.tensors import Array, Arrays
 
 Signature = tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of inputs, without rows
-_numbers = count()
 
 
 def signature_of(inputs: Arrays) -> Signature:
@@ -38,11 +36,13 @@ def signature_of(inputs: Arrays) -> Signature:
 class Ticket:
     """A request: its rows, how many of them were sent and came back, and the answer to come."""
 
-    def __init__(self, name: str, inputs: Arrays, *, timeout: float, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, name: str, inputs: Arrays, *, timeout: float, loop: asyncio.AbstractEventLoop, answer_bytes: int = 0
+    ) -> None:
         self.name, self.inputs = name, inputs
-        self.number = next(_numbers)
         self.rows = len(next(iter(inputs.values())))
-        self.bytes = sum(array.nbytes for array in inputs.values())
+        self.bytes = sum(array.nbytes for array in inputs.values()) + answer_bytes
+        self.turn = 0  # the queue counts them
         self.signature = signature_of(inputs)
         self.arrived = time.monotonic()
         self.deadline = self.arrived + timeout

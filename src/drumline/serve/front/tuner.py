@@ -15,7 +15,7 @@ microbatches waste least. If nothing waits, the batch is alone in the pipe, and 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 
@@ -25,6 +25,7 @@ _FADE = 0.97  # weight of the past with every new microbatch
 _MOST_SHAPES = 256
 _MARGIN = 0.9  # of the budget: what is left is for messages
 _MOST_CUTS = 64
+_ANY_NUMBER = 2**62
 
 
 @dataclass(slots=True)
@@ -93,6 +94,7 @@ class Tuner:
     max_rows: int
     fixed_rows: int = 0  # so many rows a microbatch, whatever is measured
     fixed_window: int = 0
+    fitting: Callable[[Signature], int] = lambda signature: _ANY_NUMBER  # rows of a shape that fit into a message
     hop: float = 0.0  # seconds that a microbatch spends between stages, per stage
     lines: OrderedDict[Signature, list[RowFit]] = field(default_factory=OrderedDict)
 
@@ -109,12 +111,13 @@ class Tuner:
     def most_rows(self, signature: Signature) -> int:
         """Return the rows of the largest microbatch within the budget, 1 if even that is over it."""
         if self.fixed_rows:
-            return self.fixed_rows
+            return min(self.fixed_rows, self.fitting(signature))
         lines = self.lines.get(signature)
         if not lines:
             return 1  # the first one measures
         seconds = self.budget * _MARGIN / (2 * self.num_stages)
-        return max(1, int(min(self.max_rows, *(line.most_rows(seconds) for line in lines))))
+        most = min(self.max_rows, self.fitting(signature))
+        return max(1, int(min(most, *(line.most_rows(seconds) for line in lines))))
 
     def window(self, signature: Signature) -> int:
         """Return how many microbatches may be in the pipe: 2 a stage, or fewer where those would queue too long."""

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import grpc
 
-SERVICE, FLOW = "drumline.Stage", "Flow"
+SERVICE, FLOW, STRUCK = "drumline.Stage", "Flow", "Struck"
 EXPORT = "drumline-export"  # the metadata that names export and stage
 PAUSE = 0.05  # seconds before a stream that broke is opened again
 _HEAD = struct.Struct("<BQdI")  # kind, number, seconds left or code, bytes of the text

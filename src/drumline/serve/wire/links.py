@@ -22,6 +22,7 @@ from drumline.core.files import MIB, FileKind, read_bytes
 _PEM = FileKind("certificate", UsageError, "a file in PEM format", MIB)
 LOOPBACK = "127.0.0.1"
 _SECURED = "add --tls-cert and --tls-key, or --plain if the network is yours"
+_MANY = 2**31 - 1
 _LONGEST_SOCKET = 100  # bytes of a socket's path; systems allow 103 or a few more
 
 
@@ -90,7 +91,9 @@ def options(max_bytes: int, *, client: bool = False) -> list[tuple[str, int]]:
         again = ("initial", 50), ("min", 50), ("max", 500)
         settings += [(f"grpc.{name}_reconnect_backoff_ms", value) for name, value in again]
         return settings
-    return [*settings, ("grpc.so_reuseport", 0), ("grpc.max_metadata_size", 16384)]
+    # gRPC would cancel calls that wait to be taken; the server itself refuses them, and says why.
+    pending = [(f"grpc.server.max_pending_requests{end}", _MANY) for end in ("", "_hard_limit")]
+    return [*settings, *pending, ("grpc.so_reuseport", 0), ("grpc.max_metadata_size", 16384)]
 
 
 def connect(address: str, tls: Tls, max_bytes: int) -> Any:

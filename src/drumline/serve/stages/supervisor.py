@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import LaunchError
-from drumline.serve.front.home import Home
-from drumline.serve.front.keeper import SECONDS_TO_START, StageKeeper
-from drumline.serve.front.logs import EventLog
-from drumline.serve.front.metrics import Metrics
+from drumline.serve.logs import EventLog
+from drumline.serve.stages.home import Home
+from drumline.serve.stages.keeper import SECONDS_TO_START, StageKeeper
 from drumline.serve.wire.links import LOOPBACK, free_port, local_links
 from drumline.serve.wire.manifest import Manifest
 
@@ -53,10 +53,10 @@ class ServedStages:
                     await event.wait()
         return self.are_ready
 
-    async def struck(self, name: str, stage: int, seconds: float) -> str:
+    async def struck(self, name: str, stage: int, *, seconds: float, asked: float) -> str:
         """Return why a microbatch that a stage lost must not be sent again, or an empty text.
 
-        Waits at most so long while a stage is still at work on it.
+        It was sent at the moment `asked`. Waits at most so long while a stage is still at work on it.
         """
         raise NotImplementedError
 
@@ -84,7 +84,7 @@ class LocalStages(ServedStages):
         limit: int,
         max_bytes: int,
         log: EventLog,
-        metrics: Metrics,
+        restarted: Callable[[int], None],
         hang: float = 0.0,
         cores: Sequence[Sequence[int]] = (),
     ) -> None:
@@ -105,7 +105,7 @@ class LocalStages(ServedStages):
                 self._home.path,
                 log=log,
                 hang=hang,
-                restarted=metrics.restarts.labels(str(number)).inc,
+                restarted=partial(restarted, number),
             )
             for number in range(count)
         ]
@@ -135,7 +135,7 @@ class LocalStages(ServedStages):
                 f"the stages were not ready within {SECONDS_TO_START:g} seconds"
             )
 
-    async def struck(self, name: str, stage: int, seconds: float) -> str:
+    async def struck(self, name: str, stage: int, *, seconds: float, asked: float) -> str:
         """Return how a stage ended at work on a microbatch, or an empty text."""
         end = time.monotonic() + seconds
         noticed = min(end, time.monotonic() + _SECONDS_TO_NOTICE)

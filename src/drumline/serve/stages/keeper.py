@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import LaunchError
-from drumline.serve.front.hang import HangWatch
-from drumline.serve.front.logs import EventLog
 from drumline.serve.ledger import Ledger
+from drumline.serve.logs import EventLog
+from drumline.serve.stages.hang import HangWatch
 
 SECONDS_TO_START = 120.0
 _SECONDS_TO_STOP = 8.0
 _QUICK_END = 5.0  # a stage that ends sooner than this after its start waits before the next one
 _LONGEST_PAUSE = 2.0
 _MOST_STRUCK = 1000  # microbatches to remember
+_MOST_TOLD = 200  # of them, to a stage that is started again
 _MOST_FAILED_STARTS = 5  # in a row; from then on the service is not alive
 
 
@@ -49,7 +50,8 @@ class StageKeeper:
         self._arguments, self._home = arguments, home
         self._log, self._hang, self._restarted = log, hang, restarted
         self._ledger: Ledger | None = None
-        self._failed_starts = 0
+        self._failed_starts = self._restarts = 0
+        self._since = time.monotonic()
         self._has_run = self._stopping = False
 
     @property
@@ -81,7 +83,8 @@ class StageKeeper:
     async def _started(self) -> Any:
         path = self._home / f"ledger{self.number}"
         self._ledger = Ledger.create(path)
-        arguments = {**self._arguments, "ledger": str(path), "home": str(self._home)}
+        past = {"since": self._since, "restarts": self._restarts, "struck": list(self.struck)[-_MOST_TOLD:]}
+        arguments = {**self._arguments, "ledger": str(path), "home": str(self._home), "past": past}
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "drumline.serve.stage", json.dumps(arguments),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
@@ -112,6 +115,7 @@ class StageKeeper:
             )
         self._failed_starts = 0 if was_ready else self._failed_starts + 1
         self._log("stage ended", level="error", stage=self.number, code=code)
+        self._restarts += 1
         self._restarted()
 
     async def _hangs(self, process: Any, ledger: Ledger) -> str:
