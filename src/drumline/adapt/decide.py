@@ -249,10 +249,10 @@ class Decider:
         """Return another cut that pays; soon after a change, only the one before it."""
         if self._recut is None:
             return None
-        found = self._recut.proposed(
+        move = self._recut.proposed(
             step, self.now, self._recent, has_changed=self._has_changed, only_back=self._rest > 0
         )
-        return found[0] if found is not None and self._admits(*found) else None
+        return move[0] if move is not None and self._admits(*move) else None
 
     def _number(self, step: int) -> Proposal | None:
         """Return another number of microbatches that pays, or that is worth a try."""

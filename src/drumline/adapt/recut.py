@@ -62,21 +62,21 @@ class Recut:
             return None
         self._steps = list(last)
         only = self._home if only_back else ()
-        found = self._watch.look(now.counts, self._chosen, pause=self._pause, has_changed=has_changed, only=only)
-        if found is None:
+        better = self._watch.look(now.counts, self._chosen, pause=self._pause, has_changed=has_changed, only=only)
+        if better is None:
             return None
         simulated = self._watch.seconds(now.counts, len(self._steps)).tolist()
-        scale = median(seen.makespan / each for seen, each in zip(self._steps, simulated, strict=True))
-        layers = self._on(found.slowness)
-        before, then = (scale * layers.seconds(counts) for counts in (now.counts, found.counts))
-        proposal = Proposal(step, CUT, found.why, now, replace(now, counts=found.counts), before, then, scale=scale)
-        return proposal, self.count - found.verdict.age
+        scale = median(measured.makespan / each for measured, each in zip(self._steps, simulated, strict=True))
+        layers = self._on(better.slowness)
+        before, then = (scale * layers.seconds(counts) for counts in (now.counts, better.counts))
+        proposal = Proposal(step, CUT, better.why, now, replace(now, counts=better.counts), before, then, scale=scale)
+        return proposal, self.count - better.verdict.age
 
     def _pause(self, counts: Counts) -> float:
         """Return the share of a step that a move to a cut takes: as long as the last one, and more for more bytes."""
         seconds, num_bytes = self._paused
         more = max(self._layers.moved_bytes(self._now, counts) - num_bytes, 0)
-        return (seconds + more / _BYTES_PER_SECOND) / median(seen.makespan for seen in self._steps)
+        return (seconds + more / _BYTES_PER_SECOND) / median(measured.makespan for measured in self._steps)
 
     def _on(self, slowness: Sequence[float]) -> Layers:
         """Return the layers on ranks that take so many times as long as when layers were timed."""

@@ -98,9 +98,9 @@ class Watch:
         for at, window in enumerate(due):
             ahead = ramp if ramp is not None and not at else None
             logs = known if ahead is None else np.concatenate([known[: len(known) - window], ahead])
-            found = self._judged(counts, logs, window, choose, pause, has_changed or ahead is not None, only, ahead)
-            if found is not None:
-                return found
+            better = self._judged(counts, logs, window, choose, pause, has_changed or ahead is not None, only, ahead)
+            if better is not None:
+                return better
             if ahead is None:
                 self._due[window] = self.count + max(window // 3, 1)
         return None
@@ -116,8 +116,8 @@ class Watch:
         only: Counts,
         ahead: Floats | None,
     ) -> BetterCut | None:
-        own = logs[-window:]
-        level = np.exp(middle(own.T) if window == _WINDOWS[0] else own.mean(axis=0))
+        window_logs = logs[-window:]
+        level = np.exp(middle(window_logs.T) if window == _WINDOWS[0] else window_logs.mean(axis=0))
         planned = np.array(self._of(counts))
         loads = planned * level
         even = planned.sum() / (1.0 / level).sum()
@@ -175,15 +175,15 @@ class Watch:
         for count in _RAMPS:
             if count > len(logs):
                 continue
-            own, times = logs[-count:], _TIMES[count]
+            logs_of_ramp, times = logs[-count:], _TIMES[count]
             squares = float(times @ times)
-            slope = times @ own / squares
+            slope = times @ logs_of_ramp / squares
             sure = np.abs(slope) * math.sqrt(squares) > SURE * sigma
             for rank in np.flatnonzero(sure):
-                sure[rank] = _is_straight(own[:, rank], slope[rank] * times)
+                sure[rank] = _is_straight(logs_of_ramp[:, rank], slope[rank] * times)
             if sure.any():
                 away: Floats = (count - 1) / 2 + _LEAD - times
-                return own + np.where(sure, slope, 0.0) * away[:, None]
+                return logs_of_ramp + np.where(sure, slope, 0.0) * away[:, None]
         return None
 
 
