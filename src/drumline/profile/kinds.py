@@ -58,7 +58,11 @@ class Kinds:
         layers = []
         for block, at in zip(self.blocks, self.stands, strict=True):
             weight_bytes, gradient_bytes = static_bytes(block.module)
-            static = {"name": block.name, "weight_bytes": weight_bytes, "gradient_bytes": gradient_bytes}
+            static: dict[str, Any] = {
+                "name": block.name,
+                "weight_bytes": weight_bytes,
+                "gradient_bytes": gradient_bytes,
+            }
             layers.append(replace(measured.layers[at], **static))
         return replace(measured, layers=tuple(layers))
 

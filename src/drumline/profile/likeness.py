@@ -124,7 +124,7 @@ class _Look:
         """Return a module's outline: its class, settings, tensors and what is inside."""
         if (before := self._again(module)) is not None:
             return before
-        entries: list[Hashable] = [type(module)]
+        entries: list[Any] = [type(module)]
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):
                 entries += [(name, key, self.value(each)) for key, each in value.items()]
@@ -149,7 +149,7 @@ class _Look:
             return type(value), value
         if isinstance(value, int):
             self.numbers.append(Number(int(value), owner, name))
-            return type(value)
+            return (type(value),)
         if isinstance(value, float):
             return float, value if value in (0.0, 1.0) else "between"
         if isinstance(value, _NAMED):
@@ -225,7 +225,8 @@ class Watched:
         try:
             for module, kind in kinds.items():
                 properties = {name: self._property(name) for name in self._names[module]}
-                module.__class__ = type(kind)(kind.__name__, (kind,), {"__module__": kind.__module__, **properties})
+                metaclass: Any = type(kind)
+                module.__class__ = metaclass(kind.__name__, (kind,), {"__module__": kind.__module__, **properties})
             yield self
         finally:
             for module, kind in kinds.items():

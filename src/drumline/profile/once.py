@@ -128,7 +128,11 @@ def _stored(tensor: Tensor) -> Any:
     if tensor.numel() <= _ELEMENTS and storage.nbytes() == tensor.nbytes:
         return tensor.clone()
     return _Form(
-        tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), max(storage.nbytes(), 1)
+        tensor.dtype,
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        int(tensor.storage_offset()),
+        max(int(storage.nbytes()), 1),
     )
 
 
@@ -148,7 +152,7 @@ def _is_large(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
     if (count := flop_registry.get(func._overloadpacket)) is not None:
         return int(count(*args, **kwargs, out_val=result)) >= _FLOPS
     if func._overloadpacket in _CASTS:
-        return result.numel() >= _TABLE
+        return bool(result.numel() >= _TABLE)
     if func._overloadpacket in _ATTENTION:
         *_, length, width = tensors[0].shape
         return prod(tensors[0].shape[:-2]) * length * length * width * 4 >= _FLOPS
