@@ -55,8 +55,11 @@ def refusing_updates(parameters: Sequence[nn.Parameter], *, by_value: bool) -> I
 def refusing_changed_sums(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """Refuse hooks that change the sum of a gradient: it is a part of one, and a copy of the parameter has the rest.
 
+    >>> __name__ = "mine"  # not a part of this library
+    >>> def halve(param):
+    ...     param.grad.mul_(0.5)
     >>> weight = nn.Parameter(Tensor([1.0]))
-    >>> handle = weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(0.5))
+    >>> handle = weight.register_post_accumulate_grad_hook(halve)
     >>> with refusing_changed_sums({"0.weight": weight}):
     ...     (weight * 2).backward()
     Traceback (most recent call last):
