@@ -174,10 +174,10 @@ class _Look:
         return [identity for identity in each if identity in self._shared]
 
     def all_shared(self) -> Iterator[tuple[Space, Any, Identity]]:
-        """Yield what other stages reach of all places."""
+        """Yield what other stages reach of all places that hold something."""
         for space in self.spaces:
             for key, value in own_values(space.table.copy()).items():
-                for identity in self._identities(space, key, value):
+                for identity in self._identities(space, key, value) if value is not MISSING else ():
                     yield space, key, identity
 
     def begin(self, *, by_value: bool) -> None:
