@@ -282,6 +282,14 @@ class Notes(transformers.TrainerCallback):  # type: ignore[misc]
         control.should_training_stop = state.global_step == 2
 
 
+def own_predictions(base: Any) -> Any:
+    class OwnPredictions(base):  # type: ignore[misc]
+        def prediction_step(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+            return super().prediction_step(model, {"input_ids": inputs["labels"].clamp(min=0)}, *args, **named)
+
+    return OwnPredictions
+
+
 def called_back(make: Making) -> Outcome:
     """Callbacks, bf16, logits before metrics, batches of metrics."""
     notes = Notes()
@@ -296,7 +304,8 @@ def called_back(make: Making) -> Outcome:
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1), eval_do_concat_batches=False,
     )  # fmt: skip
     trainer.train()
-    return outcome(trainer, events=notes.events)
+    other = make(llama(), of=own_predictions).predict(texts(3))
+    return outcome(trainer, events=notes.events, other=torch.tensor(other.predictions))
 
 
 CASES: dict[str, Callable[[Making], Outcome]] = {

@@ -47,6 +47,11 @@ def test_settings_that_the_arguments_decide_are_refused(name: str, tmp_path: Pat
         maker(tmp_path, **{name: 1})(llama(1))
 
 
+def test_adapting_the_number_of_microbatches_is_refused(tmp_path: Path) -> None:
+    with refused(UsageError, "microbatches is 'batch'", expected="gradient_accumulation_steps"):
+        maker(tmp_path, adapt={"microbatches": "batch"})(llama(1))
+
+
 def test_a_model_that_comes_later_or_has_no_memory_is_refused(tmp_path: Path) -> None:
     args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     with refused(UsageError, "model_init"):

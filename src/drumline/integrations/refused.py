@@ -94,11 +94,21 @@ def check(trainer: Any, settings: dict[str, Any]) -> None:
         raise UsageError(
             "the model is on the meta device", expected="a model with memory: the trainer saves it as a whole"
         )
+    _check_adapt(settings.get("adapt"))
     for name, decides in _SETTINGS.items():
         if name in settings:
             raise UsageError(
                 f"pipeline has the setting {name}", expected=f"none: {decides} decides it", fix="leave it out"
             )
+
+
+def _check_adapt(adapt: Any) -> None:
+    if isinstance(adapt, dict) and adapt.get("microbatches", "keep") != "keep":
+        raise UsageError(
+            f"adapt: microbatches is {adapt['microbatches']!r:.60}, on a trainer",
+            expected='"keep": gradient_accumulation_steps decides it',
+            fix="leave it out",
+        )
 
 
 def check_pipeline(trainer: Any, pipe: Pipeline, names: set[str]) -> None:

@@ -172,7 +172,7 @@ class PipelineTrainer(Checkpoints):
         """Return what becomes of a microbatch's output at the last stage."""
         inputs, self._answers = copied(self._running[number]), True
         output = convert_to_fp32(output) if self.args.bf16 else output  # as accelerate does after autocast
-        output = recursively_apply(Tensor.clone, output, test_type=_is_fixed)
+        output = recursively_apply(Tensor.clone, output, test_type=_is_loss)
         answer = self._answered
         quiet = torch.autocast(torch.device(self.pipeline.device).type, enabled=False)
         try:
@@ -213,9 +213,10 @@ class PipelineTrainer(Checkpoints):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
         """Return what was computed for a batch; nothing on ranks without the last stage."""
-        if not self._predicted:
+        if not self._predicted or self._predicted[0][0] is not inputs:  # other inputs than those that were read ahead
+            self._predicted.clear()
             self._predict([inputs], prediction_loss_only, ignore_keys)
-        return self._predicted.popleft()
+        return self._predicted.popleft()[1]
 
     def _predict(self, batches: list[Any], only_loss: bool, ignore_keys: list[str] | None) -> None:
         """Run evaluation batches as microbatches of one step."""
@@ -233,7 +234,8 @@ class PipelineTrainer(Checkpoints):
         self._finish = finish
         with seen_as(num_processes=1):  # every line evaluates all data
             self._run(self.pipeline.eval_step, batches, asks)
-        self._predicted.extend(answers if self._has_loss else [(None, None, None)] * len(batches))
+        outcomes = answers if self._has_loss else [(None, None, None)] * len(batches)
+        self._predicted = deque(zip(batches, outcomes, strict=True))
 
     # ---- logs --------------------------------------------------------------------------------------------------------
 
@@ -253,9 +255,9 @@ class PipelineTrainer(Checkpoints):
         super().log(logs, start_time)
 
 
-def _is_fixed(value: Any) -> bool:
-    """Whether a value is the loss of a recomputed stage, which trainers scale in place."""
-    return isinstance(value, Tensor) and value.dim() == 0 and value.is_leaf and value.requires_grad
+def _is_loss(value: Any) -> bool:
+    """Whether a value may be a loss, which trainers scale in place."""
+    return isinstance(value, Tensor) and value.dim() == 0
 
 
 class _Loss:
