@@ -26,7 +26,7 @@ $(VENV)/base.stamp: pyproject.toml constraints.txt
 
 $(VENV)/full.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --editable ".[dev,train,hf,plan,viz,notebook,servetest,tunetest]"
+	$(PIP) --editable ".[dev,train,hf,plan,viz,notebook,servetest,trainers,tunetest]"
 	@touch $(VENV)/base.stamp $@
 
 setup: $(VENV)/full.stamp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import os
 import subprocess
@@ -93,6 +94,25 @@ def test_a_flux_with_lora_trains(capsys: pytest.CaptureFixture[str]) -> None:
     losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PyTorch, where there is no accelerator
+def test_a_script_with_two_changed_lines_saves_the_adapter_of_the_script_before(tmp_path: Path) -> None:
+    needed("trl", extra="trainers")
+    files, peft = needed("safetensors.torch", extra="hf"), needed("peft", extra="tune")
+    names = ("sft_before", "sft_after")
+    bodies = [(EXAMPLES / f"{name}.py").read_text(encoding="utf-8").split('"""', 2)[2].split("\n") for name in names]
+    changed = [line[0] for line in difflib.ndiff(*bodies) if line[0] in "+-" and line[2:].strip()]
+    assert sorted(changed) == ["+", "+", "-"]
+    saved = []
+    for name in names:
+        script = example(name)
+        script.main(str(tmp_path / name))
+        saved.append(files.load_file(tmp_path / name / "adapter_model.safetensors"))
+    before, after = saved
+    assert before.keys() == after.keys()
+    assert all((after[name] - tensor).abs().max() < 1e-5 for name, tensor in before.items())
+    assert peft.PeftModel.from_pretrained(script.small_llama(), tmp_path / "sft_after").peft_config
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

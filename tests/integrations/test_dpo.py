@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import drumline as dl
 from drumline.core.errors import UsageError
 from extras import needed
 from integrations.trl_runs import IN_ONE_PROCESS, assert_same, assert_same_weights, data, llama, logs, trainer
@@ -62,20 +60,6 @@ def test_a_run_is_that_of_one_process(name: str, tmp_path: Path) -> None:
     plain, own = runs
     assert_same(logs(own), logs(plain))
     assert_same_weights(own.model.state_dict(), plain.model.state_dict())
-
-
-def on_ranks(cls: type, folder: str, settings: dict[str, Any]) -> list[Any]:
-    warnings.simplefilter("ignore")
-    run = trainer(cls, Path(folder), data("preferences", 22), {}, ref_model=llama(seed=1), **settings)
-    run.train()
-    return [logs(run), run.model.state_dict()]
-
-
-def test_two_ranks_hold_a_part_of_both_models_each(tmp_path: Path) -> None:
-    wanted, weights = on_ranks(trl.DPOTrainer, str(tmp_path / "plain"), {})
-    for own, own_weights in dl.launch(on_ranks, DPOTrainer, str(tmp_path / "own"), {"pipeline": {}}, num_ranks=2):
-        assert_same(own, wanted)
-        assert_same_weights(own_weights, weights)
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import accelerate
 import transformers
 from torch import nn
 
 from drumline.core.errors import UsageError
-
-if TYPE_CHECKING:
-    from drumline.pipeline.pipeline import Pipeline
+from drumline.pipeline.pipeline import Pipeline
 
 # What the integration overrides or calls, and the parameters that it counts on.
 _SEAM = {
@@ -95,6 +94,14 @@ def check(trainer: Any, settings: dict[str, Any]) -> None:
             "the model is on the meta device", expected="a model with memory: the trainer saves it as a whole"
         )
     _check_adapt(settings.get("adapt"))
+    known = set(inspect.signature(Pipeline).parameters)
+    for name in settings.keys() - known:
+        near = difflib.get_close_matches(name, known, n=1)
+        raise UsageError(
+            f"pipeline has the setting {name!r}",
+            expected="settings of dl.Pipeline",
+            fix=f"write {near[0]!r}" if near else "leave it out",
+        )
     for name, decides in _SETTINGS.items():
         if name in settings:
             raise UsageError(

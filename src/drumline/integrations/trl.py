@@ -35,6 +35,12 @@ class _LogProbabilities(PipelineTrainer):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._wanted = plain_head(self.model)
+        if self._is_vlm:
+            raise UsageError(
+                "the processing class is for images as well, on a pipeline",
+                expected="a tokenizer, and a model of texts",
+                fix="pass processing_class=processor.tokenizer, if the data has no images",
+            )
         if self.aux_loss_enabled:
             raise UsageError(
                 "router_aux_loss_coef is set, on a pipeline",
@@ -159,6 +165,10 @@ class DPOTrainer(_LogProbabilities, trl.DPOTrainer):
             self._reference().eval_step(*args, target=Microbatches(range(len(labels))), outputs=False, **named)
         finally:
             self._labels = None
+        # A step that is checked makes the loss on every rank.
+        line = self.pipeline.axes.rows[0]
+        told = self.pipeline.gather((line, self._references) if self._has_loss else None)
+        self._references = next(each[1] for each in told if each is not None and each[0] == line)
         return args, named
 
     def _reference(self) -> Pipeline:
