@@ -11,7 +11,7 @@ from torch import nn
 
 import drumline as dl
 from extras import needed
-from integrations.cases import Making, Outcome, llama, outcome, texts, with_adapters
+from integrations.cases import Making, Outcome, llama, outcome, texts, trainer_of, with_adapters
 from integrations.test_trainer import differences
 from matrices import long
 
@@ -27,11 +27,7 @@ GIVEN: dict[str, Any] = {
 def fifty(kind: str, folder: Path, name: str, checkpoint: Path | None, settings: dict[str, Any] | None) -> Outcome:
     """Train fifty steps, or the last 25 of them."""
     transformers.utils.logging.set_verbosity_error()
-    if kind == "pipeline":
-        from drumline.integrations.transformers import Trainer
-    else:
-        Trainer = transformers.Trainer  # noqa: N806
-    trainer = Making(Trainer, folder, folder, settings)(MODELS[name](), **GIVEN)
+    trainer = Making(trainer_of(kind), folder, folder, settings)(MODELS[name](), **GIVEN)
     trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     return outcome(trainer, after=trainer.evaluate()["eval_loss"])
 
