@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import accelerate
@@ -73,6 +74,24 @@ def check_version(trainer: type = transformers.Trainer) -> None:
                 expected="a version like those that Drumline was tested with: transformers 5.22, accelerate 1.15",
                 fix="install one of these, or a newer Drumline",
             )
+
+
+def check_given(model: Any, settings: Any) -> None:
+    """Refuse a model that something else has wrapped, and settings that are no dict."""
+    if isinstance(model, Pipeline | nn.parallel.DistributedDataParallel | nn.DataParallel) or hasattr(
+        model, "_orig_mod"
+    ):
+        raise UsageError(
+            f"the model is wrapped: a {type(model).__name__}",
+            expected="the model itself",
+            fix='pass the model, and pipeline={...} with settings such as "compile"',
+        )
+    if settings is not None and not isinstance(settings, Mapping):
+        raise UsageError(
+            f"pipeline is {settings!r:.60}",
+            expected="a dict of settings of dl.Pipeline",
+            fix='pass pipeline={"schedule": "1f1b"}',
+        )
 
 
 def check(trainer: Any, settings: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from drumline.core.errors import UsageError
 from drumline.integrations.calls import Call, StandIn, answered, call_of, copied, microbatches, unchanged
 from drumline.integrations.checkpoints import Checkpoints
 from drumline.integrations.draws import Draws
-from drumline.integrations.refused import check, check_pipeline, check_version, refuse_short, updated_by
+from drumline.integrations.refused import check, check_given, check_pipeline, check_version, refuse_short, updated_by
 from drumline.integrations.replica import begin, declare, seen_as
 from drumline.model.microbatches import Microbatches
 from drumline.pipeline.pipeline import Pipeline
@@ -42,6 +42,7 @@ class PipelineTrainer(Checkpoints):
 
     def __init__(self, *args: Any, pipeline: Mapping[str, Any] | None = None, **named: Any) -> None:
         check_version()
+        check_given(named.get("model", args[0] if args else None), pipeline)
         self._settings = dict(pipeline or {})
         self._pipe: Pipeline | None = None
         self._inputs: list[Any] = []  # of the microbatches of an update, until its last one comes
