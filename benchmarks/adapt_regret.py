@@ -32,6 +32,7 @@ import numpy as np
 from drumline.adapt.decide import Decider
 from drumline.adapt.proposal import Arrangement
 from drumline.adapt.settings import Adapt
+from drumline.core.graph import Floats
 from drumline.report.draw.palette import MUTED
 from drumline.report.draw.sheet import rect, sheet, text
 from regret_world import SINCE, Kind, World, kinds, noise
@@ -118,8 +119,8 @@ def cells(job: tuple[str, int, float, Sequence[Kind], int, int]) -> tuple[list[C
         own = np.array([run.seconds for run in mine])
         answers = [next((move - SINCE for move in run.moves if move > SINCE), None) for run in mine]
         moves = [len(run.moves) for run in mine]
-        regrets = [(own / other - 1.0).tolist() for other in (nothing, best)]
-        found.append(Cell(schedule, num_ranks, sigma, kind, *regrets, moves, answers))
+        over_nothing, over_oracle = ((own / other - 1.0).tolist() for other in (nothing, best))
+        found.append(Cell(schedule, num_ranks, sigma, kind, over_nothing, over_oracle, moves, answers))
     return found, deciding, time.process_time() - begun - deciding
 
 
@@ -129,11 +130,12 @@ def world_of(schedule: str, num_ranks: int) -> World:
     return World(schedule, num_ranks)
 
 
-def static(world: World, path: Sequence[tuple[int, ...]], speeds: np.ndarray) -> np.ndarray:
+def static(world: World, path: Sequence[tuple[int, ...]], speeds: Floats) -> Floats:
     """Return the seconds of every seed with a cut for every step."""
     seeds, steps, ranks = speeds.shape
     rows = np.tile(np.array(path), (seeds, 1))
-    return world.seconds(rows, speeds.reshape(seeds * steps, ranks)).reshape(seeds, steps).sum(axis=1)
+    total: Floats = world.seconds(rows, speeds.reshape(seeds * steps, ranks)).reshape(seeds, steps).sum(axis=1)
+    return total
 
 
 # ---- what must hold ----------------------------------------------------------------------------------------------
@@ -270,7 +272,7 @@ def run(args: argparse.Namespace) -> tuple[list[Cell], str]:
         with ProcessPoolExecutor(args.jobs) as pool:
             done = list(pool.map(cells, jobs))
     all_cells = [cell for found, _, _ in done for cell in found]
-    deciding, rest = (sum(each[at] for each in done) for at in (1, 2))
+    deciding, rest = sum(each for _, each, _ in done), sum(each for _, _, each in done)
     steps = STEPS * sum(len(cell.moves) for cell in all_cells)
     return all_cells, (
         f"{steps} steps in {time.perf_counter() - begun:.0f} s; processor time: {deciding:.0f} s of deciding,"

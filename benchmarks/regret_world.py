@@ -20,6 +20,7 @@ import numpy as np
 from drumline.adapt.rebalance import Layers
 from drumline.core.action import Op
 from drumline.core.costs import Costs
+from drumline.core.graph import Floats, Ints
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import makespans
 from drumline.plan.device.blocks import OpTimes, Profile, ProfiledBlock
@@ -43,11 +44,12 @@ class Kind:
     period: int = 0  # slow for the first half
     slope: float = 0.0  # a step, up to `times`
 
-    def at(self, steps: int) -> np.ndarray:
+    def at(self, steps: int) -> Floats:
         """Return the slow rank's mean slowness in every step."""
         since = np.arange(steps) - SINCE
         if self.slope:
-            return np.clip(1.0 + self.slope * since, 1.0, self.times)
+            gradual: Floats = np.clip(1.0 + self.slope * since, 1.0, self.times)
+            return gradual
         slow = since >= 0
         if self.period:
             slow &= since % self.period < self.period // 2
@@ -77,7 +79,8 @@ class SeenStep(SimpleNamespace):
 
     def action_seconds(self, *, halves: bool = False) -> dict[Any, list[float]]:
         """Return the seconds of every stage's ops."""
-        return self.world.action_seconds(self.stages)
+        seconds: dict[Any, list[float]] = self.world.action_seconds(self.stages)
+        return seconds
 
 
 @dataclass
@@ -87,7 +90,8 @@ class World:
     schedule: str
     num_ranks: int
     microbatches: int = 0
-    paths: dict[Any, Any] = field(default_factory=dict)
+    cuts: dict[tuple[float, ...], tuple[int, ...]] = field(default_factory=dict)
+    paths: dict[tuple[Kind, int], tuple[list[tuple[int, ...]], int]] = field(default_factory=dict)
 
     @cached_property
     def program(self) -> Program:
@@ -119,7 +123,7 @@ class World:
         return self.num_ranks // 2
 
     @cached_property
-    def _actions(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _actions(self) -> tuple[Ints, Ints, Floats]:
         """The stage, rank and seconds for a layer of every action, row by row."""
         parts = [part for part in self.program.work() if part.op in _OPS]
         stages = np.array([part.stage for part in parts])
@@ -133,11 +137,12 @@ class World:
             seen[part.stage, part.op] = seen.get((part.stage, part.op), 0) + 1
         return [(*key, number, _OPS[key[1]]) for key, number in sorted(seen.items())]
 
-    def stage_seconds(self, counts: np.ndarray, speeds: np.ndarray) -> np.ndarray:
+    def stage_seconds(self, counts: Floats, speeds: Floats) -> Floats:
         """Return the seconds of a forward in every stage, for rows of cuts and of ranks' slowness."""
-        return BLOCK * counts * speeds[:, list(self.program.placement.homes)]
+        seconds: Floats = BLOCK * counts * speeds[:, list(self.program.placement.homes)]
+        return seconds
 
-    def seconds(self, counts: np.ndarray, speeds: np.ndarray) -> np.ndarray:
+    def seconds(self, counts: Floats, speeds: Floats) -> Floats:
         """Return the step of every row of cuts and of ranks' slowness."""
         stages, _, each = self._actions
         unit = Costs(backward=1.0)
@@ -158,20 +163,20 @@ class World:
             busy=tuple(busy), stages=stages,
         )  # fmt: skip
 
-    def slowness(self, kind: Kind, steps: int) -> np.ndarray:
+    def slowness(self, kind: Kind, steps: int) -> Floats:
         """Return the mean slowness of every rank in every step."""
         table = np.ones((steps, self.num_ranks))
         table[:, self.slow_rank] = kind.at(steps)
         return table
 
-    def best(self, slowness: np.ndarray) -> tuple[int, ...]:
+    def best(self, slowness: Floats) -> tuple[int, ...]:
         """Return the best cut at these mean speeds."""
-        key = "best", *slowness
-        if key not in self.paths:
+        key = tuple(slowness.tolist())
+        if key not in self.cuts:
             whole = self.layers.stage_seconds(self.home)
             slow = [value * slowness[home] for value, home in zip(whole, self.program.placement.homes, strict=True)]
-            self.paths[key] = self.layers.measured(self.home, slow).best().counts
-        return self.paths[key]
+            self.cuts[key] = self.layers.measured(self.home, slow).best().counts
+        return self.cuts[key]
 
     def oracle(self, kind: Kind, steps: int) -> tuple[list[tuple[int, ...]], int]:
         """Return the oracle's cut in every step, and the number of its moves.
@@ -201,6 +206,6 @@ class World:
         return self.paths[kind, steps]
 
 
-def noise(seed: int, steps: int, num_ranks: int, sigma: float) -> np.ndarray:
+def noise(seed: int, steps: int, num_ranks: int, sigma: float) -> Floats:
     """Return the noise of every rank and step; the same draws for every sigma."""
     return np.exp(sigma * np.random.default_rng(seed).standard_normal((steps, num_ranks)))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from drumline.adapt.evidence import noise_of, spells, weighed
 from some import some
 
-OFTEN = {"pause": 0.05, "patience": 3, "within": 100}
+OFTEN: dict[str, Any] = {"pause": 0.05, "patience": 3, "within": 100}
 
 
-def pays(*parts: tuple[float, int], **settings: float) -> list[bool]:
+def pays(*parts: tuple[float, int], **settings: Any) -> list[bool]:
     """Return after each step of the last part whether a change pays; parts are a gain and how many steps it lasts."""
     series = np.array([gain for gain, count in parts for _ in range(count)])
     count = parts[-1][1]
@@ -69,7 +71,7 @@ def test_ups_and_downs_that_pay_in_the_long_run_are_taken() -> None:
 def test_noise_convinces_nobody(sigma: float) -> None:
     for seed in some(range(4)):
         gains = -0.03 + sigma * np.random.default_rng(seed).standard_normal(400)
-        each = (weighed(gains[max(end - 128, 0) : end], **OFTEN) for end in range(3, 400))  # type: ignore[arg-type]
+        each = (weighed(gains[max(end - 128, 0) : end], **OFTEN) for end in range(3, 400))
         assert not any(verdict is not None and verdict.pays for verdict in each)
 
 

@@ -177,7 +177,7 @@ class Watch:
                 continue
             logs_of_ramp, times = logs[-count:], _TIMES[count]
             squares = float(times @ times)
-            slope = times @ logs_of_ramp / squares
+            slope: Floats = times @ logs_of_ramp / squares
             sure = np.abs(slope) * math.sqrt(squares) > SURE * sigma
             for rank in np.flatnonzero(sure):
                 sure[rank] = _is_straight(logs_of_ramp[:, rank], slope[rank] * times)
