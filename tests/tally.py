@@ -38,7 +38,7 @@ class Notes:
     """
 
     def __init__(self) -> None:
-        self._rows = py_object([])
+        self._rows: py_object[list[Any]] = py_object([])
 
     def add(self, item: Any) -> None:
         """Add an item."""

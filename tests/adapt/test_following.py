@@ -34,7 +34,7 @@ def best_bubble(num_ranks: int, slow: float) -> float:
     each = [[BLOCK * count * factor for count, factor in zip(cut, factors, strict=True)] for cut in cuts]
     costs = [Costs(forward=row, backward=[2 * value for value in row], comm=1e-5) for row in each]
     step, row = min(zip(makespans(program, costs).tolist(), each, strict=True))
-    return 1.0 - 32 * 3 * sum(row) / (num_ranks * step)
+    return float(1.0 - 32 * 3 * sum(row) / (num_ranks * step))
 
 
 @mainly("num_ranks", 4, 2, 8)

@@ -17,7 +17,6 @@ import numpy as np
 import onnx
 import pytest
 from onnx import external_data_helper
-from test_flow import EXPORTED, LIMIT, Code, failure, until
 
 from drumline.core.errors import LaunchError, RecordError, UsageError
 from drumline.serve.stage import run_stage
@@ -42,6 +41,7 @@ from served.services import (
     waiting_for,
     write_served,
 )
+from served.test_flow import EXPORTED, LIMIT, Code, failure, until
 
 OTHER = "fedcba9876543210 1"
 

@@ -175,7 +175,8 @@ class Watch:
         for count in _RAMPS:
             if count > len(logs):
                 continue
-            logs_of_ramp, times = logs[-count:], _TIMES[count]
+            logs_of_ramp: Floats = logs[-count:]
+            times = _TIMES[count]
             squares = float(times @ times)
             slope: Floats = times @ logs_of_ramp / squares
             sure = np.abs(slope) * math.sqrt(squares) > SURE * sigma
@@ -183,7 +184,8 @@ class Watch:
                 sure[rank] = _is_straight(logs_of_ramp[:, rank], slope[rank] * times)
             if sure.any():
                 away: Floats = (count - 1) / 2 + _LEAD - times
-                return logs_of_ramp + np.where(sure, slope, 0.0) * away[:, None]
+                expected: Floats = logs_of_ramp + np.where(sure, slope, 0.0) * away[:, None]
+                return expected
         return None
 
 

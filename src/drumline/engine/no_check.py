@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from drumline.core.errors import ModelError
 from drumline.engine.ground import Ground
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.setup import ModelCut, PipelineSetup
@@ -22,6 +23,9 @@ class NoCheck(Observer):
 
     def attach(self, ground: Ground) -> None:
         """Take note of what runs the steps."""
+
+    def remember(self, refusal: ModelError) -> None:
+        """Refuse all that follows for a reason that was found elsewhere."""
 
     def refuse(self) -> None:
         """Raise what was found wrong, if anything was: nothing may be built on it."""

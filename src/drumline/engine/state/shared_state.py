@@ -94,8 +94,9 @@ def _copies_of(ties: Ties, stages: Sequence[Stage]) -> Iterator[_BufferCopy]:
     for block in (block for stage in stages for block in stage.blocks):
         for place in places_in(block):
             tensor = ties.find(place.name)
-            shared = tensor is not None and (tensor.is_tied or tensor.is_copied)
-            if shared and (place.tensor is None or not place.tensor.requires_grad):
+            if tensor is None or not (tensor.is_tied or tensor.is_copied):
+                continue
+            if place.tensor is None or not place.tensor.requires_grad:
                 yield _BufferCopy(tensor, place, block.name)
 
 

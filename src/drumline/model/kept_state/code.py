@@ -172,7 +172,7 @@ class _Source:
         if isinstance(statement, ast.If):
             return all(self._only_shows(each, name) for each in (*statement.body, *statement.orelse))
         if isinstance(statement, ast.Assign):
-            return _names_in(statement.targets) == [name]
+            return list(_names_in(statement.targets)) == [name]
         if isinstance(statement, ast.AugAssign):
             return _name_in(statement.target) == name
         if isinstance(statement, ast.Expr):

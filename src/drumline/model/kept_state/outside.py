@@ -43,7 +43,7 @@ class Place(NamedTuple):
     write: Callable[[Any], None]
 
 
-class Outside(MutableMapping[Place, Any]):
+class Outside(MutableMapping[Any, Any]):
     """Variables outside of modules, as if they were a module's attributes; those that are not set are MISSING."""
 
     def __init__(self, places: Iterable[Place]) -> None:
@@ -237,8 +237,8 @@ class Walk:
                 is_code = isinstance(value, _CODE) or hasattr(type(value), "__get__")
                 if not is_code and (name in self._stored or may_hold(value)):
                     label = f"attribute {name!r} of {what} {holder.__name__!r}"
-                    read = partial(_attribute, holder, name)
-                    yield Place((id(holder), name), label, name, read, partial(_set_attribute, holder, name))
+                    reader = partial(_attribute, holder, name)
+                    yield Place((id(holder), name), label, name, reader, partial(_set_attribute, holder, name))
 
     def _names_of(self, holder: Any) -> set[str]:
         """Return the attributes of a class, a function or a Python module that code may set or that may change."""
