@@ -56,7 +56,7 @@ ADAPT = (
     ),
     Bug(
         "the-slope-is-not-followed",
-        "Watch._ramp",
+        "RankSlowness._ramp",
         "if sure.any():\n                away",
         "if False:\n                away",
         "A rank that gets slower all the time is answered too late.",
