@@ -78,8 +78,8 @@ ADAPT = (
     Bug(
         "few-rows-by-what-one-rank-knows",
         "Adapting._find_instead",
-        "if not known or min(known) >= own.num_microbatches:",
-        "if not known or max(known) >= own.num_microbatches or self._num_rows == 0:",
+        "if not known or min(known) >= program.num_microbatches:",
+        "if not known or max(known) >= program.num_microbatches or self._num_rows == 0:",
         "Ranks that see no batch run another program than those that do.",
     ),
     Bug(
