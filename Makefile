@@ -90,6 +90,9 @@ faults: $(VENV)/full.stamp
 	@mkdir -p out
 	$(BIN)/python tests/faults/run.py --json out/faults.json
 	PYTHONPATH=src:tests $(BIN)/python benchmarks/serve_faults.py --json out/serve_faults.json
+	PYTHONPATH=src:tests $(BIN)/python benchmarks/serve_replaced.py --json out/serve_replaced.json
+	PYTHONPATH=src:tests $(BIN)/python benchmarks/serve_limits.py --json out/serve_limits.json
+	PYTHONPATH=src:tests $(BIN)/python benchmarks/serve_soak.py --json out/serve_soak.json
 
 faults-short: $(VENV)/full.stamp
 	$(BIN)/python tests/faults/run.py --short

@@ -392,9 +392,9 @@ SERVE = (
     ),
     Bug(
         "keeper-that-came-later-is-believed",
-        "RemoteStages.struck.states",
-        'if state.get("seconds", 0.0) > _age(asked)]',
-        "if state]",
+        "RemoteStages.struck",
+        'if any(state["seconds"] < _age(asked) for state in states):',
+        "if False:",
         "A request that killed a whole host is sent again.",
     ),
     Bug(

@@ -49,8 +49,8 @@ STATE = (
     ),
     Bug(
         "changed-sums-unseen",
-        "_around_hooks",
-        "if param.grad is not before[0] or not",
+        "_looks",
+        "if parameter.grad is not before[0] or not",
         "if False and not",
         "A hook caps a part of a gradient's sum, and the other copy of the stage has the rest.",
     ),

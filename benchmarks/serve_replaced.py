@@ -38,6 +38,7 @@ from served.services import expected, rows_of, write_served
 from serving import served, stages_of
 
 CLIENTS, STAGES = 8, 2
+AT_WORK = ", at work on this"  # how a stage ends that was killed
 
 
 def overwrite(source: Path, target: Path) -> None:
@@ -143,7 +144,7 @@ def case(work: Path, *, is_hosted: bool, requests: int, replaced: int, kills: in
         load = Load(told["address"], requests, events(replaced, kills, replace, kill))
         began = time.time()
         asyncio.run(load.run())
-    lost = {code: count for code, count in load.codes.items() if code != "OK" and not code.endswith("at work on this")}
+    lost = {code: count for code, count in load.codes.items() if code != "OK" and not code.endswith(AT_WORK)}
     return {"codes": dict(load.codes), "wrong": load.wrong, "lost": lost, "seconds": time.time() - began,
             "holds": not lost and not load.wrong and sum(load.codes.values()) == requests}  # fmt: skip
 

@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python benchmarks/serve_soak.py [--requests 100000] [--json FILE]
 
-24 clients send requests of 1 to 8 rows. One in ten has a deadline that may pass, one in ten is cancelled on its way. The
+24 clients send requests of 1 to 8 rows. One in ten has a deadline that may pass, one in ten is cancelled. The
 first fifth warms up. From then on every process is looked at 60 times; `risen` says by how much its memory rises.
 
 The bars: memory rises by less than 16 MiB in each process, descriptors and threads by no more than 4; no wrong answer,

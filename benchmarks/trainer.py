@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,7 @@ class Case:
             vocab_size=1024, hidden_size=self.width, intermediate_size=4 * self.width, num_hidden_layers=self.layers,
             num_attention_heads=4, num_key_value_heads=4, use_cache=False,
         )  # fmt: skip
-        kind: Any = transformers.LlamaForCausalLM
-        return kind(config).train()
+        return transformers.LlamaForCausalLM(config).train()
 
     def data(self) -> list[dict[str, Any]]:
         """Return the rows of all steps."""
@@ -67,19 +67,21 @@ class Case:
 def bare_steps(case: Case) -> Iterator[float]:
     """Train step by step in a bare loop, and yield each loss."""
     import torch
-    import transformers
 
     import drumline as dl
+
+    transformers: Any = import_module("transformers")
 
     model = case.model()
     pipe = dl.Pipeline(model, schedule=case.schedule, num_microbatches=MICROBATCHES, seed=3)
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-3)
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, case.steps + WARM)
+    rows: Any = case.data()
     loader: Any = torch.utils.data.DataLoader(
-        case.data(), batch_size=ROWS * MICROBATCHES, collate_fn=transformers.default_data_collator
+        rows, batch_size=ROWS * MICROBATCHES, collate_fn=transformers.default_data_collator
     )
     for batch in loader:
-        loss = pipe.step(**batch).loss
+        loss: Any = pipe.step(**batch).loss
         pipe.clip_grad_norm_(1.0)
         optimizer.step()
         schedule.step()
@@ -89,10 +91,9 @@ def bare_steps(case: Case) -> Iterator[float]:
 
 def turns(case: Case, folder: str) -> dict[str, list[float]]:
     """Train by the trainer, and after each of its steps make a bare one; return the seconds and losses of both."""
-    import transformers
-
     from drumline.integrations.transformers import Trainer
 
+    transformers: Any = import_module("transformers")
     transformers.utils.logging.set_verbosity_error()
     bare = bare_steps(case)
     taken: dict[str, list[float]] = {"trainer": [], "bare": [], "loss of trainer": [], "loss of bare": []}

@@ -172,7 +172,8 @@ def overridden(make: Making) -> Outcome:
 
 def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     loss = cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-    return loss / num_items_in_batch
+    mean: Tensor = loss / num_items_in_batch
+    return mean
 
 
 class Endless(torch.utils.data.IterableDataset[dict[str, Tensor]]):
@@ -282,6 +283,14 @@ class Notes(transformers.TrainerCallback):  # type: ignore[misc]
         control.should_training_stop = state.global_step == 2
 
 
+def own_predictions(base: Any) -> Any:
+    class OwnPredictions(base):  # type: ignore[misc]
+        def prediction_step(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+            return super().prediction_step(model, {"input_ids": inputs["labels"].clamp(min=0)}, *args, **named)
+
+    return OwnPredictions
+
+
 def called_back(make: Making) -> Outcome:
     """Callbacks, bf16, logits before metrics, batches of metrics."""
     notes = Notes()
@@ -296,7 +305,8 @@ def called_back(make: Making) -> Outcome:
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1), eval_do_concat_batches=False,
     )  # fmt: skip
     trainer.train()
-    return outcome(trainer, events=notes.events)
+    other = make(llama(), of=own_predictions).predict(texts(3))
+    return outcome(trainer, events=notes.events, other=torch.tensor(other.predictions))
 
 
 CASES: dict[str, Callable[[Making], Outcome]] = {
@@ -313,12 +323,19 @@ CASES: dict[str, Callable[[Making], Outcome]] = {
 }
 
 
+def trainer_of(kind: str) -> Any:
+    """Return the trainer's class: transformers' own, or that on a pipeline."""
+    if kind == "plain":
+        return transformers.Trainer
+    from drumline.integrations.transformers import Trainer
+
+    return Trainer
+
+
 def all_cases(kind: str, folder: Path, others: Path, pipeline: dict[str, Any] | None = None) -> dict[str, Outcome]:
     """Run every script in a folder of its own."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    if kind == "pipeline":
-        from drumline.integrations.transformers import Trainer
-    else:
-        Trainer = transformers.Trainer  # noqa: N806
-    return {name: case(Making(Trainer, folder / name, others / name, pipeline)) for name, case in CASES.items()}
+    return {
+        name: case(Making(trainer_of(kind), folder / name, others / name, pipeline)) for name, case in CASES.items()
+    }

@@ -11,6 +11,7 @@ import torch
 from drumline.core.errors import UsageError
 from extras import needed
 from integrations.trl_runs import IN_ONE_PROCESS, assert_same, assert_same_weights, data, llama, logs, trainer
+from refused import refused
 
 peft: Any = needed("peft", extra="tune")
 trl: Any = needed("trl", extra="trainers")
@@ -70,11 +71,11 @@ def test_a_run_is_that_of_one_process(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_another_kind_of_reference_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=message):
+    with refused(UsageError, message):
         trainer(DPOTrainer, tmp_path, data("preferences", 8), changes, pipeline=IN_ONE_PROCESS, ref_model=llama(seed=1))
 
 
 def test_trainers_of_trl_that_are_not_fitted_are_refused_by_name(tmp_path: Path) -> None:
     mixed = type("Mixed", (PipelineTrainer, trl.DPOTrainer), {})
-    with pytest.raises(UsageError, match="DPOTrainer is one of TRL's trainers, which ask more of a model"):
+    with refused(UsageError, "DPOTrainer is one of TRL's trainers, which ask more of a model"):
         trainer(mixed, tmp_path, data("preferences", 8), {}, pipeline=IN_ONE_PROCESS, ref_model=llama(seed=1))

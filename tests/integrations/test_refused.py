@@ -47,6 +47,17 @@ def test_settings_that_the_arguments_decide_are_refused(name: str, tmp_path: Pat
         maker(tmp_path, **{name: 1})(llama(1))
 
 
+def test_adapting_the_number_of_microbatches_is_refused(tmp_path: Path) -> None:
+    with refused(UsageError, "microbatches is 'batch'", expected="gradient_accumulation_steps"):
+        maker(tmp_path, adapt={"microbatches": "batch"})(llama(1))
+
+
+def test_a_checkpoint_of_state_that_lines_divide_is_refused(tmp_path: Path) -> None:
+    with refused(UsageError, "zero divides", fix="save_only_model=True"):
+        maker(tmp_path, zero=1)(llama(1), save_strategy="steps")
+    maker(tmp_path, zero=1)(llama(1), save_strategy="steps", save_only_model=True)
+
+
 def test_a_model_that_comes_later_or_has_no_memory_is_refused(tmp_path: Path) -> None:
     args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     with refused(UsageError, "model_init"):
@@ -63,7 +74,8 @@ def test_an_optimizer_that_needs_the_whole_model_is_refused(
         pass
 
     Foreign.__module__ = "bitsandbytes.optim" if "bnb" in optim else "elsewhere"
-    settings = {"galore_adamw": {"params": []}, "lomo": {"model": None}}.get(optim, {})
+    known: dict[str, Any] = {"galore_adamw": {"params": []}, "lomo": {"model": None}}
+    settings = known.get(optim, {})
     trainer = maker(tmp_path)(llama(1), optim=optim)
     monkeypatch.setattr(trainer, "get_optimizer_cls_and_kwargs", lambda *_: (Foreign, {"lr": 0.1, **settings}))
     with refused(UsageError, "optim is", fix="adamw_torch"):
@@ -97,7 +109,8 @@ def calling(compute: Any) -> Any:
 
 
 def twice(self: Any, model: Any, inputs: Any, **_: Any) -> Tensor:
-    return model(**inputs).loss + model(**inputs).loss
+    loss: Tensor = model(**inputs).loss + model(**inputs).loss
+    return loss
 
 
 def never(self: Any, model: Any, inputs: Any, **_: Any) -> Tensor:
@@ -105,13 +118,13 @@ def never(self: Any, model: Any, inputs: Any, **_: Any) -> Tensor:
 
 
 def a_part(self: Any, model: Any, inputs: Any, **_: Any) -> Tensor:
-    loss: Tensor = model(**inputs).loss
-    return loss + model.lm_head(torch.zeros(1, 16)).sum()
+    loss: Tensor = model(**inputs).loss + model.lm_head(torch.zeros(1, 16)).sum()
+    return loss
 
 
 def weights(self: Any, model: Any, inputs: Any, **_: Any) -> Tensor:
-    loss: Tensor = model(**inputs).loss
-    return loss + sum(param.norm() for param in model.parameters())
+    loss: Tensor = model(**inputs).loss + sum(param.norm() for param in model.parameters())
+    return loss
 
 
 def in_place(self: Any, model: Any, inputs: Any, **_: Any) -> Tensor:
@@ -176,8 +189,8 @@ class OverAllRows(nn.Module):
 
 
 def test_statistics_that_a_repeated_microbatch_would_change_are_refused(tmp_path: Path) -> None:
-    model = llama()
-    model.model.norm = OverAllRows()  # type: ignore[union-attr, assignment]
+    model: Any = llama()
+    model.model.norm = OverAllRows()
     trainer = maker(tmp_path)(model, max_steps=-1, num_train_epochs=1, train_dataset=texts(2))
     with refused(UsageError, "1 microbatches", expected="4"):
         trainer.train()

@@ -89,7 +89,7 @@ class NotesExtremes(Layer):
 
 class LogsByAHook(Layer):
     def begin(self) -> None:
-        self.layer.register_forward_hook(lambda module, inputs, output: SEEN.append(float(output.mean())))
+        self.layer.register_forward_hook(lambda module, inputs, output: SEEN.append(float(output.detach().mean())))
 
 
 class GrowsATable(Layer):

@@ -15,6 +15,7 @@ from torch.nn import functional
 import drumline as dl
 from drumline.pipeline.pipeline import Pipeline
 from hf_models import MODELS, batch_for, tiny
+from hf_zoo import FAMILIES, made
 from matrices import chosen, mainly, some_of
 from some import some
 from torch_models import on_meta
@@ -54,6 +55,19 @@ def test_a_folder_trains_as_the_model_that_was_saved(tmp_path: Path, name: str, 
     assert set(found) == set(wanted)
     for path, value in wanted.items():
         assert torch.equal(found[path], value), path
+
+
+@pytest.mark.parametrize("name", some_of(["llava", "clip"], ["llava"]))
+def test_a_folder_of_a_model_that_draws_for_its_children_is_loaded(tmp_path: Path, name: str) -> None:
+    """CLIP's tower computes numbers of its positions, which no file holds, and draws its children's weights again."""
+    whole: Any = made(name)
+    whole.save_pretrained(tmp_path)
+    batch = FAMILIES[name].batch(ROWS) | dict(FAMILIES[name].extra)
+    empty = on_meta(lambda: type(whole)(whole.config))
+    with Pipeline(empty, num_ranks=2, num_microbatches=4, example=batch, balance="even", weights=tmp_path) as pipe:
+        loaded = dict(pipe.named_parameters())
+        for path, value in some(whole.named_parameters()):
+            assert torch.equal(loaded[path], value), path
 
 
 def one_rank(name: str, schedule: str, folder: Path | None) -> tuple[dict[str, Any], list[str]]:

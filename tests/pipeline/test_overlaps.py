@@ -248,7 +248,7 @@ def test_between_processes_they_train_or_are_refused() -> None:
     for found in launch(on_ranks, num_ranks=2):
         for (name, way), error in some(found.items()):
             # In zb-v, rank 0 has both ends of the model, and rank 1 all of its middle.
-            if name == ROW and way != "zb-v":
+            if name == ROW and way not in ("zb-v", "dualpipe"):
                 assert isinstance(error, ModelError), (name, way, error)
                 assert not misses(error, ALIAS), (name, way, error)
             elif name in RIGHT or way in ("zb-v", "dualpipe"):

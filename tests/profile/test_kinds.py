@@ -67,6 +67,11 @@ def dropping(share: float) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(share))
 
 
+def masked(count: int) -> list[nn.Module]:
+    kept: dict[str, Tensor] = {}
+    return [Masked(kept) for _ in range(count)]
+
+
 def tied(count: int) -> list[nn.Module]:
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(count)]
     layers[-1].weight = layers[0].weight
@@ -85,7 +90,7 @@ ROWS_OF_LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], int]] = {
                       3),
     "kinds alternate": (lambda: [Layer(32 if at % 3 == 2 else 8) for at in range(24)], 2),
     "the place is read": (lambda: [Placed(place=at) for at in range(8)], 8),
-    "a mask is shared": (lambda: [Masked(kept) for kept in [{}] for _ in range(20)], 1),
+    "a mask is shared": (lambda: masked(20), 1),
     "the ends are tied": (lambda: tied(20), 1),
 }  # fmt: skip
 

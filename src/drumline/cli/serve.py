@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--window N", "microbatches in the pipe at a time, 1 or more (default: tuned)", whole)
     add = flags.adder(parser, "limits")
     add("--max-requests N", "the most requests that wait", whole, 512)
-    add("--max-queue BYTES", "the most bytes that wait (default 256MiB)", flags.size, 2.0**28)
+    add("--max-queue BYTES", "the most bytes of requests and their answers (default 256MiB)", flags.size, 2.0**28)
     add("--max-message BYTES", "the largest message (default 64MiB)", flags.size, 2.0**26)
     add("--timeout S", "the longest that a request may take", number, 60.0)
     again = "how often a microbatch is sent again if a stage dies, except the one that it was computing"

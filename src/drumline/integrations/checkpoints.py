@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,8 +16,13 @@ from drumline.core.errors import UsageError
 from drumline.integrations.replica import seen_as
 from drumline.integrations.states import named_state, refresh, whole_state
 
+if TYPE_CHECKING:
+    Base: Any  # the trainer's class that comes after the mixin
+else:
+    Base = object
 
-class Checkpoints:
+
+class Checkpoints(Base):  # type: ignore[misc]
     """What `PipelineTrainer` does about the optimizer, and to save and load."""
 
     _owns_optimizer = False  # whether the optimizer is one that create_optimizer has made
@@ -94,6 +99,11 @@ class Checkpoints:
         optimizer = self.optimizer
 
         def load(state: Any) -> None:
+            if self._settings.get("zero"):
+                raise UsageError(
+                    f"{checkpoint} has an optimizer's state, which zero would divide",
+                    expected="zero=0, or a checkpoint of weights alone",
+                )
             optimizer.load_state_dict(named_state(state, self._groups()) if self._owns_optimizer else state)
 
         self.optimizer = SimpleNamespace(load_state_dict=load)

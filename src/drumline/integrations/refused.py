@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import accelerate
@@ -75,6 +76,24 @@ def check_version(trainer: type = transformers.Trainer) -> None:
             )
 
 
+def check_given(model: Any, settings: Any) -> None:
+    """Refuse a model that something else has wrapped, and settings that are no dict."""
+    if isinstance(model, Pipeline | nn.parallel.DistributedDataParallel | nn.DataParallel) or hasattr(
+        model, "_orig_mod"
+    ):
+        raise UsageError(
+            f"the model is wrapped: a {type(model).__name__}",
+            expected="the model itself",
+            fix='pass the model, and pipeline={...} with settings such as "compile"',
+        )
+    if settings is not None and not isinstance(settings, Mapping):
+        raise UsageError(
+            f"pipeline is {settings!r:.60}",
+            expected="a dict of settings of dl.Pipeline",
+            fix='pass pipeline={"schedule": "1f1b"}',
+        )
+
+
 def check(trainer: Any, settings: dict[str, Any]) -> None:
     """Refuse arguments of the trainer, and settings of the pipeline, that do not go together."""
     for name, fix in _ARGUMENTS.items():
@@ -93,6 +112,13 @@ def check(trainer: Any, settings: dict[str, Any]) -> None:
         raise UsageError(
             "the model is on the meta device", expected="a model with memory: the trainer saves it as a whole"
         )
+    _check_adapt(settings.get("adapt"))
+    if settings.get("zero") and trainer.args.save_strategy != "no" and not trainer.args.save_only_model:
+        raise UsageError(
+            "checkpoints would hold the optimizer's state, which zero divides over lines",
+            expected="checkpoints of weights alone, or zero=0",
+            fix='set save_only_model=True or save_strategy="no"',
+        )
     known = set(inspect.signature(Pipeline).parameters)
     for name in settings.keys() - known:
         near = difflib.get_close_matches(name, known, n=1)
@@ -108,6 +134,15 @@ def check(trainer: Any, settings: dict[str, Any]) -> None:
             )
 
 
+def _check_adapt(adapt: Any) -> None:
+    if isinstance(adapt, dict) and adapt.get("microbatches", "keep") != "keep":
+        raise UsageError(
+            f"adapt: microbatches is {adapt['microbatches']!r:.60}, on a trainer",
+            expected='"keep": gradient_accumulation_steps decides it',
+            fix="leave it out",
+        )
+
+
 def check_pipeline(trainer: Any, pipe: Pipeline, names: set[str]) -> None:
     """Refuse schedules that update or put out otherwise than the trainer, and an optimizer of other tensors."""
     program = pipe.program
@@ -117,6 +152,10 @@ def check_pipeline(trainer: Any, pipe: Pipeline, names: set[str]) -> None:
             + ("updates inside of a step" if program.num_updates else "has two last stages"),
             expected="a schedule with a flush and one last stage",
             fix='pass pipeline={"schedule": "1f1b"}',
+        )
+    if others := sorted(set(pipe.axes.names) - {"pp", "dp"}):
+        raise UsageError(
+            f"the mesh has the axis {others[0]}, on a trainer", expected="pp and dp alone", fix="use a loop of your own"
         )
     if trainer.args.include_num_input_tokens_seen != "no" and pipe.axes.rows[1] > 1:
         raise UsageError(

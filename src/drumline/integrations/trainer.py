@@ -18,10 +18,10 @@ from accelerate.utils import convert_to_fp32, recursively_apply
 from torch import Tensor, nn
 
 from drumline.core.errors import UsageError
-from drumline.integrations.calls import StandIn, answered, call_of, copied, microbatches, unchanged
+from drumline.integrations.calls import Call, StandIn, answered, call_of, copied, microbatches, unchanged
 from drumline.integrations.checkpoints import Checkpoints
 from drumline.integrations.draws import Draws
-from drumline.integrations.refused import check, check_pipeline, check_version, refuse_short, updated_by
+from drumline.integrations.refused import check, check_given, check_pipeline, check_version, refuse_short, updated_by
 from drumline.integrations.replica import begin, declare, seen_as
 from drumline.model.microbatches import Microbatches
 from drumline.pipeline.pipeline import Pipeline
@@ -42,6 +42,7 @@ class PipelineTrainer(Checkpoints):
 
     def __init__(self, *args: Any, pipeline: Mapping[str, Any] | None = None, **named: Any) -> None:
         check_version()
+        check_given(named.get("model", args[0] if args else None), pipeline)
         self._settings = dict(pipeline or {})
         self._pipe: Pipeline | None = None
         self._inputs: list[Any] = []  # of the microbatches of an update, until its last one comes
@@ -137,7 +138,8 @@ class PipelineTrainer(Checkpoints):
 
         def loss_of(model: Any, inputs: Any) -> Tensor:
             with self.compute_loss_context_manager():
-                return self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+                loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+                return loss
 
         scaled = self.loss_is_scaled_for_ga
         if scaled is None:
@@ -146,7 +148,7 @@ class PipelineTrainer(Checkpoints):
         # The pipeline takes the mean over the microbatches; the trainer, the sum of what it divides by itself.
         factor = len(batches) if scaled else 1
         self._finish = lambda model, inputs: loss_of(model, inputs) * factor
-        loss = self._run(self.pipeline.step, batches, loss_of).loss
+        loss: Tensor = self._run(self.pipeline.step, batches, loss_of).loss
         return loss.to(self.args.device, torch.float32)
 
     def _run(self, step: Callable[..., Any], batches: list[Any], asks: Callable[[Any, Any], Any]) -> Any:
@@ -158,11 +160,14 @@ class PipelineTrainer(Checkpoints):
         with unchanged(self, self._running):
             for number, inputs in enumerate(self._running):
                 with self._draws.noted(number):
-                    calls.append(call_of(self.model, lambda model, inputs=inputs: asks(model, copied(inputs))))
+                    calls.append(self._call_of(asks, inputs))
         missing = size - len(batches)
         self._running += self._running[-1:] * missing
         args, named = self._asked(microbatches(calls + calls[-1:] * missing))
         return step(*args, target=Microbatches(range(size)), **named)
+
+    def _call_of(self, asks: Callable[[Any, Any], Any], inputs: Any) -> Call:
+        return call_of(self.model, lambda model: asks(model, copied(inputs)))
 
     def _asked(self, call: Any) -> Any:
         """Return what the pipeline's model is called with, where a trainer asks for more than it can."""
@@ -172,7 +177,7 @@ class PipelineTrainer(Checkpoints):
         """Return what becomes of a microbatch's output at the last stage."""
         inputs, self._answers = copied(self._running[number]), True
         output = convert_to_fp32(output) if self.args.bf16 else output  # as accelerate does after autocast
-        output = recursively_apply(Tensor.clone, output, test_type=_is_fixed)
+        output = recursively_apply(Tensor.clone, output, test_type=_is_loss)
         answer = self._answered
         quiet = torch.autocast(torch.device(self.pipeline.device).type, enabled=False)
         try:
@@ -213,9 +218,10 @@ class PipelineTrainer(Checkpoints):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
         """Return what was computed for a batch; nothing on ranks without the last stage."""
-        if not self._predicted:
+        if not self._predicted or self._predicted[0][0] is not inputs:  # other inputs than those that were read ahead
+            self._predicted.clear()
             self._predict([inputs], prediction_loss_only, ignore_keys)
-        return self._predicted.popleft()
+        return self._predicted.popleft()[1]
 
     def _predict(self, batches: list[Any], only_loss: bool, ignore_keys: list[str] | None) -> None:
         """Run evaluation batches as microbatches of one step."""
@@ -233,7 +239,8 @@ class PipelineTrainer(Checkpoints):
         self._finish = finish
         with seen_as(num_processes=1):  # every line evaluates all data
             self._run(self.pipeline.eval_step, batches, asks)
-        self._predicted.extend(answers if self._has_loss else [(None, None, None)] * len(batches))
+        outcomes = answers if self._has_loss else [(None, None, None)] * len(batches)
+        self._predicted = deque(zip(batches, outcomes, strict=True))
 
     # ---- logs --------------------------------------------------------------------------------------------------------
 
@@ -253,22 +260,26 @@ class PipelineTrainer(Checkpoints):
         super().log(logs, start_time)
 
 
-def _is_fixed(value: Any) -> bool:
-    """Whether a value is the loss of a recomputed stage, which trainers scale in place."""
-    return isinstance(value, Tensor) and value.dim() == 0 and value.is_leaf and value.requires_grad
+def _is_loss(value: Any) -> bool:
+    """Whether a value may be a loss, which trainers scale in place."""
+    return isinstance(value, Tensor) and value.dim() == 0
 
 
-class _Loss:
-    """The pipeline's loss function; it keeps no trainer alive, and nobody who looks at it looks at all of that."""
+class _OfTrainer:
+    """A function of a trainer that keeps no trainer alive; nobody who looks at it looks at all of that."""
 
     def __init__(self, trainer: PipelineTrainer) -> None:
-        self._trainer = weakref.ref(trainer)
+        self._trainer: Any = weakref.ref(trainer)
 
-    def __call__(self, output: Any, target: int) -> Tensor:
+
+class _Loss(_OfTrainer):
+    """The pipeline's loss function."""
+
+    def __call__(self, output: Any, target: int) -> Any:
         return self._trainer()._answer(output, target)
 
 
-class _Weight(_Loss):
+class _Weight(_OfTrainer):
     """How much a microbatch counts: nothing, if it repeats another one."""
 
     def __call__(self, target: int) -> float:

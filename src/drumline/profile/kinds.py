@@ -58,8 +58,12 @@ class Kinds:
         layers = []
         for block, at in zip(self.blocks, self.stands, strict=True):
             weight_bytes, gradient_bytes = static_bytes(block.module)
-            own = {"name": block.name, "weight_bytes": weight_bytes, "gradient_bytes": gradient_bytes}
-            layers.append(replace(measured.layers[at], **own))
+            static: dict[str, Any] = {
+                "name": block.name,
+                "weight_bytes": weight_bytes,
+                "gradient_bytes": gradient_bytes,
+            }
+            layers.append(replace(measured.layers[at], **static))
         return replace(measured, layers=tuple(layers))
 
     def working(self, measured: Sequence[Working]) -> list[Working]:
@@ -115,15 +119,15 @@ class _Search:
         self._run(0)
         self._read_codes()
         alike = likenesses(self.blocks, self.codes)
-        seen: dict[Hashable, list[int]] = defaultdict(list)
+        by_key: dict[Hashable, list[int]] = defaultdict(list)
         after: dict[int, Hashable] = {0: _look(self.value, self._numbers(1))}  # what each block returns
         stands, skipped, reads = {0: 0}, dict[int, Hashable](), set[Hashable]()
         comes = (after[0], self._roles(1))
         for at in range(1, last + 1):
             stage = self.stages[at]
             key = (alike[at].key, comes, stage.trained_below, stage.kind)
-            if at < last and len(seen[key]) >= _MEASURED and alike[at].key not in reads:
-                stands[at] = seen[key][-1]
+            if at < last and len(by_key[key]) >= _MEASURED and alike[at].key not in reads:
+                stands[at] = by_key[key][-1]
                 skipped[at] = comes
             else:
                 for other in (*self._wanted(skipped, comes), at):
@@ -136,8 +140,8 @@ class _Search:
                     if other < last:
                         after[other] = _look(self.value, self._numbers(other + 1))
                 skipped.clear()
-                if len(seen[key]) < _MEASURED:
-                    seen[key].append(at)
+                if len(by_key[key]) < _MEASURED:
+                    by_key[key].append(at)
             if at < last:
                 comes = (after[stands[at]], self._roles(at + 1))
         places = {block: place for place, block in enumerate(self.ran)}
@@ -179,8 +183,8 @@ class _Search:
         block = self.blocks[at]
         if not isinstance(block.module, Piece):
             return block
-        left, own = self.codes[before + 1], self.codes[at]
-        orders = {False: _order(left.takes, own.takes), True: _order(left.resumes, own.resumes)}
+        left, right = self.codes[before + 1], self.codes[at]
+        orders = {False: _order(left.takes, right.takes), True: _order(left.resumes, right.resumes)}
         return replace(block, module=_Joined.of(block.module, orders))
 
     def _read_codes(self) -> None:
@@ -229,13 +233,13 @@ class _Joined(Piece):
     __call__ = forward
 
 
-def _order(given: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
+def _order(numbers: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
     """Return the place of each wanted value among those given, both counted in the order of their numbers.
 
     >>> _order([7, 2, 5], [12, 19, 15])
     (1, 0, 2)
     """
-    sorted_places = sorted(range(len(given)), key=given.__getitem__)
+    sorted_places = sorted(range(len(numbers)), key=numbers.__getitem__)
     ranks = {number: rank for rank, number in enumerate(sorted(wanted))}
     return tuple(sorted_places[ranks[number]] for number in wanted)
 

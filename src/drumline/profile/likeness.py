@@ -71,7 +71,7 @@ def likenesses(blocks: Sequence[Block], codes: Sequence[Any] = ()) -> list[Liken
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for at, outline in enumerate(outlines):
         groups[outline].append(at)
-    found: list[Likeness] = [Likeness(None)] * len(blocks)
+    alike: list[Likeness] = [Likeness(None)] * len(blocks)
     for outline, members in groups.items():
         names = [[int(digits) for digits in re.findall(r"\d+", blocks[at].name)] for at in members]
         columns = list(zip(*(looks[at].numbers for at in members), strict=True))
@@ -80,8 +80,8 @@ def likenesses(blocks: Sequence[Block], codes: Sequence[Any] = ()) -> list[Liken
             numbers = [column[row] for column in columns]
             values = (_INDEX if place else number.value for number, place in zip(numbers, follows, strict=True))
             places = (number for number, place in zip(numbers, follows, strict=True) if place)
-            found[at] = Likeness((outline, tuple(values)), tuple(places))
-    return found
+            alike[at] = Likeness((outline, tuple(values)), tuple(places))
+    return alike
 
 
 def _follows(column: Sequence[Number], names: Sequence[Sequence[int]]) -> bool:
@@ -100,7 +100,7 @@ class _Look:
 
     block: str
     numbers: list[Number] = field(default_factory=list)
-    seen: dict[int, int] = field(default_factory=dict)  # modules, tensors and objects, by id
+    seen_ids: dict[int, int] = field(default_factory=dict)  # modules, tensors and objects, by id
 
     def piece(self, piece: Piece, code: Any) -> Hashable:
         """Return the outline of a traced block: what it calls, and its code, in the order of its values."""
@@ -115,7 +115,7 @@ class _Look:
         for at, name in enumerate(names):
             source = source.replace(repr(name), f"<{at}>")
         order = {str(value): f"t{at}" for at, value in enumerate(sorted(takes))}
-        source = _VALUE.sub(lambda found: order.setdefault(found[1], f"n{len(order)}"), source)
+        source = _VALUE.sub(lambda match: order.setdefault(match[1], f"n{len(order)}"), source)
         body, _, returned = source.rpartition("\n")
         constants = tuple(self.value(run.__globals__.get(name)) for name in _CONSTANT.findall(source))
         return len(takes), body, tuple(sorted(_OWN.findall(returned))), constants
@@ -124,7 +124,7 @@ class _Look:
         """Return a module's outline: its class, settings, tensors and what is inside."""
         if (before := self._again(module)) is not None:
             return before
-        entries: list[Hashable] = [type(module)]
+        entries: list[Any] = [type(module)]
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):
                 entries += [(name, key, self.value(each)) for key, each in value.items()]
@@ -136,9 +136,9 @@ class _Look:
 
     def _again(self, value: Any) -> Hashable | None:
         """Return the number of what was seen before, or None the first time."""
-        if id(value) in self.seen:
-            return "again", self.seen[id(value)]
-        self.seen[id(value)] = len(self.seen)
+        if id(value) in self.seen_ids:
+            return "again", self.seen_ids[id(value)]
+        self.seen_ids[id(value)] = len(self.seen_ids)
         return None
 
     def value(self, value: Any, owner: nn.Module | None = None, name: str = "") -> Hashable:
@@ -149,12 +149,12 @@ class _Look:
             return type(value), value
         if isinstance(value, int):
             self.numbers.append(Number(int(value), owner, name))
-            return type(value)
+            return (type(value),)
         if isinstance(value, float):
             return float, value if value in (0.0, 1.0) else "between"
         if isinstance(value, _NAMED):
             return "is", id(value)
-        if len(self.seen) > _MOST:
+        if len(self.seen_ids) > _MOST:
             return "too many", id(self)
         if isinstance(value, nn.Module):
             return self.module(value)
@@ -225,7 +225,8 @@ class Watched:
         try:
             for module, kind in kinds.items():
                 properties = {name: self._property(name) for name in self._names[module]}
-                module.__class__ = type(kind)(kind.__name__, (kind,), {"__module__": kind.__module__, **properties})
+                metaclass: Any = type(kind)
+                module.__class__ = metaclass(kind.__name__, (kind,), {"__module__": kind.__module__, **properties})
             yield self
         finally:
             for module, kind in kinds.items():

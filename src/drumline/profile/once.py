@@ -47,7 +47,7 @@ class _Result:
     spec: Any
 
     def again(self) -> Any:
-        leaves = [each.made() if isinstance(each, _Form) else each.clone() for each in self.leaves]
+        leaves = [each.tensor() if isinstance(each, _Form) else each.clone() for each in self.leaves]
         return tree_unflatten(leaves, self.spec)
 
 
@@ -61,7 +61,7 @@ class _Form:
     offset: int
     num_bytes: int
 
-    def made(self) -> Tensor:
+    def tensor(self) -> Tensor:
         pages = torch.frombuffer(
             mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON), dtype=torch.uint8
         )
@@ -109,7 +109,7 @@ class Once(TorchDispatchMode):  # type: ignore[no-untyped-call]
         leaves, spec = tree_flatten(result)
         if all(isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.is_cpu for leaf in leaves):
             self.is_used = True
-            self._results[key] = _Result(nanoseconds, tuple(map(_kept, leaves)), spec)
+            self._results[key] = _Result(nanoseconds, tuple(map(_stored, leaves)), spec)
 
 
 class OwedClock(Clock):
@@ -123,12 +123,16 @@ class OwedClock(Clock):
         return self.now() + self._once.owed_ns
 
 
-def _kept(tensor: Tensor) -> Any:
+def _stored(tensor: Tensor) -> Any:
     storage = tensor.untyped_storage()
     if tensor.numel() <= _ELEMENTS and storage.nbytes() == tensor.nbytes:
         return tensor.clone()
     return _Form(
-        tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), max(storage.nbytes(), 1)
+        tensor.dtype,
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        int(tensor.storage_offset()),
+        max(int(storage.nbytes()), 1),
     )
 
 
@@ -148,7 +152,7 @@ def _is_large(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
     if (count := flop_registry.get(func._overloadpacket)) is not None:
         return int(count(*args, **kwargs, out_val=result)) >= _FLOPS
     if func._overloadpacket in _CASTS:
-        return result.numel() >= _TABLE
+        return bool(result.numel() >= _TABLE)
     if func._overloadpacket in _ATTENTION:
         *_, length, width = tensors[0].shape
         return prod(tensors[0].shape[:-2]) * length * length * width * 4 >= _FLOPS

@@ -53,6 +53,8 @@ _APART = (
     BaseException, CodeType, FrameType, TracebackType,
 )  # fmt: skip
 WHOLE = (nn.Module, Tensor, type, FunctionType, BuiltinFunctionType, ModuleType, *_APART)
+_FIELDLESS = (*WHOLE, MethodType)
+_NUMBERS = (np.ndarray, array, bytearray)
 _said: set[tuple[str, str]] = set()
 # Libraries whose code reads no variable that a user changes between two steps, with what they are made of.
 LIBRARIES = sys.stdlib_module_names | {
@@ -181,24 +183,28 @@ def is_settled(value: Any) -> bool:
 
 def _opened(value: Any, kind: type, same: Same) -> tuple[Any, Iterable[Any]]:
     """Return what to compare of a value, and the values inside; append to `same` what is compared by identity."""
-    if isinstance(value, _SIZED):
+    if _is_of(kind, _SIZED):
         return _contents(value, kind, same)
-    if isinstance(value, partial):
+    if _is_of(kind, partial):
         same.append(value.func)
         return None, (value.args, value.keywords)
-    if isinstance(value, MethodType):
+    if kind is MethodType:
         same.append(value.__func__)
         return None, (value.__self__,)
     same.append(value)
-    if isinstance(value, ContextVar):
+    if kind is ContextVar:
         return None, (value.get(None),)
-    if isinstance(value, ref):  # what it refers to is not kept alive here
+    if _is_of(kind, ref):  # what it refers to is not kept alive here
         value = value()
         return id(value), (_fields(value) or {}).values()
-    if isinstance(value, np.ndarray | array | bytearray):
+    if _is_of(kind, _NUMBERS):
         return _numbers(value), ()
     fields = _fields(value)
     return (None, ()) if fields is None else ([*fields], fields.values())
+
+
+# Whether a class is one of others; asked for once, and of the class: some objects answer what they are by slow code.
+_is_of = lru_cache(maxsize=16384)(issubclass)
 
 
 def _contents(value: Any, kind: type, same: Same) -> tuple[Any, Iterable[Any]]:
@@ -227,12 +233,13 @@ def _numbers(value: Any) -> Any:
 
 def _fields(value: Any) -> dict[str, Any] | None:
     """Return the fields of a user-defined object, including plain ones of its class."""
-    if isinstance(value, (*WHOLE, MethodType)):
-        return None
-    fields: dict[str, Any] = dict(getattr(value, "__dict__", ()))
     kind = type(value)
+    if _is_of(kind, _FIELDLESS):
+        return None
+    space = getattr(value, "__dict__", None)
+    fields: dict[str, Any] = dict(space or ())
     if kind.__module__.partition(".")[0] in LIBRARIES:
-        return fields if hasattr(value, "__dict__") and not callable(value) else None
+        return fields if space is not None and not callable(value) else None
     for cls in kind.__mro__[:-1]:
         for key, attribute in vars(cls).items():
             if isinstance(attribute, MemberDescriptorType):

@@ -197,7 +197,9 @@ class Admission:
 
     def _admitted_lengths(self, length: int) -> range:
         """Return the lengths that any number of rows may have."""
-        sure = [size for size in self._lengths if not self.broken(1, size) and not self.broken(2, size)]
+        # Of length 1 the exporter notes nothing, as it takes every size for 2 or more: that is tried.
+        noted = [size for size in self._lengths if size > 1 or not self._has_length]
+        sure = [size for size in noted if not self.broken(1, size) and not self.broken(2, size)]
         small = [size for size in range(1, min(_SMALL, self._lengths[-1]) + 1) if size not in sure]
         for more in ([size for size in small if self._right(size)] if sure or small else [], []):
             both = sorted({*sure, *more})

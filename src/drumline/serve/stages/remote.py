@@ -78,12 +78,12 @@ class RemoteStages(ServedStages):
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             asking = (self._state(number, name, left) for number in range(len(self.addresses)))
-            states = [state for state in await asyncio.gather(*asking) if state.get("seconds", 0.0) > _age(asked)]
+            states = [state for state in await asyncio.gather(*asking) if state]
             if how := next((str(state["how"]) for state in states if state["how"]), ""):
                 return how
-            if len(states) < len(self.addresses):
+            if any(state["seconds"] < _age(asked) for state in states):
                 return unknown
-            if not any(state["at_work"] for state in states):
+            if len(states) == len(self.addresses) and not any(state["at_work"] for state in states):
                 return ""
             await asyncio.sleep(_LOOK)
         return unknown

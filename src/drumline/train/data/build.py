@@ -19,6 +19,7 @@ from drumline.train.data.fill import Fill, TokenFiller
 from drumline.train.data.items.batch import Batch, Data
 from drumline.train.data.items.documents import Documents
 from drumline.train.data.items.fingerprint import Part
+from drumline.train.data.items.unready import Unready
 from drumline.train.data.layouts import RowLayout, StepShape, Unit
 from drumline.train.data.own.user_data import data_by_function
 from drumline.train.data.points import Points
@@ -27,7 +28,6 @@ from drumline.train.data.read.text import text_documents
 from drumline.train.data.read.tokens import token_documents
 from drumline.train.data.samples import Blocks, Pieces, Samples
 from drumline.train.data.stream import PlannedStream, Position, Steps
-from drumline.train.data.unready import Unready
 from drumline.train.models.built import Built
 
 _PARTS = 8  # of the number of microbatches: those of buckets are multiples of it divided by this, up to twice as many
@@ -100,9 +100,9 @@ def _counts_of(settings: TrainSettings) -> tuple[int, ...]:
     return tuple(sorted(counts))
 
 
-def _tokens(settings: TrainSettings, built: Built, place: _Place, given: Documents | None) -> Data:
+def _tokens(settings: TrainSettings, built: Built, place: _Place, instead: Documents | None) -> Data:
     how, sequence = settings.lengths.how, settings.batch.sequence
-    documents, held_documents = _documents(settings, built) if given is None else given.split(0.0)
+    documents, held_documents = _documents(settings, built) if instead is None else instead.split(0.0)
     width = max(settings.lengths.buckets) if how == "buckets" and settings.lengths.buckets else sequence
     kind: type[Samples] = Blocks if how == "blocks" else Pieces
     samples = kind(documents, width)

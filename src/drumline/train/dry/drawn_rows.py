@@ -11,7 +11,7 @@ from drumline.train.config.settings import TrainSettings
 from drumline.train.data.build import vocabulary_of
 from drumline.train.data.items.batch import Data
 from drumline.train.data.items.documents import Documents
-from drumline.train.data.unready import Unready
+from drumline.train.data.items.unready import Unready
 from drumline.train.models.built import Built
 
 BuildData = Callable[..., Data]

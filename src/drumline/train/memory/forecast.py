@@ -120,14 +120,14 @@ def forecast(
     wanted = (
         microbatch if intake.has_own_loss else None if target is None else _first(intake, target, "the target", device)
     )
-    found = measured(
+    blocks_measured = measured(
         blocks, microbatch, device=device, precision=precision, split=split_share(program) > 0,
         root=choices.model if isinstance(choices.model, nn.Module) else None, by_kind=by_kind, tell=tell,
         target=wanted, loss_fn=intake.loss if intake.has_loss else None,
     )  # fmt: skip
-    return WeighedBlocks(tuple(blocks), found.profile, found.working, found.cast, state_of, accumulates).forecast(
-        options
-    )
+    return WeighedBlocks(
+        tuple(blocks), blocks_measured.profile, blocks_measured.working, blocks_measured.cast, state_of, accumulates
+    ).forecast(options)
 
 
 @dataclass(frozen=True)

@@ -56,11 +56,11 @@ def measured(
     """Measure blocks with one microbatch; `how` is the target and the loss that the last one includes."""
     ties, is_meta = tied(blocks), is_on_meta(blocks)
     # A cast that blocks share would be counted for the first of them alone.
-    apart = precision.uncached() if is_meta else precision.autocast
+    uncached = precision.uncached() if is_meta else precision.autocast
     once: Any = Once() if by_kind and device.type == "cpu" else nullcontext()
     runs: dict[str, Any] = {"num_runs": _RUNS, "max_seconds": _SECONDS}
     with stand_ins(blocks, root, device) if is_meta else nullcontext(), _refusing(device):
-        with apart, once:
+        with uncached, once:
             kinds = _kinds(blocks, microbatch, device, by_kind=by_kind, tell=tell)
         check_room(kinds.held_bytes, device)
         if isinstance(once, Once) and once.is_used:
@@ -69,16 +69,16 @@ def measured(
             once = nullcontext()
         chain = kinds.measured
         tell(f"measuring {len(chain)} of {len(blocks)} blocks, one or two of each kind ...")
-        with apart, once:
-            found = profile(chain, microbatch, **runs, **how)
+        with uncached, once:
+            sizes = profile(chain, microbatch, **runs, **how)
         with once:
-            found, cast = _without_casts(found, chain, microbatch, precision)
+            sizes, cast = _without_casts(sizes, chain, microbatch, precision)
         tell("measuring what each needs while it runs ...")
         with precision.autocast, once:
             needs = working(chain, microbatch, device=device, split=split, **how)
-    found = kinds.profile(found)
-    layers = tuple(replace(layer, tied=own_ties) for layer, own_ties in zip(found.layers, ties, strict=True))
-    return Measured(replace(found, layers=layers), tuple(kinds.working(needs)), kinds.by_name(cast))
+    sizes = kinds.profile(sizes)
+    layers = tuple(replace(layer, tied=own_ties) for layer, own_ties in zip(sizes.layers, ties, strict=True))
+    return Measured(replace(sizes, layers=layers), tuple(kinds.working(needs)), kinds.by_name(cast))
 
 
 def _kinds(blocks: Sequence[Block], microbatch: Any, device: torch.device, *, by_kind: bool, tell: Tell) -> Kinds:

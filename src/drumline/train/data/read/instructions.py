@@ -20,7 +20,7 @@ import numpy as np
 from drumline.core.errors import UsageError
 from drumline.train.config.files.data_files import existing_files, records_of
 from drumline.train.data.items.documents import Documents
-from drumline.train.data.unready import Unready
+from drumline.train.data.items.unready import Unready
 from drumline.train.models.built import Tokenizer
 from drumline.train.models.chat_templates import PLAIN, TEMPLATES, template_named
 from drumline.train.models.tokenizers import FolderTokenizer, Message
