@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
@@ -280,6 +280,16 @@ def run(args: argparse.Namespace) -> tuple[list[Cell], str]:
     )
 
 
+def joined(many: Iterable[Cell]) -> list[Cell]:
+    """Return every cell once: of several runs, the one with the most seeds."""
+    best: dict[tuple[str, int, float, Kind], Cell] = {}
+    for cell in many:
+        key = cell.schedule, cell.ranks, cell.noise, cell.kind
+        if key not in best or len(best[key].moves) < len(cell.moves):
+            best[key] = cell
+    return list(best.values())
+
+
 def main() -> None:
     """Run the cells, print and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -296,7 +306,7 @@ def main() -> None:
     if args.quick:
         args.ranks, args.noises, args.seeds, args.jobs = (2,), (0.0, 0.1), 2, 1
     if args.read:
-        all_cells = [Cell.from_json(entry) for path in args.read for entry in json.loads(path.read_text())]
+        all_cells = joined(Cell.from_json(entry) for path in args.read for entry in json.loads(path.read_text()))
         footer = f"{len(all_cells)} cells"
     else:
         all_cells, footer = run(args)

@@ -56,7 +56,7 @@ ADAPT = (
     ),
     Bug(
         "the-slope-is-not-followed",
-        "Watch._ramp",
+        "RankSlowness._ramp",
         "if sure.any():\n                away",
         "if False:\n                away",
         "A rank that gets slower all the time is answered too late.",
@@ -78,8 +78,8 @@ ADAPT = (
     Bug(
         "few-rows-by-what-one-rank-knows",
         "Adapting._find_instead",
-        "if not known or min(known) >= own.num_microbatches:",
-        "if not known or max(known) >= own.num_microbatches or self._num_rows == 0:",
+        "if not known or min(known) >= program.num_microbatches:",
+        "if not known or max(known) >= program.num_microbatches or self._num_rows == 0:",
         "Ranks that see no batch run another program than those that do.",
     ),
     Bug(

@@ -11,7 +11,7 @@ import numpy as np
 from drumline.adapt.proposal import CUT, Arrangement, Proposal
 from drumline.adapt.rebalance import Layers
 from drumline.adapt.settings import HALF, Adapt
-from drumline.adapt.watch import Watch, neighbours
+from drumline.adapt.slowness import RankSlowness, neighbours
 from drumline.core.errors import DrumlineError
 from drumline.core.graph import Floats
 from drumline.core.measured.costs import latencies
@@ -26,7 +26,7 @@ class Recut:
 
     def __init__(self, settings: Adapt, layers: Layers) -> None:
         self._settings, self._layers = settings, layers
-        self._watch = Watch(settings, layers)
+        self._slowness = RankSlowness(settings, layers)
         self._home: Counts = ()  # the cut before the last move: the way back is never blocked
         self._paused = (0.0, 0)  # seconds and bytes of the last move
         self._now: Counts = ()
@@ -35,17 +35,17 @@ class Recut:
     @property
     def count(self) -> int:
         """How many steps were seen."""
-        return self._watch.count
+        return self._slowness.count
 
     def begin(self, now: Arrangement) -> None:
         """Forget what was seen: something else than the cut has changed."""
         self._layers = replace(self._layers, program=now.program)
-        self._watch.begin(self._layers)
+        self._slowness.begin(self._layers)
 
     def see(self, now: Arrangement, stage_seconds: Sequence[float]) -> None:
         """Add a step: what a microbatch took in every stage."""
         self._now = now.counts
-        self._watch.see(now.counts, stage_seconds)
+        self._slowness.see(now.counts, stage_seconds)
 
     def took(self, move: Proposal, *, seconds: float, num_bytes: int) -> None:
         """Hear that layers have moved, and what that took."""
@@ -62,10 +62,10 @@ class Recut:
             return None
         self._steps = list(last)
         only = self._home if only_back else ()
-        better = self._watch.look(now.counts, self._chosen, pause=self._pause, has_changed=has_changed, only=only)
+        better = self._slowness.look(now.counts, self._chosen, pause=self._pause, has_changed=has_changed, only=only)
         if better is None:
             return None
-        simulated = self._watch.seconds(now.counts, len(self._steps)).tolist()
+        simulated = self._slowness.seconds(now.counts, len(self._steps)).tolist()
         scale = median(measured.makespan / each for measured, each in zip(self._steps, simulated, strict=True))
         layers = self._on(better.slowness)
         before, then = (scale * layers.seconds(counts) for counts in (now.counts, better.counts))
@@ -100,12 +100,12 @@ class Recut:
 
     def without(self, move: Proposal, count: int) -> Floats:
         """Return what the last steps would have taken without a move: at the speeds of now, by the scale of before."""
-        return move.scale * self._watch.seconds(move.before.counts, count)
+        return move.scale * self._slowness.seconds(move.before.counts, count)
 
     def is_better_back(self, move: Proposal, real: Floats) -> bool:
         """Whether the cut before a move pays by now, if the steps since then took `real` seconds."""
-        simulated = move.scale * self._watch.seconds(self._now, len(real))
-        verdict = self._watch.verdict(
+        simulated = move.scale * self._slowness.seconds(self._now, len(real))
+        verdict = self._slowness.verdict(
             self._now,
             move.before.counts,
             pause=self._pause(move.before.counts),

@@ -45,7 +45,7 @@ class BetterCut:
     slowness: tuple[float, ...]
 
 
-class Watch:
+class RankSlowness:
     """Knows the ranks' speeds in the last steps; `look` returns a cut that pays."""
 
     def __init__(self, settings: Adapt, layers: Layers) -> None:
