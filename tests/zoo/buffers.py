@@ -59,7 +59,7 @@ BUFFER = "buffer.*mean.*changes|changes.*mean"
 ZOO["a buffer changed in one stage and read in another"] = Entry(lambda: _shares_buffer(SharesMean), saying(BUFFER))
 ZOO["a buffer read as an attribute in another stage"] = Entry(
     lambda: _shares_buffer(ReadsMean),
-    saying("holds the buffer 'blocks.0.mean' of another stage", fix="register it there"),
+    saying("'blocks.0' changes 'blocks.0.mean' in place, which is used there", fix="fewer stages"),
 )
 ZOO["a buffer of a Sequential read as an attribute in another stage"] = Entry(
     lambda: nn.Sequential(*_shares_buffer(ReadsMean).blocks),
@@ -78,7 +78,7 @@ class AveragesTwice(CountsTwice):
         self.block = Averages()  # type: ignore[assignment]
 
 
-@refused("a block with running statistics called on several stages", "running statistics")
+@refused("a block with running statistics called on several stages", "'block' changes 'block.norm.* in place, which is used there")
 class NormsTwice(CountsTwice):
     def __init__(self) -> None:
         super().__init__()
