@@ -10,7 +10,8 @@ round with its quartiles, and whether that is slower by more than the spread.
     simulate, cold     `drumline simulate 1f1b --ranks 8 --microbatches 64`
     simulate           seconds to compile and time a program of 4,096 actions, and one of 24,576
     search             seconds of a search that ends by its own budget of timed actions
-    step               seconds of a step of two ranks in one process, for schedules with whole and split backwards
+    step               seconds of a step of two ranks in one process, for schedules with whole and split backwards;
+                       with blocks of an own class, which may keep state and do not
     action             seconds that two processes add to every action beyond what the simulator says is possible, as in
                        `benchmarks/runtime_cpu.py`
 """
@@ -68,6 +69,30 @@ for turn in range(150):
         taken.append(moment() - began)
     pipe.zero_grad()
 """
+OWN = """
+import torch
+import drumline as dl
+torch.set_num_threads(1)
+torch.manual_seed(0)
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64)
+        self.scale, self.sizes, self.names = 0.5, [1, 2, 3], {{"act": "gelu"}}
+    def forward(self, x):
+        return x + torch.nn.functional.gelu(self.layer(x)) * self.scale * self.sizes[0]
+model = torch.nn.Sequential(*(Block() for _ in range(8)))
+options = {{"checkpoint": {checkpoint!r}, "loss_fn": torch.nn.functional.mse_loss}}
+pipe = dl.Pipeline(model, schedule={name!r}, num_ranks=2, num_microbatches=8, **options)
+batch, target = torch.randn(64, 64), torch.randn(64, 64)
+taken = []
+for turn in range(150):
+    began = moment()
+    pipe.step(batch, target=target)
+    if turn >= 30:
+        taken.append(moment() - began)
+    pipe.zero_grad()
+"""
 ACTION = """
 import os, socket, subprocess
 if "RANK" not in os.environ:
@@ -105,6 +130,10 @@ FIGURES = {
     "step 1f1b D64": STEP.format(name="1f1b"),
     "step zb-h1 D64": STEP.format(name="zb-h1"),
     "step zb-v D64": STEP.format(name="zb-v"),
+    "step 1f1b, own blocks": OWN.format(name="1f1b", checkpoint="none"),
+    "step zb-h1, own blocks": OWN.format(name="zb-h1", checkpoint="none"),
+    "step gpipe, own blocks recomputed": OWN.format(name="gpipe", checkpoint="full"),
+    "step dualpipe, own blocks": OWN.format(name="dualpipe", checkpoint="none"),
     "action 1f1b D256": ACTION.format(name="1f1b"),
     "action zb-h1 D256": ACTION.format(name="zb-h1"),
     "action zb-v D256": ACTION.format(name="zb-v"),

@@ -243,7 +243,11 @@ NAMES = re.compile(r"\b(state|box|_kept|others|helper|turn|get|put)\b|STATE|BOX"
 
 def is_named(case: Case, text: str) -> bool:
     """Whether a refusal is one line that names a block and what it keeps."""
-    return "\n" not in text and re.search(r"(block|of|in|because) '[\w.]+'", text) is not None and NAMES.search(text) is not None
+    return (
+        "\n" not in text
+        and re.search(r"(block|of|in|because) '[\w.]+'", text) is not None
+        and NAMES.search(text) is not None
+    )
 
 
 def fuzz(cases: Sequence[Case], *, jobs: int = 1, say: Callable[[str], None] = lambda text: None) -> Outcome:

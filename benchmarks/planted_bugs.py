@@ -14,6 +14,7 @@ from planted_runtime import RUNTIME
 from planted_saving import SAVING
 from planted_schedules import SCHEDULES
 from planted_serve import SERVE
+from planted_state import STATE
 from planted_stream import STREAM
 from planted_train import TRAIN
 from planted_tune import TUNE
@@ -30,6 +31,7 @@ BUGS = (
     *ADAPT,
     *PIPELINE,
     *SAVING,
+    *STATE,
     *STREAM,
     *SERVE,
     *TRAIN,

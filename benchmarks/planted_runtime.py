@@ -36,22 +36,22 @@ RUNTIME = (
     Bug(
         "recomputed-in-full-precision",
         "Stage._again",
-        "with segment.buffers.as_they_were(this.buffers), self.precision.autocast, drawn, state:",
-        "with segment.buffers.as_they_were(this.buffers), drawn, state:",
+        "with segment.buffers.as_they_were(this.buffers), self.precision.autocast, drawn, state, frozen:",
+        "with segment.buffers.as_they_were(this.buffers), drawn, state, frozen:",
         "A checkpointed segment runs again without autocast.",
     ),
     Bug(
         "recomputed-on-newer-buffers",
         "Stage._again",
-        "with segment.buffers.as_they_were(this.buffers), self.precision.autocast, drawn, state:",
-        "with self.precision.autocast, drawn, state:",
+        "with segment.buffers.as_they_were(this.buffers), self.precision.autocast, drawn, state, frozen:",
+        "with self.precision.autocast, drawn, state, frozen:",
         "A checkpointed segment runs again on running statistics that later microbatches have changed.",
     ),
     Bug(
         "recomputed-on-newer-state",
         "Stage._again",
-        "with segment.buffers.as_they_were(this.buffers), self.precision.autocast, drawn, state:",
-        "with segment.buffers.as_they_were(this.buffers), self.precision.autocast, drawn:",
+        "with segment.buffers.as_they_were(this.buffers), self.precision.autocast, drawn, state, frozen:",
+        "with segment.buffers.as_they_were(this.buffers), self.precision.autocast, drawn, frozen:",
         "A checkpointed segment runs again on counters and generators that later microbatches have changed.",
     ),
     Bug(

@@ -47,6 +47,9 @@ class Kind:
     turn: Callable[[nn.Module, int], object] = lambda model, step: None
     merges: bool = False  # weight gradients, where the schedule splits backwards
 
+    def __str__(self) -> str:
+        return self.name
+
     def options(self, way: str) -> dict[str, Any]:
         """Return further arguments of a pipeline."""
         return {"merge_weight_gradients": True} if self.merges and way in ("zb-h1", "zb-v") else {}
@@ -84,9 +87,9 @@ KINDS = (
     Kind("python generator", taking(models.numbers), refused=USED_UP | TRACED),
     Kind("loader's iterator", taking(models.loader, models.following), refused=USED_UP | TRACED),
     Kind("file", taking(models.lines, models.read), refused=USED_UP),
-    Kind("system's chance", taking(random.SystemRandom, models.nothing_of), refused=USED_UP),
+    Kind("system's chance", taking(random.SystemRandom, models.nothing_of), refused=USED_UP | TRACED),
     Kind("lock", each(models.Locked), refused=COPIES | TRACED),
-    Kind("teacher", each(models.Teacher), refused=COPIES, names="'[0-3].teacher"),
+    Kind("teacher", each(models.Teacher), refused=COPIES, names="teacher"),
     Kind("teacher in a list", each(models.HiddenTeacher), refused=COPIES),
     Kind("buffer in place", each(models.BufferInPlace), refused=COPIES, names="'*mean"),
     Kind("buffer replaced", each(models.BufferReplaced), refused=COPIES, names="'*mean"),
@@ -128,9 +131,7 @@ KINDS = (
     Kind("hooks that clamp, merged", hooks.changed(hooks.clamped), merges=True),
     Kind("hooks that count", hooks.changed(hooks.counted), refused=COPIES),
     Kind("hooks that cap sums", hooks.changed(hooks.capped), refused=COPIES, names=SUMMED),
-    Kind(
-        "hooks that cap sums, merged", hooks.changed(hooks.capped), refused=COPIES, names=SUMMED, merges=True
-    ),
+    Kind("hooks that cap sums, merged", hooks.changed(hooks.capped), refused=COPIES, names=SUMMED, merges=True),
     Kind("hooks that step", hooks.changed(hooks.stepping), refused=EVERYWHERE, names="hook calls SGD.step"),
     Kind("hooks of backwards", hooks.changed(hooks.counting_backwards), refused=COPIES),
     Kind("hooks of tensors", hooks.counting_gradients, refused=COPIES),
@@ -138,7 +139,7 @@ KINDS = (
     Kind("reentrant checkpoint counts", hooks.counting_checkpoints, refused=EVERYWHERE),
     Kind("old weight_norm", hooks.changed(hooks.weight_normed)),
     Kind("pruning", hooks.changed(hooks.pruned)),
-    Kind("left out of copies", hooks.forgetting, refused=COPIES),
+    Kind("left out of copies", hooks.forgetting, refused=COPIES | TRACED),
     Kind("skip by hooks", hooks.changed(hooks.skipped), refused=EVERYWHERE, names="block|'3'"),
     Kind("branch inside of a block", hooks.branching),
 )

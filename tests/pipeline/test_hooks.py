@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,8 +32,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "zb-v": {},
     "gpipe": {"checkpoint": "full"},
     "dualpipe": {},
+    "chimera": {},
 }
-SINGLE = [way for way in WAYS if way != "dualpipe"]  # schedules with one copy of each stage
+SINGLE = [way for way in WAYS if way not in ("dualpipe", "chimera")]  # schedules with one copy of each stage
 
 
 class Layer(nn.Module):
@@ -261,6 +263,25 @@ def test_hooks_that_are_not_linear_see_each_microbatch_when_weight_gradients_mer
     compare(row, way, kind, change=change, merge_weight_gradients=True)
 
 
+@pytest.mark.parametrize("way", ["dualpipe", "chimera"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_copies_of_a_stage_refuse_hooks_that_change_sums(kind: str, way: str) -> None:
+    words = "changes the gradient of '(blocks.)?[0-3].linear.(weight|bias)' after a microbatch was added"
+    with refused(ModelError, words, fix="register_hook.*zb-v"):
+        trained(capped(made(row, kind)), way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_hooks_that_only_look_run_for_every_microbatch(way: str) -> None:
+    model = made(row)
+    calls: list[int] = []
+    for block in blocks_of(model):
+        block.linear.weight.register_post_accumulate_grad_hook(lambda param: calls.append(1))
+    train = Trained(model, way, check_model=False)
+    train.step(0)
+    assert len(calls) == len(blocks_of(model)) * MICROBATCHES
+
+
 def optimized(model: nn.Module) -> nn.Module:
     """Let a hook of each parameter step an optimizer and drop the gradient."""
     optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
@@ -411,13 +432,56 @@ class Forgets(Layer):
 def test_an_attribute_that_a_copy_lacks_is_named() -> None:
     with refused(ModelError, "block '1' reads its attribute 'factor', and the copy", fix="__init__.*zb-v"):
         trained(made(lambda: row(Layer(), Forgets())), "dualpipe")
-    later = made(row)
-    pipe, block = pipeline(later, "dualpipe"), blocks_of(later)[2]
-    block.register_forward_pre_hook(lambda module, given: (module.factor(*given),))
-    block.factor = functional.relu
-    x, y = data(0)
-    with refused(ModelError, "block '2' reads its attribute 'factor', and the copy", expected="set before"):
-        pipe.step(x, target=y)
+
+
+class Activated(Layer):
+    """Applies what is set later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act: Any = torch.tanh
+
+    def twice(self, x: Tensor) -> Any:
+        return self.linear(x) * 2
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.act(self.linear(x))
+
+
+LATER: dict[str, Callable[[Any], Any]] = {
+    "a function": lambda block: functional.relu,
+    "a partial": lambda block: partial(functional.leaky_relu, negative_slope=0.3),
+    "an object": lambda block: Scales(),
+    "a method of its own": lambda block: block.twice,
+}
+
+
+class Scales:
+    def __call__(self, x: Tensor) -> Any:
+        return x * 3
+
+
+@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("way", ["zb-v", "dualpipe"])
+def test_attributes_that_are_replaced_between_steps_are_followed(way: str, name: str) -> None:
+    whole, model = (made(lambda: row(*(Activated() for _ in range(4)))) for _ in range(2))
+    plain, train = Plain(whole), Trained(model, way)
+    for step in range(STEPS):
+        for block in (*blocks_of(whole), *blocks_of(model)) if step == 1 else ():
+            block.act = LATER[name](block)
+        plain.step(step)
+        train.step(step)
+    train.pipe.settle()
+    same(model, whole)
+
+
+def test_a_method_of_another_module_is_refused_on_copies() -> None:
+    model = made(lambda: row(*(Activated() for _ in range(4))))
+    train, blocks = Trained(model, "dualpipe"), blocks_of(model)
+    train.step(0)
+    blocks[1].act = blocks[2].twice
+    with refused(ModelError, "attribute 'act' of block '1' was set to a method of another module", fix="new pipeline"):
+        train.step(1)
 
 
 class Reads(Layer):

@@ -18,7 +18,7 @@ from drumline.model.block import Block
 from drumline.model.values import pack, unpack, with_kinds
 from drumline.model.weights.overlaps import refuse_overlaps
 from drumline.pipeline.pipeline import Pipeline
-from refused import misses, saying
+from refused import misses, refused, saying
 from some import some
 
 pytestmark = pytest.mark.torch
@@ -157,6 +157,27 @@ RIGHT: dict[str, Callable[[], nn.Sequential]] = {
 CASES: dict[str, Callable[[], nn.Sequential]] = {**{name: make for name, (make, _) in REFUSED.items()}, **RIGHT}
 
 
+class Uses(Layer):
+    """Adds a tensor that it has in an attribute."""
+
+    def __init__(self, extra: Tensor) -> None:
+        super().__init__()
+        self.extra = {"row": extra}
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + self.extra["row"]
+
+
+def row_in_an_attribute() -> nn.Sequential:
+    model = layers()
+    model[3] = Uses(weights(model)[0].data[1])
+    return model
+
+
+ROW = "a row in an attribute"
+ALIAS = saying("the attribute 'extra' of block '3' has the memory of '0.linear.weight'", fix="clone|zb-v")
+
+
 def data(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     return torch.randn(8, WIDTH, generator=generator), torch.randn(8, WIDTH, generator=generator)
@@ -164,7 +185,7 @@ def data(step: int) -> tuple[Tensor, Tensor]:
 
 def made(name: str) -> nn.Sequential:
     torch.manual_seed(0)
-    return CASES[name]()
+    return row_in_an_attribute() if name == ROW else CASES[name]()
 
 
 def plain(model: nn.Module) -> None:
@@ -200,10 +221,19 @@ def test_in_one_process_all_of_them_train(way: str, name: str) -> None:
     compare(name, way, num_ranks=2)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_an_attribute_over_a_weight_trains_unless_its_block_is_copied(way: str) -> None:
+    if way != "dualpipe":
+        compare(ROW, way, num_ranks=2)
+        return
+    with refused(ModelError, ALIAS["error"], expected="updates do not reach the copy", fix="zb-v"):
+        compare(ROW, way, num_ranks=2)
+
+
 def on_ranks() -> dict[tuple[str, str], DrumlineError | None]:
     """Train everything; return what each case raised."""
     raised: dict[tuple[str, str], DrumlineError | None] = {}
-    for name in CASES:
+    for name in (*CASES, ROW):
         for way in WAYS:
             raised[name, way] = None
             try:
@@ -218,7 +248,10 @@ def test_between_processes_they_train_or_are_refused() -> None:
     for found in launch(on_ranks, num_ranks=2):
         for (name, way), error in some(found.items()):
             # In zb-v, rank 0 has both ends of the model, and rank 1 all of its middle.
-            if name in RIGHT or way in ("zb-v", "dualpipe"):
+            if name == ROW and way not in ("zb-v", "dualpipe"):
+                assert isinstance(error, ModelError), (name, way, error)
+                assert not misses(error, ALIAS), (name, way, error)
+            elif name in RIGHT or way in ("zb-v", "dualpipe"):
                 assert error is None, (name, way, error)
             else:
                 assert isinstance(error, ModelError), (name, way, error)

@@ -18,6 +18,7 @@ from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.engine.state.keeper import Keeper
 from drumline.engine.state.name_patterns import matching
+from drumline.engine.state.put_back import kept_in
 from drumline.engine.updates.whole_matrices import by_element
 from drumline.pipeline.attached import AttachedMethods
 from drumline.pipeline.options import Options, made_with
@@ -286,6 +287,25 @@ class Pipeline(AttachedMethods):
         return [
             [chain.names[number] for number in chain.numbers(chain.counts, [at])] for at in range(len(chain.counts))
         ]
+
+    @property
+    def kept_state(self) -> dict[str, list[str]]:
+        """What forwards of this process's blocks have changed beside parameters and buffers, by block.
+
+        Recomputed blocks find it again as their first run found it. Others are looked at in their first forward alone.
+
+        >>> __name__ = "mine"  # not a part of this library
+        >>> class Counts(nn.Linear):
+        ...     calls = 0
+        ...     def forward(self, x):
+        ...         self.calls += 1
+        ...         return super().forward(x)
+        >>> pipe = Pipeline([Counts(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1, checkpoint="full")
+        >>> result = pipe.step(torch.ones(1, 1), target=torch.ones(1, 1))
+        >>> pipe.kept_state
+        {'0': ['calls']}
+        """
+        return kept_in(segment.ledger for stage in self._engine.stages() for segment in stage.segments)
 
     def timeline(self, what: str = "train") -> Measured:
         """Return the measured timeline of the last training step on all ranks, or with "evaluate" of `eval_step`."""

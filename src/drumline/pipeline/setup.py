@@ -27,6 +27,7 @@ from drumline.engine.ranks.observer import Observers
 from drumline.engine.setup import PipelineSetup
 from drumline.engine.stages import assembly
 from drumline.engine.state.kept_apart import KeptApart
+from drumline.engine.state.put_back import PutBack
 from drumline.engine.state.shared_state import SharedBuffers
 from drumline.engine.together import program_facts
 from drumline.pipeline.attached import attached, kit_for
@@ -107,6 +108,6 @@ def _step_run(setting: PipelineSetup, options: Options) -> StepRun:
     run.watched.begin()
     check.attach(ground)
     kept_apart = KeptApart(run.engine, cut.stages, is_mesh=setting.axes.is_mesh)
-    own_observers = [flow, run.engine, run.holdings, SharedBuffers(run.engine), kept_apart, run.recording, check]
-    run.observe([*own_observers, *observers])
+    kept_state = [SharedBuffers(run.engine), kept_apart, PutBack(run.engine)]
+    run.observe([flow, run.engine, run.holdings, *kept_state, run.recording, check, *observers])
     return run

@@ -83,6 +83,9 @@ class Ledger:
         self._num_looks: Counter[tuple[bool, ...]] = Counter()
         self._known: set[tuple[bool, ...]] = set()  # modes in which a look has found nothing new
         self._places: set[tuple[int, str]] = set()  # attributes that forwards have set
+        self._altered: dict[
+            tuple[int, str], None
+        ] = {}  # attributes that they have set, or in which they changed something
         self._mode: tuple[bool, ...] = ()
         self._tables: list[Table] = []
         self._snapshot: Snapshot | None = None
@@ -122,7 +125,12 @@ class Ledger:
         reset = set() if all(map(is_same_table, tables, self._spaces)) else self._reset_in(tables)
         changed = set() if snapshot is None else snapshot.changed()
         self.changes |= bool(reset or changed)
+        self._altered.update(dict.fromkeys(place for place in reset if place not in self._places))
         if snapshot is not None and (self._iterates or self._mode not in self._known):
+            if changed:
+                places = ((at, name) for at, table in enumerate(tables) for name in own_values(table))
+                reached = (place for place in places if snapshot.reaches(tables[place[0]][place[1]], changed))
+                self._altered.update(dict.fromkeys(reached))
             self._learn(tables, snapshot, changed, settled=not reset)
             snapshot = snapshot.within(tables[at].get(name) for at, name in self._deep)
         elif any(_may_change(self._spaces[at].get(name)) for at, name in reset - self._places):
@@ -130,6 +138,15 @@ class Ledger:
         self._places |= reset
         self._refuse_uncopied(tables, snapshot)
         self.before = StateBefore(self._spaces, tables, snapshot)
+
+    @property
+    def num_kept(self) -> int:
+        """How many attributes and variables forwards have changed."""
+        return len(self._altered)
+
+    def kept_values(self) -> list[tuple[str, str]]:
+        """Return what forwards have changed, each with its block."""
+        return [(self._owners[at].block, self._owners[at].label(name)) for at, name in self._altered]
 
     def _reset_in(self, tables: list[Table]) -> set[tuple[int, str]]:
         """Return the attributes that are others than they were."""

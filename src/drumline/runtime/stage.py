@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from drumline.core.errors import ModelError
 from drumline.core.rules import Backward
 from drumline.model.block import Block
-from drumline.model.catalogue import whole_name
+from drumline.model.catalogue import places_in
+from drumline.model.hooks import with_holders
 from drumline.model.precision import Precision
 from drumline.model.randomness import HostChance, Randomness
 from drumline.model.values import mapped, pack, unpack
@@ -130,6 +131,8 @@ class Stage:
         """Start a step: nothing is held, and the stand-ins follow parameters that moved."""
         self.passes.clear()
         hooked = with_hooks(self.parameters)
+        if self.is_doubled:
+            hooked = list(dict.fromkeys([*hooked, *with_holders(self.parameters)]))
         self._hooks_are_known &= len(hooked) == len(self.hooked)
         self.hooked = hooked
         for segment in self.segments:
@@ -283,10 +286,10 @@ class Stage:
     def _refusing_changes(self, updates: AbstractContextManager[None]) -> Iterator[None]:
         hooked = {id(param) for param in self.hooked}
         named = {
-            whole_name(block.name, name): param
+            place.name: place.tensor
             for block in self.blocks
-            for name, param in block.module.named_parameters()
-            if id(param) in hooked
+            for place in places_in(block)
+            if isinstance(place.tensor, nn.Parameter) and id(place.tensor) in hooked
         }
         with updates, refusing_changed_sums(named):
             yield

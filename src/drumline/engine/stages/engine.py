@@ -14,7 +14,7 @@ from torch import nn
 
 from drumline.channel.channel import Channel
 from drumline.core.action import Op
-from drumline.core.errors import UsageError
+from drumline.core.errors import ModelError, UsageError
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
 from drumline.core.state_actions import with_state
@@ -99,6 +99,8 @@ class Engine(Observer):
         self.assembly = assembly.of_ranks(channel.rank for channel in crew.channels)
         self._note_stages()
         self._lineups = {0: Lineup(self.assembly.program, list(self.executors))}
+        # What others know of errors: what to raise in place of one.
+        self.explanations: list[Callable[[LookupError], ModelError | None]] = []
         self.number = 0  # of the program that runs
         self._has_trained = False
         # Whether overlapped pairs exchange tokens of one half while the other computes. All lines decide alike: in the
@@ -246,6 +248,11 @@ class Engine(Observer):
                 for copies in self.copies.values():
                     if (lack := copies.lacks(error)) is not None:
                         raise lack from error
+                raise
+            except LookupError as error:
+                for explain in self.explanations:
+                    if (refusal := explain(error)) is not None:
+                        raise refusal from error
                 raise
 
     @contextmanager

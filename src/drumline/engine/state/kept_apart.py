@@ -46,6 +46,7 @@ class KeptApart(Observer):
         self._sharing = Sharing(block for blocks in stages for block in blocks) if len(stages) > 1 else Sharing(())
         self._num_steps = 0
         self._looks: list[_Look] = []
+        engine.explanations.append(self._missing)
         self.moved()
 
     def moved(self) -> None:
@@ -84,6 +85,22 @@ class KeptApart(Observer):
             look.stage.latest = None
         for copies in self._engine.copies.values() if changed else ():
             copies.settle()
+
+    def _missing(self, error: LookupError) -> ModelError | None:
+        """Return what to raise if a block finds nothing where blocks of another process leave something."""
+        here = {block.name for stage in self._engine.stages() for block in stage.blocks}
+        for look in self._looks:
+            for space, key, identity in look.all_shared():
+                others = [name for name in self._sharing.blocks_of(identity) if name not in here]
+                if others:
+                    return ModelError(
+                        f"{space.named(key)} lacks something, perhaps what block {others[0]!r} leaves there in another "
+                        f"process: {type(error).__name__}: {error}",
+                        expected="state that several blocks use to be in one stage",
+                        fix="return it from the block that has it and pass it on, or put these blocks into one stage "
+                        "(cuts=, balance=)",
+                    )
+        return None
 
     def _is_only_written(self, look: _Look, kept: Kept) -> bool:
         space, key = kept
@@ -156,6 +173,13 @@ class _Look:
             return []
         each = (space.identity(key), *self._sharing.identities_in(value))
         return [identity for identity in each if identity in self._shared]
+
+    def all_shared(self) -> Iterator[tuple[Space, Any, Identity]]:
+        """Yield what other stages reach of all places that hold something."""
+        for space in self.spaces:
+            for key, value in own_values(space.table.copy()).items():
+                for identity in self._identities(space, key, value) if value is not MISSING else ():
+                    yield space, key, identity
 
     def begin(self, *, by_value: bool) -> None:
         """Take what is kept."""

@@ -475,7 +475,11 @@ class _Tracer(Notes, TorchFunctionMode):
                 inputs=sorted(self.graph.inputs.index(origin) for origin in self.graph.origins(read)[0]),
             )
         reason = f"while Drumline traced it: {kind}: {error}{line_of(error)}"
-        return ModelError(f"the model's forward failed{where} {reason}")
+        return ModelError(
+            f"the model's forward failed{where} {reason}",
+            expected="a forward that runs on a copy of the model, as on the model itself",
+            fix="if it runs by itself, pass an nn.Sequential or a list of blocks, which Drumline does not copy",
+        )
 
 
 _DRAW_INSIDE = (

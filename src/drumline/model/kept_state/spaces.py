@@ -44,6 +44,10 @@ class Space(NamedTuple):
             return f"the {key.label} of block {self.block!r}"
         return f"the attribute {self.path(key)!r} of block {self.block!r}"
 
+    def label(self, key: Any) -> str:
+        """Return what to call a place of a block that is named already."""
+        return str(key.label) if isinstance(key, Place) else self.path(key)
+
     def path(self, key: str) -> str:
         """Return the name of an attribute in its block."""
         return whole_name(self.module, key).removeprefix(f"{self.block}.")

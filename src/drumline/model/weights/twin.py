@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import MethodType
 from typing import Any
 from weakref import ref
 
-from torch import Tensor, nn
+from torch import nn
 
 from drumline.core.errors import ModelError
 from drumline.model.block import Block
 from drumline.model.catalogue import whole_name
 from drumline.model.hooks import HOOKS
-from drumline.model.watch.fingerprint import fingerprint, plain_in
+from drumline.model.watch.fingerprint import PLAIN, fingerprint, plain_in
 
 Table = dict[str, Any]
-_FOLLOWED = (Tensor, FunctionType, MethodType, BuiltinFunctionType, type)
+_CONTAINERS = (list, dict, set)
+_BY_CONTENT = frozenset({*PLAIN, *_CONTAINERS})
 _OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS})
 
 
@@ -76,14 +77,16 @@ class Twin:
                     param.requires_grad_(trains[name])
 
     def _follow_others(self, now: Table, block: str, *, since: str) -> None:
-        """Take over functions and tensors that are new; refuse those that belong to the user's module."""
+        """Take over functions, tensors and objects that are new; refuse methods of the user's other modules."""
         before, self._others = self._others, now
         for key, value in now.items():
             if key in before and before[key] is value:
                 continue
-            if isinstance(getattr(value, "__self__", None), nn.Module):
+            if isinstance(value, MethodType) and value.__self__ is self.theirs():
+                value = MethodType(value.__func__, self.ours)
+            elif isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
                 raise ModelError(
-                    f"the attribute {key!r} of block {block!r} was set to a method of a module since {since}",
+                    f"the attribute {key!r} of block {block!r} was set to a method of another module since {since}",
                     expected="a function, because this process runs a copy of the block",
                     fix="create a new pipeline",
                 )
@@ -121,11 +124,10 @@ def _trains(module: nn.Module) -> dict[str, bool]:
 
 
 def _others_in(attributes: Table) -> Table:
-    """Return the functions and tensors among a module's attributes."""
-    return {key: attr for key, attr in attributes.items() if isinstance(attr, _FOLLOWED) and key not in _OWN}
+    """Return the attributes that are neither plain nor lists, dicts or sets: functions, tensors, objects."""
+    return {key: attr for key, attr in attributes.items() if type(attr) not in _BY_CONTENT and key not in _OWN}
 
 
 def _containers_in(attributes: Table) -> list[Any]:
     """Return the states of lists, dicts and sets among a module's attributes."""
-    kinds = (list, dict, set)
-    return [fingerprint(attr) for key, attr in attributes.items() if type(attr) in kinds and key not in _OWN]
+    return [fingerprint(attr) for key, attr in attributes.items() if type(attr) in _CONTAINERS and key not in _OWN]

@@ -7,7 +7,7 @@ with the old weights: autograd refuses some of them without saying why, and reco
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import unwrap
 from types import CodeType, FrameType
@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
+from drumline.model.hooks import hooks_behind, with_holders
 from drumline.runtime.backward.tape import accumulate, add_gradients, gradients_at
 
 _MOST = 64  # elements of a parameter that are compared
@@ -54,39 +55,61 @@ def refusing_updates(parameters: Sequence[nn.Parameter], *, by_value: bool) -> I
 def refusing_changed_sums(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """Refuse hooks that change the sum of a gradient: it is a part of one, and a copy of the parameter has the rest.
 
+    >>> __name__ = "mine"  # not a part of this library
+    >>> def halve(param):
+    ...     param.grad.mul_(0.5)
     >>> weight = nn.Parameter(Tensor([1.0]))
-    >>> handle = weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(0.5))
+    >>> handle = weight.register_post_accumulate_grad_hook(halve)
     >>> with refusing_changed_sums({"0.weight": weight}):
     ...     (weight * 2).backward()
     Traceback (most recent call last):
     drumline.core.errors.ModelError: a hook changes the gradient of '0.weight' after a microbatch was added to it, ...
     """
-    handles = [
-        handle
-        for name, param in parameters.items()
-        if getattr(param, "_post_accumulate_grad_hooks", None)
-        for handle in _around_hooks(name, param)
-    ]
+    ends = [end for name, param in parameters.items() for end in _around_hooks(name, param)]
+    held_nodes = {id(param) for param in with_holders(parameters.values())}
+    ends += [end for name, param in parameters.items() if id(param) in held_nodes for end in _around_node(name, param)]
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for end in ends:
+            end()
 
 
-def _around_hooks(name: str, parameter: nn.Parameter) -> Iterator[Any]:
-    """Have a look at a gradient's sum before its hooks run, and after."""
+def _around_hooks(name: str, parameter: nn.Parameter) -> Iterator[Callable[[], object]]:
+    """Have a look at a gradient's sum before the user's hooks run, and after; yield what ends that."""
+    hooks: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    ours = {number: hook for number, hook in hooks.items() if _is_ours(hook)}  # of checks, which take it away
+    theirs = {number: hook for number, hook in hooks.items() if number not in ours}
+    if theirs:
+        look, compare = _looks(name, parameter)
+        hooks.clear()  # autograd runs them in the order of insertion, whatever `move_to_end` says
+        yield parameter.register_post_accumulate_grad_hook(look).remove  # type: ignore[no-untyped-call]
+        hooks.update(theirs)
+        yield parameter.register_post_accumulate_grad_hook(compare).remove  # type: ignore[no-untyped-call]
+        hooks.update(ours)
+
+
+def _around_node(name: str, parameter: nn.Parameter) -> Iterator[Callable[[], object]]:
+    """Do so around hooks of the node that adds up the gradient."""
+    table = hooks_behind(parameter)
+    if theirs := dict(table):
+        look, compare = _looks(name, parameter)
+        table.clear()
+        table.update({-1: look, **theirs, -2: compare})
+        yield lambda: [table.pop(number, None) for number in (-1, -2)]
+
+
+def _looks(name: str, parameter: nn.Parameter) -> tuple[Callable[..., None], Callable[..., None]]:
     before: list[Any] = []
 
-    def look(param: nn.Parameter) -> None:
-        gradient = param.grad
-        before[:] = [] if gradient is None else [gradient, gradient._version, _sample(gradient)]
+    def look(*_: Any) -> None:
+        gradient = parameter.grad
+        before[:] = [] if gradient is None else [gradient, *_states(gradient), *_states(parameter)]
 
-    def compare(param: nn.Parameter) -> None:
-        gradient = param.grad
-        if before and (
-            gradient is not before[0] or gradient._version != before[1] or not _sample(gradient).equal(before[2])
-        ):
+    def compare(*_: Any) -> None:
+        if not before or not _are_same(before[3:], _states(parameter)):  # updates are refused, too
+            return
+        if parameter.grad is not before[0] or not _are_same(before[1:3], _states(before[0])):
             raise ModelError(
                 f"a hook changes the gradient of {name!r} after a microbatch was added to it, and another copy of its "
                 "stage adds up the other microbatches",
@@ -94,12 +117,20 @@ def _around_hooks(name: str, parameter: nn.Parameter) -> Iterator[Any]:
                 fix="use parameter.register_hook(...), or a schedule with one copy of each stage, such as zb-v",
             )
 
-    hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks
-    others = dict(hooks)
-    hooks.clear()  # autograd runs them in the order of insertion, whatever `move_to_end` says
-    yield parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
-    hooks.update(others)
-    yield parameter.register_post_accumulate_grad_hook(compare)  # type: ignore[no-untyped-call]
+    return look, compare
+
+
+def _is_ours(hook: Any) -> bool:
+    function = getattr(hook, "__func__", hook)
+    return str(getattr(function, "__module__", "")).startswith("drumline.")
+
+
+def _states(tensor: Tensor) -> tuple[int, Tensor]:
+    return tensor._version, _sample(tensor)
+
+
+def _are_same(states: Sequence[Any], others: Sequence[Any]) -> bool:
+    return bool(states[0] == others[0] and states[1].equal(others[1]))
 
 
 def _sample(parameter: Tensor) -> Tensor:

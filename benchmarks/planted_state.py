@@ -1,0 +1,78 @@
+"""Bugs for the state that blocks keep: found, put back, kept in one order, or refused."""
+
+from __future__ import annotations
+
+from planting import Bug
+
+STATE = (
+    Bug(
+        "what-checks-take-is-gone",
+        "_taken_back",
+        "                spies.give_back()\n",
+        "                pass\n",
+        "The check of the first step uses up items of a block's iterator.",
+    ),
+    Bug(
+        "surroundings-as-runs-left-them",
+        "_taken_back",
+        "            snapshot.rewind()\n",
+        "",
+        "Tracing and checks leave counters and generators outside of blocks changed.",
+    ),
+    Bug(
+        "copies-change-what-they-like",
+        "KeptApart._judge",
+        "if stays or (forgets and",
+        "if look.is_doubled or stays or (forgets and",
+        "Two copies of a stage keep a counter each.",
+    ),
+    Bug(
+        "stages-share-what-they-change",
+        "KeptApart._judge",
+        "if stays or (forgets and",
+        "if not look.is_doubled or stays or (forgets and",
+        "Two stages draw from one generator, in another order than plain training.",
+    ),
+    Bug(
+        "copies-keep-the-old-function",
+        "Twin._follow_others",
+        "            vars(self.ours)[key] = value\n",
+        "            pass\n",
+        "A copy of a stage applies the function that the user has replaced.",
+    ),
+    Bug(
+        "copies-without-hooks-behind-sums",
+        "_follow",
+        'if getattr(original, "_post_accumulate_grad_hooks", None) is not None:',
+        "if False:",
+        "A hook on summed gradients runs for half of the microbatches.",
+    ),
+    Bug(
+        "changed-sums-unseen",
+        "_looks",
+        "if parameter.grad is not before[0] or not",
+        "if False and not",
+        "A hook caps a part of a gradient's sum, and the other copy of the stage has the rest.",
+    ),
+    Bug(
+        "aliases-of-weights-are-copied",
+        "TiedCopies._copied",
+        "for alias in aliases_in(block, self._trained):",
+        "for alias in ():",
+        "A copy of a block uses a view of a weight that no update reaches.",
+    ),
+    Bug(
+        "aliases-between-processes",
+        "_refuse_apart",
+        "if placement.ranks_of(stage) == ranks:",
+        "if False:",
+        "A block uses a view of a weight that another process trains.",
+    ),
+    Bug(
+        "put-back-unsaid",
+        "Ledger.__exit__",
+        "                self._altered.update(dict.fromkeys(reached))\n",
+        "",
+        "Nobody says that a generator is put back.",
+    ),
+)

@@ -1,0 +1,90 @@
+"""What recomputed blocks find again is said once, and `pipe.kept_state` has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import drumline as dl
+from state_case_table import last
+from state_kinds import WIDTH, Counter, Keeps, LateList, OwnGenerator, PythonChance
+from state_models import InAGlobal, begin_anew, layers
+
+pytestmark = pytest.mark.torch
+
+
+def piped(model: nn.Sequential, checkpoint: Any, schedule: str = "1f1b") -> dl.Pipeline:
+    return dl.Pipeline(
+        model,
+        loss_fn=functional.mse_loss,
+        schedule=schedule,
+        checkpoint=checkpoint,
+        num_ranks=2,
+        num_microbatches=4,
+        balance="even",
+        transport="in-process",
+        record=False,
+    )
+
+
+def step(pipe: dl.Pipeline) -> None:
+    x: Tensor = torch.ones(8, WIDTH)
+    pipe.step(x, target=x)
+
+
+class Both(Keeps):
+    def begin(self) -> None:
+        self.calls, self.chance = 0, torch.Generator()
+
+    def scale(self, x: Tensor) -> Any:
+        self.calls += 1
+        return torch.rand(1, generator=self.chance)
+
+
+def test_what_is_put_back_is_said_once_by_block_and_name(capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = piped(nn.Sequential(Both(), *layers()[:2], Counter()), "full")
+    for _ in range(3):
+        step(pipe)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "recomputed" in line]
+    assert lines == [
+        "drumline: recomputed, block '0' finds calls, chance again",
+        "drumline: recomputed, block '3' finds calls again",
+    ]
+    assert pipe.kept_state == {"0": ["calls", "chance"], "3": ["calls"]}
+
+
+def test_variables_outside_are_said_too(capsys: pytest.CaptureFixture[str]) -> None:
+    begin_anew()
+    pipe = piped(last(InAGlobal)(), "full")
+    step(pipe)
+    assert pipe.kept_state == {"3": ["global 'STATE'"]}
+    assert "block '3' finds global 'STATE' again" in capsys.readouterr().err
+
+
+def test_what_begins_later_is_said_then(capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = piped(nn.Sequential(*(LateList() for _ in range(2))), "full")
+    step(pipe)
+    assert "means" not in capsys.readouterr().err
+    for _ in range(3):
+        step(pipe)
+    assert "means" in capsys.readouterr().err
+    assert pipe.kept_state == {"0": ["calls", "means"], "1": ["calls", "means"]}
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+def test_blocks_that_keep_nothing_say_nothing(capsys: pytest.CaptureFixture[str], checkpoint: str) -> None:
+    pipe = piped(layers(), checkpoint)
+    step(pipe)
+    assert "recomputed" not in capsys.readouterr().err
+    assert pipe.kept_state == {}
+
+
+def test_without_recomputation_the_first_forward_shows_what_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = piped(nn.Sequential(OwnGenerator(), PythonChance()), "none")
+    step(pipe)
+    assert pipe.kept_state == {"0": ["chance"], "1": ["chance"]}
+    assert "recomputed" not in capsys.readouterr().err
