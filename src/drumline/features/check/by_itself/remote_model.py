@@ -28,7 +28,7 @@ from drumline.engine.ranks.crew import Crew
 from drumline.features.check.by_itself.places import Home, Places
 from drumline.model.block import Block
 from drumline.model.catalogue import named_tensors, places_in
-from drumline.model.follow.kept import places_of
+from drumline.model.follow.between_blocks import places_of
 from drumline.model.patches import put_in
 from drumline.model.randomness import Randomness
 from drumline.model.values import pack, plain_in, unpack
