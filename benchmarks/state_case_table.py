@@ -139,7 +139,7 @@ KINDS = (
     Kind("reentrant checkpoint counts", hooks.counting_checkpoints, refused=EVERYWHERE),
     Kind("old weight_norm", hooks.changed(hooks.weight_normed)),
     Kind("pruning", hooks.changed(hooks.pruned)),
-    Kind("left out of copies", hooks.forgetting, refused=COPIES),
+    Kind("left out of copies", hooks.forgetting, refused=COPIES | TRACED),
     Kind("skip by hooks", hooks.changed(hooks.skipped), refused=EVERYWHERE, names="block|'3'"),
     Kind("branch inside of a block", hooks.branching),
 )

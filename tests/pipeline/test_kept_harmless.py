@@ -163,9 +163,9 @@ def piped(model: nn.Module, schedule: str, checkpoint: str) -> Iterator[dict[str
 
 @matrix(("kind", "form", "schedule"), HARMLESS, ("chain", "traced"), SCHEDULES)
 def test_what_is_only_noted_or_made_once_is_no_matter(kind: type[Layer], form: str, schedule: tuple[str, str]) -> None:
-    one, other = (traced(kind) if form == "traced" else model_of(*4 * [kind]) for _ in range(2))
-    for mine, wanted in zip(piped(one, *schedule), plainly(other), strict=True):
-        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
+    mine, other = (traced(kind) if form == "traced" else model_of(*4 * [kind]) for _ in range(2))
+    for found, wanted in zip(piped(mine, *schedule), plainly(other), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 class BeginsByItsInput(Layer):
@@ -271,9 +271,9 @@ def test_views_of_the_same_numbers_in_two_stages_are_refused_and_others_are_not(
     same, apart = torch.zeros(4, WIDTH), [torch.zeros(4, WIDTH) for _ in range(2)]
     with refused(ModelError, "changes the attribute 'mean' of block '0', which block '1'.* in another stage"):
         list(piped(model_of(*(lambda: Follows(same[0]) for _ in range(4))), *schedule))
-    one, other = (model_of(*(lambda at=at, rows=rows: Follows(rows[at]) for at in range(4))) for rows in apart)
-    for mine, wanted in zip(piped(one, *schedule), plainly(other), strict=True):
-        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
+    mine, other = (model_of(*(lambda at=at, rows=rows: Follows(rows[at]) for at in range(4))) for rows in apart)
+    for found, wanted in zip(piped(mine, *schedule), plainly(other), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def skipping() -> nn.Sequential:

@@ -571,7 +571,7 @@ def test_blocks_of_a_traced_model_keep_dicts_of_tensors_and_generators(
     kind: type[Model], schedule: tuple[str, str]
 ) -> None:
     if schedule[0] == "dualpipe":
-        with refused(ModelError, "block 'layers.. changes its attribute 'layers.*", fix="one copy of each stage"):
+        with refused(ModelError, "block 'layers.. changes its attribute '(seen|chance)'", fix="one copy of each stage"):
             piped(kind, *schedule)
     else:
         is_as_in_plain_training(kind, *schedule)

@@ -36,7 +36,9 @@ def test_state_is_plain_trainings_or_refused_by_name(kind: Kind, way: tuple[str,
 def test_so_it_is_between_processes() -> None:
     """The kinds that share something, and a few of the others."""
     kinds = [kind for kind in KINDS if kind.refused_apart] + list(KINDS[::4])
-    cells = [cell_of(*pair) for pair in chosen(kinds, list(product(FORMS, WAYS))[::-1], times=1)]
+    between = next(kind for kind in KINDS if kind.name == "mean between blocks")
+    cells = [Cell(between, "traced", "1f1b"), Cell(between, "traced", "gpipe")]
+    cells += [cell_of(*pair) for pair in chosen(kinds, list(product(FORMS, WAYS))[::-1], times=1)]
     outcomes = {cell.title: result for cell, result in on_two_processes(list(dict.fromkeys(cells)))}
     assert [(title, result) for title, result in some(outcomes.items()) if result.came_to not in GOOD] == []
     assert {result.came_to for result in outcomes.values()} == set(GOOD)

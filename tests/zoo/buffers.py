@@ -59,7 +59,7 @@ BUFFER = "buffer.*mean.*changes|changes.*mean"
 ZOO["a buffer changed in one stage and read in another"] = Entry(lambda: _shares_buffer(SharesMean), saying(BUFFER))
 ZOO["a buffer read as an attribute in another stage"] = Entry(
     lambda: _shares_buffer(ReadsMean),
-    saying("'blocks.0' changes 'blocks.0.mean' in place, which is used there", fix="use fewer ranks"),
+    saying("'blocks.0' changes 'blocks.0.mean' in place, which is used there", fix="fewer stages"),
 )
 ZOO["a buffer of a Sequential read as an attribute in another stage"] = Entry(
     lambda: nn.Sequential(*_shares_buffer(ReadsMean).blocks),
@@ -79,7 +79,8 @@ class AveragesTwice(CountsTwice):
 
 
 @refused(
-    "a block with running statistics called on several stages", "changes 'block.norm.num_batches_tracked' in place"
+    "a block with running statistics called on several stages",
+    "'block' changes 'block.norm.* in place, which is used there",
 )
 class NormsTwice(CountsTwice):
     def __init__(self) -> None:

@@ -89,7 +89,7 @@ class KeptApart(Observer):
             changes = list(look.changes())
             changed |= bool(changes)
             try:
-                self._judge(look, [kept for kept in changes if not self._is_only_written(look, kept)])
+                self._judge(look, [change for change in changes if not self._is_only_written(look, change)])
             except ModelError as refusal:
                 self._remember(refusal)  # nothing may be built on this step
                 raise
@@ -113,28 +113,28 @@ class KeptApart(Observer):
                     )
         return None
 
-    def _is_only_written(self, look: _Look, kept: Kept) -> bool:
-        space, key = kept
-        fields = look.fields_changed(kept)
+    def _is_only_written(self, look: _Look, change: Kept) -> bool:
+        space, key = change
+        fields = look.fields_changed(change)
         return is_written_by(space.code, {name_of(key)}, fields) and all(
             is_written_by(code, names, fields)
-            for at in look.shared_in(kept)
+            for at in look.shared_in(change)
             for names, code in self._sharing.reaches_of(at)
         )
 
     def _judge(self, look: _Look, changes: list[Kept]) -> None:
         if not changes:
             return
-        can_try = not self._is_mesh and not any(look.is_used_up(kept) for kept in changes)
+        can_try = not self._is_mesh and not any(look.is_used_up(change) for change in changes)
         verdicts = tried(look.stage, changes, look.as_it_was) if can_try else [Verdict(False, False)] * len(changes)
         here = {block.name for block in look.stage.blocks}
-        for kept, (stays, forgets) in zip(changes, verdicts, strict=True):
-            shared = look.shared_in(kept)
+        for change, (stays, forgets) in zip(changes, verdicts, strict=True):
+            shared = look.shared_in(change)
             if stays or (forgets and not any(self._sharing.is_read_elsewhere(at, here) for at in shared)):
                 continue
             if look.is_doubled:
-                _refuse_doubled(*kept)
-            _refuse_shared(*kept, [name for at in shared[:1] for name in self._sharing.blocks_of(at)])
+                _refuse_doubled(*change)
+            _refuse_shared(*change, [name for at in shared[:1] for name in self._sharing.blocks_of(at)])
 
 
 def _is_doubled(ties: Ties, stage: Stage) -> bool:
@@ -235,10 +235,10 @@ class _Look:
         here = {number for number in changed if not self._shared.isdisjoint(self._sharing.with_memory([number]))}
         return self._snapshot.reaches(value, here)
 
-    def shared_in(self, kept: Kept) -> list[Identity]:
+    def shared_in(self, change: Kept) -> list[Identity]:
         """Return what other stages reach of a place."""
-        space, key = kept
-        table = next(table for own, table in zip(self.spaces, self._tables, strict=True) if own is space)
+        space, key = change
+        table = next(table for other, table in zip(self.spaces, self._tables, strict=True) if other is space)
         return self._identities(space, key, table.get(key, MISSING))
 
     @contextmanager
@@ -255,16 +255,16 @@ class _Look:
                 for space, table in zip(self.spaces, now, strict=True):
                     fill(space.table, table)
 
-    def is_used_up(self, kept: Kept) -> bool:
+    def is_used_up(self, change: Kept) -> bool:
         """Whether iterators were used up in a place."""
-        space, key = kept
+        space, key = change
         used = {id(value) for value in self._used}
         return bool(used) and not used.isdisjoint(Snapshot([space.table.get(key)], most_bytes=-1).iterators)
 
-    def fields_changed(self, kept: Kept) -> list[str]:
+    def fields_changed(self, change: Kept) -> list[str]:
         """Return the one field that has changed inside of a place; none if there are others."""
         assert self._snapshot is not None
-        space, key = kept
+        space, key = change
         names = set[str]()
         reached = Snapshot([space.table.get(key)], most_bytes=-1).objects
         for number, (value, kind, state) in self._snapshot.objects.items():

@@ -51,10 +51,10 @@ class Sharing:
         reached: dict[Identity, dict[str, _Reach]] = defaultdict(dict)
         self._alive: list[Any] = []  # so that no identity is used again
         each = {block.name: spaces_of([block]) for block in blocks if may_draw(block.module)}
-        held = [
+        values = [
             value for spaces in each.values() for space in spaces for value in own_values(space.table.copy()).values()
         ]
-        self._memory = _overlaps(held if len(each) > 1 else ())
+        self._memory = _overlaps(values if len(each) > 1 else ())
         for name, spaces in each.items() if len(each) > 1 else ():
             for at in spaces[0].reads if spaces else ():
                 reached[at][name] = _Reach(frozenset({at[1]} - {""}), spaces[0].code)
@@ -67,7 +67,7 @@ class Sharing:
         self._reached = {identity: blocks for identity, blocks in reached.items() if len(blocks) > 1}
         shared = set(self._reached)
         names = {name for blocks in self._reached.values() for name in blocks}
-        self._alive = [self._held(space, shared) for name in names for space in each[name]]
+        self._alive = [self._values_with(space, shared) for name in names for space in each[name]]
 
     def identities_in(self, value: Any) -> set[Identity]:
         """Return the identities of what a value holds that can change, and of the memory that tensors in it use."""
@@ -90,13 +90,13 @@ class Sharing:
     def is_read_elsewhere(self, identity: Identity, here: set[str]) -> bool:
         """Whether blocks that are not `here` read something by code that blocks here do not have."""
         reach = self._reached[identity]
-        own = {code for name, (_, codes) in reach.items() if name in here for code in codes}
+        own_code = {code for name, (_, codes) in reach.items() if name in here for code in codes}
         return any(
             name in (*code.co_names, *code.co_freevars) and not is_only_written(code, name)
             for block, (names, codes) in reach.items()
             if block not in here
             for code in codes
-            if code not in own
+            if code not in own_code
             for name in names
         )
 
@@ -104,7 +104,7 @@ class Sharing:
         """Return by what names each block reaches something, and its code."""
         return [(reach.names, reach.code) for reach in self._reached[identity].values()]
 
-    def _held(self, space: Space, shared: set[Identity]) -> list[Any]:
+    def _values_with(self, space: Space, shared: set[Identity]) -> list[Any]:
         values = own_values(space.table.copy()).items()
         return [
             value

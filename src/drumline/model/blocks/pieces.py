@@ -29,9 +29,9 @@ from drumline.core.errors import ModelError
 from drumline.model.block import Block
 from drumline.model.blocks.script import Live, Script, named_calls, states_of
 from drumline.model.catalogue import named_tensors, whole_name
+from drumline.model.follow.between_blocks import places_of, refuse_shared
 from drumline.model.follow.decisions import Undecided
 from drumline.model.follow.inputs import InputKind, Inputs, names_of
-from drumline.model.follow.kept import places_of, refuse_shared
 from drumline.model.follow.notes import Changes, TryAgain, Unseen
 from drumline.model.follow.skeleton import Skeleton
 from drumline.model.follow.tracing import Decides
@@ -162,9 +162,9 @@ def pieces_of(
     script, kind, graph = _followed(Script(ref(model), Skeleton(model, device), inside), inputs, there)
     pieces, starts = _begun(script, graph, there)
     bounds = [*starts, len(graph.calls)]
-    keeps = script.skeleton.kept
-    named = dict(named_tensors(model)) | {name: tensor for name, tensor in places_of(model).items() if name in keeps}
-    fleeting = keeps | {
+    carried = script.skeleton.carried
+    named = dict(named_tensors(model)) | {name: tensor for name, tensor in places_of(model).items() if name in carried}
+    fleeting = carried | {
         whole_name(path, name)
         for path, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
@@ -212,8 +212,8 @@ def _tried(script: Script, inputs: Inputs, there: Mapping[str, nn.Module]) -> tu
         except Changes as error:
             model = there[""]
             refuse_shared(model, error.name)
-            keeps = script.skeleton.kept | {error.name}
-            script = replace(script, skeleton=Skeleton(model, script.skeleton.device, keeps), asks={})
+            carried = script.skeleton.carried | {error.name}
+            script = replace(script, skeleton=Skeleton(model, script.skeleton.device, carried), asks={})
         except Decides as error:
             baked = names_of(inputs, script.baked, error.inputs)
             if not baked:

@@ -87,7 +87,7 @@ class Script:
 
     def __post_init__(self) -> None:
         modules = () if self.model is None else self.model.named_modules()
-        self.watch = Watch(modules, self.inside, self.skeleton.kept)
+        self.watch = Watch(modules, self.inside, self.skeleton.carried)
 
     def __deepcopy__(self, memo: Any) -> Script:
         return self
@@ -144,7 +144,7 @@ class Script:
                 exchange(name, buffer)
         if not self.watch.has_changed():
             return False
-        self.skeleton = Skeleton(model, self.skeleton.device, self.skeleton.kept)
+        self.skeleton = Skeleton(model, self.skeleton.device, self.skeleton.carried)
         self._codes.clear()
         self._losses.clear()
         self.asks.clear()

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from drumline.core.errors import ModelError
 from drumline.model.catalogue import whole_name
-from drumline.model.follow.kept import attribute
+from drumline.model.follow.between_blocks import attribute
 from drumline.model.follow.refusals import line_here
 from drumline.model.hooks import HOOKS
 from drumline.model.values import MISSING
@@ -52,9 +52,9 @@ class _Uses:
 class Attributes:
     """The attributes of some modules while these run; `who` returns what runs."""
 
-    def __init__(self, names: Mapping[int, str], who: Callable[[], int], held: Collection[str] = ()) -> None:
+    def __init__(self, names: Mapping[int, str], who: Callable[[], int], carried: Collection[str] = ()) -> None:
         self._names = names
-        self._held = held  # names of tensors that stages hold
+        self._carried = carried  # names of tensors that stages hold
         self._who = who
         self.uses: dict[AttributeName, _Uses] = {}
         # Values that can change, as they were, and where they are kept.
@@ -65,7 +65,7 @@ class Attributes:
         if key in _OWN or key.startswith("__"):
             return
         name = self._names.get(id(module))
-        if name is None or (self._held and whole_name(name, key) in self._held):
+        if name is None or (self._carried and whole_name(name, key) in self._carried):
             return
         uses = self.uses.setdefault((name, key), _Uses())
         who = self._who()

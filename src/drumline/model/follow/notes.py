@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from drumline.core.errors import ModelError
 from drumline.model.catalogue import whole_name
-from drumline.model.follow.kept import variable_with
+from drumline.model.follow.between_blocks import variable_with
 from drumline.model.follow.skeleton import Skeleton
 from drumline.model.graph.graph import Autocast, Barrier, Call, CallGraph, Value
 from drumline.model.values import found_in, pack, refuse_objects

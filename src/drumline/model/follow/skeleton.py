@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 
 from drumline.core.errors import ModelError
 from drumline.model.catalogue import named_tensors
-from drumline.model.follow.kept import Source, attribute, named_values, places_of
+from drumline.model.follow.between_blocks import Source, attribute, named_values, places_of
 from drumline.model.hooks import BACKWARD, FORWARD
 from drumline.model.patches import Patch, Replacement, put_in
 from drumline.model.quantised.packed import copied_states, settle, unpacked_shape
@@ -122,9 +122,9 @@ class Meta(NamedTuple):
 class Skeleton:
     """The copy, and what its stand-ins represent."""
 
-    def __init__(self, model: nn.Module, device: torch.device, kept: frozenset[str] = frozenset()) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, carried: frozenset[str] = frozenset()) -> None:
         self.device = device
-        self.kept = kept  # attributes of modules whose tensors the forward changes between blocks
+        self.carried = carried  # attributes of modules whose tensors the forward changes between blocks
         self.block = ""  # the block that runs
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.states: dict[int, str] = {}  # first names of parameters and buffers, by the stand-in's id
@@ -136,7 +136,7 @@ class Skeleton:
                     memo[id(tensor)] = stand_in = self._like(tensor)
                     self.states[id(stand_in)] = name
             places = places_of(model)
-            for name in kept & places.keys():
+            for name in carried & places.keys():
                 memo[id(places[name])] = stand_in = self._like(places[name])
                 self.states[id(stand_in)] = name
             for module in model.modules():

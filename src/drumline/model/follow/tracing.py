@@ -26,10 +26,10 @@ from torch.overrides import TorchFunctionMode
 from drumline.core.errors import ModelError
 from drumline.model.catalogue import whole_name
 from drumline.model.follow.attributes import BETWEEN, Attributes
+from drumline.model.follow.between_blocks import Kept, changed_by_name, replaced_sources
 from drumline.model.follow.decisions import Answer, DataDependentRead, Undecided, asked
 from drumline.model.follow.inputs import InputKind, Inputs, unchecked
 from drumline.model.follow.interception import coming_by, node_like, version_of
-from drumline.model.follow.kept import Kept, changed_by_name, replaced_sources
 from drumline.model.follow.notes import Changes, Notes, TryAgain, Use
 from drumline.model.follow.refusals import (
     LocalHooks,
@@ -122,13 +122,13 @@ class _Tracer(Notes, TorchFunctionMode):
         self.undecided: Undecided | None = None  # raised, whatever the forward makes of it
         self.thread = threading.get_ident()
         self.names = skeleton.names
-        self.attributes = Attributes(skeleton.names, self._who, skeleton.kept)
+        self.attributes = Attributes(skeleton.names, self._who, skeleton.carried)
         self.function = ""  # the current autograd function, between blocks
         self.nodes: dict[int, Any] = {}  # replacements for nodes of autograd's graph, one each
         self.surroundings = Surroundings(module for name, module in skeleton.model.named_modules() if name in inside)
         self.variables = self.surroundings.now()
         places = {name: tensor for name, tensor in skeleton.places.items() if name.rpartition(".")[0] in inside}
-        self.kept = Kept(skeleton.model, self.surroundings, places)
+        self.kept_state = Kept(skeleton.model, self.surroundings, places)
         self.chance = HostChance()  # Python's random state when the last block ended
         self.marks = frozenset(vars(skeleton.fakes([Meta(torch.Size((1,)), torch.float32)])[0]))
         for tensor in inputs:
@@ -238,9 +238,9 @@ class _Tracer(Notes, TorchFunctionMode):
     def _find_place(self, changed: Iterable[Tensor]) -> None:
         """Have tensors that the model keeps, and that its forward will change, held by a stage; refuse others."""
         for tensor in changed:
-            if place := self.kept.place_of(tensor):
+            if place := self.kept_state.place_of(tensor):
                 raise Changes(place)
-            self.kept.refuse(tensor)
+            self.kept_state.refuse(tensor)
 
     def _answer(self, name: str, tensor: Tensor) -> Any:
         """Return what the forward reads of its integer inputs; MISSING if it depends on anything else."""
@@ -305,8 +305,8 @@ class _Tracer(Notes, TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             versions = [version_of(tensor) for tensor in tensors]
         self.taken = {id(tensor) for tensor in tensors}
-        own = {self.skeleton.states.get(id(p), ""): p for p in (*module.parameters(), *module.buffers())}
-        before_block = {name: version_of(p) for name, p in own.items()}
+        own_states = {self.skeleton.states.get(id(p), ""): p for p in (*module.parameters(), *module.buffers())}
+        before_block = {name: version_of(p) for name, p in own_states.items()}
         self.reads, self.changed_inside = set(), set()
         self.within.append(name)
         try:
@@ -321,17 +321,17 @@ class _Tracer(Notes, TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 result = mapped(result, lambda tensor: alias_of(tensor) if id(tensor) in self.taken else tensor)
         self.chance = HostChance()
-        self.kept.renew()
+        self.kept_state.renew()
         with torch._C.DisableTorchFunction():
-            changed_names = {state for state, p in own.items() if version_of(p) != before_block[state]}
+            changed_names = {state for state, p in own_states.items() if version_of(p) != before_block[state]}
             changed_names |= self.changed_inside
-        self.uses.append(Use(len(self.graph.calls), own.keys() | self.reads, changed_names))
+        self.uses.append(Use(len(self.graph.calls), own_states.keys() | self.reads, changed_names))
         self._follow_uneven(name, tensors, result)
         refuse_changed(name, before, pack((args, kwargs)))
         refuse_marked(self._unmarked(tensors_in(result)), self.marks, f"{name!r} returns")
         with torch._C.DisableTorchFunction():
             changed = [tensor for tensor, before in zip(tensors, versions, strict=True) if version_of(tensor) != before]
-            self.note(None, args, kwargs, result, changed, block=name, reads=sorted(self.reads - own.keys()))
+            self.note(None, args, kwargs, result, changed, block=name, reads=sorted(self.reads - own_states.keys()))
         return result
 
     def _begin(self, module: nn.Module, name: str) -> None:
@@ -349,7 +349,7 @@ class _Tracer(Notes, TorchFunctionMode):
                 expected="a forward that does the same between its blocks in every step",
                 fix=_DRAW_INSIDE.replace("layerdrop=0", "layerdrop=0, apply_spec_augment=False"),
             )
-        self.kept.refuse_drawn()
+        self.kept_state.refuse_drawn()
         with torch._C.DisableTorchFunction():
             name = self.surroundings.changed(self.variables)
         if name:
@@ -475,7 +475,11 @@ class _Tracer(Notes, TorchFunctionMode):
                 inputs=sorted(self.graph.inputs.index(origin) for origin in self.graph.origins(read)[0]),
             )
         reason = f"while Drumline traced it: {kind}: {error}{line_of(error)}"
-        return ModelError(f"the model's forward failed{where} {reason}")
+        return ModelError(
+            f"the model's forward failed{where} {reason}",
+            expected="a forward that runs on a copy of the model, as on the model itself",
+            fix="if it runs by itself, pass an nn.Sequential or a list of blocks, which Drumline does not copy",
+        )
 
 
 _DRAW_INSIDE = (

@@ -178,7 +178,7 @@ class _Source:
         if isinstance(statement, ast.Expr):
             call = statement.value
             is_own = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
-            return _shows(call) or (is_own and _name_in(call.func.value) == name)  # type: ignore[attr-defined]
+            return _shows(call) or (is_own and bool(_name_in(call.func.value) == name))  # type: ignore[attr-defined]
         return isinstance(statement, ast.Pass)
 
     def _is_changed_by_calls(self, method: ast.AST) -> bool:
@@ -224,7 +224,7 @@ def _shows(call: ast.AST) -> bool:
     if not isinstance(call, ast.Call):
         return False
     if not isinstance(call.func, ast.Attribute):
-        return _name_in(call.func) == "print"
+        return bool(_name_in(call.func) == "print")
     return bool(_LOGS.fullmatch(str(_name_in(call.func.value)))) and call.func.attr in _LOGGING
 
 

@@ -48,7 +48,7 @@ class Space(NamedTuple):
 
     def path(self, key: str) -> str:
         """Return the name of an attribute in its block."""
-        return whole_name(self.module, key)
+        return whole_name(self.module, key).removeprefix(f"{self.block}.")
 
     def identity(self, key: Any) -> tuple[int, str]:
         """Return what a place is called wherever it is found."""

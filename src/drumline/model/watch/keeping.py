@@ -97,11 +97,11 @@ def of_own_code(modules: Iterable[nn.Module]) -> set[int]:
     >>> of_own_code(model.modules())
     set()
     """
-    own: set[int] = set()
+    own_ids: set[int] = set()
     for module in modules:
-        if id(module) not in own and not is_known(type(module)):
-            own.update(map(id, module.modules()))
-    return own
+        if id(module) not in own_ids and not is_known(type(module)):
+            own_ids.update(map(id, module.modules()))
+    return own_ids
 
 
 def sample_of(weight: Tensor) -> Tensor:
@@ -117,11 +117,11 @@ def sample_of(weight: Tensor) -> Tensor:
 
 def _frozen_in(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
     """Return the frozen weights that code of the user's own may change: a teacher that follows a student."""
-    own = of_own_code(modules)
+    own_ids = of_own_code(modules)
     weights = {
         id(weight): weight
         for module in modules
-        if id(module) in own
+        if id(module) in own_ids
         for weight in module._parameters.values()
         if weight is not None and not weight.requires_grad and type(weight) is nn.Parameter and not weight.is_meta
     }

@@ -67,10 +67,10 @@ class Watch:
         self,
         modules: Iterable[tuple[str, nn.Module]],
         inside: frozenset[str],
-        held: frozenset[str] = frozenset(),
+        carried: frozenset[str] = frozenset(),
     ) -> None:
-        places = [name.rpartition(".") for name in held]
-        self._held = {path: [key for other, _, key in places if other == path] for path, _, _ in places}
+        places = [name.rpartition(".") for name in carried]
+        self._carried = {path: [key for other, _, key in places if other == path] for path, _, _ in places}
         self._modules = {name: ref(module) for name, module in modules}
         self._inside = {name: module for name, module in self._modules.items() if name in inside}
         self._children = {name: _children(module) for name, module in self._named()}
@@ -103,7 +103,7 @@ class Watch:
     def _buffers_of(self, name: str, module: nn.Module) -> Table:
         """Return a module's buffers, and the tensors in its attributes that stages hold like these."""
         table = dict(module._buffers)
-        table.update((key, module.__dict__.get(key)) for key in self._held.get(name, ()))
+        table.update((key, module.__dict__.get(key)) for key in self._carried.get(name, ()))
         return table
 
     def has_changed(self) -> bool:

@@ -28,6 +28,7 @@ from drumline.engine.ranks.crew import Crew
 from drumline.features.check.by_itself.places import Home, Places
 from drumline.model.block import Block
 from drumline.model.catalogue import named_tensors, places_in
+from drumline.model.follow.between_blocks import places_of
 from drumline.model.patches import put_in
 from drumline.model.randomness import Randomness
 from drumline.model.values import pack, plain_in, unpack
@@ -211,7 +212,8 @@ class Relay:
     def _values_between(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the values of parameters and buffers that the forward uses between blocks."""
         mine, own_ids = self.home.between, self.home.tensor_ids
-        elsewhere = [name for name in self.places.between if name not in mine and id(named[name]) not in own_ids]
+        others = [name for name in self.places.between if name not in mine]
+        elsewhere = [name for name in others if id(named.get(name)) not in own_ids]
         lacking = {name for value in self.crew.all_told("check between", [elsewhere]) for name in value}
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in mine.items() if name in lacking}
         if sum(tensor.nbytes for tensor in copies.values()) > MOST_BYTES:
@@ -226,15 +228,21 @@ class Relay:
         The zeros need no memory. They serve code that asks a module for its device.
         """
         named = dict(named_tensors(model))
-        values_by_id = {id(named[name]): value for name, value in self._values_between(named).items()}
+        values = self._values_between({**places_of(model), **named})
+        values_by_id = {id(named[name]): value for name, value in values.items() if name in named}
         others = {id(tensor): tensor for tensor in named.values() if id(tensor) not in self.home.tensor_ids}
         lit_tensors = {at: self._lit_by(tensor, values_by_id.get(at)) for at, tensor in others.items()}
         places = places_in(Block("", model))
-        return put_in(
+        lit_places: list[tuple[dict[str, Any], str, Any]] = [
             (place.table, place.key, lit_tensors[id(place.tensor)])
             for place in places
             if id(place.tensor) in lit_tensors
-        )
+        ]
+        for name, value in values.items():
+            if name not in named:  # a tensor in an attribute, which a stage holds
+                path, _, key = name.rpartition(".")
+                lit_places.append((vars(model.get_submodule(path)), key, value.to(self.device)))
+        return put_in(lit_places)
 
     def _lit_by(self, tensor: Tensor, value: Tensor | None) -> Tensor:
         """Return what stands for a tensor: what this rank trains in its place, its value, or zeros."""

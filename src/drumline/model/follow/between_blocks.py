@@ -64,15 +64,15 @@ class Source:
         return self
 
     def __next__(self) -> Any:
-        return next(self._given())
+        return next(self._giver())
 
     def __getattr__(self, key: str) -> Any:
         if key.startswith("__"):
             raise AttributeError(key)
         takes = key in _READS or issubclass(self._kind, random.SystemRandom)
-        return getattr(self._given() if takes else self._original, key)
+        return getattr(self._giver() if takes else self._original, key)
 
-    def _given(self) -> Any:
+    def _giver(self) -> Any:
         block, kind = self._is_inside(), self._kind.__name__
         if block and self._copy is not None:
             return self._copy
@@ -96,11 +96,11 @@ def named_values(model: nn.Module, wanted: Callable[[Any], bool]) -> Iterator[tu
     >>> [name for name, _ in named_values(layer, can_be_used_up)]
     ["the model's attribute 'seen'"]
     """
-    seen: set[int] = set()
+    known_ids: set[int] = set()
     for path, module in model.named_modules():
         for key, value in vars(module).items():
             if key not in _TORCHS_OWN:
-                for item in _inside(value, wanted, seen, _DEPTH):
+                for item in _inside(value, wanted, known_ids, _DEPTH):
                     yield attribute(path, key), item
 
 
@@ -113,10 +113,10 @@ def attribute(path: str, key: str) -> str:
     return f"the attribute {key!r} of {path!r}" if path else f"the model's attribute {key!r}"
 
 
-def _inside(value: Any, wanted: Callable[[Any], bool], seen: set[int], depth: int) -> Iterator[Any]:
-    if (isinstance(value, WHOLE) and not isinstance(value, Tensor | IOBase)) or id(value) in seen:
+def _inside(value: Any, wanted: Callable[[Any], bool], known_ids: set[int], depth: int) -> Iterator[Any]:
+    if (isinstance(value, WHOLE) and not isinstance(value, Tensor | IOBase)) or id(value) in known_ids:
         return
-    seen.add(id(value))
+    known_ids.add(id(value))
     if wanted(value):
         yield value
     elif depth and not isinstance(value, Tensor):
@@ -129,7 +129,7 @@ def _inside(value: Any, wanted: Callable[[Any], bool], seen: set[int], depth: in
             items = getattr(value, "__dict__", {}).values()
         items = list(items)
         for item in items if len(items) <= _MOST else ():
-            yield from _inside(item, wanted, seen, depth - 1)
+            yield from _inside(item, wanted, known_ids, depth - 1)
 
 
 def variable_with(model: nn.Module, tensor: Tensor) -> str:
@@ -168,8 +168,8 @@ class Kept:
             self._add(name, tensor)
         generators = list(named_values(model, _is_generator))
         for name, value, _ in surroundings.named():
-            seen: set[int] = set()
-            for tensor in _inside(value, _is_real, seen, _DEPTH):
+            known_ids: set[int] = set()
+            for tensor in _inside(value, _is_real, known_ids, _DEPTH):
                 self._add(f"the variable {name!r}", tensor)
             generators += [(f"the variable {name!r}", each) for each in _inside(value, _is_generator, set(), _DEPTH)]
         self._places: dict[int, str] = {}
