@@ -60,14 +60,14 @@ class PipelineTrainer(Checkpoints):
     def pipeline(self) -> Pipeline:
         """The pipeline; made when it is first needed, from the model as it is then."""
         if self._pipe is None:
-            self._pipe = self._made(self.model)
+            self._pipe = self._made(self.model, self._settings)
         return self._pipe
 
-    def _made(self, model: nn.Module) -> Pipeline:
+    def _made(self, model: nn.Module, settings: Mapping[str, Any]) -> Pipeline:
         args = self.args
         updated = updated_by(self.optimizer)
         names = {name for name, param in model.named_parameters() if id(param) in updated}
-        chosen = {"seed": args.seed, "device": args.device, **self._settings}
+        chosen = {"seed": args.seed, "device": args.device, **settings}
         if args.gradient_checkpointing:
             chosen.setdefault("checkpoint", "full")
         pipe = Pipeline(
@@ -78,7 +78,8 @@ class PipelineTrainer(Checkpoints):
             loss_fn=_Loss(self),
             loss_weight=_Weight(self),
         )
-        check_pipeline(self, pipe, names)
+        if model is self.model:
+            check_pipeline(self, pipe, names)
         declare(pipe.axes.rows[1])
         return pipe
 
