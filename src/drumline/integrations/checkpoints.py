@@ -25,6 +25,7 @@ else:
 class Checkpoints(Base):  # type: ignore[misc]
     """What `PipelineTrainer` does about the optimizer, and to save and load."""
 
+    optimizer: Any
     _owns_optimizer = False  # whether the optimizer is one that create_optimizer has made
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
