@@ -46,7 +46,8 @@ class Case:
     def model(self) -> Any:
         """Return a Llama, the same in every process."""
         import torch
-        import transformers
+
+        transformers: Any = import_module("transformers")
 
         torch.manual_seed(0)
         config = transformers.LlamaConfig(

@@ -61,7 +61,7 @@ class Moves(transformers.TrainerCallback):  # type: ignore[misc]
 def test_layers_that_move_take_their_state_along_and_are_saved(tmp_path: Path) -> None:
     mine, theirs = both(tmp_path, adapt={"program": False})
     moves = Moves()
-    given = {"max_steps": 5, "save_strategy": "steps", "save_steps": 5, "weight_decay": 0.1}
+    given: dict[str, Any] = {"max_steps": 5, "save_strategy": "steps", "save_steps": 5, "weight_decay": 0.1}
     moves.trainer = trainer = mine(llama(4), callbacks=[moves], **given)
     plain = theirs(llama(4), **given)
     trainer.train()

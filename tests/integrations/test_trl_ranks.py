@@ -30,7 +30,7 @@ Logs = list[dict[str, float]]
 
 
 def scripts(supervised: type, preferring: type, folder: str, settings: dict[str, Any]) -> dict[str, Logs]:
-    """Train without adapters, with LoRA, from the middle of these steps again, and on preferences."""
+    """Train without adapters, with LoRA, from the middle of these steps again, on preferences, and on two lines."""
     warnings.simplefilter("ignore")
     outcomes = {}
     saves = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": STEPS // 2}
@@ -46,7 +46,17 @@ def scripts(supervised: type, preferring: type, folder: str, settings: dict[str,
     run = trainer(preferring, Path(folder) / "preferences", rows, {}, ref_model=llama(seed=1), **settings)
     run.train()
     run.save_model(str(Path(folder) / "saved-preferences"))
-    return {**outcomes, "preferences": logs(run)}
+    outcomes["preferences"] = logs(run)
+    # Two lines take four rows together, and two at a time in evaluations.
+    lines = {"pipeline": {"mesh": {"dp": 2}}} if settings else {}
+    wide = {"per_device_train_batch_size": 2 if lines else 4, "per_device_eval_batch_size": 2}
+    for name, kind, rows in (("texts", supervised, "texts"), ("pairs", preferring, "preferences")):
+        named = {"ref_model": llama(seed=1)} if name == "pairs" else {}
+        run = trainer(kind, Path(folder) / name, data(rows, 40), wide, eval_dataset=data(rows, 5), **named, **lines)
+        run.train()
+        outcomes[name] = [{key: entry[key] for key in entry.keys() - {"total_flos"}} for entry in logs(run)]
+        run.save_model(str(Path(folder) / f"saved-{name}"))
+    return outcomes
 
 
 def test_two_ranks_log_and_save_what_one_process_does_and_so_does_resuming(tmp_path: Path) -> None:
@@ -58,7 +68,7 @@ def test_two_ranks_log_and_save_what_one_process_does_and_so_does_resuming(tmp_p
     once, again = ([entry["loss"] for entry in plain[name][STEPS // 2 : STEPS]] for name in ("lora", "again"))
     assert once == again
     files = [path.relative_to(tmp_path / "plain") for path in (tmp_path / "plain").rglob("*.safetensors")]
-    assert len(files) == 8
+    assert len(files) == 10
     for file in files:
         own, wanted_tensors = (safetensors.load_file(tmp_path / who / file) for who in ("own", "plain"))
         assert_same_weights(own, wanted_tensors, within=2e-5)

@@ -41,8 +41,8 @@ class StandIn:
     def __init__(self, model: nn.Module, answer: Callable[..., Any], who: str = "compute_loss") -> None:
         self._model, self._answer, self._who = model, answer, who
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         """Be an instance of the model's class, as trainers ask."""
         return type(self._model)
 
@@ -157,7 +157,7 @@ def microbatches(calls: Sequence[Call]) -> Call:
 
     >>> import torch
     >>> microbatches([((), {"x": torch.ones(1), "flag": True}), ((), {"x": torch.zeros(1), "flag": True})])
-    ((), {'x': Microbatches of 2 values, 'flag': True})
+    ((), {'x': Microbatches([tensor([1.]), tensor([0.])]), 'flag': True})
     """
     (args, named), *others = calls
     if any(len(other[0]) != len(args) or other[1].keys() != named.keys() for other in others):

@@ -22,9 +22,10 @@ else:
     Base = object
 
 
-class Checkpoints(Base):  # type: ignore[misc]
+class TrainerFiles(Base):  # type: ignore[misc]
     """What `PipelineTrainer` does about the optimizer, and to save and load."""
 
+    optimizer: Any
     _owns_optimizer = False  # whether the optimizer is one that create_optimizer has made
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:

@@ -24,6 +24,8 @@ from drumline.integrations.trainer import PipelineTrainer
 from drumline.model.microbatches import Microbatches
 from drumline.pipeline.pipeline import Pipeline
 
+# Settings that a pipeline has no use for which only evaluates.
+_OF_TRAINING = ("adapt", "continue_record", "master_weights", "programs", "zero")
 _FUSED, _LABELS = "fused_lm_head", ("labels", "shift_labels")
 
 
@@ -152,9 +154,14 @@ class DPOTrainer(_LogProbabilities, trl.DPOTrainer):
         )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make an accelerator that leaves the reference where it is: its pipeline moves this rank's stages."""
+        """Make an accelerator that leaves the reference as it is: its pipeline moves this rank's stages."""
         super().create_accelerator_and_postprocess()
-        self.accelerator.device_placement = False
+        prepare = self.accelerator.prepare_model
+
+        def prepared(model: Any, *args: Any, evaluation_mode: bool = False, **named: Any) -> Any:
+            return model if evaluation_mode else prepare(model, *args, evaluation_mode=False, **named)
+
+        self.accelerator.prepare_model = prepared
 
     def _asked(self, call: Any) -> Any:
         """Run the reference on the same rows."""
@@ -178,7 +185,8 @@ class DPOTrainer(_LogProbabilities, trl.DPOTrainer):
                 model = without_adapters(self.model, self._switched)
             else:
                 model.requires_grad_(requires_grad=False)
-            self._reference_pipe = self._made(model)
+            settings = {name: value for name, value in self._settings.items() if name not in _OF_TRAINING}
+            self._reference_pipe = self._made(model, {**settings, "record": False})
         return self._reference_pipe
 
     def _answer(self, output: Any, number: int) -> Any:
