@@ -102,7 +102,7 @@ def test_a_script_with_two_changed_lines_saves_the_adapter_of_the_script_before(
     files, peft = needed("safetensors.torch", extra="hf"), needed("peft", extra="tune")
     names = ("sft_before", "sft_after")
     bodies = [(EXAMPLES / f"{name}.py").read_text(encoding="utf-8").split('"""', 2)[2].split("\n") for name in names]
-    changed = [line[0] for line in difflib.ndiff(*bodies) if line[0] in "+-" and line[2:].strip()]
+    changed = [line[0] for line in difflib.ndiff(bodies[0], bodies[1]) if line[0] in "+-" and line[2:].strip()]
     assert sorted(changed) == ["+", "+", "-"]
     saved = []
     for name in names:

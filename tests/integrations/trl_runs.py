@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def data(kind: str, count: int) -> Any:
     def turn(role: str) -> dict[str, str]:
         return {"role": role, "content": sentence()}
 
-    columns = {
+    columns: dict[str, Callable[[], dict[str, Any]]] = {
         "texts": lambda: {"text": sentence()},
         "completions": lambda: {"prompt": sentence() + " ", "completion": sentence()},
         "chats": lambda: {"messages": [turn("user"), turn("assistant")]},
