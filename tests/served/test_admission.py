@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_flow import LIMIT, Carried, Code, failure
 
 from drumline.serve.front.answer_sizes import AnswerSizes
 from drumline.serve.front.service import FrontService
@@ -19,6 +18,7 @@ from drumline.serve.logs import EventLog
 from drumline.serve.wire.loops import run_to_end
 from drumline.serve.wire.manifest import Manifest, ManifestStage, Sizes, Tensor
 from drumline.serve.wire.protocol import stub
+from served.carried import LIMIT, Carried, Code, failure
 from served.services import WIDTH, channel_to, request_of, rows_of, serving, status_of, write_served
 
 MOST_TURNS = 10  # microbatches that one row waits for behind a request of 4,096

@@ -21,7 +21,7 @@ from drumline.serve.front.lifecycle import ServiceSettings
 from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.pipe import Pipe, Rules
 from drumline.serve.load.generator import Demand, load
-from drumline.serve.stage import _check_place
+from drumline.serve.stage import check_place
 from drumline.serve.wire.links import Tls, listen, parts_of
 from drumline.serve.wire.loops import run_to_end
 from drumline.serve.wire.manifest import Tensor, read_manifest
@@ -63,9 +63,9 @@ HERE = Path("served")
         (lambda: export(None, HERE, num_stages=1, length=0), saying("4 rows of length 0")),  # type: ignore[arg-type]
         (lambda: _named_cut(["a", "bb", "cc"], 2, ["bc"]), saying("--cuts names block 'bc'")),
         (lambda: _named_cut(["a", "bb", "cc"], 2, ["a"]), saying("--cuts names block 'a'")),
-        (lambda: _check_place(2, 2, ""), saying("there is no stage 2", expected="a number below 2")),
-        (lambda: _check_place(-1, 2, ""), saying("there is no stage -1")),
-        (lambda: _check_place(1, 2, "a:1"), saying("stage 1 is the last one", fix="leave out --next")),
+        (lambda: check_place(2, 2, ""), saying("there is no stage 2", expected="a number below 2")),
+        (lambda: check_place(-1, 2, ""), saying("there is no stage -1")),
+        (lambda: check_place(1, 2, "a:1"), saying("stage 1 is the last one", fix="leave out --next")),
         (lambda: Tls(authority="ca.pem").server(), saying("--tls-ca without --tls-cert")),
         (lambda: Tls(certificate="cert.pem"), saying("--tls-key is missing")),
         (lambda: Tls(key="key.pem"), saying("--tls-cert is missing")),

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_flow import until
 
 from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.metrics_port import MOST_OPEN, MetricsPort
@@ -24,6 +23,7 @@ from drumline.serve.logs import _MOST_LINES, EventLog
 from drumline.serve.stages.keeper import StageKeeper
 from drumline.serve.wire.loops import run_to_end
 from drumline.serve.wire.protocol import message, stub
+from served.carried import until
 from served.services import channel_to, expected, inferred, metrics_at, rows_of, serving, waiting_for
 
 
