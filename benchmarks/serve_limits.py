@@ -7,6 +7,7 @@
     closed log   the reader of the log has gone; a stage is killed
     stalled log  the reader of the log reads nothing; every request is logged, until the pipe is full and beyond
     memory       a stage gets no more memory, and a request needs more than it has
+    answers      requests of 320 bytes at once, whose answers have 40 MiB each: the front admits as many as it may hold
 
 The bars: no wrong answer, none lost that was not at work in a killed stage, and within 5 s of the relief the service
 answers. Meanwhile it answers, or says that it is not ready or not alive. Needs Linux.
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from functools import partial
@@ -32,9 +34,13 @@ from typing import Any, TextIO
 
 import grpc
 import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
 
+from drumline.serve.wire.files import digest_of
+from drumline.serve.wire.manifest import Manifest, ManifestStage, Sizes, Tensor
 from drumline.serve.wire.protocol import message, stub
-from served.services import channel_to, expected, inferred, rows_of, status_of, write_served
+from served.services import channel_to, expected, inferred, rows_of, status_of, together, write_served
 from serving import first_object, stages_of
 
 MOST_SECONDS_BACK, HELD = 5.0, 4.0  # seconds: until it answers after relief, and how long it gets nothing
@@ -149,6 +155,52 @@ def memory(folder: Path) -> dict[str, Any]:
             "holds": fine and back < MOST_SECONDS_BACK}  # fmt: skip
 
 
+def write_wide(folder: Path) -> Path:
+    """Write a model that answers each row of 8 numbers with 4 MiB."""
+    x, y = Tensor("x", "FP32", ("batch", 8)), Tensor("y", "FP32", ("batch", 2**20))
+    ends = [helper.make_tensor_value_info(end.name, TensorProto.FLOAT, end.shape) for end in (x, y)]
+    repeats = numpy_helper.from_array(np.array([1, 2**17]), "repeats")
+    tile = helper.make_node("Tile", ["x", "repeats"], ["y"])
+    graph = helper.make_graph([tile], "wide", ends[:1], ends[1:], [repeats])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
+    model.ir_version = 10
+    name = "stage0/model.onnx"
+    (folder / name).parent.mkdir(parents=True)
+    onnx.save(model, str(folder / name))
+    stage = ManifestStage(name, {name: digest_of(folder / name)}, (x,), (y,))
+    Manifest("tanh", (x,), (y,), {"batch": Sizes()}, (stage,)).save(folder)
+    return folder
+
+
+def answers(folder: Path) -> dict[str, Any]:
+    """Ask for an answer that no message may have, and then for 960 MiB at once."""
+    codes: Counter[str] = Counter()
+    with service(folder, "--max-queue", "128MiB") as running, channel_to(running.address) as channel:
+
+        def ask(rows: int, seed: int) -> None:
+            x = rows_of(rows, seed)
+            try:
+                answer = inferred(channel, {"x": x}, timeout=120)["y"]
+                codes["OK" if (answer[:, ::8] == x[:, :1]).all() else "wrong"] += 1
+            except grpc.RpcError as error:
+                codes[error.code().name] += 1
+
+        ask(1, 0)
+        before = peak_mib(running.front)
+        ask(100, 0)
+        refused_mib = peak_mib(running.front) - before
+        together(24, partial(ask, 10))
+        grown = peak_mib(running.front) - before
+    fine = set(codes) == {"OK", "RESOURCE_EXHAUSTED"} and refused_mib < 1 and grown < 4 * 128
+    return {"codes": dict(codes), "mib_of_a_refused_answer": refused_mib, "mib_grown": grown, "holds": fine}
+
+
+def peak_mib(process: int) -> float:
+    """Return the most memory that a process has had."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
+
+
 def main() -> int:
     """Run the cases, print and judge."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
@@ -164,6 +216,7 @@ def main() -> int:
             "closed log": partial(closed, narrow),
             "stalled log": partial(stalled, narrow),
             "memory": partial(memory, wide),
+            "answers": partial(answers, write_wide(Path(work) / "answers")),
         }
         for name, run in cases.items():
             if fnmatch(name, args.only):

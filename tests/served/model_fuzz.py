@@ -115,6 +115,10 @@ TYPES = (torch.int64, torch.int64, torch.int32, torch.int16, torch.int8, torch.u
 class Drawn(nn.Module):
     """A model of a lookup, a branch, two steps and an end."""
 
+    table: nn.Embedding
+    first: nn.Linear
+    last: nn.Linear
+
     def __init__(self, chance: random.Random) -> None:
         super().__init__()
         self.table, self.first, self.last = nn.Embedding(TABLE, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -155,7 +159,7 @@ def wrong_answers(model: Drawn, folder: Path, manifest: Manifest, seed: int, *, 
     sessions = [Session(folder, manifest, number) for number in range(len(manifest.stages))]
     wrong: list[str] = []
     for _ in range(requests):
-        length = int(chance.choice([1, 2, 3, chance.integers(1, LONGEST + 1)]))
+        length = int(chance.choice([1, 2, 3, int(chance.integers(1, LONGEST + 1))]))
         least, most = (0, TABLE) if chance.random() < 0.7 else (-TABLE - 2, TABLE + 3)
         dtype = torch.zeros(0, dtype=model.dtype).numpy().dtype
         rows = int(chance.choice([1, 1, 2, 3, 9]))

@@ -18,6 +18,7 @@ from drumline.serve.logs import EventLog
 from drumline.serve.wire.loops import run_to_end
 from drumline.serve.wire.manifest import Manifest, ManifestStage, Sizes, Tensor
 from drumline.serve.wire.protocol import stub
+from served.carried import LIMIT, Carried, Code, failure
 from served.services import WIDTH, channel_to, request_of, rows_of, serving, status_of, write_served
 from served.test_flow import LIMIT, Carried, Code, failure
 

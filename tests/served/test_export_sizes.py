@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +96,14 @@ def _assumed(text: str, holds: Callable[[int, int], bool]) -> Assumption:
     return Assumption(text, frozenset({"batch", "length"}), lambda sizes: holds(sizes["batch"], sizes["length"]))
 
 
+def _says(is_right: bool, rows: int, length: int) -> bool:
+    return is_right
+
+
 def test_small_sizes_that_a_trace_only_tells_from_one_are_admitted_if_they_are_computed_right() -> None:
     only_larger = [_assumed("2 <= length // 4", lambda rows, length: length // 4 >= 2)]
     for right, least in ((True, 1), (False, 8)):
-        made = Admission(
-            only_larger, most={"length": 32}, has_length=True, tries=lambda rows, length, is_right=right: is_right
-        )
+        made = Admission(only_larger, most={"length": 32}, has_length=True, tries=partial(_says, right))
         assert made.dimensions(12)["length"] == Sizes(least, 32)
 
 
@@ -138,7 +141,8 @@ def test_rows_that_mix_by_whole_numbers_are_refused(
 
 def test_bounds_of_lookups_are_followed_through_casts_sums_and_reshapes() -> None:
     def looked_up(model: Any, x: torch.Tensor) -> torch.Tensor:
-        return model.table((x.int() + 1).long().reshape(-1)).view(*x.shape, 4) + one_hot(x.flatten(), 12).sum()
+        rows: torch.Tensor = model.table((x.int() + 1).long().reshape(-1)).view(*x.shape, 4)
+        return rows + one_hot(x.flatten(), 12).sum()
 
     program = traced(Function(looked_up), {"x": torch.ones(4, 12, dtype=torch.int64)}, CHANGING, {"length": 64})
     bounds = bounds_of(program, ["x"])["x"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import count
@@ -16,12 +16,7 @@ import numpy as np
 import pytest
 
 from drumline.serve.front.answer_sizes import AnswerSizes
-from drumline.serve.front.metrics import Metrics
-from drumline.serve.front.pipe import Pipe, Rules
-from drumline.serve.front.queue import Queue
 from drumline.serve.front.service import FrontService
-from drumline.serve.front.tickets import Ticket
-from drumline.serve.front.tuner import Tuner
 from drumline.serve.logs import EventLog
 from drumline.serve.session import Session
 from drumline.serve.stage_calls import StageService
@@ -32,16 +27,14 @@ from drumline.serve.wire.frames import EXPORT, SERVICE, Answer, Failed, Frame, F
 from drumline.serve.wire.links import PLAIN, connect, options
 from drumline.serve.wire.loops import run_to_end
 from drumline.serve.wire.manifest import read_manifest
-from drumline.serve.wire.protocol import InferRequest, InferResponse
+from drumline.serve.wire.protocol import InferResponse
 from drumline.serve.wire.stage_times import times_of
-from drumline.serve.wire.tensors import put_outputs, read_outputs
+from drumline.serve.wire.tensors import read_outputs
+from served.carried import EXPORTED, LIMIT, Carried, Code, failure, until
 from served.services import expected, request_of, rows_of
 from some import some
 
-Code = grpc.StatusCode
 Left = Callable[[], None] | None
-LIMIT = 2**16
-EXPORTED = "0123456789abcdef 1"
 NAMED = ((EXPORT, EXPORTED),)
 
 
@@ -79,18 +72,6 @@ async def joined(answer: Answering) -> AsyncIterator[tuple[CallStream, Any, str]
         finally:
             await flow.close()
             await server.stop(None)
-
-
-async def failure(call: Awaitable[Any]) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(Failed) as caught:
-        await call
-    return caught.value.code, caught.value.why
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def test_every_call_gets_its_own_answer_in_whatever_order_they_come() -> None:
@@ -283,69 +264,6 @@ def test_a_stage_hands_on_deadlines_and_times_and_refuses_what_it_should(served_
         assert (await failure(first.answer(body, 7.0)))[0] is Code.UNAVAILABLE
 
     run_to_end(run())
-
-
-class Carried:
-    """A pipe over a made-up first stage, which answers what `answers` says: y = 2 x, an error, or nothing."""
-
-    def __init__(self, answers: Sequence[Failed | None] = (), **rules: Any) -> None:
-        self.calls: list[Any] = []
-        self.asked: list[tuple[str, int]] = []  # of which microbatches, and which stages
-        self.why = str(rules.pop("why", ""))
-        self.refusal = rules.pop("refusal", Code.INVALID_ARGUMENT)
-        self._answers = list(answers)
-        self.queue = Queue(max_requests=99, max_bytes=10**9)
-        tuner = Tuner(2, 0.05, 64, rules.pop("rows", 0), rules.pop("window", 0))
-        self.holds = rules.pop("holds", False)
-        self.metrics = Metrics(2)
-        given = {"rules": Rules(**rules), "is_back": self._is_back, "struck": self._struck}
-        self.pipe = Pipe(self, self.queue, tuner, self.metrics, **given)  # type: ignore[arg-type]
-
-    async def _is_back(self, seconds: float) -> bool:
-        return True
-
-    async def _struck(self, name: str, stage: int, *, seconds: float, asked: float) -> str:
-        self.asked.append((name.partition("-")[2], stage))
-        return self.why
-
-    async def close(self) -> None:
-        pass
-
-    def __call__(
-        self,
-        body: bytes,
-        *,
-        timeout: float,
-        left: Callable[[], None] | None = None,
-        done: Home,
-    ) -> asyncio.Future[Answer]:
-        loop = asyncio.get_running_loop()
-        made = loop.create_future()
-        request = InferRequest.FromString(body)
-        x = np.frombuffer(request.raw_input_contents[0], np.float32).reshape(list(request.inputs[0].shape))
-        self.calls.append(x)
-        error = self._answers.pop(0) if self._answers else None
-        if left is not None:
-            loop.call_soon(left)
-        if self.holds:
-            return made
-        if np.isnan(x).any():
-            error = Failed(self.refusal, "stage 0: cannot compute")
-        if error is not None:
-            made.set_exception(error)
-        else:
-            response = InferResponse()
-            put_outputs(response, {"y": 2 * x})
-            answer = Answer(response.SerializeToString(), "")
-            loop.call_soon(done, answer)
-            made.set_result(answer)
-        return made
-
-    def send(self, x: Any) -> Ticket:
-        """Let a request enter the queue."""
-        ticket = Ticket("r", {"x": x}, timeout=60.0, loop=asyncio.get_running_loop())
-        self.queue.admit(ticket)
-        return ticket
 
 
 def test_a_request_enters_an_idle_pipe_at_once_and_a_full_one_not_at_all() -> None:

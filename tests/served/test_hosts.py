@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from drumline.serve.wire.tensors import read_outputs
 from refused import refused
 from served.certificates import Authority
 from served.services import (
+    Running,
     channel_to,
     expected,
     inferred,
@@ -76,6 +78,10 @@ def hosted(folder: Path, addresses: list[str], *more: str) -> Iterator[list[subp
     with ExitStack() as stack:
         numbers = range(len(addresses) - 1, -1, -1)
         yield [stack.enter_context(hosted_stage(folder, number, addresses, *more)) for number in numbers][::-1]
+
+
+def _counts(running: Running, line: str) -> bool:
+    return line in metrics_at(running.started.metrics_port)
 
 
 def _free(count: int = 2) -> list[str]:
@@ -123,7 +129,7 @@ def test_a_stage_that_is_killed_on_its_host_comes_back_from_its_copy_and_is_coun
             np.testing.assert_allclose(inferred(channel, {"x": x})["y"], expected(x), atol=1e-6)
         for number in range(2):
             line = f'drumline_stage_restarts_total{{stage="{number}"}} 1.0'
-            waiting_for(lambda line=line: line in metrics_at(running.started.metrics_port))
+            waiting_for(partial(_counts, running, line))
 
 
 def test_a_stage_of_another_export_on_a_host_is_not_used_and_requests_wait_for_the_right_one(tmp_path: Path) -> None:

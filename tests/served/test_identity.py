@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ from drumline.serve.wire.links import PLAIN, connect, options
 from drumline.serve.wire.loops import run_to_end
 from drumline.serve.wire.manifest import read_manifest
 from refused import refused
+from served.carried import EXPORTED, LIMIT, Code, failure, until
 from served.services import (
+    Running,
     channel_to,
     expected,
     inferred,
@@ -202,13 +205,17 @@ def test_a_stage_that_is_started_after_the_folder_was_replaced_serves_what_was_t
     with serving(folder) as running, channel_to(running.address) as channel:
         for replace in (_overwritten, _exchanged):
             replace(other, folder)
-            keeper = running.started.stages._keepers[1]  # type: ignore[attr-defined]
             process = running.processes[1]
             os.kill(process, signal.SIGKILL)
-            waiting_for(lambda keeper=keeper, process=process: keeper.process.pid != process and keeper.ready.is_set())
+            waiting_for(partial(_is_another, running, process))
             np.testing.assert_allclose(inferred(channel, {"x": x})["y"], expected(x), atol=1e-6)
     with serving(folder) as running, channel_to(running.address) as channel:
         np.testing.assert_allclose(inferred(channel, {"x": x})["y"], expected(x, repeat=3), atol=1e-6)
+
+
+def _is_another(running: Running, process: int) -> bool:
+    """Whether stage 1 is another process than that, and ready."""
+    return running.processes[1] != process and not running.started.stages.down
 
 
 def _overwritten(source: Path, target: Path) -> None:

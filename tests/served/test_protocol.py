@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,20 +14,19 @@ from tritonclient.grpc import service_pb2
 from drumline.serve.wire.inference_descriptor import DESCRIPTORS, PROTO_SHA256
 from drumline.serve.wire.protocol import CALLS, message
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import protocol
+SCRIPT = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "protocol.py")))
 
 REFERENCE: dict[str, Any] = dict(service_pb2.DESCRIPTOR.message_types_by_name)
 
 
 def test_the_module_is_that_of_the_proto_file() -> None:
-    assert protocol.digest_of() == PROTO_SHA256
-    assert protocol.module_of(DESCRIPTORS) == protocol.MODULE.read_text(encoding="utf-8")
+    assert SCRIPT.digest_of() == PROTO_SHA256
+    assert SCRIPT.module_of(DESCRIPTORS) == SCRIPT.MODULE.read_text(encoding="utf-8")
 
 
 def test_protoc_makes_the_module_of_the_proto_file() -> None:
     pytest.importorskip("grpc_tools")
-    assert protocol.compiled() == DESCRIPTORS
+    assert SCRIPT.compiled() == DESCRIPTORS
 
 
 @pytest.mark.parametrize("name", sorted(f"{call}{end}" for call in CALLS for end in ("Request", "Response")))

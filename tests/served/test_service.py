@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import grpc
@@ -181,7 +182,7 @@ def test_serving_imports_no_torch() -> None:
 def test_a_message_that_is_no_request_is_an_invalid_argument(running: Running) -> None:
     with channel_to(running.address) as channel:
         for call in some(list(CALLS)):
-            code, why = status_of(lambda call=call: channel.unary_unary(path_of(call))(b"\xff\xff\xff", timeout=60))
+            code, why = status_of(partial(channel.unary_unary(path_of(call)), b"\xff\xff\xff", timeout=60))
             assert (code, why) == (INVALID, f"the message is no {call}Request")
 
 

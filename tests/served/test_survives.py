@@ -23,6 +23,7 @@ from drumline.serve.logs import _MOST_LINES, EventLog
 from drumline.serve.stages.keeper import StageKeeper
 from drumline.serve.wire.loops import run_to_end
 from drumline.serve.wire.protocol import message, stub
+from served.carried import until
 from served.services import channel_to, expected, inferred, metrics_at, rows_of, serving, waiting_for
 from served.test_flow import until
 

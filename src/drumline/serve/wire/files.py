@@ -56,14 +56,15 @@ def check_files(folder: Path, manifest: Manifest, stage: int) -> Path:
 
 def hold(folder: Path, manifest: Manifest, copy: Path) -> Path:
     """Copy what a manifest names into a new folder, with the manifest itself; returns that folder."""
+    names = dict.fromkeys(name for stage in manifest.stages for name in stage.files)
     with _written(folder, copy):
         copy.mkdir()
         manifest.save(copy)
-    for name in dict.fromkeys(name for stage in manifest.stages for name in stage.files):
-        with opened(folder / name, _FILE) as source, _written(folder, copy):
+        for name in names:  # first, so that a folder that is removed meanwhile stays away
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            with (copy / name).open("wb") as target:
-                shutil.copyfileobj(source, target, 2**20)
+    for name in names:
+        with opened(folder / name, _FILE) as source, _written(folder, copy), (copy / name).open("wb") as target:
+            shutil.copyfileobj(source, target, 2**20)
     return copy
 
 
