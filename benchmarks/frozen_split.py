@@ -43,7 +43,7 @@ def model_of(width: int, rank: int) -> Any:
         use_cache=False,
     )
     adapters = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
-    llama = transformers.LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    llama = transformers.LlamaForCausalLM(config)
     return peft.get_peft_model(llama, adapters)
 
 

@@ -165,7 +165,11 @@ def in_a_pipeline(model: nn.Module, case: Case) -> Callable[[Tensor, Tensor], No
         check_model=case.checks,
         **options,
     )
-    return lambda inputs, targets: pipe.step(inputs, target=targets)
+
+    def step(inputs: Tensor, targets: Tensor) -> None:
+        pipe.step(inputs, target=targets)
+
+    return step
 
 
 def plain(value: Any) -> Any:
@@ -185,7 +189,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.random.RandomState):
         return copy.deepcopy(value).rand()
     if isinstance(value, IOBase):
-        return value.readline()  # type: ignore[attr-defined]
+        return value.readline()
     if hasattr(value, "__next__"):
         return next(value)
     if hasattr(type(value), "__slots__") and not hasattr(value, "__dict__"):

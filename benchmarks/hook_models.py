@@ -247,7 +247,8 @@ def counting_checkpoints() -> nn.Sequential:
 
 def weight_normed(model: nn.Sequential) -> None:
     for block in (model[0], model[3]):
-        nn.utils.weight_norm(block.layer)  # type: ignore[arg-type]
+        assert isinstance(block.layer, nn.Module)
+        nn.utils.weight_norm(block.layer)
 
 
 def pruned(model: nn.Sequential) -> None:

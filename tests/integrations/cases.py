@@ -150,7 +150,7 @@ def smoothed(make: Making) -> Outcome:
 
 
 def own_loss(base: Any) -> Any:
-    class OwnLoss(base):  # type: ignore[misc]
+    class OwnLoss(base):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
             labels = inputs.pop("labels")
             labels = labels.masked_fill(torch.rand(labels.shape) < 0.3, -100)
@@ -263,7 +263,7 @@ def adapted(make: Making) -> Outcome:
     return outcome(trainer, after=numbers(trainer.evaluate()))
 
 
-class Notes(transformers.TrainerCallback):  # type: ignore[misc]
+class Notes(transformers.TrainerCallback):
     """Notes which events come, and changes the logs and the course of the run."""
 
     def __init__(self) -> None:
@@ -284,7 +284,7 @@ class Notes(transformers.TrainerCallback):  # type: ignore[misc]
 
 
 def own_predictions(base: Any) -> Any:
-    class OwnPredictions(base):  # type: ignore[misc]
+    class OwnPredictions(base):
         def prediction_step(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
             return super().prediction_step(model, {"input_ids": inputs["labels"].clamp(min=0)}, *args, **named)
 

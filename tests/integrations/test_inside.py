@@ -48,7 +48,7 @@ def test_the_log_has_the_bubble_and_its_causes_and_a_recorded_run_has_every_step
     assert len(steps) == 4
 
 
-class Moves(transformers.TrainerCallback):  # type: ignore[misc]
+class Moves(transformers.TrainerCallback):
     """Moves layers to the other rank after the second step."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -91,7 +91,7 @@ def test_what_a_loss_draws_differs_by_step_and_microbatch(tmp_path: Path) -> Non
     drawn: list[float] = []
 
     def noisy(base: Any) -> Any:
-        class Noisy(base):  # type: ignore[misc]
+        class Noisy(base):
             def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Tensor:
                 loss: Tensor = model(**inputs).loss
                 drawn.append(float(torch.rand(())))

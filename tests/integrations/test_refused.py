@@ -164,7 +164,7 @@ def test_a_loss_that_needs_more_than_one_call_of_the_model_is_refused(compute: A
         trainer.train()
 
 
-class Looks(transformers.TrainerCallback):  # type: ignore[misc]
+class Looks(transformers.TrainerCallback):
     """Reads the weights in the middle of training."""
 
     def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:

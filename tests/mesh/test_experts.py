@@ -144,7 +144,7 @@ def mixtral() -> nn.Module:
     }
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
     config = MixtralConfig(**sizes, **heads, output_router_logits=True, use_cache=False)
-    model: nn.Module = MixtralForCausalLM(config)  # type: ignore[no-untyped-call]
+    model: nn.Module = MixtralForCausalLM(config)
     return model.train()
 
 

@@ -161,7 +161,7 @@ def piped(model: nn.Module, schedule: str, checkpoint: str) -> Iterator[dict[str
             yield {name: param.grad for name, param in pipe.named_parameters()}
 
 
-@matrix(("kind", "form", "schedule"), HARMLESS, ("chain", "traced"), SCHEDULES)
+@matrix("kind, form, schedule", HARMLESS, ("chain", "traced"), SCHEDULES)
 def test_what_is_only_noted_or_made_once_is_no_matter(kind: type[Layer], form: str, schedule: tuple[str, str]) -> None:
     mine, other = (traced(kind) if form == "traced" else model_of(*4 * [kind]) for _ in range(2))
     for found, wanted in zip(piped(mine, *schedule), plainly(other), strict=True):

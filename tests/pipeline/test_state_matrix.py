@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 
@@ -70,5 +71,5 @@ def test_ranks_that_disagree_are_wrong() -> None:
     assert together([refused, right]).came_to == "wrong"
     assert together([right, Result("wrong", "z")]).came_to == "wrong"
     assert together([heard, heard]).came_to == "raw"
-    assert "right" in table({("one process", "chain"): state_matrix.Counter({"right": 2})})
+    assert "right" in table({("one process", "chain"): Counter({"right": 2})})
     assert OUTCOMES[:2] == GOOD

@@ -20,7 +20,6 @@ from drumline.serve.wire.manifest import Manifest, ManifestStage, Sizes, Tensor
 from drumline.serve.wire.protocol import stub
 from served.carried import LIMIT, Carried, Code, failure
 from served.services import WIDTH, channel_to, request_of, rows_of, serving, status_of, write_served
-from served.test_flow import LIMIT, Carried, Code, failure
 
 MOST_TURNS = 10  # microbatches that one row waits for behind a request of 4,096
 

@@ -44,7 +44,6 @@ from served.services import (
     waiting_for,
     write_served,
 )
-from served.test_flow import EXPORTED, LIMIT, Code, failure, until
 
 OTHER = "fedcba9876543210 1"
 

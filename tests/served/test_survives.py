@@ -25,7 +25,6 @@ from drumline.serve.wire.loops import run_to_end
 from drumline.serve.wire.protocol import message, stub
 from served.carried import until
 from served.services import channel_to, expected, inferred, metrics_at, rows_of, serving, waiting_for
-from served.test_flow import until
 
 
 def test_a_log_that_nobody_reads_stops_nobody_and_says_later_what_it_left_out() -> None:

@@ -28,7 +28,7 @@ from drumline.plan.cut.cuts import Counts
 _KNOWN = 128  # steps that are kept
 _WINDOWS = (3, 6, 12, 24, 48)
 _RAMPS = (24, 12, 6)  # steps in which a speed may change steadily
-_TIMES = {count: np.arange(count) - (count - 1) / 2 for count in _RAMPS}
+_TIMES: dict[int, Floats] = {count: np.arange(count) - (count - 1) / 2 for count in _RAMPS}
 _LEAD = 3  # steps by which a steady change is anticipated
 _ALIKE = 0.01  # speeds that differ by less have the same best cut
 
@@ -178,7 +178,7 @@ class RankSlowness:
             logs_of_ramp: Floats = logs[-count:]
             times = _TIMES[count]
             squares = float(times @ times)
-            slope: Floats = times @ logs_of_ramp / squares
+            slope: Floats = (times @ logs_of_ramp) / squares
             sure = np.abs(slope) * math.sqrt(squares) > SURE * sigma
             for rank in np.flatnonzero(sure):
                 sure[rank] = _is_straight(logs_of_ramp[:, rank], slope[rank] * times)

@@ -96,12 +96,13 @@ class Ledger:
         """Take what the forward may change."""
         self.is_new, self.is_open, self.before = False, True, None
         self._mode = tuple(map(_TRAINING, self._modules))
-        self._tables = tables = [space.copy() for space in self._spaces]
+        tables: list[Table] = [space.copy() for space in self._spaces]
+        self._tables = tables
         if self._mode in self._known and not self._iterates:
             deep = self._deep
             most_bytes = inf if any(deep.values()) else -1
-            values = (tables[at].get(name) for at, name in deep)
-            self._snapshot = Snapshot(values, most_bytes=most_bytes) if deep else None
+            kept_deep = (tables[at].get(name) for at, name in deep)
+            self._snapshot = Snapshot(kept_deep, most_bytes=most_bytes) if deep else None
             tensors = ((at, name, tables[at].get(name)) for at, name in self._still)
             self._marks = [(at, name, t, version_of(t)) for at, name, t in tensors if isinstance(t, Tensor)]
             return

@@ -156,7 +156,7 @@ def material_from_config(path: str, *, rows: int, length: int | None = None) -> 
         ) from None
     try:
         known = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
-        model = transformers.AutoModelForCausalLM.from_config(known)  # type: ignore[no-untyped-call]
+        model = transformers.AutoModelForCausalLM.from_config(known)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{path}: {str(error).splitlines()[0]}", expected=_EXPECTED_CONFIG) from None
     most = getattr(known, "max_position_embeddings", None) or _LENGTH

@@ -164,7 +164,7 @@ class Watch:
                         expected="the original parameter, because the forward uses it between blocks",
                         fix="change it in place, use load_state_dict, or create a new pipeline",
                     )
-            now = self._buffers_of(name, module) if name in self._held else module._buffers
+            now = self._buffers_of(name, module) if name in self._carried else module._buffers
             new = [(key, buffer) for key, buffer in now.items() if buffer is not buffers.get(key)]
             if new:
                 tensors += [(whole_name(name, key), tensor) for key, tensor in new if tensor is not None]

@@ -362,4 +362,4 @@ def _follow(copied: Tensor, original: Tensor) -> None:
     if copied._backward_hooks is not original._backward_hooks:
         copied._backward_hooks = original._backward_hooks
     if getattr(original, "_post_accumulate_grad_hooks", None) is not None:
-        copied._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        copied._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
