@@ -136,7 +136,9 @@ class HalvesInside(Plain):
     def forward(self, x: Tensor) -> Any:
         y = super().forward(x)
         if torch.is_grad_enabled() and y.requires_grad:
-            halving(self.layer.weight, before=True, holds=False)
+            weight = self.layer.weight
+            assert isinstance(weight, nn.Parameter)
+            halving(weight, before=True, holds=False)
         return y
 
 

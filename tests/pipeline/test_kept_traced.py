@@ -197,11 +197,12 @@ class Teacher(Model):
     def between(self, x: Tensor) -> Tensor:
         self.follow()
         with torch.no_grad():
-            wanted = self.teacher(x)
+            wanted: Tensor = self.teacher(x)
         return torch.tanh(self.head(x)) * (1 + wanted)
 
     def kept(self) -> list[Tensor]:
-        return [self.teacher.weight]
+        weight: Tensor = self.teacher.weight
+        return [weight]
 
 
 class TeacherByData(Teacher):

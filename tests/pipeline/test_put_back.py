@@ -46,7 +46,7 @@ class Both(Keeps):
 
 
 def test_what_is_put_back_is_said_once_by_block_and_name(capsys: pytest.CaptureFixture[str]) -> None:
-    pipe = piped(nn.Sequential(Both(), *layers()[:2], Counter()), "full")
+    pipe = piped(nn.Sequential(Both(), *list(layers())[:2], Counter()), "full")
     for _ in range(3):
         step(pipe)
     lines = [line for line in capsys.readouterr().err.splitlines() if "recomputed" in line]

@@ -28,7 +28,7 @@ from drumline.plan.cut.cuts import Counts
 _KNOWN = 128  # steps that are kept
 _WINDOWS = (3, 6, 12, 24, 48)
 _RAMPS = (24, 12, 6)  # steps in which a speed may change steadily
-_TIMES: dict[int, Floats] = {count: np.arange(count) - (count - 1) / 2 for count in _RAMPS}
+_TIMES: dict[int, Floats] = {count: np.arange(count, dtype=np.float64) - (count - 1) / 2 for count in _RAMPS}
 _LEAD = 3  # steps by which a steady change is anticipated
 _ALIKE = 0.01  # speeds that differ by less have the same best cut
 

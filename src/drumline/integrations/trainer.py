@@ -60,10 +60,10 @@ class PipelineTrainer(TrainerFiles):
     def pipeline(self) -> Pipeline:
         """The pipeline; made when it is first needed, from the model as it is then."""
         if self._pipe is None:
-            self._pipe = self._made(self.model, self._settings)
+            self._pipe = self._pipe_of(self.model, self._settings)
         return self._pipe
 
-    def _made(self, model: nn.Module, settings: Mapping[str, Any]) -> Pipeline:
+    def _pipe_of(self, model: nn.Module, settings: Mapping[str, Any]) -> Pipeline:
         args = self.args
         updated = updated_by(self.optimizer)
         names = {name for name, param in model.named_parameters() if id(param) in updated}

@@ -33,6 +33,9 @@ class _LogProbabilities(PipelineTrainer):
     """What trainers have in common that ask the model for log-probabilities, and note metrics in `compute_loss`."""
 
     _calls_once = False
+    _metrics: dict[str, Any]  # of the trainer
+    _total_train_tokens: float
+    _rows: dict[str, int]  # the arguments of a microbatch's calls, by identity
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -74,7 +77,7 @@ class _LogProbabilities(PipelineTrainer):
         """Note what `compute_loss` adds to the metrics, once for a microbatch."""
         before = self._metrics, self._total_train_tokens
         self._metrics, self._total_train_tokens = {"train": defaultdict(list), "eval": defaultdict(list)}, 0
-        self._rows: dict[str, int] = {}
+        self._rows = {}
         try:
             with self._over_lines():
                 loss = super()._answer(output, number)
@@ -131,6 +134,8 @@ class DPOTrainer(_LogProbabilities, trl.DPOTrainer):
     The reference is the model without its adapters, or a model of its own. Either becomes a second pipeline.
     """
 
+    ref_model: Any  # of the trainer
+
     def __init__(self, *args: Any, **named: Any) -> None:
         self._references: dict[int, FusedCausalLMOutput] = {}  # by microbatch, at the last stage
         self._labels: Any = None  # of all microbatches, while the reference runs
@@ -180,13 +185,13 @@ class DPOTrainer(_LogProbabilities, trl.DPOTrainer):
 
     def _reference(self) -> Pipeline:
         if self._reference_pipe is None:
-            model = self.ref_model
+            model: Any = self.ref_model
             if model is None:
                 model = without_adapters(self.model, self._switched)
             else:
                 model.requires_grad_(requires_grad=False)
             settings = {name: value for name, value in self._settings.items() if name not in _OF_TRAINING}
-            self._reference_pipe = self._made(model, {**settings, "record": False})
+            self._reference_pipe = self._pipe_of(model, {**settings, "record": False})
         return self._reference_pipe
 
     def _answer(self, output: Any, number: int) -> Any:
@@ -202,7 +207,7 @@ class DPOTrainer(_LogProbabilities, trl.DPOTrainer):
             self.ref_model = reference
 
 
-def without_adapters(model: nn.Module, switched: ExitStack) -> nn.Module:
+def without_adapters(model: Any, switched: ExitStack) -> Any:
     """Return a model that shares all tensors with this one, and does without its adapters, or has those of "ref"."""
     tensors = [*model.parameters(), *model.buffers()]
     trained = [tensor.requires_grad for tensor in tensors]
@@ -213,7 +218,7 @@ def without_adapters(model: nn.Module, switched: ExitStack) -> nn.Module:
     return twin
 
 
-def plain_head(model: nn.Module) -> tuple[str, ...]:
+def plain_head(model: Any) -> tuple[str, ...]:
     """Give a model its own forward back; return what TRL's would have returned."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     head = inspect.getclosurevars(vars(base).pop("forward", type(base).forward)).nonlocals

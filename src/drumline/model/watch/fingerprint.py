@@ -233,7 +233,7 @@ def _numbers(value: Any) -> Any:
 
 def _fields(value: Any) -> dict[str, Any] | None:
     """Return the fields of a user-defined object, including plain ones of its class."""
-    kind = type(value)
+    kind: Any = type(value)
     if _is_of(kind, _FIELDLESS):
         return None
     space = getattr(value, "__dict__", None)

@@ -109,7 +109,8 @@ def _looks(name: str, parameter: nn.Parameter) -> tuple[Callable[..., None], Cal
     def compare(*_: Any) -> None:
         if not before or not _are_same(before[3:], _states(parameter)):  # updates are refused, too
             return
-        if parameter.grad is not before[0] or not _are_same(before[1:3], _states(before[0])):
+        gradient: Any = before[0]
+        if parameter.grad is not gradient or not _are_same(before[1:3], _states(gradient)):
             raise ModelError(
                 f"a hook changes the gradient of {name!r} after a microbatch was added to it, and another copy of its "
                 "stage adds up the other microbatches",
@@ -125,7 +126,7 @@ def _is_ours(hook: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith("drumline.")
 
 
-def _states(tensor: Tensor) -> tuple[int, Tensor]:
+def _states(tensor: Any) -> tuple[int, Tensor]:
     return tensor._version, _sample(tensor)
 
 
