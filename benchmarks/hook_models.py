@@ -99,7 +99,7 @@ def changed(change: Change) -> Callable[[], nn.Sequential]:
     return make
 
 
-def halving(weight: nn.Parameter, *, before: bool, holds: bool = True) -> None:
+def halving(weight: Any, *, before: bool, holds: bool = True) -> None:
     """Let what is added to a gradient be halved, in front of the sum or behind it."""
     node = get_gradient_edge(weight).node
     NODES.extend([node] if holds else [])
@@ -247,7 +247,8 @@ def counting_checkpoints() -> nn.Sequential:
 
 def weight_normed(model: nn.Sequential) -> None:
     for block in (model[0], model[3]):
-        nn.utils.weight_norm(block.layer)  # type: ignore[arg-type]
+        layer: Any = block.layer
+        nn.utils.weight_norm(layer)
 
 
 def pruned(model: nn.Sequential) -> None:

@@ -185,7 +185,7 @@ class _Look:
         if self._spies is not None:  # of a step that failed
             self._spies.leave()
             self._spies = None
-        self._tables = [space.table.copy() for space in self.spaces]  # type: ignore[misc]
+        self._tables = [space.table.copy() for space in self.spaces]
         by_value = by_value or self._iterates
         each = [(at, key, value) for at, table in enumerate(self._tables) for key, value in own_values(table).items()]
         if not by_value and self._small is not None:

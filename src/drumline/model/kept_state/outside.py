@@ -237,8 +237,8 @@ class Walk:
                 is_code = isinstance(value, _CODE) or hasattr(type(value), "__get__")
                 if not is_code and (name in self._stored or may_hold(value)):
                     label = f"attribute {name!r} of {what} {holder.__name__!r}"
-                    read = partial(_attribute, holder, name)
-                    yield Place((id(holder), name), label, name, read, partial(_set_attribute, holder, name))
+                    reader = partial(_attribute, holder, name)
+                    yield Place((id(holder), name), label, name, reader, partial(_set_attribute, holder, name))
 
     def _names_of(self, holder: Any) -> set[str]:
         """Return the attributes of a class, a function or a Python module that code may set or that may change."""

@@ -14,7 +14,7 @@ from operator import is_
 from types import CodeType
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from drumline.model.block import Block
 from drumline.model.catalogue import whole_name
@@ -22,9 +22,7 @@ from drumline.model.kept_state.outside import Outside, Place, Walk, hooks_of_par
 from drumline.model.watch.watch import has_hooks
 
 TORCHS_OWN = frozenset(vars(nn.Module()))
-Held = (
-    dict[str, Any] | dict[str, nn.Parameter | None] | dict[str, Tensor | None] | Outside
-)  # what has places: a module's attributes, or variables outside
+Held = Any  # what has places: a dict of a module (attributes, parameters, buffers), or an Outside
 Table = dict[Any, Any]  # what is kept, by attribute or place
 
 
