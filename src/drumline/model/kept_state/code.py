@@ -174,7 +174,7 @@ class _Source:
         if isinstance(statement, ast.Assign):
             return _names_in(statement.targets) == [name]
         if isinstance(statement, ast.AugAssign):
-            return _name_in(statement.target) == name
+            return bool(_name_in(statement.target) == name)
         if isinstance(statement, ast.Expr):
             call = statement.value
             is_own = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
