@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
-from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -35,7 +34,6 @@ _FEW = 64  # objects in a value that may begin to change at any time, and items 
 _FIX = 'give it what it needs as an input, or do not recompute it: checkpoint="none", or name the other blocks'
 
 _NOTHING = Snapshot((), most_bytes=-1)
-_TRAINING = itemgetter("training")
 
 
 class StateBefore:
@@ -95,7 +93,7 @@ class Ledger:
     def __enter__(self) -> None:
         """Take what the forward may change."""
         self.is_new, self.is_open, self.before = False, True, None
-        self._mode = tuple(map(_TRAINING, self._modules))
+        self._mode = tuple([module.get("training", True) for module in self._modules])
         tables: list[Table] = [space.copy() for space in self._spaces]
         self._tables = tables
         if self._mode in self._known and not self._iterates:

@@ -119,7 +119,7 @@ class Watch:
     def _now(self) -> tuple[list[bool], list[Any]]:
         """Return the modules' modes, and all else that is looked after."""
         spaces = [module.__dict__ for module in self._alive()]
-        modes = [space["training"] for space in spaces]
+        modes = [space.get("training", True) for space in spaces]  # one that torch.compile made has its module's
         states: list[Any] = [*global_hooks(), [*map(call, SETTINGS.values())]]
         states += [code_of(module) for module in _living(self._inside.values())]
         states += [[*map(list, tables)] for tables in map(_TABLES, spaces) if any(tables)]
