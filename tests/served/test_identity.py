@@ -21,12 +21,12 @@ from onnx import external_data_helper
 
 from drumline.core.errors import LaunchError, RecordError, UsageError
 from drumline.serve.stage import run_stage
-from drumline.serve.stages.home import Home
+from drumline.serve.stages.home import ModelHome
 from drumline.serve.wire import graph_files
 from drumline.serve.wire.files import check_files, digest_of, hold
 from drumline.serve.wire.flow import CallStream
 from drumline.serve.wire.flows import Flows
-from drumline.serve.wire.flows import Home as Sent
+from drumline.serve.wire.flows import ModelHome as Sent
 from drumline.serve.wire.frames import EXPORT, SERVICE, Answer
 from drumline.serve.wire.graph_files import external_files
 from drumline.serve.wire.links import PLAIN, connect, options
@@ -247,12 +247,12 @@ def test_what_a_front_and_all_its_stages_left_is_removed_by_the_next_front(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    running = Home()
+    running = ModelHome()
     killed = tmp_path / "drumline-killed"
     killed.mkdir()
     (killed / "lock").touch()
     (tmp_path / "drumline-other").mkdir()  # not that of a service
-    second = Home()
+    second = ModelHome()
     assert sorted(tmp_path.iterdir()) == sorted([running.path, second.path, tmp_path / "drumline-other"])
     for home in (running, second):
         home.remove()

@@ -105,7 +105,7 @@ def spells(gains: Floats, least: float) -> list[Spell]:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Worth:
     """What a change is worth, in steps: the surely gained share of a step for `lasts` steps, against its costs."""
 
     age: int  # steps of the present spell
@@ -120,7 +120,7 @@ class Verdict:
         return self.surely * self.lasts > self.costs
 
 
-def weighed(gains: Floats, *, pause: float, patience: int, within: int) -> Verdict | None:
+def weighed(gains: Floats, *, pause: float, patience: int, within: int) -> Worth | None:
     """Return what a change is worth after these steps' gains; None unless each of the last few steps says that it pays.
 
     `pause` is the share of a step that it takes.
@@ -144,9 +144,9 @@ def weighed(gains: Floats, *, pause: float, patience: int, within: int) -> Verdi
     downs = [-spell.gain / spell.length for spell in earlier if spell.gain < 0]
     lasts = (sum(max(length - age, 0) for length in ups) + age) / (len(ups) + 1)
     risk = len(ups) / (len(ups) + 1) * (fmean(downs) if downs else 0.0) * patience
-    verdict = Verdict(age, total / age, bound / age, min(lasts, float(within)), 2.0 * pause + risk)
+    verdict = Worth(age, total / age, bound / age, min(lasts, float(within)), 2.0 * pause + risk)
     if verdict.pays or len(ups) < 2:
         return verdict
     # In the long run, ups and downs together may pay although each is too short.
     whole = float(surely(*map(np.asarray, (gains.sum(), gains.max(), float(len(gains)), noise))))
-    return Verdict(len(gains), float(gains.mean()), whole / len(gains), float(min(len(gains), within)), 2.0 * pause)
+    return Worth(len(gains), float(gains.mean()), whole / len(gains), float(min(len(gains), within)), 2.0 * pause)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from drumline.adapt.evidence import SURE, Verdict, middle, noise_of, surely, weighed
+from drumline.adapt.evidence import SURE, Worth, middle, noise_of, surely, weighed
 from drumline.adapt.rebalance import Layers
 from drumline.adapt.settings import Adapt
 from drumline.core.graph import Floats
@@ -41,7 +41,7 @@ class BetterCut:
 
     counts: Counts
     why: str
-    verdict: Verdict
+    verdict: Worth
     slowness: tuple[float, ...]
 
 
@@ -147,7 +147,7 @@ class RankSlowness:
 
     def verdict(
         self, counts: Counts, other: Counts, *, pause: float, longer: float = 1.0, ahead: Floats | None = None
-    ) -> Verdict | None:
+    ) -> Worth | None:
         """Return what another cut is worth by all steps that are known, the last of them as they are to be expected.
 
         `longer` is how many times as long as simulated the steps of this cut take.

@@ -119,8 +119,8 @@ class _LogProbabilities(PipelineTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log the metrics of the rank that computes them, on every rank."""
-        told = self.pipeline.gather((self._metrics, self._total_train_tokens) if self._has_loss else None)
-        self._metrics, self._total_train_tokens = next(each for each in told if each is not None)
+        answers = self.pipeline.gather((self._metrics, self._total_train_tokens) if self._has_loss else None)
+        self._metrics, self._total_train_tokens = next(each for each in answers if each is not None)
         super().log(logs, start_time)
 
 
@@ -179,8 +179,8 @@ class DPOTrainer(_LogProbabilities, trl.DPOTrainer):
             self._labels = None
         # A step that is checked makes the loss on every rank.
         line = self.pipeline.axes.rows[0]
-        told = self.pipeline.gather((line, self._references) if self._has_loss else None)
-        self._references = next(each[1] for each in told if each is not None and each[0] == line)
+        answers = self.pipeline.gather((line, self._references) if self._has_loss else None)
+        self._references = next(each[1] for each in answers if each is not None and each[0] == line)
         return args, named
 
     def _reference(self) -> Pipeline:

@@ -97,10 +97,10 @@ def kinds_of(
     """
     randomness = Randomness(seed, device)
     with left_as_it_was(blocks, randomness):
-        return _Search(blocks, randomness, before).kinds(microbatch)
+        return _KindSearch(blocks, randomness, before).kinds(microbatch)
 
 
-class _Search:
+class _KindSearch:
     """Goes through the blocks; `self.value` is what the last one that ran returned."""
 
     def __init__(self, blocks: Sequence[Block], randomness: Randomness, before: Before) -> None:

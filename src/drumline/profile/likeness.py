@@ -62,7 +62,7 @@ def likenesses(blocks: Sequence[Block], codes: Sequence[Any] = ()) -> list[Liken
     >>> first == second, second == third
     (True, False)
     """
-    looks = [_Look(block.name) for block in blocks]
+    looks = [_Likeness(block.name) for block in blocks]
     outlines = [
         look.piece(block.module, codes[at] if codes else None) if isinstance(block.module, Piece)
         else look.module(block.module)
@@ -95,7 +95,7 @@ def _follows(column: Sequence[Number], names: Sequence[Sequence[int]]) -> bool:
 
 
 @dataclass(slots=True)
-class _Look:
+class _Likeness:
     """A walk through one block."""
 
     block: str

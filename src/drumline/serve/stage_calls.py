@@ -98,7 +98,7 @@ class StageService:
         calls["ModelInfer"] = grpc.unary_unary_rpc_method_handler(self.infer)
         struck = {STRUCK: grpc.unary_unary_rpc_method_handler(self.struck)}
         services = {SERVICE: calls, STAGE_SERVICE: struck}
-        return [grpc.method_handlers_generic_handler(service, made) for service, made in services.items()]
+        return [grpc.method_handlers_generic_handler(service, handlers) for service, handlers in services.items()]
 
     async def ready(self, request: Any, context: Any) -> Any:
         """Say that the stage has loaded its graph."""

@@ -31,17 +31,19 @@ _DEPTH = 6
 Kept = tuple[Space, Any]  # a place
 
 
-class Verdict(NamedTuple):
+class Influence(NamedTuple):
     """What an experiment says of a place."""
 
     stays: bool  # no input changes it
     forgets: bool  # it is from the last input alone, and so is what the stage returns
 
 
-def tried(stage: Stage, places: Sequence[Kept], as_it_was: Callable[[], AbstractContextManager[None]]) -> list[Verdict]:
+def tried(
+    stage: Stage, places: Sequence[Kept], as_it_was: Callable[[], AbstractContextManager[None]]
+) -> list[Influence]:
     """Run a stage on its latest input and on others, also with what it kept before, and return what this says."""
     if stage.latest is None:
-        return [Verdict(False, False) for _ in places]
+        return [Influence(False, False) for _ in places]
     microbatch, value = stage.latest
     modules = [module for block in stage.blocks for module in block.module.modules()]
     with nothing_left(modules, stage.randomness), as_before(modules):
@@ -52,12 +54,12 @@ def tried(stage: Stage, places: Sequence[Kept], as_it_was: Callable[[], Abstract
             last = _run(stage, microbatch, value, places)
             anew = [_begun(stage, microbatch, each, places, as_it_was) for each in (value, mapped(value, _larger))]
         except Exception:  # of the user's own code, on inputs that are none of the user's
-            return [Verdict(False, False) for _ in places]
+            return [Influence(False, False) for _ in places]
     is_same = _is_same(first[0], last[0])
     verdicts = []
     for before, middle, after, *begun in zip(first[1], between[1], last[1], *anew, strict=True):
         is_still = _is_same(before, middle)
-        verdicts.append(Verdict(is_still and _is_same(*begun), is_same and not is_still and _is_same(before, after)))
+        verdicts.append(Influence(is_still and _is_same(*begun), is_same and not is_still and _is_same(before, after)))
     return verdicts
 
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from drumline.core.errors import ModelError
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.stages.engine import Engine
-from drumline.engine.state.forgets import Kept, Verdict, tried
+from drumline.engine.state.forgets import Kept, Influence, tried
 from drumline.engine.state.sharing import Identity, Sharing, is_written_by, name_of
 from drumline.model.block import Block
 from drumline.model.kept_state.contents import is_same_value
-from drumline.model.kept_state.outside import Place
+from drumline.model.kept_state.outside import OuterPlace
 from drumline.model.kept_state.snapshot import MOST_BYTES, Snapshot
 from drumline.model.kept_state.spaces import Space, Table, fill, own_values, spaces_of
 from drumline.model.kept_state.spies import Spies
@@ -52,7 +52,7 @@ class KeptApart(Observer):
         self._homes = {block.name: at for at, blocks in enumerate(stages) for block in blocks}
         self._sharing = Sharing(block for blocks in stages for block in blocks) if len(stages) > 1 else Sharing(())
         self._num_steps = 0
-        self._looks: list[_Look] = []
+        self._looks: list[_StageLook] = []
         engine.explanations.append(self._missing)
         self.moved()
 
@@ -65,7 +65,7 @@ class KeptApart(Observer):
             stage.is_doubled = _is_doubled(ties, stage)
         for look in self._looks:
             look.stage.keeps_latest = False
-        looks = [_Look(stage, self._sharing, shared, is_doubled=stage.is_doubled) for stage in stages]
+        looks = [_StageLook(stage, self._sharing, shared, is_doubled=stage.is_doubled) for stage in stages]
         self._looks = [look for look in looks if look.spaces]
         for look in self._looks:
             look.stage.keeps_latest = True
@@ -113,7 +113,7 @@ class KeptApart(Observer):
                     )
         return None
 
-    def _is_only_written(self, look: _Look, change: Kept) -> bool:
+    def _is_only_written(self, look: _StageLook, change: Kept) -> bool:
         space, key = change
         fields = look.fields_changed(change)
         return is_written_by(space.code, {name_of(key)}, fields) and all(
@@ -122,11 +122,11 @@ class KeptApart(Observer):
             for names, code in self._sharing.reaches_of(at)
         )
 
-    def _judge(self, look: _Look, changes: list[Kept]) -> None:
+    def _judge(self, look: _StageLook, changes: list[Kept]) -> None:
         if not changes:
             return
         can_try = not self._is_mesh and not any(look.is_used_up(change) for change in changes)
-        verdicts = tried(look.stage, changes, look.as_it_was) if can_try else [Verdict(False, False)] * len(changes)
+        verdicts = tried(look.stage, changes, look.as_it_was) if can_try else [Influence(False, False)] * len(changes)
         here = {block.name for block in look.stage.blocks}
         for change, (stays, forgets) in zip(changes, verdicts, strict=True):
             shared = look.shared_in(change)
@@ -142,7 +142,7 @@ def _is_doubled(ties: Ties, stage: Stage) -> bool:
 
 
 def _refuse_doubled(space: Space, key: Any) -> None:
-    what = f"the {key.label}" if isinstance(key, Place) else f"its attribute {space.path(key)!r}"
+    what = f"the {key.label}" if isinstance(key, OuterPlace) else f"its attribute {space.path(key)!r}"
     raise ModelError(
         f"block {space.block!r} changes {what} in its forward",
         expected="no changes under this schedule: each of its two copies of a stage sees half of the batch",
@@ -160,7 +160,7 @@ def _refuse_shared(space: Space, key: Any, blocks: Sequence[str]) -> None:
     )
 
 
-class _Look:
+class _StageLook:
     """A look at what a step changes in one stage; of a stage with one copy, at what it shares."""
 
     def __init__(self, stage: Stage, sharing: Sharing, shared: set[Identity], *, is_doubled: bool) -> None:

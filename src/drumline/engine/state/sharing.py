@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from drumline.model.block import Block
 from drumline.model.kept_state.code import is_only_opened, is_only_written
-from drumline.model.kept_state.outside import Place
+from drumline.model.kept_state.outside import OuterPlace
 from drumline.model.kept_state.snapshot import Snapshot
 from drumline.model.kept_state.spaces import Space, own_values, spaces_of
 from drumline.model.randomness import may_draw
@@ -32,7 +32,7 @@ class _Reach(NamedTuple):
 
 def name_of(key: Any) -> str:
     """Return by what name code mentions a place."""
-    return key.name if isinstance(key, Place) else str(key)
+    return key.name if isinstance(key, OuterPlace) else str(key)
 
 
 def is_written_by(code: Collection[CodeType], names: Iterable[str], fields: Collection[str] = ()) -> bool:

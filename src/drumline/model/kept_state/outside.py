@@ -33,7 +33,7 @@ _PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _MOST, _MOST_ITEMS = 16384, 4096
 
 
-class Place(NamedTuple):
+class OuterPlace(NamedTuple):
     """A variable outside of modules, and how to read and set it."""
 
     key: tuple[int, str]  # the same wherever it is found
@@ -46,40 +46,40 @@ class Place(NamedTuple):
 class Outside(MutableMapping[Any, Any]):
     """Variables outside of modules, as if they were a module's attributes; those that are not set are MISSING."""
 
-    def __init__(self, places: Iterable[Place]) -> None:
+    def __init__(self, places: Iterable[OuterPlace]) -> None:
         self.places = list(places)
 
-    def __getitem__(self, place: Place) -> Any:
+    def __getitem__(self, place: OuterPlace) -> Any:
         return place.read()
 
-    def __setitem__(self, place: Place, value: Any) -> None:
+    def __setitem__(self, place: OuterPlace, value: Any) -> None:
         if place.read() is not value:
             place.write(value)
 
-    def __delitem__(self, place: Place) -> None:
+    def __delitem__(self, place: OuterPlace) -> None:
         raise AssertionError("a variable that is not set is MISSING")
 
-    def __iter__(self) -> Iterator[Place]:
+    def __iter__(self) -> Iterator[OuterPlace]:
         return iter(self.places)
 
     def __len__(self) -> int:
         return len(self.places)
 
-    def copy(self) -> dict[Place, Any]:
+    def copy(self) -> dict[OuterPlace, Any]:
         """Return what they hold."""
         return {place: place.read() for place in self.places}
 
 
-class Walk:
+class CodeWalk:
     """Goes from modules through all that their code can reach."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.modules: dict[int, nn.Module] = {id(module): module for module in modules}
         self.hidden: dict[int, tuple[nn.Module, str]] = {}  # with the attribute that leads to each
         self.functions: dict[int, FunctionType] = {}
-        self._seen: dict[int, Any] = {}
+        self._visited: dict[int, Any] = {}
         self._holders: dict[int, Any] = {}  # classes, functions and Python modules that code names
-        self._found: dict[tuple[int, str], Place] = {}
+        self._variables: dict[tuple[int, str], OuterPlace] = {}
         self._stored, self._read = set[str](), set[str]()
         self._spaces: dict[int, tuple[dict[str, Any], set[str], set[str]]] = {}  # globals, names read, and set
         self._via = ""
@@ -113,10 +113,10 @@ class Walk:
 
     def _value(self, value: Any) -> None:
         waiting = [value]
-        while waiting and len(self._seen) < _MOST:
+        while waiting and len(self._visited) < _MOST:
             each = waiting.pop()
-            if not isinstance(each, (*PLAIN, Tensor)) and id(each) not in self._seen:
-                self._seen[id(each)] = each
+            if not isinstance(each, (*PLAIN, Tensor)) and id(each) not in self._visited:
+                self._visited[id(each)] = each
                 waiting += self._opened(each)
 
     def _opened(self, value: Any) -> Iterable[Any]:
@@ -158,7 +158,7 @@ class Walk:
     def _variable(self, variable: ContextVar[Any]) -> None:
         key, label = (id(variable), ""), f"context variable {variable.name!r}"
         read, write = partial(variable.get, MISSING), partial(_set_variable, variable)
-        self._found[key] = Place(key, label, variable.name, read, write)
+        self._variables[key] = OuterPlace(key, label, variable.name, read, write)
 
     def _hide(self, module: nn.Module) -> None:
         via = self._via
@@ -190,7 +190,7 @@ class Walk:
             if name in facts.stored or may_hold(value) or _is_set_elsewhere(cell):
                 key = id(cell), ""
                 label = f"variable {name!r} of a closure"
-                self._found[key] = Place(key, label, name, partial(content_of, cell), partial(_set_cell, cell))
+                self._variables[key] = OuterPlace(key, label, name, partial(content_of, cell), partial(_set_cell, cell))
             self._value(value)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._value(value)
@@ -215,15 +215,15 @@ class Walk:
         key = id(function), name
         label = f"default argument {name!r} of {function.__name__!r}"
         read, write = partial(_default, function, at), partial(_set_default, function, at)
-        self._found[key] = Place(key, label, name, read, write)
+        self._variables[key] = OuterPlace(key, label, name, read, write)
 
-    def _places(self) -> Iterator[Place]:
-        yield from self._found.values()
+    def _places(self) -> Iterator[OuterPlace]:
+        yield from self._variables.values()
         for space, read, stored in self._spaces.values():
             for name in sorted(read | stored):
                 if name in stored or may_hold(space[name]):
                     key = id(space), name
-                    yield Place(
+                    yield OuterPlace(
                         key,
                         f"global {name!r}",
                         name,
@@ -238,7 +238,7 @@ class Walk:
                 if not is_code and (name in self._stored or may_hold(value)):
                     label = f"attribute {name!r} of {what} {holder.__name__!r}"
                     reader = partial(_attribute, holder, name)
-                    yield Place((id(holder), name), label, name, reader, partial(_set_attribute, holder, name))
+                    yield OuterPlace((id(holder), name), label, name, reader, partial(_set_attribute, holder, name))
 
     def _names_of(self, holder: Any) -> set[str]:
         """Return the attributes of a class, a function or a Python module that code may set or that may change."""
@@ -246,8 +246,8 @@ class Walk:
         if isinstance(holder, ModuleType):
             return names & self._read
         if isinstance(holder, type):
-            own = [function for function in vars(holder).values() if isinstance(function, FunctionType)]
-            facts = [facts_of(function.__code__) for function in own]
+            names_here = [function for function in vars(holder).values() if isinstance(function, FunctionType)]
+            facts = [facts_of(function.__code__) for function in names_here]
             if any(fact.names & {"type", "__class__", holder.__name__} for fact in facts):
                 names = names.union(*(fact.stored for fact in facts))
         return names

@@ -18,7 +18,7 @@ from torch import nn
 
 from drumline.model.block import Block
 from drumline.model.catalogue import whole_name
-from drumline.model.kept_state.outside import Outside, Place, Walk, hooks_of_parameters
+from drumline.model.kept_state.outside import Outside, OuterPlace, CodeWalk, hooks_of_parameters
 from drumline.model.watch.watch import has_hooks
 
 TORCHS_OWN = frozenset(vars(nn.Module()))
@@ -38,13 +38,13 @@ class Space(NamedTuple):
 
     def named(self, key: Any) -> str:
         """Return what to call a place in an error."""
-        if isinstance(key, Place):
+        if isinstance(key, OuterPlace):
             return f"the {key.label} of block {self.block!r}"
         return f"the attribute {self.path(key)!r} of block {self.block!r}"
 
     def label(self, key: Any) -> str:
         """Return what to call a place of a block that is named already."""
-        return str(key.label) if isinstance(key, Place) else self.path(key)
+        return str(key.label) if isinstance(key, OuterPlace) else self.path(key)
 
     def path(self, key: str) -> str:
         """Return the name of an attribute in its block."""
@@ -52,33 +52,33 @@ class Space(NamedTuple):
 
     def identity(self, key: Any) -> tuple[int, str]:
         """Return what a place is called wherever it is found."""
-        return key.key if isinstance(key, Place) else (id(self.table), key)
+        return key.key if isinstance(key, OuterPlace) else (id(self.table), key)
 
 
 def spaces_of(blocks: Iterable[Block]) -> list[Space]:
     """Return the places where blocks may keep something; each once, for the first block that reaches it."""
-    spaces, seen = list[Space](), set[tuple[int, str]]()
+    spaces, visited = list[Space](), set[tuple[int, str]]()
     for block in blocks:
-        spaces += spaces_in(block.name, list(block.module.named_modules()), seen)
+        spaces += spaces_in(block.name, list(block.module.named_modules()), visited)
     return spaces
 
 
-def spaces_in(block: str, named: Sequence[tuple[str, nn.Module]], seen: set[tuple[int, str]]) -> Iterator[Space]:
+def spaces_in(block: str, named: Sequence[tuple[str, nn.Module]], visited: set[tuple[int, str]]) -> Iterator[Space]:
     """Yield the places of some modules but those `seen`, and add them there."""
     users = [(name, module) for name, module in named if may_keep(module)]
     if not users and not any(hooks_of_parameters(module) for _, module in named):
         return
-    walk = Walk(module for _, module in named)
+    walk = CodeWalk(module for _, module in named)
     code = tuple(function.__code__ for function in walk.functions.values()), walk.reads
     for name, module in users:
         yield Space(block, name, vars(module), True, *code)
     for module, via in walk.hidden.values():
         for table in (vars(module), module._parameters, module._buffers):
-            if table and (id(table), "") not in seen:
-                seen.add((id(table), ""))
+            if table and (id(table), "") not in visited:
+                visited.add((id(table), ""))
                 yield Space(block, via, table, table is vars(module), *code)
-    places = [place for place in walk.places if place.key not in seen]
-    seen |= {place.key for place in places}
+    places = [place for place in walk.places if place.key not in visited]
+    visited |= {place.key for place in places}
     if places:
         yield Space(block, "", Outside(places), False, *code)
 

@@ -29,24 +29,24 @@ _PLACES = {"Gather": 1, "GatherElements": 1, "ScatterElements": 1}  # which inpu
 _NONE = 2**62  # an index that no table has
 
 
-class Bounds(NamedTuple):
+class LookupBounds(NamedTuple):
     """The least whole number of an input, and the one that is too large."""
 
     least: int
     below: int
 
 
-def bounds_of(program: Any, names: Sequence[str]) -> dict[str, Bounds]:
+def bounds_of(program: Any, names: Sequence[str]) -> dict[str, LookupBounds]:
     """Return the bounds of inputs by which an exported program looks something up."""
     inputs = dict(zip(program.graph_signature.user_inputs, names, strict=True))
-    bounds: dict[str, Bounds] = {}
+    bounds: dict[str, LookupBounds] = {}
     for node in program.graph.nodes:
         for place, count in _lookups(node):
             if (source := _input_of(place, inputs)) is None:
                 continue
             name, offset = source
-            known = bounds.get(name, Bounds(-offset, count - offset))
-            bounds[name] = Bounds(max(known.least, -offset), min(known.below, count - offset))
+            known = bounds.get(name, LookupBounds(-offset, count - offset))
+            bounds[name] = LookupBounds(max(known.least, -offset), min(known.below, count - offset))
     return bounds
 
 

@@ -17,7 +17,7 @@ from onnx import helper
 
 from drumline.core.errors import ModelError
 from drumline.serve.export.guards import LENGTH
-from drumline.serve.export.lookups import Bounds
+from drumline.serve.export.lookups import LookupBounds
 from drumline.serve.export.onnx_graph import BoundaryValue, Graph
 from drumline.serve.session import open_session
 from drumline.serve.wire.manifest import BATCH, Tensor
@@ -35,7 +35,7 @@ class GraphChain:
     blocks: tuple[str, ...]
     ends: tuple[int, ...]
     examples: tuple[Arrays, ...]  # of every value that crosses, at each size
-    bounds: Mapping[str, Bounds] = field(default_factory=dict)  # of inputs by which something is looked up
+    bounds: Mapping[str, LookupBounds] = field(default_factory=dict)  # of inputs by which something is looked up
 
     def boundary(self, number: int, stage: int) -> list[BoundaryValue]:
         """Return what crosses before block `number`, as it is called between stages `stage - 1` and `stage`."""
@@ -80,7 +80,7 @@ class GraphChain:
 
 
 def chain_of(
-    path: Path, blocks: Sequence[str], example: Example, sizes: ExampleSizes, bounds: Mapping[str, Bounds]
+    path: Path, blocks: Sequence[str], example: Example, sizes: ExampleSizes, bounds: Mapping[str, LookupBounds]
 ) -> GraphChain:
     """Return the chain of a written graph; runs it at each size."""
     graph = Graph(path)

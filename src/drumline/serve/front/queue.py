@@ -30,7 +30,7 @@ class Queue:
         self._waiting: OrderedDict[Signature, deque[Ticket]] = OrderedDict()
         self._numbers, self._turns = count(), count()
         self._requests = 0
-        self._held: dict[Ticket, int] = {}  # bytes
+        self._sizes: dict[Ticket, int] = {}  # bytes
 
     def __len__(self) -> int:
         return self._requests
@@ -53,12 +53,12 @@ class Queue:
         ticket.turn = next(self._turns)
         self._waiting.setdefault(ticket.signature, deque()).append(ticket)
         self._requests += 1
-        self._held[ticket] = ticket.bytes
+        self._sizes[ticket] = ticket.bytes
         self.bytes += ticket.bytes
 
     def release(self, ticket: Ticket) -> None:
         """Count the bytes of a request no more: its client has the answer, or has gone."""
-        self.bytes -= self._held.pop(ticket, 0)
+        self.bytes -= self._sizes.pop(ticket, 0)
 
     def drop(self, ticket: Ticket) -> None:
         """Forget a request that nobody waits for any more, if it still waits."""

@@ -26,10 +26,10 @@ from drumline.serve.wire.manifest import Manifest
 _PREFIX, _LOCK, _EXPORT = "drumline-", "lock", "export"
 
 
-class Home:
+class ModelHome:
     """A folder that is there until `remove`, or until nobody is left who needs it.
 
-    >>> home = Home(); home.path.name.startswith("drumline-")
+    >>> home = ModelHome(); home.path.name.startswith("drumline-")
     True
     >>> home.remove(); home.path.exists()
     False

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from drumline.serve.logs import EventLog
 from drumline.serve.stage import check_place
-from drumline.serve.stages.home import Home
+from drumline.serve.stages.home import ModelHome
 from drumline.serve.stages.keeper import StageKeeper
 from drumline.serve.wire.links import Tls
 from drumline.serve.wire.manifest import read_manifest
@@ -35,7 +35,7 @@ async def host_stage(
     manifest = read_manifest(folder)
     check_place(number, len(manifest.stages), following)
     tls.server()  # raises before anything is started
-    log, home = EventLog(), Home()
+    log, home = EventLog(), ModelHome()
     stopped = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stopped.set)

@@ -12,7 +12,7 @@ from typing import Any
 
 from drumline.core.errors import LaunchError
 from drumline.serve.logs import EventLog
-from drumline.serve.stages.home import Home
+from drumline.serve.stages.home import ModelHome
 from drumline.serve.stages.keeper import SECONDS_TO_START, StageKeeper
 from drumline.serve.wire.links import LOOPBACK, free_port, local_links
 from drumline.serve.wire.manifest import Manifest
@@ -89,7 +89,7 @@ class LocalStages(ServedStages):
         cores: Sequence[Sequence[int]] = (),
     ) -> None:
         count = len(manifest.stages)
-        self._folder, self._manifest, self._home = folder, manifest, Home()
+        self._folder, self._manifest, self._home = folder, manifest, ModelHome()
         self.addresses = local_links(self._home.path, count) or [f"{LOOPBACK}:{free_port()}" for _ in range(count)]
         alike = {"threads": threads, "limit": limit, "max_bytes": max_bytes, "export": manifest.digest}
         self._keepers = [

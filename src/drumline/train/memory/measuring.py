@@ -37,7 +37,7 @@ _RUNS, _SECONDS = 3, 2.0  # for the simulated step; bytes are the same in every 
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredMemory:
     """What the blocks of a model take; `cast` are bytes of weights that autocast casts once for all microbatches."""
 
     profile: Profile
@@ -52,7 +52,7 @@ def silent(text: str) -> None:
 def measured(
     blocks: Sequence[Block], microbatch: Any, *, device: torch.device, precision: Precision, split: bool,
     root: nn.Module | None = None, by_kind: bool = True, tell: Tell = silent, **how: Any,
-) -> Measured:  # fmt: skip
+) -> MeasuredMemory:  # fmt: skip
     """Measure blocks with one microbatch; `how` is the target and the loss that the last one includes."""
     ties, is_meta = tied(blocks), is_on_meta(blocks)
     # A cast that blocks share would be counted for the first of them alone.
@@ -78,7 +78,7 @@ def measured(
             needs = working(chain, microbatch, device=device, split=split, **how)
     sizes = kinds.profile(sizes)
     layers = tuple(replace(layer, tied=own_ties) for layer, own_ties in zip(sizes.layers, ties, strict=True))
-    return Measured(replace(sizes, layers=layers), tuple(kinds.working(needs)), kinds.by_name(cast))
+    return MeasuredMemory(replace(sizes, layers=layers), tuple(kinds.working(needs)), kinds.by_name(cast))
 
 
 def _kinds(blocks: Sequence[Block], microbatch: Any, device: torch.device, *, by_kind: bool, tell: Tell) -> Kinds:
