@@ -77,9 +77,9 @@ class Walk:
         self.modules: dict[int, nn.Module] = {id(module): module for module in modules}
         self.hidden: dict[int, tuple[nn.Module, str]] = {}  # with the attribute that leads to each
         self.functions: dict[int, FunctionType] = {}
-        self._seen: dict[int, Any] = {}
+        self._seen_values: dict[int, Any] = {}
         self._holders: dict[int, Any] = {}  # classes, functions and Python modules that code names
-        self._found: dict[tuple[int, str], Place] = {}
+        self._found_places: dict[tuple[int, str], Place] = {}
         self._stored, self._read = set[str](), set[str]()
         self._spaces: dict[int, tuple[dict[str, Any], set[str], set[str]]] = {}  # globals, names read, and set
         self._via = ""
@@ -113,10 +113,10 @@ class Walk:
 
     def _value(self, value: Any) -> None:
         waiting = [value]
-        while waiting and len(self._seen) < _MOST:
+        while waiting and len(self._seen_values) < _MOST:
             each = waiting.pop()
-            if not isinstance(each, (*PLAIN, Tensor)) and id(each) not in self._seen:
-                self._seen[id(each)] = each
+            if not isinstance(each, (*PLAIN, Tensor)) and id(each) not in self._seen_values:
+                self._seen_values[id(each)] = each
                 waiting += self._opened(each)
 
     def _opened(self, value: Any) -> Iterable[Any]:
@@ -158,7 +158,7 @@ class Walk:
     def _variable(self, variable: ContextVar[Any]) -> None:
         key, label = (id(variable), ""), f"context variable {variable.name!r}"
         read, write = partial(variable.get, MISSING), partial(_set_variable, variable)
-        self._found[key] = Place(key, label, variable.name, read, write)
+        self._found_places[key] = Place(key, label, variable.name, read, write)
 
     def _hide(self, module: nn.Module) -> None:
         via = self._via
@@ -190,7 +190,7 @@ class Walk:
             if name in facts.stored or may_hold(value) or _is_set_elsewhere(cell):
                 key = id(cell), ""
                 label = f"variable {name!r} of a closure"
-                self._found[key] = Place(key, label, name, partial(content_of, cell), partial(_set_cell, cell))
+                self._found_places[key] = Place(key, label, name, partial(content_of, cell), partial(_set_cell, cell))
             self._value(value)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._value(value)
@@ -215,10 +215,10 @@ class Walk:
         key = id(function), name
         label = f"default argument {name!r} of {function.__name__!r}"
         read, write = partial(_default, function, at), partial(_set_default, function, at)
-        self._found[key] = Place(key, label, name, read, write)
+        self._found_places[key] = Place(key, label, name, read, write)
 
     def _places(self) -> Iterator[Place]:
-        yield from self._found.values()
+        yield from self._found_places.values()
         for space, read, stored in self._spaces.values():
             for name in sorted(read | stored):
                 if name in stored or may_hold(space[name]):
@@ -246,8 +246,8 @@ class Walk:
         if isinstance(holder, ModuleType):
             return names & self._read
         if isinstance(holder, type):
-            own = [function for function in vars(holder).values() if isinstance(function, FunctionType)]
-            facts = [facts_of(function.__code__) for function in own]
+            own_functions = [function for function in vars(holder).values() if isinstance(function, FunctionType)]
+            facts = [facts_of(function.__code__) for function in own_functions]
             if any(fact.names & {"type", "__class__", holder.__name__} for fact in facts):
                 names = names.union(*(fact.stored for fact in facts))
         return names

@@ -57,14 +57,14 @@ class Space(NamedTuple):
 
 def spaces_of(blocks: Iterable[Block]) -> list[Space]:
     """Return the places where blocks may keep something; each once, for the first block that reaches it."""
-    spaces, seen = list[Space](), set[tuple[int, str]]()
+    spaces, seen_places = list[Space](), set[tuple[int, str]]()
     for block in blocks:
-        spaces += spaces_in(block.name, list(block.module.named_modules()), seen)
+        spaces += spaces_in(block.name, list(block.module.named_modules()), seen_places)
     return spaces
 
 
-def spaces_in(block: str, named: Sequence[tuple[str, nn.Module]], seen: set[tuple[int, str]]) -> Iterator[Space]:
-    """Yield the places of some modules but those `seen`, and add them there."""
+def spaces_in(block: str, named: Sequence[tuple[str, nn.Module]], seen_places: set[tuple[int, str]]) -> Iterator[Space]:
+    """Yield the places of some modules but those `seen_places`, and add them there."""
     users = [(name, module) for name, module in named if may_keep(module)]
     if not users and not any(hooks_of_parameters(module) for _, module in named):
         return
@@ -74,11 +74,11 @@ def spaces_in(block: str, named: Sequence[tuple[str, nn.Module]], seen: set[tupl
         yield Space(block, name, vars(module), True, *code)
     for module, via in walk.hidden.values():
         for table in (vars(module), module._parameters, module._buffers):
-            if table and (id(table), "") not in seen:
-                seen.add((id(table), ""))
+            if table and (id(table), "") not in seen_places:
+                seen_places.add((id(table), ""))
                 yield Space(block, via, table, table is vars(module), *code)
-    places = [place for place in walk.places if place.key not in seen]
-    seen |= {place.key for place in places}
+    places = [place for place in walk.places if place.key not in seen_places]
+    seen_places |= {place.key for place in places}
     if places:
         yield Space(block, "", Outside(places), False, *code)
 
