@@ -70,7 +70,7 @@ class Outside(MutableMapping[Place, Any]):
         return {place: place.read() for place in self.places}
 
 
-class Walk:
+class CodeWalk:
     """Goes from modules through all that their code can reach."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

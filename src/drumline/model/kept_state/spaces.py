@@ -18,7 +18,7 @@ from torch import nn
 
 from drumline.model.block import Block
 from drumline.model.catalogue import whole_name
-from drumline.model.kept_state.outside import Outside, Place, Walk, hooks_of_parameters
+from drumline.model.kept_state.outside import CodeWalk, Outside, Place, hooks_of_parameters
 from drumline.model.watch.watch import has_hooks
 
 TORCHS_OWN = frozenset(vars(nn.Module()))
@@ -68,7 +68,7 @@ def spaces_in(block: str, named: Sequence[tuple[str, nn.Module]], seen_places: s
     users = [(name, module) for name, module in named if may_keep(module)]
     if not users and not any(hooks_of_parameters(module) for _, module in named):
         return
-    walk = Walk(module for _, module in named)
+    walk = CodeWalk(module for _, module in named)
     code = tuple(function.__code__ for function in walk.functions.values()), walk.reads
     for name, module in users:
         yield Space(block, name, vars(module), True, *code)
