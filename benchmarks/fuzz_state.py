@@ -242,7 +242,7 @@ def _after(result: Trained) -> str:
     return "" if result.error is None else f", and then {type(result.error).__name__}: {result.error}"
 
 
-NAMES = re.compile(r"\b(state|box|_kept|others|helper|turn|get|put)\b|STATE|BOX")
+NAMES = re.compile(r"\b(state|box|_kept|others|helper|turn|get|put)\b|STATE|BOX|ALIVE")
 
 
 def is_named(case: Case, text: str) -> bool:

@@ -64,7 +64,7 @@ def spaces_of(blocks: Iterable[Block]) -> list[Space]:
 
 
 def spaces_in(block: str, named: Sequence[tuple[str, nn.Module]], visited: set[tuple[int, str]]) -> Iterator[Space]:
-    """Yield the places of some modules but those `seen`, and add them there."""
+    """Yield the places of some modules but those that were `visited`, and add them there."""
     users = [(name, module) for name, module in named if may_keep(module)]
     if not users and not any(hooks_of_parameters(module) for _, module in named):
         return
