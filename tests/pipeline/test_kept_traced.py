@@ -238,7 +238,7 @@ CARRIED = [
 ]
 
 
-@matrix(("kind", "schedule"), CARRIED, SCHEDULES)
+@matrix("kind, schedule", CARRIED, SCHEDULES)
 def test_tensors_that_change_between_blocks_are_those_of_plain_training(
     kind: type[Model], schedule: tuple[str, str]
 ) -> None:
@@ -379,7 +379,7 @@ def as_before() -> Iterator[None]:
     SCALE.set(1.0)
 
 
-@matrix(("kind", "schedule"), CHANGED, SCHEDULES, times=1)
+@matrix("kind, schedule", CHANGED, SCHEDULES, times=1)
 def test_what_a_loop_changes_between_steps_is_followed(kind: type[Model], schedule: tuple[str, str]) -> None:
     is_as_in_plain_training(kind, *schedule)
 
@@ -511,7 +511,7 @@ REFUSED: list[tuple[type[Model], str, str]] = [
 ]
 
 
-@matrix(("case", "schedule"), REFUSED, SCHEDULES, times=1)
+@matrix("case, schedule", REFUSED, SCHEDULES, times=1)
 def test_what_no_stage_can_keep_is_refused_by_name(
     case: tuple[type[Model], str, str], schedule: tuple[str, str]
 ) -> None:
@@ -566,7 +566,7 @@ class OfDraws(Model):
         super().__init__(Draw)
 
 
-@matrix(("kind", "schedule"), [OfDicts, OfDictsInPlace, OfDraws], some_of(SCHEDULES, SCHEDULES[:4]), times=1)
+@matrix("kind, schedule", [OfDicts, OfDictsInPlace, OfDraws], some_of(SCHEDULES, SCHEDULES[:4]), times=1)
 def test_blocks_of_a_traced_model_keep_dicts_of_tensors_and_generators(
     kind: type[Model], schedule: tuple[str, str]
 ) -> None:
