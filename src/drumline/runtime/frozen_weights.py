@@ -103,7 +103,7 @@ def _places_in(blocks: Sequence[Block]) -> Iterator[_Place]:
     """Yield the places of weights that code of the user's own may change."""
     for block in blocks:
         own_ids = of_own_code(block.module.modules())
-        changed = getattr(block.module, "changed", frozenset())
+        changed: frozenset[str] = getattr(block.module, "changed", frozenset())
         for path, module in block.module.named_modules():
             for key, parameter in module._parameters.items():
                 name = whole_name(path, key)
