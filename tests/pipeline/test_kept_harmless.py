@@ -30,7 +30,7 @@ SCHEDULES = [("1f1b", "none"), ("zb-v", "none"), ("gpipe", "full"), ("dualpipe",
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.layer: Any = nn.Linear(WIDTH, WIDTH)
         self.begin()
 
     def begin(self) -> None:
@@ -165,6 +165,21 @@ def piped(model: nn.Module, schedule: str, checkpoint: str) -> Iterator[dict[str
 def test_what_is_only_noted_or_made_once_is_no_matter(kind: type[Layer], form: str, schedule: tuple[str, str]) -> None:
     mine, other = (traced(kind) if form == "traced" else model_of(*4 * [kind]) for _ in range(2))
     for found, wanted in zip(piped(mine, *schedule), plainly(other), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+class Compiled(Layer):
+    """Has a part that torch.compile made, which has no mode of its own."""
+
+    def begin(self) -> None:
+        self.layer = torch.compile(nn.Linear(WIDTH, WIDTH), backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("form", ["chain", "traced"])
+def test_parts_that_the_user_has_compiled_train_as_others(form: str) -> None:
+    mine, other = (traced(Compiled) if form == "traced" else model_of(*4 * [Compiled]) for _ in range(2))
+    for found, wanted in zip(piped(mine, "1f1b", "full"), plainly(other), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 

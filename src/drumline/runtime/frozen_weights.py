@@ -102,12 +102,12 @@ class FrozenWeights:
 def _places_in(blocks: Sequence[Block]) -> Iterator[_Place]:
     """Yield the places of weights that code of the user's own may change."""
     for block in blocks:
-        user_modules = of_own_code(block.module.modules())
+        own_ids = of_own_code(block.module.modules())
         changed: frozenset[str] = getattr(block.module, "changed", frozenset())
         for path, module in block.module.named_modules():
             for key, parameter in module._parameters.items():
                 name = whole_name(path, key)
-                if parameter is not None and (id(module) in user_modules or name in changed):
+                if parameter is not None and (id(module) in own_ids or name in changed):
                     yield name, module, key
 
 

@@ -131,6 +131,6 @@ def _overlaps(values: Iterable[Any]) -> dict[int, Identity]:
 
 def _span(tensor: Tensor) -> tuple[int, int, int]:
     """Return a tensor's storage, and where in it the tensor's numbers begin and end."""
-    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    length = int(1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
     start = int(tensor.storage_offset()) * tensor.itemsize
     return tensor.untyped_storage()._cdata, start, start + length * tensor.itemsize

@@ -203,8 +203,10 @@ def _opened(value: Any, kind: type, same: Same) -> tuple[Any, Iterable[Any]]:
     return (None, ()) if fields is None else ([*fields], fields.values())
 
 
-# Whether a class is one of others; asked for once, and of the class: some objects answer what they are by slow code.
-_is_of = lru_cache(maxsize=16384)(issubclass)
+@lru_cache(maxsize=16384)
+def _is_of(kind: Any, classes: Any) -> bool:
+    """Whether a class is one of others; objects are not asked, because some answer what they are by slow code."""
+    return issubclass(kind, classes)
 
 
 def _contents(value: Any, kind: type, same: Same) -> tuple[Any, Iterable[Any]]:
