@@ -33,6 +33,8 @@ class _LogProbabilities(PipelineTrainer):
     """What trainers have in common that ask the model for log-probabilities, and note metrics in `compute_loss`."""
 
     _calls_once = False
+    _metrics: Any
+    _total_train_tokens: Any
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -49,6 +51,7 @@ class _LogProbabilities(PipelineTrainer):
                 expected="0.0: the loss of experts' balance is not computed from logits",
                 fix="set router_aux_loss_coef=0.0",
             )
+        self._rows: dict[str, int] = {}  # what compute_loss has called the model with
         self._noted: dict[int, Any] = {}  # by microbatch, what compute_loss adds to the metrics
 
     def _asked(self, call: Any) -> Any:
@@ -74,7 +77,7 @@ class _LogProbabilities(PipelineTrainer):
         """Note what `compute_loss` adds to the metrics, once for a microbatch."""
         before = self._metrics, self._total_train_tokens
         self._metrics, self._total_train_tokens = {"train": defaultdict(list), "eval": defaultdict(list)}, 0
-        self._rows: dict[str, int] = {}
+        self._rows = {}
         try:
             with self._over_lines():
                 loss = super()._answer(output, number)
@@ -121,15 +124,17 @@ class _LogProbabilities(PipelineTrainer):
         super().log(logs, start_time)
 
 
-class SFTTrainer(_LogProbabilities, trl.SFTTrainer):
+class SFTTrainer(_LogProbabilities, trl.SFTTrainer):  # type: ignore[misc]
     """`trl.SFTTrainer`, whose steps run on a pipeline; `pipeline` has the settings of `dl.Pipeline`."""
 
 
-class DPOTrainer(_LogProbabilities, trl.DPOTrainer):
+class DPOTrainer(_LogProbabilities, trl.DPOTrainer):  # type: ignore[misc]
     """`trl.DPOTrainer`, whose steps run on a pipeline, and before each the forwards of the reference.
 
     The reference is the model without its adapters, or a model of its own. Either becomes a second pipeline.
     """
+
+    ref_model: Any
 
     def __init__(self, *args: Any, **named: Any) -> None:
         self._references: dict[int, FusedCausalLMOutput] = {}  # by microbatch, at the last stage
@@ -202,7 +207,7 @@ class DPOTrainer(_LogProbabilities, trl.DPOTrainer):
             self.ref_model = reference
 
 
-def without_adapters(model: nn.Module, switched: ExitStack) -> nn.Module:
+def without_adapters(model: Any, switched: ExitStack) -> Any:
     """Return a model that shares all tensors with this one, and does without its adapters, or has those of "ref"."""
     tensors = [*model.parameters(), *model.buffers()]
     trained = [tensor.requires_grad for tensor in tensors]
@@ -213,7 +218,7 @@ def without_adapters(model: nn.Module, switched: ExitStack) -> nn.Module:
     return twin
 
 
-def plain_head(model: nn.Module) -> tuple[str, ...]:
+def plain_head(model: Any) -> tuple[str, ...]:
     """Give a model its own forward back; return what TRL's would have returned."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     head = inspect.getclosurevars(vars(base).pop("forward", type(base).forward)).nonlocals
