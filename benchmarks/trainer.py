@@ -75,7 +75,7 @@ def bare_steps(case: Case) -> Iterator[float]:
 
     model = case.model()
     pipe = dl.Pipeline(model, schedule=case.schedule, num_microbatches=MICROBATCHES, seed=3)
-    optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-3)
+    optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-3, weight_decay=0.0, fused=True)  # as the trainer makes it
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, case.steps + WARM)
     rows: Any = case.data()
     loader: Any = torch.utils.data.DataLoader(

@@ -157,7 +157,7 @@ def microbatches(calls: Sequence[Call]) -> Call:
 
     >>> import torch
     >>> microbatches([((), {"x": torch.ones(1), "flag": True}), ((), {"x": torch.zeros(1), "flag": True})])
-    ((), {'x': Microbatches of 2 values, 'flag': True})
+    ((), {'x': Microbatches([tensor([1.]), tensor([0.])]), 'flag': True})
     """
     (args, named), *others = calls
     if any(len(other[0]) != len(args) or other[1].keys() != named.keys() for other in others):

@@ -22,7 +22,7 @@ else:
     Base = object
 
 
-class Checkpoints(Base):  # type: ignore[misc]
+class TrainerFiles(Base):  # type: ignore[misc]
     """What `PipelineTrainer` does about the optimizer, and to save and load."""
 
     optimizer: Any

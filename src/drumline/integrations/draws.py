@@ -14,7 +14,7 @@ from torch import Tensor
 from drumline.model.randomness import HostChance, Randomness
 
 
-class Draws:
+class TrainerDraws:
     """Random numbers before and after a call of the model.
 
         before the call    every rank draws them; the rank with the last stage then draws the same again
@@ -22,7 +22,7 @@ class Draws:
 
     All generators go on as if nothing had been drawn after the call, so that all ranks read the same data.
 
-    >>> draws = Draws(0, torch.device("cpu"))
+    >>> draws = TrainerDraws(0, torch.device("cpu"))
     >>> with draws.noted(3):
     ...     drawn = torch.rand(2)
     >>> with draws.again(3, step=0):

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from drumline.core.errors import UsageError
 from drumline.integrations.calls import Call, StandIn, answered, call_of, copied, microbatches, unchanged
-from drumline.integrations.checkpoints import Checkpoints
-from drumline.integrations.draws import Draws
+from drumline.integrations.checkpoints import TrainerFiles
+from drumline.integrations.draws import TrainerDraws
 from drumline.integrations.refused import check, check_given, check_pipeline, check_version, refuse_short, updated_by
 from drumline.integrations.replica import begin, declare, seen_as
 from drumline.model.microbatches import Microbatches
 from drumline.pipeline.pipeline import Pipeline
 
 
-class PipelineTrainer(Checkpoints):
+class PipelineTrainer(TrainerFiles):
     """A mixin that goes before a trainer's class: `class MyTrainer(PipelineTrainer, TheirTrainer)`.
 
     `pipeline` has the settings of `dl.Pipeline`, such as `{"schedule": "zb-h1", "num_ranks": 2}`. Microbatches are the
@@ -52,7 +52,7 @@ class PipelineTrainer(Checkpoints):
         self._predicted: deque[Any] = deque()
         self._answers = False  # whether compute_loss runs to its end, on this rank alone
         super().__init__(*args, **named)
-        self._draws = Draws(self.args.seed, torch.device(self.args.device))
+        self._draws = TrainerDraws(self.args.seed, torch.device(self.args.device))
 
     # ---- the pipeline ------------------------------------------------------------------------------------------------
 
