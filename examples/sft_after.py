@@ -29,7 +29,8 @@ def small_llama() -> Any:
     config = transformers.LlamaConfig(
         vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2
     )
-    return transformers.LlamaForCausalLM(config)
+    kind: Any = transformers.LlamaForCausalLM
+    return kind(config)
 
 
 def words() -> Any:
@@ -37,9 +38,8 @@ def words() -> Any:
     numbers = {word: at for at, word in enumerate(["<pad>", "<end>", "<user>", "<assistant>", *WORDS])}
     splitter = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers))
     splitter.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=splitter, pad_token="<pad>", eos_token="<end>", chat_template=TEMPLATE
-    )
+    kind: Any = transformers.PreTrainedTokenizerFast
+    return kind(tokenizer_object=splitter, pad_token="<pad>", eos_token="<end>", chat_template=TEMPLATE)
 
 
 def chats() -> Dataset:

@@ -52,6 +52,7 @@ class _LogProbabilities(PipelineTrainer):
                 expected="0.0: the loss of experts' balance is not computed from logits",
                 fix="set router_aux_loss_coef=0.0",
             )
+        self._rows: dict[str, int] = {}  # what compute_loss has called the model with
         self._noted: dict[int, Any] = {}  # by microbatch, what compute_loss adds to the metrics
 
     def _asked(self, call: Any) -> Any:
@@ -124,11 +125,11 @@ class _LogProbabilities(PipelineTrainer):
         super().log(logs, start_time)
 
 
-class SFTTrainer(_LogProbabilities, trl.SFTTrainer):
+class SFTTrainer(_LogProbabilities, trl.SFTTrainer):  # type: ignore[misc]
     """`trl.SFTTrainer`, whose steps run on a pipeline; `pipeline` has the settings of `dl.Pipeline`."""
 
 
-class DPOTrainer(_LogProbabilities, trl.DPOTrainer):
+class DPOTrainer(_LogProbabilities, trl.DPOTrainer):  # type: ignore[misc]
     """`trl.DPOTrainer`, whose steps run on a pipeline, and before each the forwards of the reference.
 
     The reference is the model without its adapters, or a model of its own. Either becomes a second pipeline.
