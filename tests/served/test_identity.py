@@ -26,7 +26,7 @@ from drumline.serve.wire import graph_files
 from drumline.serve.wire.files import check_files, digest_of, hold
 from drumline.serve.wire.flow import CallStream
 from drumline.serve.wire.flows import Flows
-from drumline.serve.wire.flows import ModelHome as Sent
+from drumline.serve.wire.flows import Home as Sent
 from drumline.serve.wire.frames import EXPORT, SERVICE, Answer
 from drumline.serve.wire.graph_files import external_files
 from drumline.serve.wire.links import PLAIN, connect, options

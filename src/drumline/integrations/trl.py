@@ -125,11 +125,11 @@ class _LogProbabilities(PipelineTrainer):
         super().log(logs, start_time)
 
 
-class SFTTrainer(_LogProbabilities, trl.SFTTrainer):  # type: ignore[misc]
+class SFTTrainer(_LogProbabilities, trl.SFTTrainer):
     """`trl.SFTTrainer`, whose steps run on a pipeline; `pipeline` has the settings of `dl.Pipeline`."""
 
 
-class DPOTrainer(_LogProbabilities, trl.DPOTrainer):  # type: ignore[misc]
+class DPOTrainer(_LogProbabilities, trl.DPOTrainer):
     """`trl.DPOTrainer`, whose steps run on a pipeline, and before each the forwards of the reference.
 
     The reference is the model without its adapters, or a model of its own. Either becomes a second pipeline.

@@ -20,7 +20,7 @@ from torch import Tensor
 from drumline.core.errors import ModelError
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.stages.engine import Engine
-from drumline.engine.state.forgets import Kept, Influence, tried
+from drumline.engine.state.forgets import Influence, Kept, tried
 from drumline.engine.state.sharing import Identity, Sharing, is_written_by, name_of
 from drumline.model.block import Block
 from drumline.model.kept_state.contents import is_same_value

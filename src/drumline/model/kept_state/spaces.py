@@ -18,7 +18,7 @@ from torch import nn
 
 from drumline.model.block import Block
 from drumline.model.catalogue import whole_name
-from drumline.model.kept_state.outside import Outside, OuterPlace, CodeWalk, hooks_of_parameters
+from drumline.model.kept_state.outside import CodeWalk, OuterPlace, Outside, hooks_of_parameters
 from drumline.model.watch.watch import has_hooks
 
 TORCHS_OWN = frozenset(vars(nn.Module()))
