@@ -119,7 +119,7 @@ ADAPT = (
     ),
     Bug(
         "pays-some-day",
-        "Verdict.pays",
+        "Worth.pays",
         "return self.surely * self.lasts > self.costs",
         "return self.surely > 0",
         "Layers move although the move costs more than it saves in time.",

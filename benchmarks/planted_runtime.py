@@ -345,7 +345,7 @@ RUNTIME = (
     ),
     Bug(
         "coarse-pieces",
-        "_marked",
+        "_mark_precise",
         "if precise is not None and precise is not piece.dtype:",
         "if False:",
         "Divided parameters in bfloat16 cannot take gradients in float32, so master weights fail.",

@@ -315,7 +315,7 @@ SERVE = (
     ),
     Bug(
         "served-from-the-folder-itself",
-        "Home.export",
+        "ModelHome.export",
         "return self.path / _EXPORT",
         "return self.path.parent / _EXPORT",
         "What is served is not in the folder that the front removes.",
@@ -358,8 +358,8 @@ SERVE = (
     Bug(
         "bytes-never-given-back",
         "Queue.release",
-        "self.bytes -= self._held.pop(ticket, 0)",
-        "self._held.pop(ticket, 0)",
+        "self.bytes -= self._sizes.pop(ticket, 0)",
+        "self._sizes.pop(ticket, 0)",
         "A front refuses everything after a while.",
     ),
     Bug(

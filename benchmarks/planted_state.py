@@ -50,7 +50,7 @@ STATE = (
     Bug(
         "changed-sums-unseen",
         "_looks",
-        "if parameter.grad is not before[0] or not",
+        "if parameter.grad is not gradient or not",
         "if False and not",
         "A hook caps a part of a gradient's sum, and the other copy of the stage has the rest.",
     ),

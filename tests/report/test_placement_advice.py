@@ -17,6 +17,7 @@ from drumline.report.advise.adviser import advise
 from drumline.report.run.report import observe
 from drumline.schedules import generate
 from simulated_runs import write_simulated_run
+from some import some
 
 MILLI = 1e-3
 PLAIN = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0, "taped": 1.0}
@@ -105,8 +106,8 @@ def test_split_backwards_are_advised_only_where_blocks_say_that_they_pay(
     advised = [remedy.settings["schedule"] for remedy in found.remedies if "schedule" in remedy.settings]
     assert advised
     assert any(name.startswith("zb-") for name in advised) is splits
-    assert all(remedy.assumes == "" for remedy in found.remedies if "schedule" in remedy.settings)
-    for remedy in found.remedies:
+    assert all(remedy.assumes == "" for remedy in some(found.remedies) if "schedule" in remedy.settings)
+    for remedy in some(found.remedies):
         if remedy.kind == "schedule":
             taken = step(named(remedy.settings["schedule"], 1), blocks, (18, 6))
             assert remedy.gain == pytest.approx(1 - taken / step(named("1f1b", 1), blocks, (18, 6)), abs=1e-6)

@@ -4,11 +4,11 @@
     ────╱╲────╱╲────╱       their sum goes up and down: ups and downs beyond the noise are spells
         4     4     3       the present one has lasted 3 steps; earlier ones lasted 4
 
-A change pays if the lower confidence bound of the gain, for as long as the present spell should still last, exceeds the
-pause, the pause to go back, and what is lost until the end of the spell has been noticed. A spell without earlier ones
-lasts as long again as it has lasted. Where earlier ones lasted longer than the present one by now, or are about to
-end, their mean counts as much as their number. So nothing pays in spells that end as soon as they are noticed, and
-nothing is blocked for good: a spell that outlasts all others counts for itself.
+A change costs the pause, the pause to go back, and what is lost until the end of the spell has been noticed. It pays if
+the lower confidence bound of the gain exceeds that, over the time that the present spell should still last. A spell
+without earlier ones lasts as long again as it has lasted. Where earlier ones lasted longer than the present one by now,
+or are about to end, their mean counts as much as their number. So nothing pays in spells that end as soon as they are
+noticed, and nothing is blocked for good: a spell that outlasts all others counts for itself.
 
 Nothing here knows ranks, layers or a clock.
 """

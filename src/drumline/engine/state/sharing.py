@@ -1,8 +1,10 @@
 """State beside parameters and buffers that blocks of several stages reach: one list, one global, one module.
 
-CALLS = [0]                                       blocks 1 and 4 count in it, and are in different stages
-self.noise = noise                                one generator, given to several blocks
-self.mean = means[0]                              views of the same numbers
+::
+
+    CALLS = [0]                                   blocks 1 and 4 count in it, and are in different stages
+    self.noise = noise                            one generator, given to several blocks
+    self.mean = means[0]                          views of the same numbers
 """
 
 from __future__ import annotations

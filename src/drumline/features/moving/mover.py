@@ -5,7 +5,7 @@
     rebuild    stages, programs and whatever knows them are built for the new cut; optimizers drop and take over
 
 Ranks that take turns in one process share one model, so there nothing is sent. With several lines of a mesh, each line
-moves what it holds, be it copies or parts: a rank sends to ranks of its own line, whose other coordinates are the same.
+moves what it holds, be it copies or parts. A rank sends to ranks of its own line, whose other coordinates are the same.
 If a rank dies meanwhile, the others fail within their time limit, and the last checkpoint holds.
 """
 

@@ -1,7 +1,9 @@
 """One stage on a host: `drumline serve DIR --stage K`. A keeper starts it again, from a copy of the export.
 
-front ── asks ──► stage process ◄── started by ── keeper
-what was I at work on when I ended?    the keeper has read it in the ledger, and says it at start
+::
+
+    front ── asks ──► stage process ◄── started by ── keeper
+    what was I at work on when I ended?    the keeper has read it in the ledger, and says it at start
 """
 
 from __future__ import annotations
