@@ -14,6 +14,7 @@ import drumline as dl
 from extras import needed
 from integrations.cases import Making, Outcome, llama, outcome, texts
 from integrations.test_trainer import differences
+from matrices import mainly
 from some import some
 
 transformers: Any = needed("transformers", extra="hf")
@@ -151,7 +152,7 @@ GIVEN: dict[str, Any] = {
 
 
 @pytest.mark.features("mesh")
-@pytest.mark.parametrize("name", LINES)
+@mainly("name", *LINES)
 def test_two_lines_train_as_one_process_with_twice_the_accumulation(name: str, tmp_path: Path) -> None:
     plain = Making(transformers.Trainer, tmp_path / "theirs", tmp_path)(llama(), **GIVEN, gradient_accumulation_steps=4)
     plain.train()

@@ -183,7 +183,7 @@ def test_on_two_processes_they_end_alike() -> None:
 COPIED = {
     "an annealed attribute of a block": "",
     "a hook that comes and goes": "",
-    "a counter inside of blocks": "changes its attribute 'blocks.0.count'",
+    "a counter inside of blocks": "changes its attribute 'count'",
     "averages inside of blocks": "changes the buffer 'blocks.0.mean', which several ranks hold",
 }
 

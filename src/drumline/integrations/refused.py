@@ -90,7 +90,7 @@ def check_given(model: Any, settings: Any) -> None:
         raise UsageError(
             f"pipeline is {settings!r:.60}",
             expected="a dict of settings of dl.Pipeline",
-            fix='pass pipeline={"schedule": "1f1b"}',
+            fix='pass pipeline={"num_ranks": 2}, say, or leave it out',
         )
 
 
@@ -151,7 +151,7 @@ def check_pipeline(trainer: Any, pipe: Pipeline, names: set[str]) -> None:
             f"the schedule {program.name} "
             + ("updates inside of a step" if program.num_updates else "has two last stages"),
             expected="a schedule with a flush and one last stage",
-            fix='pass pipeline={"schedule": "1f1b"}',
+            fix="leave out the schedule, or choose another one",
         )
     if others := sorted(set(pipe.axes.names) - {"pp", "dp"}):
         raise UsageError(
