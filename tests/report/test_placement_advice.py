@@ -106,7 +106,8 @@ def test_split_backwards_are_advised_only_where_blocks_say_that_they_pay(
     advised = [remedy.settings["schedule"] for remedy in found.remedies if "schedule" in remedy.settings]
     assert advised
     assert any(name.startswith("zb-") for name in advised) is splits
-    assert all(remedy.assumes == "" for remedy in some(found.remedies) if "schedule" in remedy.settings)
+    with_schedules = some(remedy for remedy in found.remedies if "schedule" in remedy.settings)
+    assert all(remedy.assumes == "" for remedy in with_schedules)
     for remedy in some(found.remedies):
         if remedy.kind == "schedule":
             taken = step(named(remedy.settings["schedule"], 1), blocks, (18, 6))
