@@ -49,8 +49,8 @@ _WALK = 16384  # parts of a value: those beyond are compared by identity, which 
 # What computes nothing that a model returns: what it logs by, waits for, reads or runs beside.
 _APART = (
     logging.Filterer, logging.LoggerAdapter, logging.Manager, logging.Formatter, io.IOBase, threading.Thread,
-    threading.Event, threading.Condition, threading.Semaphore, type(threading.Lock()), type(threading.RLock()),
-    BaseException, CodeType, FrameType, TracebackType,
+    threading.Barrier, threading.Event, threading.Condition, threading.Semaphore, type(threading.Lock()),
+    type(threading.RLock()), BaseException, CodeType, FrameType, TracebackType,
 )  # fmt: skip
 WHOLE = (nn.Module, Tensor, type, FunctionType, BuiltinFunctionType, ModuleType, *_APART)
 _FIELDLESS = (*WHOLE, MethodType)
