@@ -274,7 +274,7 @@ ITERATORS: dict[str, Callable[[], Any]] = {
     "a list's": lambda: iter([0.5, 1.0, 1.5] * 100),
     "a generator": numbers,
     "a cycle": lambda: itertools.cycle([0.5, 1.0, 1.5]),
-    "a loader's": lambda: iter(torch.utils.data.DataLoader([0.5, 1.0, 1.5] * 100)),  # type: ignore[arg-type]
+    "a loader's": lambda: iter(torch.utils.data.DataLoader(torch.tensor([0.5, 1.0, 1.5] * 100))),  # type: ignore[arg-type]
 }
 
 

@@ -142,7 +142,7 @@ class PipelineTrainer(TrainerFiles):
                 loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
                 return loss
 
-        scaled = self.loss_is_scaled_for_ga
+        scaled = getattr(self, "loss_is_scaled_for_ga", None)  # since transformers 5.19
         if scaled is None:
             by_model = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             scaled = by_model or self.compute_loss_func is not None

@@ -11,11 +11,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -121,6 +123,6 @@ def _is_same(content: Any, other: Any) -> bool:
         return content.keys() == other.keys() and all(_is_same(content[key], other[key]) for key in content)
     if isinstance(content, list | tuple):
         return len(content) == len(other) and all(map(_is_same, content, other))
-    if hasattr(content, "tobytes"):  # of an array
-        return bool(content.tobytes() == other.tobytes())
+    if isinstance(content, np.ndarray | array):
+        return content.tobytes() == other.tobytes()
     return is_same_value(content, other) or (isinstance(content, str | bytearray) and content == other)

@@ -58,8 +58,10 @@ _NUMBERS = (np.ndarray, array, bytearray)
 _said: set[tuple[str, str]] = set()
 # Libraries whose code reads no variable that a user changes between two steps, with what they are made of.
 LIBRARIES = sys.stdlib_module_names | {
-    "accelerate", "bitsandbytes", "builtins", "diffusers", "filelock", "httpx", "httpx2", "huggingface_hub", "numpy",
-    "packaging", "peft", "psutil", "requests", "safetensors", "torch", "torchao", "tqdm", "transformers",
+    "PIL", "_pytest", "accelerate", "bitsandbytes", "builtins", "diffusers", "einops", "filelock", "httpx",
+    "httpx2", "huggingface_hub", "hypothesis", "matplotlib", "numpy", "packaging", "pandas", "peft", "psutil", "pytest",
+    "requests", "rich", "safetensors", "scipy", "sklearn", "tensorboard", "tokenizers", "torch", "torchao", "tqdm",
+    "transformers", "triton", "wandb", "yaml",
 }  # fmt: skip
 
 
