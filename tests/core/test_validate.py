@@ -237,8 +237,13 @@ def _drop(rows: Rows, rng: random.Random) -> str | None:
         rng,
         lambda action: action.op is Op.FORWARD or (several and (action.op is not Op.REDUCE_GRAD or len(rows) > 1)),
     )
-    if rows[rank].pop(index).op is Op.REDUCE_GRAD:
+    action = rows[rank].pop(index)
+    if action.op is Op.REDUCE_GRAD:
         return None
+    if action.op is Op.UPDATE:
+        # Without an update that no other stage has, the next one counts its microbatches, too.
+        updates = [other.microbatch or 0 for row in rows for other in row if other.op is Op.UPDATE]
+        return "missing" if action.microbatch in updates or max(updates, default=0) < (action.microbatch or 0) else None
     return "missing"
 
 
