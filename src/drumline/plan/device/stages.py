@@ -20,6 +20,8 @@ from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.graph import Floats, Ints
 from drumline.core.program import Program, once_per_program
+from drumline.core.simulate.by_stage import STAGE_OPS as OPS
+from drumline.core.simulate.by_stage import makespans_by_stage
 from drumline.core.simulate.simulate import makespans
 from drumline.plan.cut.chain import sums
 from drumline.plan.cut.cuts import Counts, ends_of, even_cut, every_cut, shortest_largest, shortest_step
@@ -28,7 +30,6 @@ from drumline.plan.device.blocks import Profile
 from drumline.plan.device.overheads import MessageTime, Numbers, Overheads
 from drumline.plan.device.ranks import Ranks
 
-OPS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 FIELD = dict(zip(OPS, ("forward", "backward", "backward_input", "backward_weight"), strict=True))
 
 _EVERY = 2000  # up to this many cuts, all are simulated: 25 blocks in four stages
@@ -137,17 +138,14 @@ class Stages:
         around: Floats = self._around(np.max([gradients[:, stages].sum(axis=1) for stages in held_stages], axis=0))
         if self.ranks.edges:
             return makespans(program, [self.costs(counts) for counts in many]) + around
-        ops, stages = ops_and_stages(program)
-        unit = Costs(backward=1.0, comm=self.overheads.flight)
-        return makespans(program, unit, factors=self._seconds(ends[:, :-1], ends[:, 1:])[ops, :, stages].T) + around
+        each = self._seconds(ends[:, :-1], ends[:, 1:]).transpose(0, 2, 1)
+        return makespans_by_stage(program, each, comm=self.overheads.flight) + around
 
     def steps_on(self, counts: Counts, slowness: Floats) -> Floats:
         """Return the simulated step of one cut for every row of `slowness`: how many times as long each rank takes."""
-        program, ends = self.cuts.pruned(counts), np.array(ends_of(counts))
-        ops, stages = ops_and_stages(program)
-        homes = np.array(program.placement.homes)[stages]
-        factors = self._seconds(ends[:-1], ends[1:])[ops, stages] * slowness[:, homes]
-        return makespans(program, Costs(backward=1.0, comm=self.overheads.flight), factors=factors)
+        ends = np.array(ends_of(counts))
+        each = self._seconds(ends[:-1], ends[1:])[:, :, None] * slowness.T[list(self.program.placement.homes)]
+        return makespans_by_stage(self.cuts.pruned(counts), each, comm=self.overheads.flight)
 
     def around(self, costs: Costs, program: Program) -> float:
         """Return the time of a step before its first action and after its last."""
@@ -190,13 +188,6 @@ class Stages:
             fits = firsts < ends if limit == math.inf else chain.stage_bytes(stage) <= limit
             tables.append(np.where(fits, seconds, np.inf))
         return tables
-
-
-@once_per_program
-def ops_and_stages(program: Program) -> tuple[list[int], list[int]]:
-    """Return the op, as its place in `OPS`, and the stage of every plain action, row by row."""
-    parts = [(OPS.index(part.op), part.stage) for part in program.work() if part.op in OPS]
-    return [op for op, _ in parts], [stage for _, stage in parts]
 
 
 @once_per_program
