@@ -24,7 +24,7 @@ from drumline.core.simulate.by_stage import STAGE_OPS as OPS
 from drumline.core.simulate.by_stage import makespans_by_stage
 from drumline.core.simulate.simulate import makespans
 from drumline.plan.cut.chain import sums
-from drumline.plan.cut.cuts import Counts, ends_of, even_cut, every_cut, shortest_largest, shortest_step
+from drumline.plan.cut.cuts import Counts, ends_of, even_cut, every_cut, shared_cut, shortest_largest, shortest_step
 from drumline.plan.cut.timed import TimedCut, TimedCuts
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.overheads import MessageTime, Numbers, Overheads
@@ -33,7 +33,7 @@ from drumline.plan.device.ranks import Ranks
 FIELD = dict(zip(OPS, ("forward", "backward", "backward_input", "backward_weight"), strict=True))
 
 _EVERY = 2000  # up to this many cuts, all are simulated: 25 blocks in four stages
-_ROUNDS = 12  # rounds of moving boundaries
+_CLIMB: dict[str, Any] = {"rounds": 12, "singly": True}  # rounds of moving boundaries
 
 
 @dataclass(frozen=True)
@@ -165,29 +165,48 @@ class Stages:
         if math.comb(num_blocks - 1, num_stages - 1) <= _EVERY:
             timed_cuts = self.cuts.timed(every_cut(num_blocks, num_stages))
             return min(timed_cuts, key=lambda cut: cut.order), min(timed_cuts, key=lambda cut: cut.seconds)
-        free = self._moved(even_cut(num_blocks, num_stages), self.tables(limited=False), lambda cut: cut.seconds)
+        even, tables = even_cut(num_blocks, num_stages), self.tables(limited=False)
+        free = self._moved(even, tables, lambda cut: cut.seconds, weigh=False)
         if free.excess == 0:
             return free, free
         return self._moved(free.counts, self.tables(), lambda cut: cut.order), free
 
-    def _moved(self, begun: Counts, tables: Sequence[Floats], value: Callable[[TimedCut], Any]) -> TimedCut:
-        """Return the best cut found from the exact ones, moving to the best neighbour as long as that helps."""
+    def _moved(
+        self, begun: Counts, tables: Sequence[Floats], value: Callable[[TimedCut], Any], *, weigh: bool = True
+    ) -> TimedCut:
+        """Return the best cut found from the exact ones and from shares by speed, as long as moves help."""
         exact = shortest_largest(tables), shortest_step(tables, self.program.num_microbatches)
-        starts = dict.fromkeys(entry for entry in (begun, *exact) if entry is not None)
-        return self.cuts.moved(list(starts), value, rounds=_ROUNDS, singly=True)
+        starts = [entry for entry in (begun, *exact) if entry is not None]
+        return self.cuts.moved(starts, [self._shared], value=value, weigh=weigh, **_CLIMB)
+
+    @cached_property
+    def _shared(self) -> Counts:
+        """The cut that gives each rank work by its speed, the same to each of its stages."""
+        homes = self.program.placement.homes
+        shares = np.array([self.ranks.speeds[home] / homes.count(home) for home in homes])
+        return shared_cut(self._whole(0, np.arange(len(self.profile.layers) + 1))[:, 0], shares.tolist())
 
     def tables(self, *, limited: bool = True) -> list[Floats]:
         """Return the seconds of every run of blocks as each stage, [first, end]; infinite if it does not fit."""
-        split, chain = split_share(self.program), self.cuts.chain(self.program)
+        chain, number = self.cuts.chain(self.program), len(self.profile.layers)
+        firsts, ends = chain.table.grid
+        # All that a run takes depends either on its first block or on its end.
+        up, down = self._whole(0, ends[0]), self._whole(firsts[:, 0], number)
         tables = []
         for stage, home in enumerate(self.program.placement.homes):
-            forward, backward, by_input, by_weight = self._seconds(*chain.table.grid, stage)
-            seconds = forward + (1 - split) * backward + split * (by_input + by_weight)
+            seconds = down[:, stage, None] + (up[:, stage] - up[-1, stage])
             limit = self.ranks.limits[home] if limited else math.inf
-            firsts, ends = chain.table.grid
             fits = firsts < ends if limit == math.inf else chain.stage_bytes(stage) <= limit
             tables.append(np.where(fits, seconds, np.inf))
         return tables
+
+    def _whole(self, firsts: Ints | int, ends: Ints | int) -> Floats:
+        """Return the seconds of a microbatch, forward and backward, of each of these runs as every stage."""
+        split = split_share(self.program)
+        runs = (np.atleast_1d(each)[:, None] for each in (firsts, ends))
+        forward, backward, by_input, by_weight = self._seconds(*runs)
+        seconds: Floats = forward + (1 - split) * backward + split * (by_input + by_weight)
+        return seconds
 
 
 @once_per_program
