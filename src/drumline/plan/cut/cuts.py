@@ -15,7 +15,7 @@ If all blocks are equal, neither is needed: they are assigned one by one (`dealt
 Only the simulator knows what a program makes of a cut. So hill climbing follows: boundaries move as long as that
 improves any given measure.
 
-    2 | 3 | 3 | 1      12.4 ms      move one boundary by one or two blocks, or two boundaries by one
+    2 | 3 | 3 | 1      12.4 ms      move one boundary by one or two blocks, or a block to any other stage
     2 | 3 | 2 | 2      12.1 ms      continue from the best neighbour, until none is shorter
 
 All neighbours of a cut are measured at once: the simulator times them as columns of one compiled program.
@@ -154,7 +154,7 @@ def climb(
 ) -> Counts:
     """Return the cut reached by hill climbing from the best of `starts`; a smaller value is better.
 
-    With `singly`, a step tries moves of two boundaries, which are many, only if no single move is better.
+    With `singly`, a step tries moves between stages far apart, which are many, only if no other move is better.
 
     >>> climb([(1, 4)], lambda many: [abs(value[0] - value[1]) for value in many], rounds=10)
     (2, 3)
@@ -179,7 +179,13 @@ def _least(values: Values, many: Sequence[Counts]) -> tuple[Any, Counts]:
 
 
 def neighbours(counts: Counts, *, reach: int = 2, alone: bool = False) -> list[Counts]:
-    """Return the cuts with one boundary moved by up to `reach` blocks, or, unless `alone`, two boundaries by one."""
+    """Return the cuts with one boundary moved by up to `reach` blocks, or, unless `alone`, a block between any stages.
+
+    A block that goes from one stage to another moves all boundaries between them by one.
+
+    >>> neighbours((2, 1, 2), reach=1)
+    [(1, 2, 2), (2, 2, 1), (1, 1, 3), (3, 1, 1)]
+    """
     ends = np.array(ends_of(counts))
     moved = np.diff(ends + _boundary_moves(len(counts), reach, alone), axis=1)
     return list(map(tuple, moved[(moved > 0).all(axis=1)].tolist()))
@@ -188,15 +194,13 @@ def neighbours(counts: Counts, *, reach: int = 2, alone: bool = False) -> list[C
 @cache
 def _boundary_moves(num_stages: int, reach: int, alone: bool) -> Ints:
     """Return by how many blocks each move shifts the ends of the stages, one row for each move."""
-    inner = range(1, num_stages)
-    steps = [by for far in range(1, reach + 1) for by in (-far, far)]
-    moves: list[tuple[tuple[int, int], ...]] = [((at, by),) for at in inner for by in steps]
-    if not alone:
-        moves += [((at, by), (to, also)) for at, to in combinations(inner, 2) for by in (-1, 1) for also in (-1, 1)]
+    stages, boundaries = range(num_stages), range(1, num_stages)
+    moves = [((at,), by) for far in range(1, reach + 1) for at in boundaries for by in (-far, far)]
+    if not alone:  # from one stage to another, all boundaries between them move
+        moves += [(range(a + 1, b + 1), by) for a in stages for b in stages[a + 2 :] for by in (-1, 1)]
     rows = np.zeros((len(moves), num_stages + 1), dtype=np.int64)
-    for row, move in zip(rows, moves, strict=True):
-        for at, by in move:
-            row[at] = by
+    for row, (between, by) in zip(rows, moves, strict=True):
+        row[list(between)] = by
     return rows
 
 
