@@ -263,7 +263,7 @@ def run(args: argparse.Namespace) -> tuple[list[Cell], str]:
     # The longest first, so that two processes end together.
     jobs = [
         (schedule, ranks, sigma, kinds(), args.seeds, STEPS)
-        for ranks, schedule, sigma in product(sorted(args.ranks, reverse=True), args.schedules, args.noises)
+        for ranks, schedule, sigma in product(sorted(args.ranks, reverse=True), reversed(args.schedules), args.noises)
     ]
     begun = time.perf_counter()
     if args.jobs == 1:

@@ -19,10 +19,9 @@ import numpy as np
 
 from drumline.adapt.rebalance import Layers
 from drumline.core.action import Op
-from drumline.core.costs import Costs
-from drumline.core.graph import Floats, Ints
+from drumline.core.graph import Floats
 from drumline.core.program import Program
-from drumline.core.simulate.simulate import makespans
+from drumline.core.simulate.by_stage import STAGE_OPS, makespans_by_stage
 from drumline.plan.device.blocks import OpTimes, Profile, ProfiledBlock
 from drumline.schedules import generate
 
@@ -123,13 +122,6 @@ class World:
         return self.num_ranks // 2
 
     @cached_property
-    def _actions(self) -> tuple[Ints, Ints, Floats]:
-        """The stage, rank and seconds for a layer of every action, row by row."""
-        parts = [part for part in self.program.work() if part.op in _OPS]
-        stages = np.array([part.stage for part in parts])
-        return stages, np.array(self.program.placement.homes)[stages], np.array([_OPS[part.op] for part in parts])
-
-    @cached_property
     def _ops(self) -> list[tuple[int, Op, int, float]]:
         """Every stage's ops, how often each runs, and its seconds for a layer."""
         seen: dict[tuple[int, Op], int] = {}
@@ -144,9 +136,8 @@ class World:
 
     def seconds(self, counts: Floats, speeds: Floats) -> Floats:
         """Return the step of every row of cuts and of ranks' slowness."""
-        stages, _, each = self._actions
-        unit = Costs(backward=1.0)
-        return makespans(self.program, unit, factors=self.stage_seconds(counts, speeds)[:, stages] * each)
+        each = self.stage_seconds(counts, speeds).T
+        return makespans_by_stage(self.program, np.stack([_OPS[op] * each for op in STAGE_OPS]))
 
     def action_seconds(self, stages: list[float]) -> dict[Any, list[float]]:
         """Return the seconds of all actions by stage and op, for the seconds of a forward in every stage."""

@@ -14,7 +14,7 @@ from drumline.core.costs import Costs
 from drumline.core.errors import CostsError, ProgramError
 from drumline.core.graph import OPS, Columns, Floats, Ints, Messages, NotCompilable, TimeGraph
 from drumline.core.memory import Holding, holdings
-from drumline.core.program import Program
+from drumline.core.program import Program, once_per_program
 from drumline.core.prove.validate import misplaced_or_misused, validate
 from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.assemble import compile_program
@@ -25,7 +25,7 @@ from drumline.core.simulate.durations import (
     node_seconds,
     work_seconds,
 )
-from drumline.core.simulate.evaluate import evaluate, evaluate_many, starts_of
+from drumline.core.simulate.evaluate import Levels, evaluate, latest_ends, levels_of, starts_of
 from drumline.core.timeline.attribute import attribute
 from drumline.core.timeline.idle import Idle, Limit
 from drumline.core.timeline.spans import Span, SpanLane, Track, Transfer
@@ -224,14 +224,14 @@ def simulate(
     if limit is not None:
         limit.check(costs)
     try:
-        graph = _compiled(program, costs)
+        graph = compiled(program, costs)
         work = work_seconds(graph, [costs])[:, 0]
         if factors is not None:
             work = work * _by_work(graph, factors[None])[:, 0]
         timed = _timed(program, costs, graph, node_seconds(graph, costs, work), limit)
         return timed if factors is None else replace(timed, work=work)
     except NotCompilable:
-        raise _invalid(program) from None
+        raise invalid(program) from None
 
 
 def makespans(program: Program, costs: Costs | Sequence[Costs], *, factors: Floats | None = None) -> Floats:
@@ -253,12 +253,18 @@ def makespans(program: Program, costs: Costs | Sequence[Costs], *, factors: Floa
         raise CostsError("some of these costs have finite links and some do not", expected="only one kind in a call")
     try:
         for cost in many:
-            graph = _compiled(program, cost)
-        ends = evaluate_many(graph, *_samples(graph, many, factors))
+            graph = compiled(program, cost)
+        order = levels(program, Messages.of(many[0]))
+        seconds, lag = _samples(graph, many, factors)
+        return latest_ends(order, seconds[order.order], lag[order.order] if lag.any() else None)
     except NotCompilable:
-        raise _invalid(program) from None
-    latest: Floats = ends.max(axis=0)
-    return latest
+        raise invalid(program) from None
+
+
+@once_per_program
+def levels(program: Program, messages: Messages) -> Levels:
+    """Return the levels of a program's graph; raise NotCompilable if its actions wait for each other."""
+    return levels_of(compile_program(program, messages))
 
 
 def _samples(graph: TimeGraph, many: list[Costs], factors: Floats | None) -> tuple[Floats, Floats]:
@@ -285,7 +291,8 @@ def _by_work(graph: TimeGraph, factors: Floats) -> Floats:
     return factors.T
 
 
-def _compiled(program: Program, costs: Costs) -> TimeGraph:
+def compiled(program: Program, costs: Costs) -> TimeGraph:
+    """Return a program's graph for costs that fit it; raise NotCompilable if it breaks a rule."""
     graph = compile_program(program, Messages.of(costs))
     if not graph.plain and misplaced_or_misused(program):
         raise NotCompilable
@@ -298,7 +305,8 @@ def _compiled(program: Program, costs: Costs) -> TimeGraph:
     return graph
 
 
-def _invalid(program: Program) -> InvalidProgram:
+def invalid(program: Program) -> InvalidProgram:
+    """Return the error that says which rules a program breaks."""
     violations = validate(program)
     assert violations, f"{program!r} passes the validator but cannot be simulated"
     return InvalidProgram(program.name, violations)

@@ -15,7 +15,7 @@ If all blocks are equal, neither is needed: they are assigned one by one (`dealt
 Only the simulator knows what a program makes of a cut. So hill climbing follows: boundaries move as long as that
 improves any given measure.
 
-    2 | 3 | 3 | 1      12.4 ms      move one boundary by one or two blocks, or two boundaries by one
+    2 | 3 | 3 | 1      12.4 ms      move one boundary by one or two blocks, or a block to any other stage
     2 | 3 | 2 | 2      12.1 ms      continue from the best neighbour, until none is shorter
 
 All neighbours of a cut are measured at once: the simulator times them as columns of one compiled program.
@@ -24,13 +24,14 @@ All neighbours of a cut are measured at once: the simulator times them as column
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import numpy as np
 
-from drumline.core.graph import Floats
+from drumline.core.graph import Floats, Ints
 
 Counts = tuple[int, ...]
 Values = Callable[[Sequence[Counts]], Sequence[Any]]
@@ -64,16 +65,20 @@ def shortest_largest(seconds: Sequence[Floats], then: Sequence[Floats] | None = 
 
 def shortest_step(seconds: Sequence[Floats], num_microbatches: int) -> Counts | None:
     """Return the blocks per stage that minimise sum + (M - 1) x largest; None if no cut is allowed."""
-    lengths = np.unique(np.concatenate([duration[np.isfinite(duration)] for duration in seconds]))
     least_largest = float(suffixes(seconds, np.maximum)[0][0])
     if least_largest == np.inf:
         return None
     least_sum = float(suffixes(seconds, np.add)[0][0])
-    best, numbers = np.inf, None
-    for largest in lengths[lengths >= least_largest * (1 - SLACK)].tolist():
+    whole, numbers = _shortest_sum(seconds, least_largest * (1 + SLACK))
+    best, tried = whole + (num_microbatches - 1) * least_largest, least_largest
+    lengths = np.concatenate([duration[np.isfinite(duration)] for duration in seconds])
+    for largest in np.unique(lengths[least_sum + (num_microbatches - 1) * lengths < best]).tolist():
+        if largest <= tried * (1 + SLACK):
+            continue
         if least_sum + (num_microbatches - 1) * largest >= best:
             break
         whole, counts = _shortest_sum(seconds, largest * (1 + SLACK))
+        tried = largest
         if whole + (num_microbatches - 1) * largest < best:
             best, numbers = whole + (num_microbatches - 1) * largest, counts
     return numbers
@@ -89,6 +94,23 @@ def _shortest_sum(
     for stage, length in enumerate(allowed):
         ends.append(int(np.argmin(length[ends[-1]] + table[stage + 1])))
     return float(table[0][0]), tuple(int(length) for length in np.diff(ends))
+
+
+def shared_cut(sums: Sequence[float] | Floats, shares: Sequence[float]) -> Counts:
+    """Return the cut in which each stage's share of the seconds is nearest to these shares.
+
+    `sums` are the prefix sums of the blocks' seconds.
+
+    >>> shared_cut([0, 1, 2, 3, 4, 5, 6, 7, 8], [1.0, 0.5, 0.5])
+    (4, 2, 2)
+    """
+    seconds = np.asarray(sums) - sums[0]
+    targets = np.cumsum(shares)[:-1] / np.sum(shares) * seconds[-1]
+    ends = [0]
+    for at, target in enumerate(targets.tolist(), start=1):
+        nearest = int(np.abs(seconds - target).argmin())
+        ends.append(min(max(nearest, ends[-1] + 1), len(seconds) - 1 - (len(shares) - at)))
+    return tuple(np.diff([*ends, len(seconds) - 1]).tolist())
 
 
 def dealt(num_blocks: int, owners: Sequence[int], extra: Sequence[float], *, late: bool = False) -> Counts:
@@ -132,7 +154,7 @@ def climb(
 ) -> Counts:
     """Return the cut reached by hill climbing from the best of `starts`; a smaller value is better.
 
-    With `singly`, a step tries moves of two boundaries, which are many, only if no single move is better.
+    With `singly`, a step tries moves between stages far apart, which are many, only if no other move is better.
 
     >>> climb([(1, 4)], lambda many: [abs(value[0] - value[1]) for value in many], rounds=10)
     (2, 3)
@@ -140,7 +162,7 @@ def climb(
     value, best = _least(values, starts)
     alone = singly
     for _ in range(rounds):
-        around = list(dict.fromkeys(neighbours(best, reach=reach, alone=alone)))
+        around = neighbours(best, reach=reach, alone=alone)
         nearest = _least(values, around) if around else None
         if nearest is not None and better(nearest[0], value):
             (value, best), alone = nearest, singly
@@ -156,20 +178,30 @@ def _least(values: Values, many: Sequence[Counts]) -> tuple[Any, Counts]:
     return min(zip(values(many), many, strict=True))
 
 
-def neighbours(counts: Counts, *, reach: int = 2, alone: bool = False) -> Iterator[Counts]:
-    """Yield the cuts with one boundary moved by up to `reach` blocks, or, unless `alone`, two boundaries by one."""
-    inner = range(1, len(counts))
-    steps = [by for far in range(1, reach + 1) for by in (-far, far)]
-    moves: list[tuple[tuple[int, int], ...]] = [((at, by),) for at in inner for by in steps]
-    if not alone:
-        moves += [((at, by), (to, also)) for at, to in combinations(inner, 2) for by in (-1, 1) for also in (-1, 1)]
-    ends = ends_of(counts)
-    for move in moves:
-        moved = list(ends)
-        for at, by in move:
-            moved[at] += by
-        if all(i < j for i, j in pairwise(moved)):
-            yield tuple(j - i for i, j in pairwise(moved))
+def neighbours(counts: Counts, *, reach: int = 2, alone: bool = False) -> list[Counts]:
+    """Return the cuts with one boundary moved by up to `reach` blocks, or, unless `alone`, a block between any stages.
+
+    A block that goes from one stage to another moves all boundaries between them by one.
+
+    >>> neighbours((2, 1, 2), reach=1)
+    [(1, 2, 2), (2, 2, 1), (1, 1, 3), (3, 1, 1)]
+    """
+    ends = np.array(ends_of(counts))
+    moved = np.diff(ends + _boundary_moves(len(counts), reach, alone), axis=1)
+    return list(map(tuple, moved[(moved > 0).all(axis=1)].tolist()))
+
+
+@cache
+def _boundary_moves(num_stages: int, reach: int, alone: bool) -> Ints:
+    """Return by how many blocks each move shifts the ends of the stages, one row for each move."""
+    stages, boundaries = range(num_stages), range(1, num_stages)
+    moves = [((at,), by) for far in range(1, reach + 1) for at in boundaries for by in (-far, far)]
+    if not alone:  # from one stage to another, all boundaries between them move
+        moves += [(range(a + 1, b + 1), by) for a in stages for b in stages[a + 2 :] for by in (-1, 1)]
+    rows = np.zeros((len(moves), num_stages + 1), dtype=np.int64)
+    for row, (between, by) in zip(rows, moves, strict=True):
+        row[list(between)] = by
+    return rows
 
 
 def ends_of(counts: Sequence[int]) -> list[int]:

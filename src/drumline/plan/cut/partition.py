@@ -130,7 +130,7 @@ def _best(chain: CutChain, limit: float) -> tuple[Counts, bool]:
 
 
 def _climbed(begun: Counts, values: Values) -> Counts:
-    """Return the cut from which no move of one or two boundaries reduces the value."""
+    """Return the cut from which no move of a boundary, or of a block between stages, reduces the value."""
     rounds = _MAX_MOVES // max(sum(1 for _ in neighbours(begun, reach=_REACH)), 1)
     return climb([begun], values, rounds=rounds, reach=_REACH)
 

@@ -91,31 +91,42 @@ class TimedCuts:
             return (True,) * len(counts)
         return tuple(any(self._trains[i:j]) for i, j in pairwise(ends_of(counts)))
 
-    def timed(self, many: Sequence[Counts]) -> list[TimedCut]:
-        """Time all of these cuts at once."""
+    def timed(self, many: Sequence[Counts], *, weigh: bool = True) -> list[TimedCut]:
+        """Time all of these cuts at once; unless they are to be weighed, without the bytes of ranks."""
         alike: dict[tuple[bool, ...], list[Counts]] = {}
         for counts in many:
             alike.setdefault(self._trained(counts), []).append(counts)
         timed_cuts: dict[Counts, TimedCut] = {}
-        limits = np.array(self.limits or [np.inf])
         for trained, cuts in alike.items():
             program = _pruned(self.program, trained)
-            seconds, sizes = self.steps(program, cuts), self.chain(program).rank_bytes(cuts)
-            over = (np.maximum(sizes - limits, 0.0) / np.where(np.isfinite(limits), limits, 1.0)).max(axis=1)
-            each = zip(cuts, seconds.tolist(), map(tuple, sizes.tolist()), over.tolist(), strict=True)
-            timed_cuts.update((counts, TimedCut(counts, *taken)) for counts, *taken in each)
+            seconds = self.steps(program, cuts).tolist()
+            bytes_and_excess = self._weighed(program, cuts) if weigh else [((), 0.0)] * len(cuts)
+            each = zip(cuts, seconds, bytes_and_excess, strict=True)
+            timed_cuts.update((counts, TimedCut(counts, step, *held)) for counts, step, held in each)
         return [timed_cuts[counts] for counts in many]
 
-    def moved(self, starts: Sequence[Counts], value: Callable[[TimedCut], Any], **how: Any) -> TimedCut:
-        """Return the cut with the smallest value reachable from the best of `starts`; `how` is for `climb`."""
+    def _weighed(self, program: Program, cuts: Sequence[Counts]) -> list[tuple[tuple[float, ...], float]]:
+        """Return what the ranks hold with each cut, and the excess over their limits."""
+        limits, sizes = np.array(self.limits or [np.inf]), self.chain(program).rank_bytes(cuts)
+        over = (np.maximum(sizes - limits, 0.0) / np.where(np.isfinite(limits), limits, 1.0)).max(axis=1)
+        return list(zip(map(tuple, sizes.tolist()), over.tolist(), strict=True))
+
+    def moved(
+        self, *starts: Sequence[Counts], value: Callable[[TimedCut], Any], weigh: bool = True, **how: Any
+    ) -> TimedCut:
+        """Return the cut with the smallest value reachable from the best of each of these `starts`.
+
+        `how` is for `climb`. Without `weigh`, the value is of seconds alone.
+        """
         tried: dict[Counts, TimedCut] = {}
 
         def values(many: Sequence[Counts]) -> list[Any]:
-            timed_cuts = self.timed(many)
-            tried.update((cut.counts, cut) for cut in timed_cuts)
-            return [value(cut) for cut in timed_cuts]
+            new = [counts for counts in dict.fromkeys(many) if counts not in tried]
+            tried.update(zip(new, self.timed(new, weigh=weigh), strict=True))
+            return [value(tried[counts]) for counts in many]
 
-        return tried[climb(starts, values, **how)]
+        best = min((tried[climb(some, values, **how)] for some in starts), key=value)
+        return best if weigh else self.timed([best.counts])[0]
 
     def best(self, max_bytes: float | None = None) -> Partition:
         r"""Return the cut with the shortest simulated step found, with every rank within `max_bytes`.
@@ -138,7 +149,9 @@ class TimedCuts:
         start = min(fitting, key=seconds).counts
         actions = sum(map(len, self.program.rows)) * sum(1 for _ in neighbours(start))
         rounds = _MAX_TIMED // max(actions, 1)
-        counts = self.moved([start], seconds, rounds=rounds, better=lambda value, now: value < now * (1 - _GAIN)).counts
+        counts = self.moved(
+            [start], value=seconds, rounds=rounds, better=lambda value, now: value < now * (1 - _GAIN)
+        ).counts
         is_exact = next(value.is_exact for value in begun if value.counts == start)
         return partition_at(self.chain(self.pruned(counts)), counts, is_exact)
 

@@ -20,19 +20,20 @@ from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.graph import Floats, Ints
 from drumline.core.program import Program, once_per_program
+from drumline.core.simulate.by_stage import STAGE_OPS as OPS
+from drumline.core.simulate.by_stage import makespans_by_stage
 from drumline.core.simulate.simulate import makespans
 from drumline.plan.cut.chain import sums
-from drumline.plan.cut.cuts import Counts, ends_of, even_cut, every_cut, shortest_largest, shortest_step
+from drumline.plan.cut.cuts import Counts, ends_of, even_cut, every_cut, shared_cut, shortest_largest, shortest_step
 from drumline.plan.cut.timed import TimedCut, TimedCuts
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.overheads import MessageTime, Numbers, Overheads
 from drumline.plan.device.ranks import Ranks
 
-OPS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 FIELD = dict(zip(OPS, ("forward", "backward", "backward_input", "backward_weight"), strict=True))
 
 _EVERY = 2000  # up to this many cuts, all are simulated: 25 blocks in four stages
-_ROUNDS = 12  # rounds of moving boundaries
+_CLIMB: dict[str, Any] = {"rounds": 12, "singly": True}  # rounds of moving boundaries
 
 
 @dataclass(frozen=True)
@@ -137,17 +138,14 @@ class Stages:
         around: Floats = self._around(np.max([gradients[:, stages].sum(axis=1) for stages in held_stages], axis=0))
         if self.ranks.edges:
             return makespans(program, [self.costs(counts) for counts in many]) + around
-        ops, stages = ops_and_stages(program)
-        unit = Costs(backward=1.0, comm=self.overheads.flight)
-        return makespans(program, unit, factors=self._seconds(ends[:, :-1], ends[:, 1:])[ops, :, stages].T) + around
+        each = self._seconds(ends[:, :-1], ends[:, 1:]).transpose(0, 2, 1)
+        return makespans_by_stage(program, each, comm=self.overheads.flight) + around
 
     def steps_on(self, counts: Counts, slowness: Floats) -> Floats:
         """Return the simulated step of one cut for every row of `slowness`: how many times as long each rank takes."""
-        program, ends = self.cuts.pruned(counts), np.array(ends_of(counts))
-        ops, stages = ops_and_stages(program)
-        homes = np.array(program.placement.homes)[stages]
-        factors = self._seconds(ends[:-1], ends[1:])[ops, stages] * slowness[:, homes]
-        return makespans(program, Costs(backward=1.0, comm=self.overheads.flight), factors=factors)
+        ends = np.array(ends_of(counts))
+        each = self._seconds(ends[:-1], ends[1:])[:, :, None] * slowness.T[list(self.program.placement.homes)]
+        return makespans_by_stage(self.cuts.pruned(counts), each, comm=self.overheads.flight)
 
     def around(self, costs: Costs, program: Program) -> float:
         """Return the time of a step before its first action and after its last."""
@@ -167,36 +165,48 @@ class Stages:
         if math.comb(num_blocks - 1, num_stages - 1) <= _EVERY:
             timed_cuts = self.cuts.timed(every_cut(num_blocks, num_stages))
             return min(timed_cuts, key=lambda cut: cut.order), min(timed_cuts, key=lambda cut: cut.seconds)
-        free = self._moved(even_cut(num_blocks, num_stages), self.tables(limited=False), lambda cut: cut.seconds)
+        even, tables = even_cut(num_blocks, num_stages), self.tables(limited=False)
+        free = self._moved(even, tables, lambda cut: cut.seconds, weigh=False)
         if free.excess == 0:
             return free, free
         return self._moved(free.counts, self.tables(), lambda cut: cut.order), free
 
-    def _moved(self, begun: Counts, tables: Sequence[Floats], value: Callable[[TimedCut], Any]) -> TimedCut:
-        """Return the best cut found from the exact ones, moving to the best neighbour as long as that helps."""
+    def _moved(
+        self, begun: Counts, tables: Sequence[Floats], value: Callable[[TimedCut], Any], *, weigh: bool = True
+    ) -> TimedCut:
+        """Return the best cut found from the exact ones and from shares by speed, as long as moves help."""
         exact = shortest_largest(tables), shortest_step(tables, self.program.num_microbatches)
-        starts = dict.fromkeys(entry for entry in (begun, *exact) if entry is not None)
-        return self.cuts.moved(list(starts), value, rounds=_ROUNDS, singly=True)
+        starts = [entry for entry in (begun, *exact) if entry is not None]
+        return self.cuts.moved(starts, [self._shared], value=value, weigh=weigh, **_CLIMB)
+
+    @cached_property
+    def _shared(self) -> Counts:
+        """The cut that gives each rank work by its speed, the same to each of its stages."""
+        homes = self.program.placement.homes
+        shares = np.array([self.ranks.speeds[home] / homes.count(home) for home in homes])
+        return shared_cut(self._whole(0, np.arange(len(self.profile.layers) + 1))[:, 0], shares.tolist())
 
     def tables(self, *, limited: bool = True) -> list[Floats]:
         """Return the seconds of every run of blocks as each stage, [first, end]; infinite if it does not fit."""
-        split, chain = split_share(self.program), self.cuts.chain(self.program)
+        chain, number = self.cuts.chain(self.program), len(self.profile.layers)
+        firsts, ends = chain.table.grid
+        # All that a run takes depends either on its first block or on its end.
+        up, down = self._whole(0, ends[0]), self._whole(firsts[:, 0], number)
         tables = []
         for stage, home in enumerate(self.program.placement.homes):
-            forward, backward, by_input, by_weight = self._seconds(*chain.table.grid, stage)
-            seconds = forward + (1 - split) * backward + split * (by_input + by_weight)
+            seconds = down[:, stage, None] + (up[:, stage] - up[-1, stage])
             limit = self.ranks.limits[home] if limited else math.inf
-            firsts, ends = chain.table.grid
             fits = firsts < ends if limit == math.inf else chain.stage_bytes(stage) <= limit
             tables.append(np.where(fits, seconds, np.inf))
         return tables
 
-
-@once_per_program
-def ops_and_stages(program: Program) -> tuple[list[int], list[int]]:
-    """Return the op, as its place in `OPS`, and the stage of every plain action, row by row."""
-    parts = [(OPS.index(part.op), part.stage) for part in program.work() if part.op in OPS]
-    return [op for op, _ in parts], [stage for _, stage in parts]
+    def _whole(self, firsts: Ints | int, ends: Ints | int) -> Floats:
+        """Return the seconds of a microbatch, forward and backward, of each of these runs as every stage."""
+        split = split_share(self.program)
+        runs = (np.atleast_1d(each)[:, None] for each in (firsts, ends))
+        forward, backward, by_input, by_weight = self._seconds(*runs)
+        seconds: Floats = forward + (1 - split) * backward + split * (by_input + by_weight)
+        return seconds
 
 
 @once_per_program

@@ -13,10 +13,9 @@ from functools import cached_property
 
 import numpy as np
 
-from drumline.core.costs import Costs
 from drumline.core.graph import Floats
 from drumline.core.program import Program
-from drumline.core.simulate.simulate import makespans
+from drumline.core.simulate.by_stage import makespans_by_stage
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.kernels import slice_ops
 from drumline.plan.cluster.layout import Layout, StageLayers
@@ -24,7 +23,6 @@ from drumline.plan.cluster.loads import hop_seconds, stage_ops
 from drumline.plan.cluster.stages import slices_of
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.cut.cuts import Counts
-from drumline.plan.device.stages import ops_and_stages
 from drumline.schedules import find
 
 _ROUNDS = 2  # microbatches per rank that show what a cut does
@@ -72,8 +70,7 @@ class MovedLayers:
         """Return the seconds of the pipeline with each of these cuts; what was asked before is not timed again."""
         if new := [counts for counts in dict.fromkeys(many) if counts not in self._took]:
             hop, _ = hop_seconds(self.transformer, self.cluster, self.layout)
-            ops, stages = ops_and_stages(self.program)
-            took = makespans(self.program, Costs(backward=1.0, comm=hop), factors=self._each(new)[:, ops, stages])
+            took = makespans_by_stage(self.program, self._each(new).transpose(1, 2, 0), comm=hop)
             self._took.update(zip(new, took.tolist(), strict=True))
         return [self._took[counts] for counts in many]
 
@@ -82,7 +79,7 @@ class MovedLayers:
         return {}
 
     def _each(self, many: Sequence[Counts]) -> Floats:
-        """Return the seconds of every cut's ops, as in `plan.device.stages.OPS`, and stages: cut, op, stage."""
+        """Return the seconds of every cut's ops, as in `STAGE_OPS`, and stages: cut, op, stage."""
         own_loads = np.array([[self._of(part) for part in slices_of(self.transformer, counts)] for counts in many])
         forward, by_input, by_weight = np.moveaxis(own_loads + np.array(self._beside), 2, 0)
         return np.stack([forward, by_input + by_weight, by_input, by_weight], axis=1)
