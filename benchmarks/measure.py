@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+_CORES = {f"cpu{core}" for core in (os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ())}
 
 
 @dataclass(frozen=True)
@@ -48,20 +51,39 @@ def machine(cores: int = 1) -> str:
 
 
 class Stolen:
-    """How much of the cores' time went to other machines on the same host, since this was made; 0 if nobody says."""
+    """What others took of the cores' time since this was made: other machines on the host, and other processes here.
+
+    0 where the system does not say. Of processes that this one started, those count that have ended.
+    """
 
     def __init__(self) -> None:
-        self._began = self._counts()
+        self._began, self._used = self._counts(), self._own()
 
     @staticmethod
     def _counts() -> list[int]:
+        """Return the first eight counts of the system, summed over the cores that this process started with."""
         try:
-            return [int(name) for name in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        except (OSError, ValueError):
+            lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+            rows = [line[1:9] for line in lines if line[0] in _CORES] or [lines[0][1:9]]
+            return [sum(map(int, column)) for column in zip(*rows, strict=True)]
+        except (OSError, ValueError, IndexError):
             return [0] * 8
+
+    @staticmethod
+    def _own() -> float:
+        return sum(os.times()[:4]) * os.sysconf("SC_CLK_TCK")
+
+    def _spent(self) -> list[int]:
+        return [now - then for now, then in zip(self._counts(), self._began, strict=True)]
 
     @property
     def share(self) -> float:
-        """Return the share."""
-        spent = [now - then for now, then in zip(self._counts(), self._began, strict=True)]
+        """Return the share of other machines."""
+        spent = self._spent()
         return spent[7] / sum(spent) if sum(spent) else 0.0
+
+    @property
+    def others(self) -> float:
+        """Return the share of other processes on this machine."""
+        spent = self._spent()
+        return max(0.0, (sum(spent[:3]) - self._own() + self._used) / sum(spent)) if sum(spent) else 0.0

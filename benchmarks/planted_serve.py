@@ -71,8 +71,8 @@ SERVE = (
     Bug(
         "front-never-told-that-a-microbatch-left",
         "StageService._answer",
-        "        if left is not None:\n            left()",
-        "        if False:\n            left()",
+        "        if left is not None:  # after the microbatch itself, which is waited for",
+        "        if False:",
         "The first stage runs dry: nothing enters it before an answer has come back.",
     ),
     Bug(
@@ -351,7 +351,7 @@ SERVE = (
     Bug(
         "answers-take-no-memory",
         "FrontService._answer_bytes",
-        "return self._sizes.predicted(signature, rows, [output.name for output in self._manifest.outputs])",
+        "return self._sizes.predicted(signature, rows, self._outputs)",
         "return 0",
         "Requests of few bytes with large answers take all memory.",
     ),

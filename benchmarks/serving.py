@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,13 +27,34 @@ def first_object(lines: Iterable[str]) -> str:
 
 
 @contextlib.contextmanager
-def served(folder: Path, *flags: str) -> Iterator[dict[str, Any]]:
-    """Serve a folder in processes of its own; yields address, metrics port and the stages' processes."""
+def on_cores(cores: Collection[int]) -> Iterator[None]:
+    """Stay on some cores for a while, with all processes that start meanwhile; none named: wherever it may be."""
+    before = os.sched_getaffinity(0) if cores else set()
+    if cores:
+        os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        if cores:
+            os.sched_setaffinity(0, before)
+
+
+def _started(command: list[str], cores: Collection[int], log: TextIO) -> subprocess.Popen[str]:
+    with on_cores(cores):
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+
+
+@contextlib.contextmanager
+def served(folder: Path, *flags: str, cores: Collection[int] = ()) -> Iterator[dict[str, Any]]:
+    """Serve a folder in processes of its own; yields address, metrics port and the stages' processes.
+
+    `cores` are those that the service may use; none named: all that this process may.
+    """
     command = [sys.executable, "-m", "drumline", "serve", str(folder), "--listen", "127.0.0.1:0"]
     command += ["--metrics", "127.0.0.1:0", "--json", *flags]
     with (
         tempfile.TemporaryFile("w+") as log,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+        _started(command, cores, log) as process,
     ):
         try:
             assert process.stdout is not None

@@ -3,16 +3,42 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
 from drumline.core.errors import UsageError, counted
 
+_TOPOLOGY = Path("/sys/devices/system/cpu")
+
 
 def own_cores() -> list[int]:
-    """Return the cores that this process may use; UsageError where the system does not say."""
+    """Return the cores that this process may use; UsageError where the system does not say.
+
+    A processor that runs two threads at a time counts as two cores. Its second one comes after all first ones.
+    """
     if not hasattr(os, "sched_getaffinity"):
         raise UsageError("--pin needs Linux, which lets a process choose its cores", fix="leave it out")
-    return sorted(os.sched_getaffinity(0))
+    return apart(os.sched_getaffinity(0), processor_of)
+
+
+def processor_of(core: int) -> str:
+    """Return what cores of the same processor have in common; its own number where the system does not say."""
+    try:
+        return (_TOPOLOGY / f"cpu{core}" / "topology" / "thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(core)
+
+
+def apart(cores: Collection[int], processor: Callable[[int], str]) -> list[int]:
+    """Return cores in order, those whose processor has come already behind the others.
+
+    >>> apart([0, 1, 2, 3, 5], lambda core: str(core // 2))
+    [0, 2, 5, 1, 3]
+    """
+    first: dict[str, int] = {}
+    for core in sorted(cores):
+        first.setdefault(processor(core), core)
+    return [*first.values(), *sorted(set(cores) - set(first.values()))]
 
 
 def shares(cores: Sequence[int], num_stages: int, threads: int) -> list[list[int]]:

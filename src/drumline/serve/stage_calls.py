@@ -186,10 +186,10 @@ class StageService:
             except MemoryError as error:
                 raise self._failed(_Code.RESOURCE_EXHAUSTED, str(error) or "no memory") from None
             end = time.monotonic_ns()
-        if left is not None:
-            left()
         sizes = size, sum(value.nbytes for value in arrays_made.values())
         if self._next is None or alone:
+            if left is not None:
+                left()
             times = str(StageTimes(self.number, arrived, start, end, end, *sizes))
             with self.ledger.packing(request.id):
                 response = InferResponse(model_name=self._manifest.model, id=request.id)
@@ -208,7 +208,10 @@ class StageService:
 
         done = None if home is None else lambda behind: home(whole(behind))
         # A stage that is being started again is waited for, as long as anybody waits for the answer.
-        return whole(await self._next(packed, timeout=deadline - time.monotonic(), done=done))
+        behind = self._next(packed, timeout=deadline - time.monotonic(), done=done)
+        if left is not None:  # after the microbatch itself, which is waited for
+            left()
+        return whole(await behind)
 
     async def _computed(self, arrays: Mapping[str, Any], name: str) -> dict[str, Any]:
         """Run the graph in its thread; a cancelled call stops it there."""

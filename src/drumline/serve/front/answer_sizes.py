@@ -28,16 +28,17 @@ class AnswerSizes:
     manifest: Manifest
     max_bytes: int
     _factors: OrderedDict[Signature, float] = field(default_factory=OrderedDict)
+    _rows: OrderedDict[Signature, dict[str, int]] = field(default_factory=OrderedDict)  # bytes of a row of each output
     _most_rows: OrderedDict[Signature, int] = field(default_factory=OrderedDict)
 
     def predicted(self, signature: Signature, rows: int, names: Collection[str]) -> int:
         """Return the bytes of the named outputs."""
-        outputs = [output for output in self.manifest.outputs if output.name in names]
-        return int(rows * self._of_row(signature, outputs) * self._factors.get(signature, 1.0))
+        each = self._row(signature)
+        return int(rows * sum(each[name] for name in names) * self._factors.get(signature, 1.0))
 
     def came(self, signature: Signature, rows: int, outputs: Arrays) -> None:
         """Take in the whole answer to a request."""
-        static = rows * self._of_row(signature, self.manifest.outputs)
+        static = rows * sum(self._row(signature).values())
         factor = sum(output.nbytes for output in outputs.values()) / max(static, 1)
         if factor > self._factors.get(signature, 1.0):
             _keep(self._factors, signature, factor)
@@ -47,11 +48,18 @@ class AnswerSizes:
         """Return how many rows of a shape fit into one message, between any two stages; at least 1."""
         if (known := self._most_rows.get(signature)) is not None:
             return known
-        each = self._of_row(signature, self.manifest.outputs) * self._factors.get(signature, 1.0)
+        each = sum(self._row(signature).values()) * self._factors.get(signature, 1.0)
         between = [self._of_row(signature, stage.inputs) for stage in self.manifest.stages]
         most = max(1, int((self.max_bytes - _HEAD) / max(1.0, each, *between)))
         _keep(self._most_rows, signature, most)
         return most
+
+    def _row(self, signature: Signature) -> dict[str, int]:
+        """Return the bytes of one row of each output."""
+        if (known := self._rows.get(signature)) is None:
+            known = {output.name: self._of_row(signature, [output]) for output in self.manifest.outputs}
+            _keep(self._rows, signature, known)
+        return known
 
     def _of_row(self, signature: Signature, tensors: Sequence[Tensor]) -> int:
         """Return the bytes of one row."""

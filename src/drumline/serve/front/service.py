@@ -61,6 +61,7 @@ class FrontService:
         self._metrics, self._log, self._sizes = metrics, log, sizes
         self._max_rows, self._timeout = max_rows, timeout
         self._dimensions = {**manifest.dimensions, BATCH: Sizes(1, max_rows)}  # cut into microbatches
+        self._outputs = [output.name for output in manifest.outputs]
         self.is_draining = False
         self._run, self._numbers = uuid.uuid4().hex[:8], count()  # names of requests that have none
 
@@ -124,8 +125,8 @@ class FrontService:
         except Failed as error:
             await context.abort(error.code, error.why)
 
-    async def infer(self, request: Any, context: Any) -> Any:
-        """Answer a request."""
+    async def infer(self, request: Any, context: Any) -> bytes:
+        """Answer a request, with the bytes of the response."""
         began = time.monotonic()
         name = request.id[:_LONGEST_ID] or f"{self._run}-{next(self._numbers)}"
         code, why = "OK", ""
@@ -154,7 +155,7 @@ class FrontService:
             more = {"why": why} if why else {}
             self._log("request", level=level, request=name, code=code, seconds=round(seconds, 6), **more)
 
-    async def _infer(self, request: Any, context: Any, name: str) -> Any:
+    async def _infer(self, request: Any, context: Any, name: str) -> bytes:
         self._check_model(request.model_name, request.model_version)
         if self.is_draining:
             raise Failed(_Code.UNAVAILABLE, "the service is stopping")
@@ -184,7 +185,7 @@ class FrontService:
         """Return the bytes that an answer will have in memory; Failed if its message would be too large."""
         signature, rows = signature_of(inputs), len(next(iter(inputs.values())))
         self._check_message(self._sizes.predicted(signature, rows, wanted))
-        return self._sizes.predicted(signature, rows, [output.name for output in self._manifest.outputs])
+        return self._sizes.predicted(signature, rows, self._outputs)
 
     def _check_message(self, size: int) -> None:
         if size > self._sizes.max_bytes:
@@ -192,16 +193,17 @@ class FrontService:
             raise Failed(_Code.RESOURCE_EXHAUSTED, why)
 
     def _wanted(self, request: Any) -> list[str]:
-        known = [output.name for output in self._manifest.outputs]
-        names = [output.name for output in request.outputs] or known
-        if odd := [name for name in names if name not in known]:
-            raise Refused(f"output {odd[0][:80]!r} is unknown; expected {', '.join(known)}")
+        if not request.outputs:
+            return self._outputs
+        names = [output.name for output in request.outputs]
+        if odd := [name for name in names if name not in self._outputs]:
+            raise Refused(f"output {odd[0][:80]!r} is unknown; expected {', '.join(self._outputs)}")
         for output in request.outputs:
             if wishes := sorted(set(output.parameters) & _NOT_OFFERED):
                 raise Refused(f"output {output.name!r} asks for {wishes[0]}, which is not offered")
         return list(dict.fromkeys(names))
 
-    def _answer(self, request: Any, ticket: Ticket, outputs: Arrays, *, typed: bool) -> Any:
+    def _answer(self, request: Any, ticket: Ticket, outputs: Arrays, *, typed: bool) -> bytes:
         response = InferResponse(model_name=self._manifest.model, model_version=VERSION, id=request.id)
         seconds: Mapping[str, float] = {
             "queue_ns": ticket.began - ticket.arrived,
@@ -211,5 +213,6 @@ class FrontService:
         for name, value in seconds.items():
             response.parameters[name].int64_param = int(value * 1e9)
         put_outputs(response, outputs, typed=typed)
-        self._check_message(response.ByteSize())
-        return response
+        body = response.SerializeToString()
+        self._check_message(len(body))
+        return bytes(body)

@@ -40,7 +40,10 @@ Contents = message("InferTensorContents")
 
 
 def handler(call: str, answer: Callable[..., Any]) -> Any:
-    """Return what answers a call, as gRPC wants it; a request that is none gets INVALID_ARGUMENT."""
+    """Return what answers a call, as gRPC wants it; a request that is none gets INVALID_ARGUMENT.
+
+    `answer` returns a response or the bytes of one.
+    """
     read = message(f"{call}Request").FromString
 
     async def answered(body: bytes, context: Any) -> Any:
@@ -50,7 +53,9 @@ def handler(call: str, answer: Callable[..., Any]) -> Any:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the message is no {call}Request")
         return await answer(request, context)
 
-    serialized = message(f"{call}Response").SerializeToString
+    def serialized(response: Any) -> bytes:
+        return response if isinstance(response, bytes) else bytes(response.SerializeToString())
+
     return grpc.unary_unary_rpc_method_handler(answered, response_serializer=serialized)
 
 
