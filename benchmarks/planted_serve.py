@@ -419,11 +419,11 @@ SERVE = (
         "Sizes are served for which the graph follows another branch than the model.",
     ),
     Bug(
-        "conditions-without-assertion-forgotten",
+        "conditions-of-a-trace-not-read",
         "_conditions",
-        "conditions += [guard.expr for guard in environment.guards]",
-        "pass",
-        "A branch on sizes that the exporter only noted is taken for all sizes.",
+        "return [condition for condition in dict.fromkeys(conditions) if condition != sympy.true]",
+        "return []",
+        "A branch on sizes is taken for all of them.",
     ),
     Bug(
         "bounds-end-at-casts",

@@ -61,3 +61,14 @@ def shares(cores: Sequence[int], num_stages: int, threads: int) -> list[list[int
 def stay_on(cores: Collection[int]) -> None:
     """Keep this process, and all threads that it starts from now on, on some cores."""
     os.sched_setaffinity(0, cores)
+
+
+def of_messages(left: Sequence[int], num_stages: int) -> list[int]:
+    """Return the cores on which stages read and write messages: those that are left, if front and stages have one each.
+
+    Otherwise none: each does it on its own cores, between its computations.
+
+    >>> of_messages([2, 3, 4], 2), of_messages([2, 3], 2)
+    ([2, 3, 4], [])
+    """
+    return list(left) if len(left) > num_stages else []
