@@ -64,11 +64,11 @@ def stay_on(cores: Collection[int]) -> None:
 
 
 def of_messages(left: Sequence[int], num_stages: int) -> list[int]:
-    """Return the cores on which stages read and write messages: those that are left, if front and stages have one each.
+    """Return the cores on which stages read and write messages: those that are left, if there is one for each stage.
 
-    Otherwise none: each does it on its own cores, between its computations.
+    Otherwise none: each does it on its own cores, beside its computations.
 
-    >>> of_messages([2, 3, 4], 2), of_messages([2, 3], 2)
-    ([2, 3, 4], [])
+    >>> of_messages([2, 3], 2), of_messages([2], 2)
+    ([2, 3], [])
     """
-    return list(left) if len(left) > num_stages else []
+    return list(left) if len(left) >= num_stages else []
