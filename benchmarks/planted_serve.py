@@ -230,6 +230,27 @@ SERVE = (
         "Microbatches are so large that queues in the pipe are over the budget.",
     ),
     Bug(
+        "window-over-the-budget",
+        "Tuner.window",
+        "int(self.budget * _MARGIN / slowest + _ROUNDING)",
+        "int(self.budget / slowest)",
+        "Microbatches that take longer than others are over the budget.",
+    ),
+    Bug(
+        "messages-on-the-cores-of-computations",
+        "run_stage",
+        "stay_on(message_cores)",
+        "pass",
+        "A stage's messages interrupt its computations.",
+    ),
+    Bug(
+        "computations-anywhere",
+        "StageService._begun",
+        "stay_on(self._cores)",
+        "pass",
+        "A pinned stage computes on the cores of the front.",
+    ),
+    Bug(
         "checksum-not-checked",
         "check_files",
         "        if digest != expected:",
