@@ -18,7 +18,7 @@ def own_cores() -> list[int]:
     """
     if not hasattr(os, "sched_getaffinity"):
         raise UsageError("--pin needs Linux, which lets a process choose its cores", fix="leave it out")
-    return apart(os.sched_getaffinity(0), processor_of)
+    return first_threads_first(os.sched_getaffinity(0), processor_of)
 
 
 def processor_of(core: int) -> str:
@@ -29,10 +29,10 @@ def processor_of(core: int) -> str:
         return str(core)
 
 
-def apart(cores: Collection[int], processor: Callable[[int], str]) -> list[int]:
+def first_threads_first(cores: Collection[int], processor: Callable[[int], str]) -> list[int]:
     """Return cores in order, those whose processor has come already behind the others.
 
-    >>> apart([0, 1, 2, 3, 5], lambda core: str(core // 2))
+    >>> first_threads_first([0, 1, 2, 3, 5], lambda core: str(core // 2))
     [0, 2, 5, 1, 3]
     """
     first: dict[str, int] = {}
