@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-_CORES = {f"cpu{core}" for core in (os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ())}
-
 
 @dataclass(frozen=True)
 class Timing:
@@ -61,12 +59,9 @@ class Stolen:
 
     @staticmethod
     def _counts() -> list[int]:
-        """Return the first eight counts of the system, summed over the cores that this process started with."""
         try:
-            lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
-            rows = [line[1:9] for line in lines if line[0] in _CORES] or [lines[0][1:9]]
-            return [sum(map(int, column)) for column in zip(*rows, strict=True)]
-        except (OSError, ValueError, IndexError):
+            return [int(name) for name in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        except (OSError, ValueError):
             return [0] * 8
 
     @staticmethod

@@ -24,6 +24,11 @@ OF_FOLDER = {
         "tests/served/test_parts.py",
         "tests/served/test_service.py",
         "tests/served/test_failures.py",
+        "tests/served/test_refusals.py",
+        "tests/served/test_admission.py",
+        "tests/served/test_survives.py",
+        "tests/served/test_identity.py",
+        "tests/served/test_hosts.py",
     ),
     "adapt": ("tests/adapt", "tests/pipeline/test_adapting.py"),
     "checkpoint": (
@@ -112,6 +117,20 @@ LOSSES = (
 
 # Tests of a file that does not share its name with them.
 OF_FILE = {
+    "serve/export": ("tests/served/test_export_sizes.py", "tests/served/test_export.py"),
+    "serve/front/queue.py": ("tests/served/test_admission.py",),
+    "serve/front/answer_sizes.py": ("tests/served/test_admission.py",),
+    "serve/front/service.py": ("tests/served/test_admission.py", "tests/served/test_service.py"),
+    "serve/front/metrics_port.py": ("tests/served/test_survives.py",),
+    "serve/logs.py": ("tests/served/test_survives.py",),
+    "serve/stages/home.py": ("tests/served/test_identity.py",),
+    "serve/stages/keeper.py": ("tests/served/test_survives.py", "tests/served/test_hosts.py"),
+    "serve/stages/remote.py": ("tests/served/test_hosts.py",),
+    "serve/stages/supervisor.py": ("tests/served/test_service.py",),
+    "serve/stage.py": ("tests/served/test_identity.py",),
+    "serve/wire/files.py": ("tests/served/test_identity.py",),
+    "serve/wire/links.py": ("tests/served/test_failures.py",),
+    "serve/wire/protocol.py": ("tests/served/test_service.py",),
     "train/data/own": ("tests/train/test_own_data.py",),
     "train/data/position.py": ("tests/train/test_own_data.py",),
     "train/data/items/fingerprint.py": ("tests/train/test_changed_data.py",),

@@ -210,17 +210,21 @@ def loaded(
         rate = SHARE * peak
         tell(f"poisson: {rate:.1f} a second for {seconds:g} s")
         some = poisson(told["address"], rate, seconds, length)
+        then = by_stage(told, "drumline_stage_compute_seconds_sum")
+        window = metric(told, "drumline_pipe_window")
         slowest = max(busy) / max(full.rows, 1) * full.seconds / wall
     bubble = 1 - sum(busy) / (len(busy) * wall)
     saturated = {
         "seconds": wall, "rows_per_second": peak, "bubble": bubble, "stage_busy_seconds": busy,
+        "stage_row_ms": [seconds / max(full.rows, 1) * 1e3 for seconds in busy],
         "rows_per_microbatch": rows / max(count, 1), **cut,
         "stage_processor_seconds": used, "errors": full.to_json()["errors"], "holds": bubble < MOST_BUBBLE,
     }  # fmt: skip
     told_of = some.to_json()
     in_pipe = told_of["pipe_seconds"]["p99"]
     random = {
-        "rate": rate, "requests": told_of["requests"], "errors": told_of["errors"],
+        "rate": rate, "requests": told_of["requests"], "errors": told_of["errors"], "pipe_window": window,
+        "stage_row_ms": [(then[stage] - after[stage]) / max(some.rows, 1) * 1e3 for stage in sorted(after)],
         "pipe_p50_ms": told_of["pipe_seconds"]["p50"] * 1e3, "pipe_p99_ms": in_pipe * 1e3,
         "latency_p50_ms": told_of["latency_seconds"]["p50"] * 1e3,
         "latency_p99_ms": told_of["latency_seconds"]["p99"] * 1e3,

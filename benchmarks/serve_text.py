@@ -67,6 +67,10 @@ def _overhead(added: dict[str, Any]) -> list[str]:
     ]
 
 
+def _each(load: dict[str, Any]) -> str:
+    return " and ".join(f"{value:.1f} ms" for value in load["stage_row_ms"])
+
+
 def _load(measured: dict[str, Any]) -> list[str]:
     full, some = measured["saturated"], measured["poisson"]
     used = [
@@ -77,6 +81,8 @@ def _load(measured: dict[str, Any]) -> list[str]:
         f"saturated: {full['rows_per_second']:.1f} rows/s, {full['rows_per_microbatch']:.1f} rows a microbatch,"
         f" M {full['microbatches_per_batch']:g}, {full['pipe_window']:g} in the pipe",
         *used,
+        f"  a row takes {_each(full)} in the stages, {_each(some)} at random arrivals,"
+        f" with {some['pipe_window']:g} in the pipe",
         f"poisson: in the pipe p50 {some['pipe_p50_ms']:.1f} ms; requests p50 {some['latency_p50_ms']:.1f},"
         f" p99 {some['latency_p99_ms']:.1f} ms; waiting mean {some['wait_mean_ms']:.1f},"
         f" p99 {some['wait_p99_ms']:.1f} ms; an M/D/1 queue waits {some['md1_wait_mean_ms']:.1f} ms on average",

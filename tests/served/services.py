@@ -8,7 +8,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,18 @@ class Running:
 
     @property
     def cores(self) -> list[set[int]]:
-        """The cores on which each stage may run."""
-        return [os.sched_getaffinity(process) for process in self.processes]
+        """The cores on which each stage computes; it has computed before."""
+        return [min((cores for _, cores in threads_of(process)), key=len) for process in self.processes]
+
+
+def threads_of(process: int) -> list[tuple[int, set[int]]]:
+    """Return the threads of a process, and the cores on which each may run."""
+    threads = [int(name) for name in os.listdir(f"/proc/{process}/task")] if os.path.isdir("/proc") else [process]
+    found = []
+    for thread in threads:
+        with suppress(ProcessLookupError):  # it has ended
+            found.append((thread, os.sched_getaffinity(thread)))
+    return found
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from drumline.serve.session import Session
 from drumline.serve.wire.manifest import Sizes, Tensor
 from drumline.serve.wire.tensors import Refused, check_values
 from drumline.train.export_models import _resizing
-from matrices import long, mainly
+from matrices import mainly
 from refused import refused
 from served.model_fuzz import drawn_model, exported_or_refused, wrong_answers
 
@@ -121,10 +121,9 @@ def test_one_row_is_compared_with_pytorch_whatever_the_exporter_takes_it_for(tmp
         export(subject, tmp_path / "out", num_stages=1)
 
 
-@long
-@pytest.mark.parametrize(
+@mainly(
     "mixed",
-    [
+    *[
         lambda model, x: x - x.float().mean(),
         lambda model, x: x / x.sum(1).max(),
         lambda model, x: x + x.roll(1, 0),
@@ -152,6 +151,13 @@ def test_bounds_of_lookups_are_followed_through_casts_sums_and_reshapes() -> Non
     for value in (-2, 9):
         with pytest.raises(Refused, match=f"the value {value}; expected -1 to 8"):
             check_values(tensor, np.array([[value, 8]]))
+
+
+def test_numbers_that_a_cast_wraps_are_not_bound_by_the_lookup_behind_it() -> None:
+    model = Function(lambda model, x: model.table(x.to(torch.uint8).int() - 1))
+    example = {"x": torch.ones(4, 12, dtype=torch.int64)}
+    assert model(example["x"] + 256).equal(model(example["x"]))
+    assert bounds_of(traced(model, example, CHANGING, {"length": 64}), ["x"]) == {}
 
 
 def test_lookups_refuse_negative_numbers_where_pytorch_does(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import pytest
 
 from drumline.core.errors import LaunchError, RecordError, UsageError
 from drumline.core.measured.run import read_run
+from drumline.serve.cores import own_cores
 from drumline.serve.wire.frames import EXPORT
 from drumline.serve.wire.links import PLAIN, Tls, check_exposed, connect
 from drumline.serve.wire.loops import run_to_end
@@ -43,6 +44,7 @@ from served.services import (
     rows_of,
     serving,
     status_of,
+    threads_of,
     together,
     waiting_for,
     write_served,
@@ -67,7 +69,8 @@ def _compare(channel: Any, x: Array) -> None:
 
 def test_a_killed_stage_comes_back_and_all_requests_but_those_it_computed_are_repeated(served_folder: Path) -> None:
     pin = len(os.sched_getaffinity(0)) > 1
-    with serving(served_folder, pin=pin) as running:
+    with serving(served_folder, pin=pin) as running, channel_to(running.address) as first:
+        _compare(first, rows_of(2))
         before = running.cores
         codes: list[tuple[grpc.StatusCode, str]] = []
         killed = threading.Event()
@@ -94,6 +97,20 @@ def test_a_killed_stage_comes_back_and_all_requests_but_those_it_computed_are_re
         assert running.cores == before  # of its own again
         assert not pin or all(len(group) == 1 for group in before)
         assert not pin or before[0] != before[1]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_stage_computes_on_its_own_cores_and_reads_messages_on_those_that_are_left(
+    served_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = sorted(os.sched_getaffinity(0))
+    monkeypatch.setattr("drumline.serve.front.lifecycle.of_messages", lambda left, num_stages: own[:1])
+    with serving(served_folder, pin=True) as running, channel_to(running.address) as channel:
+        _compare(channel, rows_of(2))
+        for number, process in enumerate(running.processes):
+            cores = dict(threads_of(process))
+            assert cores[process] == set(own[:1])  # the main thread has the number of its process
+            assert [group for group in cores.values() if group == {own_cores()[number]}]
 
 
 @long
@@ -130,13 +147,13 @@ def test_too_many_requests_are_refused_and_the_rest_answered(slow_folder: Path) 
 
 
 def test_more_requests_than_grpc_takes_are_refused_and_none_cancelled(served_folder: Path) -> None:
-    """A stage that stands still lets thousands gather in front of the port."""
+    """A stage that stands still lets thousands gather in front of the port. gRPC would cancel many beyond 1,000."""
 
     async def ask(address: str, go_on: Callable[[], None]) -> list[grpc.StatusCode]:
         async with connect(address, PLAIN, 2**20) as channel:
             infer = channel.unary_unary(f"/{SERVICE}/ModelInfer")
             body = request_of({"x": rows_of(1)}).SerializeToString()
-            calls = [infer(body, timeout=120) for _ in range(4000)]
+            calls = [infer(body, timeout=120) for _ in range(2000)]
             refusing = [asyncio.ensure_future(call.code()) for call in calls]
             await asyncio.wait(refusing, return_when=asyncio.FIRST_COMPLETED)
             go_on()

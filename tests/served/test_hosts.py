@@ -59,13 +59,11 @@ def _command(folder: Path, number: int, addresses: list[str], *more: str) -> lis
 
 
 @contextmanager
-def hosted_stage(folder: Path, number: int, addresses: list[str], *more: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a stage by its own command; yields it once the stage is ready."""
+def _begun(folder: Path, number: int, addresses: list[str], *more: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a stage by its own command."""
     command = _command(folder, number, addresses, *more)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as popen:
         try:
-            assert popen.stdout is not None
-            assert popen.stdout.readline() == "ready\n"
             yield popen
         finally:
             popen.terminate()
@@ -73,12 +71,25 @@ def hosted_stage(folder: Path, number: int, addresses: list[str], *more: str) ->
     assert popen.returncode == 0
 
 
+def _ready(popen: subprocess.Popen[str]) -> subprocess.Popen[str]:
+    assert popen.stdout is not None
+    assert popen.stdout.readline() == "ready\n"
+    return popen
+
+
+@contextmanager
+def hosted_stage(folder: Path, number: int, addresses: list[str], *more: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a stage; yields it once it is ready."""
+    with _begun(folder, number, addresses, *more) as popen:
+        yield _ready(popen)
+
+
 @contextmanager
 def hosted(folder: Path, addresses: list[str], *more: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start all stages, the last one first."""
+    """Start all stages at once; yields them once they are ready."""
     with ExitStack() as stack:
-        numbers = range(len(addresses) - 1, -1, -1)
-        yield [stack.enter_context(hosted_stage(folder, number, addresses, *more)) for number in numbers][::-1]
+        numbers = range(len(addresses))
+        yield [*map(_ready, [stack.enter_context(_begun(folder, number, addresses, *more)) for number in numbers])]
 
 
 def _counts(running: Running, line: str) -> bool:
@@ -136,19 +147,22 @@ def test_a_stage_that_is_killed_on_its_host_comes_back_from_its_copy_and_is_coun
 def test_a_stage_of_another_export_on_a_host_is_not_used_and_requests_wait_for_the_right_one(tmp_path: Path) -> None:
     folder, other, addresses = write_served(tmp_path / "tanh"), write_served(tmp_path / "other", repeat=3), _free()
     x = rows_of(3)
-    with hosted_stage(folder, 0, addresses), ExitStack() as stack:
-        right = stack.enter_context(hosted_stage(folder, 1, addresses))
-        running = stack.enter_context(serving(folder, hosts=tuple(addresses), timeout=3.0))
-        channel = stack.enter_context(channel_to(running.address))
+    with (
+        hosted(folder, addresses) as (_, right),
+        serving(folder, hosts=tuple(addresses)) as running,
+        channel_to(running.address) as channel,
+    ):
         np.testing.assert_allclose(inferred(channel, {"x": x})["y"], expected(x), atol=1e-6)
         right.terminate()
         right.wait()
         with hosted_stage(other, 1, addresses):
             waiting_for(lambda: running.started.stages.down == [1])
-            code, why = status_of(lambda: inferred(channel, {"x": x}))
+            request = request_of({"x": x})
+            request.parameters["timeout"].int64_param = 500_000
+            code, why = status_of(lambda: stub(channel, "ModelInfer")(request, timeout=60))
             assert (code, why) == (
                 grpc.StatusCode.DEADLINE_EXCEEDED,
-                "no answer within 3 seconds; stage 1 does not answer",
+                "no answer within 0.5 seconds; stage 1 does not answer",
             )
             assert not stub(channel, "ServerReady")(message("ServerReadyRequest")(), timeout=60).ready
         with hosted_stage(folder, 1, addresses):

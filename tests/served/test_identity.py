@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -108,7 +109,7 @@ def test_a_stage_does_not_start_on_another_export_than_its_front_serves(tmp_path
     folder = write_served(tmp_path / "tanh")
     started = run_stage(folder, 1, "127.0.0.1:0", "", threads=1, limit=2, max_bytes=LIMIT, export="0" * 64)
     with refused(RecordError, "is another export", expected="000000000000"):
-        run_to_end(started)
+        run_to_end(asyncio.wait_for(started, 60))
 
 
 def _external(folder: Path, location: str) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -32,6 +35,7 @@ from some import some
 
 pytestmark = pytest.mark.slow
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
+LISTENS = "0A"  # how Linux notes a socket that waits for connections
 
 
 def test_tritons_client_gets_state_metadata_and_the_right_answer(running: Running) -> None:
@@ -213,3 +217,21 @@ def test_tritons_timeout_is_honoured(running: Running) -> None:
         code, why = status_of(lambda: stub(channel, "ModelInfer")(request, timeout=60))
     assert code is INVALID
     assert "expected microseconds, 1 or more" in why
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs Linux, which lists the ports of a process")
+def test_stages_of_this_machine_listen_on_sockets_of_this_user_and_on_no_port(running: Running) -> None:
+    assert [address.partition(":")[0] for address in running.started.stages.addresses] == ["unix", "unix"]
+    assert listening(os.getpid())  # the front itself
+    assert [listening(process) for process in running.processes] == [[], []]
+
+
+def listening(process: int) -> list[str]:
+    """Return the addresses on which a process listens for connections from any machine or user."""
+    opened = set()
+    for path in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            opened.add(os.readlink(path))
+    tables = [Path(f"/proc/{process}/net/{name}") for name in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+    return [words[1] for words in lines if words[3] == LISTENS and f"socket:[{words[9]}]" in opened]

@@ -82,6 +82,7 @@ def test_a_stage_that_cannot_be_started_is_started_once_it_can_and_until_then_th
 ) -> None:
     system = System(asyncio.create_subprocess_exec, error)
     monkeypatch.setattr(asyncio, "create_subprocess_exec", system)
+    monkeypatch.setattr("drumline.serve.stages.keeper._LONGEST_PAUSE", 0.1)
     with serving(served_folder) as running, channel_to(running.address) as channel:
         live, ask = stub(channel, "ServerLive"), message("ServerLiveRequest")()
         assert live(ask, timeout=60).live

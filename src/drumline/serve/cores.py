@@ -18,7 +18,7 @@ def own_cores() -> list[int]:
     """
     if not hasattr(os, "sched_getaffinity"):
         raise UsageError("--pin needs Linux, which lets a process choose its cores", fix="leave it out")
-    return apart(os.sched_getaffinity(0), processor_of)
+    return first_threads_first(os.sched_getaffinity(0), processor_of)
 
 
 def processor_of(core: int) -> str:
@@ -29,10 +29,10 @@ def processor_of(core: int) -> str:
         return str(core)
 
 
-def apart(cores: Collection[int], processor: Callable[[int], str]) -> list[int]:
+def first_threads_first(cores: Collection[int], processor: Callable[[int], str]) -> list[int]:
     """Return cores in order, those whose processor has come already behind the others.
 
-    >>> apart([0, 1, 2, 3, 5], lambda core: str(core // 2))
+    >>> first_threads_first([0, 1, 2, 3, 5], lambda core: str(core // 2))
     [0, 2, 5, 1, 3]
     """
     first: dict[str, int] = {}
@@ -61,3 +61,14 @@ def shares(cores: Sequence[int], num_stages: int, threads: int) -> list[list[int
 def stay_on(cores: Collection[int]) -> None:
     """Keep this process, and all threads that it starts from now on, on some cores."""
     os.sched_setaffinity(0, cores)
+
+
+def of_messages(left: Sequence[int], num_stages: int) -> list[int]:
+    """Return the cores on which stages read and write messages: those that are left, if there is one for each stage.
+
+    Otherwise none: each does it on its own cores, beside its computations.
+
+    >>> of_messages([2, 3], 2), of_messages([2], 2)
+    ([2, 3], [])
+    """
+    return list(left) if len(left) >= num_stages else []

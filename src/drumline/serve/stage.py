@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,21 +48,30 @@ async def run_stage(
     ledger: Ledger | None = None,
     export: str = "",
     past: StagePast | None = None,
+    cores: Sequence[int] = (),
+    message_cores: Sequence[int] = (),
 ) -> None:
     """Serve a stage until told to stop; prints `ready` once it can compute.
 
-    `export` is the digest that the manifest must have.
+    `export` is the digest that the manifest must have. It computes on `cores`, and where there are `message_cores`,
+    all else happens on those.
     """
+    if cores:
+        stay_on(cores)
     manifest = read_manifest(folder)
     check_place(number, len(manifest.stages), following)
     if export and manifest.digest != export:
         raise RecordError(f"{folder} is another export, {manifest.digest[:12]}", expected=export[:12])
     session = Session(folder, manifest, number, threads=threads)
     session.warm_up()
+    if message_cores:  # all threads from here on, but for that of computations
+        stay_on(message_cores)
     server = grpc.aio.server(options=options(max_bytes), maximum_concurrent_rpcs=4 * limit)
     channel = connect(following, tls, max_bytes) if following else None
     behind = None if channel is None else _following(channel, manifest, number + 1, max_bytes)
-    service = StageService(manifest, number, session, following=behind, limit=limit, ledger=ledger, past=past)
+    service = StageService(
+        manifest, number, session, following=behind, limit=limit, ledger=ledger, past=past, cores=cores
+    )
     flows = Flows(service.answer, export=manifest.handshake(number), max_bytes=max_bytes)
     server.add_generic_rpc_handlers((*service.handlers(), flows.handlers()))
     healthy = health.aio.HealthServicer()
@@ -122,10 +132,8 @@ def _end_with_parent(home: str) -> None:
 
 
 def main(text: str) -> int:
-    """Run a stage as the front starts it: by the arguments of `run_stage` as JSON, and the cores to stay on."""
+    """Run a stage as the front starts it: by the arguments of `run_stage` as JSON."""
     arguments = json.loads(text)
-    if cores := arguments.pop("cores"):
-        stay_on(cores)
     threading.Thread(target=_end_with_parent, args=(arguments.pop("home"),), daemon=True).start()
     np.seterr(all="ignore")
     folder, ledger = Path(arguments.pop("folder")), Ledger(Path(arguments.pop("ledger")))

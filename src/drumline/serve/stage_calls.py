@@ -23,6 +23,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from drumline.serve.cores import stay_on
 from drumline.serve.ledger import Ledger
 from drumline.serve.session import Running, Session
 from drumline.serve.wire.flow import CallStream
@@ -70,8 +71,9 @@ class StageService:
         limit: int,
         ledger: Ledger | None = None,
         past: StagePast | None = None,
+        cores: Sequence[int] = (),
     ) -> None:
-        self.number, self.limit = number, limit
+        self.number, self.limit, self._cores = number, limit, cores
         self._past = past or StagePast()
         self.ledger = ledger or Ledger()
         self._manifest, self._mine = manifest, manifest.stages[number]
@@ -83,6 +85,8 @@ class StageService:
         self._is_stopping = False
 
     def _begun(self) -> None:
+        if self._cores:
+            stay_on(self._cores)
         # With more threads it may be theirs to work, while this one waits.
         if self._session.threads == 1 and hasattr(time, "pthread_getcpuclockid"):
             self._clock = time.pthread_getcpuclockid(threading.get_ident())

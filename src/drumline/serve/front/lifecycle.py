@@ -17,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from drumline.core.errors import UsageError, counted
-from drumline.serve.cores import own_cores, shares, stay_on
+from drumline.serve.cores import of_messages, own_cores, shares, stay_on
 from drumline.serve.front.answer_sizes import AnswerSizes
 from drumline.serve.front.metrics import Metrics
 from drumline.serve.front.metrics_port import MetricsPort
@@ -164,6 +164,7 @@ def _stages(settings: ServiceSettings, manifest: Manifest, log: EventLog, metric
     if settings.hosts:
         return RemoteStages(settings.hosts, manifest, tls=settings.tls, log=log, restarted=restarted)
     cores: list[list[int]] = []
+    left: list[int] = []
     if settings.pin:
         *cores, left = shares(own_cores(), len(manifest.stages), settings.threads)
         if left:
@@ -179,6 +180,7 @@ def _stages(settings: ServiceSettings, manifest: Manifest, log: EventLog, metric
         restarted=restarted,
         hang=settings.hang,
         cores=cores,
+        message_cores=of_messages(left, len(manifest.stages)),
     )
 
 

@@ -3,7 +3,7 @@
 A stage takes `fixed + each x rows` seconds, fitted to its last microbatches of the same shape. Two bounds follow from
 the budget, the seconds that a microbatch may spend between entering the first stage and leaving the last:
 
-    window x slowest(rows) <= budget       so many microbatches in the pipe queue no longer than that
+    window x slowest(rows) <= 0.85 budget  so many microbatches in the pipe queue no longer than that
     window = 2 per stage where that fits   one that computes and one that waits: then no stage runs dry
 
 Within them, M follows from the queue. While more waits behind a batch, the pipe stays full whatever M is, and few large
@@ -23,7 +23,8 @@ from drumline.serve.front.tickets import Signature
 
 _FADE = 0.97  # weight of the past with every new microbatch
 _MOST_SHAPES = 256
-_MARGIN = 0.9  # of the budget: what is left is for messages
+_MARGIN = 0.85  # of the budget: what is left is for messages, and for microbatches that take longer than others
+_ROUNDING = 1e-9
 _MOST_CUTS = 64
 _ANY_NUMBER = 2**62
 
@@ -124,7 +125,7 @@ class Tuner:
         if self.fixed_window:
             return self.fixed_window
         slowest = self._slowest(self.lines.get(signature, []), self.most_rows(signature))
-        fits = int(self.budget / slowest) if slowest > 0 else 2 * self.num_stages
+        fits = int(self.budget * _MARGIN / slowest + _ROUNDING) if slowest > 0 else 2 * self.num_stages
         return max(self.num_stages, min(2 * self.num_stages, fits))
 
     def sizes(self, signature: Signature, rows: int, *, behind: bool) -> list[int]:

@@ -52,6 +52,7 @@ async def host_stage(
         "max_bytes": max_bytes,
         "tls": asdict(tls),
         "cores": [],
+        "message_cores": [],
     }
     keeper = StageKeeper(arguments, home.path, log=log, hang=hang)
     try:

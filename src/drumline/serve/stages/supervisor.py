@@ -87,6 +87,7 @@ class LocalStages(ServedStages):
         restarted: Callable[[int], None],
         hang: float = 0.0,
         cores: Sequence[Sequence[int]] = (),
+        message_cores: Sequence[int] = (),
     ) -> None:
         count = len(manifest.stages)
         self._folder, self._manifest, self._home = folder, manifest, ModelHome()
@@ -101,6 +102,7 @@ class LocalStages(ServedStages):
                     "address": self.addresses[number],
                     "following": self.addresses[number + 1] if number + 1 < count else "",
                     "cores": list(cores[number]) if cores else [],
+                    "message_cores": list(message_cores),
                 },
                 self._home.path,
                 log=log,
