@@ -19,6 +19,7 @@ from some import some
 
 transformers: Any = needed("transformers", extra="hf")
 from drumline.core.timeline.idle import Cause  # noqa: E402
+from drumline.integrations.trainer import PipelineTrainer  # noqa: E402
 from drumline.integrations.transformers import Trainer  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -120,6 +121,24 @@ def test_another_trainer_in_between_changes_nothing(tmp_path: Path) -> None:
     assert differences(outcome(trainer), outcome(plain)) == []
 
 
+class Theirs(transformers.Trainer):  # type: ignore[misc]
+    """A trainer with a step of its own, in which fewer labels count."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Tensor:
+        labels = inputs["labels"].masked_fill(inputs["labels"] % 2 == 0, -100)
+        loss: Tensor = super().training_step(model, {**inputs, "labels": labels}, *args, **named)
+        return loss
+
+
+def test_the_step_of_a_trainer_behind_the_mixin_is_made_for_every_microbatch(tmp_path: Path) -> None:
+    mixed = type("Mixed", (PipelineTrainer, Theirs), {})
+    trainer = Making(mixed, tmp_path / "mine", tmp_path, IN_PROCESS)(llama())
+    plain = Making(Theirs, tmp_path / "theirs", tmp_path)(llama())
+    trainer.train()
+    plain.train()
+    assert differences(outcome(trainer), outcome(plain)) == []
+
+
 LINES: dict[str, dict[str, Any]] = {
     "lines": {"mesh": {"pp": 2, "dp": 2}},
     "lines that divide the state": {"mesh": {"pp": 2, "dp": 2}, "zero": 1},
@@ -137,7 +156,9 @@ def on_lines(settings: dict[str, Any], folder: Path) -> Outcome:
     if "zero" not in settings:
         again = make(llama(), **GIVEN, gradient_accumulation_steps=2, output_dir=str(folder / "again"))
         again.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-2"))
-    return outcome(trainer, after=after, again=outcome(again)["weights"], reads=reads(trainer))
+    return outcome(
+        trainer, after=after, again=outcome(again)["weights"], reads=reads(trainer), device=str(trainer.args.device)
+    )
 
 
 def reads(trainer: Any) -> list[int]:
@@ -160,6 +181,7 @@ def test_two_lines_train_as_one_process_with_twice_the_accumulation(name: str, t
     every_rank = dl.launch(on_lines, LINES[name], tmp_path / "mine", num_ranks=4)
     tokens = reads(plain)
     for each in every_rank:
+        assert each["device"] == "cpu"  # what torch.load takes
         for entry, other in zip(each["log"], wanted["log"], strict=True):
             for number in ("loss", "grad_norm", "learning_rate", "step", "epoch", "train_loss"):
                 assert (number in entry) == (number in other)

@@ -71,7 +71,7 @@ def check_version(trainer: type = transformers.Trainer) -> None:
             raise UsageError(
                 f"transformers {transformers.__version__} with accelerate {accelerate.__version__} has no "
                 f"Trainer.{name}({', '.join(wanted)})",
-                expected="a version like those that Drumline was tested with: transformers 5.22, accelerate 1.15",
+                expected="versions that Drumline was tested with: transformers 5.17 to 5.22, accelerate 1.15",
                 fix="install one of these, or a newer Drumline",
             )
 

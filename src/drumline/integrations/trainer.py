@@ -38,6 +38,7 @@ class PipelineTrainer(TrainerFiles):
     ...     "Theirs, on a pipeline."
     """
 
+    current_gradient_accumulation_steps: int  # of the trainer
     _calls_once = True  # whether compute_loss calls the model once for each microbatch
 
     def __init__(self, *args: Any, pipeline: Mapping[str, Any] | None = None, **named: Any) -> None:
@@ -46,7 +47,7 @@ class PipelineTrainer(TrainerFiles):
         self._settings = dict(pipeline or {})
         self._pipe: Pipeline | None = None
         self._inputs: list[Any] = []  # of the microbatches of an update, until its last one comes
-        self._num_batches, self._num_real = 1, 1
+        self._num_real = 1
         self._running: list[Any] = []  # the inputs of the step that runs
         self._finish: Callable[[Any, Any], Any] = lambda output, inputs: None
         self._predicted: deque[Any] = deque()
@@ -117,9 +118,9 @@ class PipelineTrainer(TrainerFiles):
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """Note how many microbatches come, and count the labels of all lines."""
+        """Count the labels of all lines."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._num_batches, self._inputs = len(batches), []
+        self._inputs = []
         if isinstance(num_items, Tensor) and self.args.average_tokens_across_devices and self.args.world_size > 1:
             num_items = self.pipeline.axes.summed(num_items, "dp")
         return batches, num_items
@@ -127,28 +128,21 @@ class PipelineTrainer(TrainerFiles):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Take a microbatch; with the last one of an update, run all of them, and return their loss."""
         self._inputs.append(inputs)
-        if len(self._inputs) < self._num_batches:
+        if len(self._inputs) < self.current_gradient_accumulation_steps:
             return torch.zeros((), device=self.args.device)
         batches, self._inputs = self._inputs, []
         if len(batches) < self.args.gradient_accumulation_steps:
             refuse_short(self.model, len(batches), self.args)
         self.callback_handler.model = StandIn(self.model, _refused, "a callback")
-        self.model.train()
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
+        losses: list[Tensor] = []  # of which the trainer asks the gradients: the pipeline computes these
+        self.accelerator.backward = lambda loss, **_: losses.append(loss)
 
         def loss_of(model: Any, inputs: Any) -> Tensor:
-            with self.compute_loss_context_manager():
-                loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-                return loss
+            super(PipelineTrainer, self).training_step(model, inputs, num_items_in_batch)
+            return losses.pop()
 
-        scaled = getattr(self, "loss_is_scaled_for_ga", None)  # since transformers 5.19
-        if scaled is None:
-            by_model = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-            scaled = by_model or self.compute_loss_func is not None
-        # The pipeline takes the mean over the microbatches; the trainer, the sum of what it divides by itself.
-        factor = len(batches) if scaled else 1
-        self._finish = lambda model, inputs: loss_of(model, inputs) * factor
+        # The pipeline takes the mean over the microbatches, and the trainer has divided each loss by their number.
+        self._finish = lambda model, inputs: loss_of(model, inputs) * len(batches)
         loss: Tensor = self._run(self.pipeline.step, batches, loss_of).loss
         return loss.to(self.args.device, torch.float32)
 
