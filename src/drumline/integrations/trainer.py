@@ -39,6 +39,7 @@ class PipelineTrainer(TrainerFiles):
     """
 
     current_gradient_accumulation_steps: int  # of the trainer
+    _finish: Callable[[Any, Any], Tensor]  # makes a microbatch's loss, while a step runs
     _calls_once = True  # whether compute_loss calls the model once for each microbatch
 
     def __init__(self, *args: Any, pipeline: Mapping[str, Any] | None = None, **named: Any) -> None:
@@ -49,7 +50,6 @@ class PipelineTrainer(TrainerFiles):
         self._inputs: list[Any] = []  # of the microbatches of an update, until its last one comes
         self._num_real = 1
         self._running: list[Any] = []  # the inputs of the step that runs
-        self._finish: Callable[[Any, Any], Any] = lambda output, inputs: None
         self._predicted: deque[Any] = deque()
         self._answers = False  # whether compute_loss runs to its end, on this rank alone
         super().__init__(*args, **named)
@@ -97,7 +97,8 @@ class PipelineTrainer(TrainerFiles):
         self.args.accelerator_config.dispatch_batches = False  # every rank reads the data itself
         begin(self.args)
         super().create_accelerator_and_postprocess()
-        self.accelerator.clip_grad_norm_ = lambda _, *norms: self.pipeline.clip_grad_norm_(*norms)
+        trainer = weakref.proxy(self)  # a trainer that is dropped ends at once, and so do processes that load its data
+        self.accelerator.clip_grad_norm_ = lambda _, *norms: trainer.pipeline.clip_grad_norm_(*norms)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: the pipeline moves this rank's stages."""
@@ -142,11 +143,16 @@ class PipelineTrainer(TrainerFiles):
             return losses.pop()
 
         # The pipeline takes the mean over the microbatches, and the trainer has divided each loss by their number.
-        self._finish = lambda model, inputs: loss_of(model, inputs) * len(batches)
-        loss: Tensor = self._run(self.pipeline.step, batches, loss_of).loss
+        def finish(model: Any, inputs: Any) -> Tensor:
+            return loss_of(model, inputs) * len(batches)
+
+        loss: Tensor = self._run(self.pipeline.step, batches, loss_of, finish).loss
         return loss.to(self.args.device, torch.float32)
 
-    def _run(self, step: Callable[..., Any], batches: list[Any], asks: Callable[[Any, Any], Any]) -> Any:
+    def _run(
+        self, step: Callable[..., Any], batches: list[Any], asks: Callable[[Any, Any], Any],
+        finish: Callable[[Any, Any], Tensor],
+    ) -> Any:  # fmt: skip
         """Run microbatches through the pipeline; where there are too few, repeat one that then counts nothing."""
         self._num_real = len(batches)
         size = self.args.gradient_accumulation_steps
@@ -159,7 +165,11 @@ class PipelineTrainer(TrainerFiles):
         missing = size - len(batches)
         self._running += self._running[-1:] * missing
         args, named = self._asked(microbatches(calls + calls[-1:] * missing))
-        return step(*args, target=Microbatches(range(size)), **named)
+        self._finish = finish
+        try:
+            return step(*args, target=Microbatches(range(size)), **named)
+        finally:
+            del self._finish
 
     def _call_of(self, asks: Callable[[Any, Any], Any], inputs: Any) -> Call:
         return call_of(self.model, lambda model: asks(model, copied(inputs)))
@@ -198,11 +208,8 @@ class PipelineTrainer(TrainerFiles):
     ) -> Any:  # fmt: skip
         """Evaluate several batches at once; the rank with the last stage computes the metrics, and tells all."""
         only_loss = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        ahead = _Ahead(
-            dataloader,
-            self.args.gradient_accumulation_steps,
-            lambda batches: self._predict(batches, only_loss, ignore_keys),
-        )
+        trainer, size = weakref.proxy(self), self.args.gradient_accumulation_steps
+        ahead = _Ahead(dataloader, size, lambda batches: trainer._predict(batches, only_loss, ignore_keys))
         outcome = super().evaluation_loop(ahead, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         results = self.pipeline.gather((outcome, self._draws.states()) if self._has_loss else None)
         outcome, states = next(each for each in results if each is not None)
@@ -231,9 +238,8 @@ class PipelineTrainer(TrainerFiles):
             return torch.zeros((), device=self.args.device)
 
         self.model.eval()
-        self._finish = finish
         with seen_as(num_processes=1):  # every line evaluates all data
-            self._run(self.pipeline.eval_step, batches, asks)
+            self._run(self.pipeline.eval_step, batches, asks, finish)
         outcomes = answers if self._has_loss else [(None, None, None)] * len(batches)
         self._predicted = deque(zip(batches, outcomes, strict=True))
 
@@ -286,7 +292,7 @@ class _Wrapped(StandIn):
 
     def __init__(self, trainer: PipelineTrainer) -> None:
         super().__init__(trainer.model, _refused, "the trainer")
-        self._trainer = trainer
+        self._trainer = weakref.proxy(trainer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

@@ -162,12 +162,7 @@ class DPOTrainer(_LogProbabilities, trl.DPOTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Make an accelerator that leaves the reference as it is: its pipeline moves this rank's stages."""
         super().create_accelerator_and_postprocess()
-        prepare = self.accelerator.prepare_model
-
-        def prepared(model: Any, *args: Any, evaluation_mode: bool = False, **named: Any) -> Any:
-            return model if evaluation_mode else prepare(model, *args, evaluation_mode=False, **named)
-
-        self.accelerator.prepare_model = prepared
+        self.accelerator.prepare_model = _prepared
 
     def _asked(self, call: Any) -> Any:
         """Run the reference on the same rows."""
@@ -206,6 +201,11 @@ class DPOTrainer(_LogProbabilities, trl.DPOTrainer):
             return super()._answer(output, number)
         finally:
             self.ref_model = reference
+
+
+def _prepared(model: Any, *_: Any, **__: Any) -> Any:
+    """Return a model as it is."""
+    return model
 
 
 def without_adapters(model: Any, switched: ExitStack) -> Any:
