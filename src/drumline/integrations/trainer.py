@@ -17,13 +17,20 @@ import torch
 from accelerate.utils import convert_to_fp32, recursively_apply
 from torch import Tensor, nn
 
-from drumline.core.errors import UsageError
-from drumline.integrations.calls import Call, StandIn, answered, call_of, copied, microbatches, unchanged
 from drumline.integrations.checkpoints import TrainerFiles
-from drumline.integrations.draws import TrainerDraws
-from drumline.integrations.refused import check, check_given, check_pipeline, check_version, refuse_short, updated_by
+from drumline.integrations.refused import (
+    check,
+    check_given,
+    check_pipeline,
+    check_short,
+    check_version,
+    refuse,
+    updated_by,
+)
 from drumline.integrations.replica import begin, declare, seen_as
 from drumline.model.microbatches import Microbatches
+from drumline.pipeline.calls.draws import TwiceDrawn
+from drumline.pipeline.calls.functions import Functions, StandIn, copied
 from drumline.pipeline.pipeline import Pipeline
 
 
@@ -53,7 +60,7 @@ class PipelineTrainer(TrainerFiles):
         self._predicted: deque[Any] = deque()
         self._answers = False  # whether compute_loss runs to its end, on this rank alone
         super().__init__(*args, **named)
-        self._draws = TrainerDraws(self.args.seed, torch.device(self.args.device))
+        self._draws = TwiceDrawn(self.args.seed, torch.device(self.args.device))
 
     # ---- the pipeline ------------------------------------------------------------------------------------------------
 
@@ -71,13 +78,14 @@ class PipelineTrainer(TrainerFiles):
         chosen = {"seed": args.seed, "device": args.device, **settings}
         if args.gradient_checkpointing:
             chosen.setdefault("checkpoint", "full")
+        trainer: Any = weakref.ref(self)  # nobody who looks at the loss function looks at all of the trainer
         pipe = Pipeline(
             model,
             **chosen,
             num_microbatches=args.gradient_accumulation_steps,
             precision="bf16" if args.bf16 else "fp32",
-            loss_fn=_Loss(self),
-            loss_weight=_Weight(self),
+            loss_fn=lambda output, target: trainer()._answer(output, target),
+            loss_weight=lambda target: float(target < trainer()._num_real),  # one that is repeated counts nothing
         )
         if model is self.model:
             check_pipeline(self, pipe, names)
@@ -133,7 +141,7 @@ class PipelineTrainer(TrainerFiles):
             return torch.zeros((), device=self.args.device)
         batches, self._inputs = self._inputs, []
         if len(batches) < self.args.gradient_accumulation_steps:
-            refuse_short(self.model, len(batches), self.args)
+            check_short(self.model, len(batches), self.args.gradient_accumulation_steps)
         self.callback_handler.model = StandIn(self.model, _refused, "a callback")
         losses: list[Tensor] = []  # of which the trainer asks the gradients: the pipeline computes these
         self.accelerator.backward = lambda loss, **_: losses.append(loss)
@@ -157,22 +165,19 @@ class PipelineTrainer(TrainerFiles):
         self._num_real = len(batches)
         size = self.args.gradient_accumulation_steps
         self._running = [self._prepare_inputs(batch) for batch in batches]
-        calls = []
-        with unchanged(self, self._running):
+        self._functions, calls = Functions(self.model), []
+        with self._functions.unchanged(self, self._running):
             for number, inputs in enumerate(self._running):
                 with self._draws.noted(number):
-                    calls.append(self._call_of(asks, inputs))
+                    calls.append(self._functions.call_of(lambda model, inputs=inputs: asks(model, copied(inputs))))
         missing = size - len(batches)
         self._running += self._running[-1:] * missing
-        args, named = self._asked(microbatches(calls + calls[-1:] * missing))
+        args, named = self._asked(self._functions.together(calls + calls[-1:] * missing))
         self._finish = finish
         try:
             return step(*args, target=Microbatches(range(size)), **named)
         finally:
             del self._finish
-
-    def _call_of(self, asks: Callable[[Any, Any], Any], inputs: Any) -> Call:
-        return call_of(self.model, lambda model: asks(model, copied(inputs)))
 
     def _asked(self, call: Any) -> Any:
         """Return what the pipeline's model is called with, where a trainer asks for more than it can."""
@@ -187,8 +192,7 @@ class PipelineTrainer(TrainerFiles):
         quiet = torch.autocast(torch.device(self.pipeline.device).type, enabled=False)
         try:
             with quiet, self._draws.again(min(number, self._num_real - 1), self.state.global_step):
-                return answered(
-                    self.model,
+                return self._functions.answered(
                     lambda named: answer(output, named),
                     lambda model: self._finish(model, inputs),
                     once=self._calls_once,
@@ -247,10 +251,8 @@ class PipelineTrainer(TrainerFiles):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add to a step's log how long ranks were idle, and why, as shares of the step."""
-        if self._answers:
-            raise UsageError(
-                "compute_loss calls log()", expected="logs that all ranks write: only one of them computes the loss"
-            )
+        alone = "logs that all ranks write: only one of them computes the loss"
+        refuse((self._answers, "compute_loss calls log()", alone, "log in a callback"))
         if "loss" in logs and self._settings.get("record", True):
             timeline = self.pipeline.timeline()
             whole = timeline.num_ranks * timeline.makespan
@@ -264,27 +266,6 @@ class PipelineTrainer(TrainerFiles):
 def _is_loss(value: Any) -> bool:
     """Whether a value may be a loss, which trainers scale in place."""
     return isinstance(value, Tensor) and value.dim() == 0
-
-
-class _OfTrainer:
-    """A function of a trainer that keeps no trainer alive; nobody who looks at it looks at all of that."""
-
-    def __init__(self, trainer: PipelineTrainer) -> None:
-        self._trainer: Any = weakref.ref(trainer)
-
-
-class _Loss(_OfTrainer):
-    """The pipeline's loss function."""
-
-    def __call__(self, output: Any, target: int) -> Any:
-        return self._trainer()._answer(output, target)
-
-
-class _Weight(_OfTrainer):
-    """How much a microbatch counts: nothing, if it repeats another one."""
-
-    def __call__(self, target: int) -> float:
-        return float(target < self._trainer()._num_real)
 
 
 class _Wrapped(StandIn):
@@ -302,11 +283,11 @@ class _Wrapped(StandIn):
 
 
 def _refused(*_: Any, **__: Any) -> None:
-    raise UsageError(
-        "the model is called outside of compute_loss, in training",
-        expected="calls in compute_loss: other ranks hold parts of the model",
-        fix="call trainer.evaluate or trainer.predict, or the model after train()",
-    )
+    refuse((
+        True, "the model is called outside of compute_loss, in training",
+        "calls in compute_loss: other ranks hold parts of the model",
+        "call trainer.evaluate or trainer.predict, or the model after train()",
+    ))  # fmt: skip
 
 
 class _Ahead:
