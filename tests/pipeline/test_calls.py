@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ def rows() -> list[dict[str, Tensor]]:
     return [{"x": torch.randn(number, 3, generator=generator)} for number in range(1, M + 1)]
 
 
-def noisy_loss(model: Any, row: dict[str, Tensor]) -> Tensor:
+def noisy_loss(row: dict[str, Tensor], model: Any) -> Tensor:
     """Draw before the call, and make a loss of what comes back."""
     scale = torch.rand(()) + random.random() + np.random.random()
     loss: Tensor = (model(row["x"] * scale) - 1).square().mean()
@@ -41,7 +42,7 @@ def test_a_function_that_calls_the_model_trains_as_in_plain_pytorch() -> None:
     plain, model = chain(), chain()
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(5)
-    losses = [noisy_loss(plain, row) for row in rows()]
+    losses = [noisy_loss(row, plain) for row in rows()]
     torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
 
     functions, draws, calls = Functions(model, "noisy_loss"), TwiceDrawn(0, torch.device("cpu")), []
@@ -49,17 +50,17 @@ def test_a_function_that_calls_the_model_trains_as_in_plain_pytorch() -> None:
         seed(5)
     for number, row in enumerate(rows()):
         with draws.noted(number):
-            calls.append(functions.call_of(lambda model, row=row: noisy_loss(model, row)))
+            calls.append(functions.call_of(partial(noisy_loss, row)))
 
     def loss_fn(output: Tensor, number: int) -> Any:
         with draws.again(number, step=0):
-            return functions.answered(lambda named: output, lambda model: noisy_loss(model, rows()[number]))
+            return functions.answered(lambda named: output, partial(noisy_loss, rows()[number]))
 
     args, named = functions.together(calls)
     settings: dict[str, Any] = {"num_ranks": 2, "transport": "in-process", "check_model": False}
     pipe = dl.Pipeline(model, loss_fn=loss_fn, loss_weight=lambda number: 1.0, num_microbatches=M, **settings)
     loss = pipe.step(*args, target=dl.Microbatches(range(M)), **named).loss
-    assert torch.allclose(loss, torch.stack(losses).mean())
+    torch.testing.assert_close(loss, torch.stack(losses).mean())
     for own, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         assert own.grad is not None
         assert wanted.grad is not None
@@ -68,7 +69,7 @@ def test_a_function_that_calls_the_model_trains_as_in_plain_pytorch() -> None:
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(5)
     for row in rows():
-        noisy_loss(plain, row)
+        noisy_loss(row, plain)
     assert drawn == [torch.rand(()) for _ in range(2)]  # all go on as if the function had run once
 
 

@@ -87,7 +87,7 @@ def refuse(*rows: tuple[Any, str, str, str]) -> None:
 
 def check_given(model: Any, settings: Any) -> None:
     """Refuse a model that something else has wrapped, and settings that are no dict."""
-    wrappers = Pipeline | nn.parallel.DistributedDataParallel | nn.DataParallel
+    wrappers = (Pipeline, nn.parallel.DistributedDataParallel, nn.DataParallel)
     refuse(
         (isinstance(model, wrappers) or hasattr(model, "_orig_mod"), f"the model is wrapped: a {type(model).__name__}",
          "the model itself", 'pass the model, and pipeline={...} with settings such as "compile"'),

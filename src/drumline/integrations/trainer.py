@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -169,7 +170,7 @@ class PipelineTrainer(TrainerFiles):
         with self._functions.unchanged(self, self._running):
             for number, inputs in enumerate(self._running):
                 with self._draws.noted(number):
-                    calls.append(self._functions.call_of(lambda model, inputs=inputs: asks(model, copied(inputs))))
+                    calls.append(self._functions.call_of(partial(_on_copy, asks, inputs)))
         missing = size - len(batches)
         self._running += self._running[-1:] * missing
         args, named = self._asked(self._functions.together(calls + calls[-1:] * missing))
@@ -261,6 +262,10 @@ class PipelineTrainer(TrainerFiles):
                 name = f"pipeline_idle_{idle.cause.value}"
                 logs[name] = logs.get(name, 0.0) + idle.seconds / whole
         super().log(logs, start_time)
+
+
+def _on_copy(asks: Callable[[Any, Any], Any], inputs: Any, model: Any) -> Any:
+    return asks(model, copied(inputs))
 
 
 def _is_loss(value: Any) -> bool:
