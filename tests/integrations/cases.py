@@ -5,52 +5,24 @@ A script gets `make(model, **arguments)`, which makes the trainer: there is noth
 
 from __future__ import annotations
 
-import random
+import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from extras import needed
-from hf_models import VOCABULARY, tiny
+from hf_models import tiny
+from integrations.models import SmallForCausalLM, llama, masking, small, small_with_adapters, texts, with_adapters
 
 transformers: Any = needed("transformers", extra="hf")
-peft: Any = needed("peft", extra="tune")
 Outcome = dict[str, Any]
-LENGTH = 8
-
-
-def texts(count: int, seed: int = 0, length: int = LENGTH) -> list[dict[str, Any]]:
-    """Return rows of equal length, of which more and fewer labels count, with a column that no model takes."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for number in range(count):
-        ids = torch.randint(3, VOCABULARY, (length,), generator=generator)
-        labels = ids.clone()
-        labels[: number % length] = -100
-        rows.append({"input_ids": ids, "labels": labels, "name": f"row {number}"})
-    return rows
-
-
-def llama(layers: int = 2) -> nn.Module:
-    return tiny("LlamaForCausalLM", num_hidden_layers=layers)
-
-
-def with_adapters(layers: int = 2) -> nn.Module:
-    """Return a model with adapters in its last layer, so that the first rank trains nothing."""
-    model = llama(layers)
-    settings = peft.LoraConfig(
-        r=4, target_modules=["q_proj"], layers_to_transform=[layers - 1], task_type="CAUSAL_LM", init_lora_weights=False
-    )
-    torch.manual_seed(1)
-    adapted: nn.Module = peft.get_peft_model(model, settings)
-    return adapted
 
 
 @dataclass
@@ -106,7 +78,7 @@ def plainly(make: Making) -> Outcome:
     return outcome(trainer, first=first, groups=[group["weight_decay"] for group in trainer.optimizer.param_groups])
 
 
-def saved(make: Making, model: Callable[[], nn.Module] = llama) -> Outcome:
+def saved(make: Making, model: Callable[[], nn.Module] = small) -> Outcome:
     """A run that is saved, and resumed from its own checkpoint and from the other kind's."""
     given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "data_collator": collator(model)}
     trainer = make(model(), **given)
@@ -128,14 +100,7 @@ def resume(make: Making, model: Callable[[], nn.Module], checkpoint: Path, **giv
 
 def collator(model: Callable[[], nn.Module]) -> Any:
     """Return what collates batches: for one of the models, at random."""
-    return masking if model is llama else None
-
-
-def masking(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Collate rows, and leave out tokens at random: by the generators of torch, of Python and of NumPy."""
-    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    left_out = torch.rand(batch["labels"].shape) < random.random() * np.random.random()
-    return {**batch, "labels": batch["labels"].masked_fill(left_out, -100)}
+    return masking if model is small else None
 
 
 def smoothed(make: Making) -> Outcome:
@@ -165,7 +130,7 @@ def own_loss(base: Any) -> Any:
 
 def overridden(make: Making) -> Outcome:
     """A compute_loss of one's own, which draws random numbers; epochs whose last update has fewer microbatches."""
-    trainer = make(llama(), of=own_loss, max_steps=-1, num_train_epochs=2, train_dataset=texts(21))
+    trainer = make(small(), of=own_loss, max_steps=-1, num_train_epochs=2, train_dataset=texts(21))
     trainer.train()
     return outcome(trainer)
 
@@ -186,7 +151,7 @@ class Endless(torch.utils.data.IterableDataset[dict[str, Tensor]]):
 
 def streamed(make: Making) -> Outcome:
     """A loss function, data without a length, an optimizer and a schedule of one's own."""
-    model = llama()
+    model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     trainer = make(model, compute_loss_func=summed, train_dataset=Endless(), optimizers=(optimizer, schedule))
@@ -208,7 +173,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
 def evaluated(make: Making) -> Outcome:
     """Metrics before, during and after training, several sets of data, predictions; then training goes on."""
     trainer = make(
-        llama(), compute_metrics=accuracy, eval_strategy="steps", eval_steps=2, eval_on_start=True,
+        small(), compute_metrics=accuracy, eval_strategy="steps", eval_steps=2, eval_on_start=True,
         per_device_eval_batch_size=2, eval_accumulation_steps=2, include_for_metrics=["inputs", "loss"],
         eval_dataset={"first": texts(9, seed=5), "second": texts(4, seed=6, length=11)},
         train_sampling_strategy="group_by_length",
@@ -234,7 +199,7 @@ def numbers(metrics: dict[str, float]) -> dict[str, float]:
 def stopped(make: Making) -> Outcome:
     """Early stopping, the best weights at the end, a limit of checkpoints, a rate that falls on a plateau."""
     trainer = make(
-        llama(), max_steps=8, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        small(), max_steps=8, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
         save_total_limit=2, load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True,
         lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 0}, learning_rate=0.1,
         callbacks=[transformers.EarlyStoppingCallback(early_stopping_patience=2)],
@@ -249,7 +214,7 @@ def stopped(make: Making) -> Outcome:
 
 def read(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of a saved model, as transformers reads it."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = SmallForCausalLM.from_pretrained(folder)
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
@@ -301,18 +266,38 @@ def called_back(make: Making) -> Outcome:
         return {"sum": sum(sums), "batches": len(sums)} if compute_result else {}
 
     trainer = make(
-        llama(), callbacks=[notes], compute_metrics=metrics, batch_eval_metrics=True, per_device_eval_batch_size=2,
+        small(), callbacks=[notes], compute_metrics=metrics, batch_eval_metrics=True, per_device_eval_batch_size=2,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1), eval_do_concat_batches=False,
     )  # fmt: skip
     trainer.train()
-    other = make(llama(), of=own_predictions).predict(texts(3))
+    other = make(small(), of=own_predictions).predict(texts(3))
     return outcome(trainer, events=notes.events, other=torch.tensor(other.predictions))
+
+
+def lines(make: Making) -> Outcome:
+    """Two replicas, each of which takes half of the microbatches of an update; trained, evaluated and resumed."""
+    given: dict[str, Any] = {
+        "train_sampling_strategy": "sequential", "train_dataset": texts(48), "save_strategy": "steps", "save_steps": 2,
+        "max_steps": 4, "weight_decay": 0.1,
+    }  # fmt: skip
+    if make.pipeline is not None:
+        make = replace(make, pipeline={**make.pipeline, "mesh": {"dp": 2}})
+        given["gradient_accumulation_steps"] = 2
+    trainer = make(small(), **given)
+    trainer.train()
+    after = numbers(trainer.evaluate())
+    again = make(small(), output_dir=str(make.folder / "again"), **given)
+    again.train(resume_from_checkpoint=str(make.folder / "out" / "checkpoint-2"))
+    first = outcome(trainer, after=after, again=outcome(again)["weights"], device=str(trainer.args.device))
+    for entry in first["log"]:
+        entry.pop("total_flos", None)  # a line counts its own
+    return first
 
 
 CASES: dict[str, Callable[[Making], Outcome]] = {
     "plainly": plainly,
     "saved": saved,
-    "saved adapters": partial(saved, model=with_adapters),
+    "saved adapters": partial(saved, model=small_with_adapters),
     "smoothed": smoothed,
     "overridden": overridden,
     "streamed": streamed,
@@ -321,6 +306,8 @@ CASES: dict[str, Callable[[Making], Outcome]] = {
     "adapted": adapted,
     "called back": called_back,
 }
+if find_spec("drumline.features.mesh"):
+    CASES["lines"] = lines
 
 
 def trainer_of(kind: str) -> Any:
@@ -333,9 +320,13 @@ def trainer_of(kind: str) -> Any:
 
 
 def all_cases(kind: str, folder: Path, others: Path, pipeline: dict[str, Any] | None = None) -> dict[str, Outcome]:
-    """Run every script in a folder of its own."""
+    """Run every script in a folder of its own; the first of them checks the pipeline as well."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    return {
-        name: case(Making(trainer_of(kind), folder / name, others / name, pipeline)) for name, case in CASES.items()
-    }
+    if pipeline is not None:
+        gc.freeze()  # every trainer collects garbage, which takes long among imported modules
+    outcomes = {}
+    for name, case in CASES.items():
+        settings = None if pipeline is None else {**pipeline, "check_model": name == "plainly"}
+        outcomes[name] = case(Making(trainer_of(kind), folder / name, others / name, settings))
+    return outcomes

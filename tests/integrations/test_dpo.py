@@ -10,7 +10,7 @@ import torch
 
 from drumline.core.errors import UsageError
 from extras import needed
-from integrations.trl_runs import IN_ONE_PROCESS, assert_same, assert_same_weights, data, llama, logs, trainer
+from integrations.trl_runs import IN_ONE_PROCESS, MARKS, assert_runs_alike, data, llama, lora, trainer
 from refused import refused
 
 peft: Any = needed("peft", extra="tune")
@@ -18,16 +18,7 @@ trl: Any = needed("trl", extra="trainers")
 PipelineTrainer: Any = needed("drumline.integrations.trainer", extra="hf").PipelineTrainer
 DPOTrainer: Any = needed("drumline.integrations.trl", extra="trainers").DPOTrainer
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::FutureWarning"),  # of TRL, about what its next version drops
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
-
-
-def lora() -> Any:
-    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+pytestmark = MARKS
 
 
 def trained_again() -> Any:
@@ -49,18 +40,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_that_of_one_process(name: str, tmp_path: Path) -> None:
-    changes, makers = RUNS[name]
-    runs = []
-    for cls, settings in ((trl.DPOTrainer, {}), (DPOTrainer, {"pipeline": IN_ONE_PROCESS})):
-        named = {key: make() for key, make in makers.items()}
-        if "eval_strategy" in changes:
-            named["eval_dataset"] = data("preferences", 5)
-        run = trainer(cls, tmp_path / cls.__module__, data("preferences", 22), changes, **named, **settings)
-        run.train()
-        runs.append(run)
-    plain, own = runs
-    assert_same(logs(own), logs(plain))
-    assert_same_weights(own.model.state_dict(), plain.model.state_dict())
+    assert_runs_alike((trl.DPOTrainer, DPOTrainer), tmp_path, "preferences", *RUNS[name])
 
 
 @pytest.mark.parametrize(

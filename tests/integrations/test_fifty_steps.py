@@ -11,7 +11,8 @@ from torch import nn
 
 import drumline as dl
 from extras import needed
-from integrations.cases import Making, Outcome, llama, outcome, texts, trainer_of, with_adapters
+from integrations.cases import Making, Outcome, outcome, trainer_of
+from integrations.models import llama, texts, with_adapters
 from integrations.test_trainer import differences
 from matrices import long
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,15 @@ from torch import Tensor
 
 import drumline as dl
 from extras import needed
-from integrations.cases import Making, Outcome, llama, outcome, texts
+from integrations.cases import Making, Outcome, outcome
+from integrations.models import small, texts
 from integrations.test_trainer import differences
-from matrices import mainly
+from matrices import long
 from some import some
 
 transformers: Any = needed("transformers", extra="hf")
 from drumline.core.timeline.idle import Cause  # noqa: E402
+from drumline.integrations.trainer import PipelineTrainer  # noqa: E402
 from drumline.integrations.transformers import Trainer  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -34,7 +38,7 @@ def both(folder: Path, **settings: Any) -> tuple[Making, Making]:
 @pytest.mark.features("record")
 def test_the_log_has_the_bubble_and_its_causes_and_a_recorded_run_has_every_step(tmp_path: Path) -> None:
     mine, theirs = both(tmp_path, record=str(tmp_path / "run"))
-    trainer, plain = mine(llama(), logging_steps=2, max_steps=4), theirs(llama(), logging_steps=2, max_steps=4)
+    trainer, plain = mine(small(), logging_steps=2, max_steps=4), theirs(small(), logging_steps=2, max_steps=4)
     trainer.train()
     plain.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -56,7 +60,7 @@ class Moves(transformers.TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 2:
             first, second = (len(names) for names in self.trainer.pipeline.blocks)
-            self.trainer.pipeline.repartition(balance=[first + 1, second - 1])
+            self.trainer.pipeline.repartition(balance=[first - 1, second + 1])
 
 
 @pytest.mark.features("adapt", "moving")
@@ -64,8 +68,8 @@ def test_layers_that_move_take_their_state_along_and_are_saved(tmp_path: Path) -
     mine, theirs = both(tmp_path, adapt={"program": False})
     moves = Moves()
     given: dict[str, Any] = {"max_steps": 5, "save_strategy": "steps", "save_steps": 5, "weight_decay": 0.1}
-    moves.trainer = trainer = mine(llama(4), callbacks=[moves], **given)
-    plain = theirs(llama(4), **given)
+    moves.trainer = trainer = mine(small(4), callbacks=[moves], **given)
+    plain = theirs(small(4), **given)
     trainer.train()
     plain.train()
     assert len(trainer.pipeline.moves) >= 1
@@ -76,7 +80,7 @@ def test_layers_that_move_take_their_state_along_and_are_saved(tmp_path: Path) -
 
 def test_bf16_predicts_what_one_process_predicts_and_trains_within_its_rounding(tmp_path: Path) -> None:
     mine, theirs = both(tmp_path)
-    trainer, plain = (make(llama(), bf16=True) for make in (mine, theirs))
+    trainer, plain = (make(small(), bf16=True) for make in (mine, theirs))
     before, wanted = (each.predict(texts(5, seed=1)).predictions for each in (trainer, plain))
     assert (before == wanted).all()
     trainer.train()
@@ -102,22 +106,55 @@ def test_what_a_loss_draws_differs_by_step_and_microbatch(tmp_path: Path) -> Non
         return Noisy
 
     mine, _ = both(tmp_path)
-    trainer = mine(llama(), of=noisy)
+    trainer = mine(small(), of=noisy)
     trainer.train()
     assert len(drawn) == len(set(drawn)) == 12  # three steps of four microbatches
     first = list(drawn)
     drawn.clear()
-    mine(llama(), of=noisy).train()
+    mine(small(), of=noisy).train()
     assert drawn == first
 
 
 def test_another_trainer_in_between_changes_nothing(tmp_path: Path) -> None:
     mine, theirs = both(tmp_path)
-    trainer, plain = mine(llama()), theirs(llama())
+    trainer, plain = mine(small()), theirs(small())
     plain.train()
     trainer.train()
     assert trainer.args.world_size == 1
     assert differences(outcome(trainer), outcome(plain)) == []
+
+
+class Theirs(transformers.Trainer):
+    """A trainer with a step of its own, in which fewer labels count."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Tensor:
+        labels = inputs["labels"].masked_fill(inputs["labels"] % 2 == 0, -100)
+        loss: Tensor = super().training_step(model, {**inputs, "labels": labels}, *args, **named)
+        return loss
+
+
+def test_the_step_of_a_trainer_behind_the_mixin_is_made_for_every_microbatch(tmp_path: Path) -> None:
+    mixed = type("Mixed", (PipelineTrainer, Theirs), {})
+    trainer = Making(mixed, tmp_path / "mine", tmp_path, IN_PROCESS)(small())
+    plain = Making(Theirs, tmp_path / "theirs", tmp_path)(small())
+    trainer.train()
+    plain.train()
+    assert differences(outcome(trainer), outcome(plain)) == []
+
+
+def test_a_trainer_that_is_dropped_ends_at_once_and_so_does_its_pipeline(tmp_path: Path) -> None:
+    mine, _ = both(tmp_path)
+    trainer = mine(small(), dataloader_num_workers=1, dataloader_persistent_workers=True)
+    trainer.train()
+    trainer.evaluate()
+    left = [weakref.ref(trainer), weakref.ref(trainer.pipeline)]
+    gc.collect()
+    gc.disable()  # which waits for processes that load data
+    try:
+        del trainer
+        assert [each() for each in left] == [None, None]
+    finally:
+        gc.enable()
 
 
 LINES: dict[str, dict[str, Any]] = {
@@ -130,14 +167,16 @@ def on_lines(settings: dict[str, Any], folder: Path) -> Outcome:
     """Train with half of the microbatches in each of two lines."""
     transformers.utils.logging.set_verbosity_error()
     make = Making(Trainer, folder, folder, settings)
-    trainer = make(llama(), **GIVEN, gradient_accumulation_steps=2, save_only_model="zero" in settings)
+    trainer = make(small(), **GIVEN, gradient_accumulation_steps=2, save_only_model="zero" in settings)
     trainer.train()
     after = trainer.evaluate()["eval_loss"]
     again = trainer
     if "zero" not in settings:
-        again = make(llama(), **GIVEN, gradient_accumulation_steps=2, output_dir=str(folder / "again"))
+        again = make(small(), **GIVEN, gradient_accumulation_steps=2, output_dir=str(folder / "again"))
         again.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-2"))
-    return outcome(trainer, after=after, again=outcome(again)["weights"], reads=reads(trainer))
+    return outcome(
+        trainer, after=after, again=outcome(again)["weights"], reads=reads(trainer), device=str(trainer.args.device)
+    )
 
 
 def reads(trainer: Any) -> list[int]:
@@ -152,9 +191,10 @@ GIVEN: dict[str, Any] = {
 
 
 @pytest.mark.features("mesh")
-@mainly("name", *LINES)
+@long
+@pytest.mark.parametrize("name", LINES)
 def test_two_lines_train_as_one_process_with_twice_the_accumulation(name: str, tmp_path: Path) -> None:
-    plain = Making(transformers.Trainer, tmp_path / "theirs", tmp_path)(llama(), **GIVEN, gradient_accumulation_steps=4)
+    plain = Making(transformers.Trainer, tmp_path / "theirs", tmp_path)(small(), **GIVEN, gradient_accumulation_steps=4)
     plain.train()
     wanted = outcome(plain, after=plain.evaluate()["eval_loss"])
     every_rank = dl.launch(on_lines, LINES[name], tmp_path / "mine", num_ranks=4)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from drumline.core.errors import DrumlineError, ModelError, UsageError
 from extras import needed
-from integrations.cases import Making, llama, texts
+from integrations.cases import Making
+from integrations.models import small, texts
 from refused import refused
 
 transformers: Any = needed("transformers", extra="hf")
@@ -38,30 +39,30 @@ def test_another_way_of_training_is_refused_by_the_name_of_its_argument(name: st
     args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     setattr(args, name, ARGUMENTS[name] or "zero.json")
     with refused(UsageError, name, fix="leave it out|set |pass "):
-        Trainer(llama(1), args, train_dataset=texts(4), pipeline=IN_PROCESS)
+        Trainer(small(1), args, train_dataset=texts(4), pipeline=IN_PROCESS)
 
 
 @pytest.mark.parametrize("name", ["loss_fn", "loss_weight", "model", "num_microbatches", "precision"])
 def test_settings_that_the_arguments_decide_are_refused(name: str, tmp_path: Path) -> None:
     with refused(UsageError, name, fix="leave it out"):
-        maker(tmp_path, **{name: 1})(llama(1))
+        maker(tmp_path, **{name: 1})(small(1))
 
 
 def test_adapting_the_number_of_microbatches_is_refused(tmp_path: Path) -> None:
     with refused(UsageError, "microbatches is 'batch'", expected="gradient_accumulation_steps"):
-        maker(tmp_path, adapt={"microbatches": "batch"})(llama(1))
+        maker(tmp_path, adapt={"microbatches": "batch"})(small(1))
 
 
 def test_a_checkpoint_of_state_that_lines_divide_is_refused(tmp_path: Path) -> None:
     with refused(UsageError, "zero divides", fix="save_only_model=True"):
-        maker(tmp_path, zero=1)(llama(1), save_strategy="steps")
-    maker(tmp_path, zero=1)(llama(1), save_strategy="steps", save_only_model=True)
+        maker(tmp_path, zero=1)(small(1), save_strategy="steps")
+    maker(tmp_path, zero=1)(small(1), save_strategy="steps", save_only_model=True)
 
 
 def test_a_model_that_comes_later_or_has_no_memory_is_refused(tmp_path: Path) -> None:
     args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     with refused(UsageError, "model_init"):
-        Trainer(None, args, model_init=llama, pipeline=IN_PROCESS)
+        Trainer(None, args, model_init=small, pipeline=IN_PROCESS)
     with refused(UsageError, "meta"), torch.device("meta"):
         maker(tmp_path)(nn.Linear(1, 1))
 
@@ -76,7 +77,7 @@ def test_an_optimizer_that_needs_the_whole_model_is_refused(
     Foreign.__module__ = "bitsandbytes.optim" if "bnb" in optim else "elsewhere"
     known: dict[str, Any] = {"galore_adamw": {"params": []}, "lomo": {"model": None}}
     settings = known.get(optim, {})
-    trainer = maker(tmp_path)(llama(1), optim=optim)
+    trainer = maker(tmp_path)(small(1), optim=optim)
     monkeypatch.setattr(trainer, "get_optimizer_cls_and_kwargs", lambda *_: (Foreign, {"lr": 0.1, **settings}))
     with refused(UsageError, "optim is", fix="adamw_torch"):
         trainer.train()
@@ -90,11 +91,11 @@ def test_schedules_that_update_or_end_in_another_way_are_refused(
     settings: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     with refused(DrumlineError, named):
-        maker(tmp_path, **settings)(llama()).train()
+        maker(tmp_path, **settings)(small()).train()
 
 
 def test_an_optimizer_of_tensors_that_the_pipeline_does_not_update_is_refused(tmp_path: Path) -> None:
-    model = llama().to(torch.bfloat16)
+    model = small().to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = maker(tmp_path, master_weights=True)(model, optimizers=(optimizer, None))
     with refused(UsageError, "optimizers=", fix="optimizer_cls_and_kwargs"):
@@ -159,7 +160,7 @@ def nan(self: Any, model: Any, inputs: Any, **_: Any) -> Tensor:
     ],
 )  # fmt: skip
 def test_a_loss_that_needs_more_than_one_call_of_the_model_is_refused(compute: Any, named: str, tmp_path: Path) -> None:
-    trainer = maker(tmp_path)(llama(), of=calling(compute))
+    trainer = maker(tmp_path)(small(), of=calling(compute))
     with refused(DrumlineError, named):
         trainer.train()
 
@@ -173,7 +174,7 @@ class Looks(transformers.TrainerCallback):
 
 def test_a_callback_that_reads_weights_of_other_ranks_is_refused(tmp_path: Path) -> None:
     with refused(ModelError, r"a callback uses parameters\(\)", fix=r"after train\(\)"):
-        maker(tmp_path)(llama(), callbacks=[Looks()]).train()
+        maker(tmp_path)(small(), callbacks=[Looks()]).train()
 
 
 class OverAllRows(nn.Module):
@@ -189,8 +190,8 @@ class OverAllRows(nn.Module):
 
 
 def test_statistics_that_a_repeated_microbatch_would_change_are_refused(tmp_path: Path) -> None:
-    model: Any = llama()
-    model.model.norm = OverAllRows()
+    model: Any = small()
+    model.norm = OverAllRows()
     trainer = maker(tmp_path)(model, max_steps=-1, num_train_epochs=1, train_dataset=texts(2))
     with refused(UsageError, "1 microbatches", expected="4"):
         trainer.train()

@@ -10,7 +10,7 @@ import torch
 
 from drumline.core.errors import DrumlineError
 from extras import needed
-from integrations.trl_runs import IN_ONE_PROCESS, assert_same, assert_same_weights, data, llama, logs, trainer
+from integrations.trl_runs import IN_ONE_PROCESS, MARKS, assert_runs_alike, data, llama, lora, trainer
 from refused import refused
 
 transformers: Any = needed("transformers", extra="hf")
@@ -18,16 +18,7 @@ peft: Any = needed("peft", extra="tune")
 trl: Any = needed("trl", extra="trainers")
 SFTTrainer: Any = needed("drumline.integrations.trl", extra="trainers").SFTTrainer
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::FutureWarning"),  # of TRL, about what its next version drops
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
-
-
-def lora() -> Any:
-    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+pytestmark = MARKS
 
 
 def spread(prediction: Any) -> dict[str, float]:
@@ -61,18 +52,9 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_that_of_one_process(name: str, tmp_path: Path) -> None:
-    kind, changes, makers = RUNS[name]
-    runs = []
-    for cls, settings in ((trl.SFTTrainer, {}), (SFTTrainer, {"pipeline": IN_ONE_PROCESS})):
-        named = {key: make() for key, make in makers.items()}
-        evaluated = {"eval_dataset": data(kind, 5)} if "eval_strategy" in changes else {}
-        run = trainer(cls, tmp_path / cls.__module__, data(kind, 22), changes, **named, **evaluated, **settings)
-        run.train()
-        runs.append(run)
-    plain, own = runs
-    assert_same(logs(own), logs(plain))
-    assert_same_weights(own.model.state_dict(), plain.model.state_dict())
-    if evaluated:
+    rows, changes, makers = RUNS[name]
+    plain, own = assert_runs_alike((trl.SFTTrainer, SFTTrainer), tmp_path, rows, changes, makers)
+    if "eval_strategy" in changes:
         predicted, wanted = own.predict(own.eval_dataset), plain.predict(plain.eval_dataset)
         assert abs(predicted.predictions - wanted.predictions).max() < 1e-5
         assert (predicted.label_ids == wanted.label_ids).all()

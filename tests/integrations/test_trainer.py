@@ -12,35 +12,20 @@ from torch import Tensor
 
 import drumline as dl
 from extras import needed
-from integrations.cases import CASES, Making, Outcome, all_cases, llama, resume, with_adapters
+from integrations.cases import Making, Outcome, all_cases, resume
+from integrations.models import small, small_with_adapters
 
 transformers: Any = needed("transformers", extra="hf")
 needed("peft", extra="tune")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 CLOSE = 1e-5  # what a mean of many losses may lose
-TIED = "smoothed"  # the script whose model has tied weights
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("trainers")
-    return folder / "plain", folder / "ranks"
-
-
-@pytest.fixture(scope="module")
-def plain(folders: tuple[Path, Path]) -> dict[str, Outcome]:
-    return all_cases("plain", *folders)
-
-
-@pytest.fixture(scope="module")
-def ranks(folders: tuple[Path, Path], plain: dict[str, Outcome]) -> list[dict[str, Outcome]]:
-    others, folder = folders
-    return dl.launch(all_cases, "pipeline", folder, others, {"schedule": "1f1b"}, num_ranks=2)
+ROUNDED = ("smoothed", "lines")  # scripts whose gradients add up in another order: from two stages, or from two lines
+MODELS = {"saved": small, "saved adapters": small_with_adapters}  # of the scripts that resume
 
 
 def differences(mine: Any, wanted: Any, where: str = "") -> list[str]:
     """Return where two outcomes differ: tensors at all, numbers by more than CLOSE."""
-    if isinstance(wanted, Tensor) and where.startswith(TIED):  # whose gradients from two stages add up in another order
+    if isinstance(wanted, Tensor) and where.startswith(ROUNDED):
         return [] if torch.allclose(mine, wanted, rtol=CLOSE, atol=1e-6) else [f"{where}: {mine}, not {wanted}"]
     if isinstance(wanted, Tensor):
         return [] if torch.equal(mine, wanted) else [f"{where}: by {float((mine - wanted).abs().max())}"]
@@ -57,36 +42,35 @@ def differences(mine: Any, wanted: Any, where: str = "") -> list[str]:
     return [] if mine == wanted else [f"{where}: {mine}, not {wanted}"]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_script_trains_logs_evaluates_and_saves_as_in_one_process(
-    name: str, ranks: list[dict[str, Outcome]], plain: dict[str, Outcome]
-) -> None:
+def test_every_script_trains_logs_evaluates_saves_and_resumes_as_in_one_process(tmp_path: Path) -> None:
+    theirs, mine = tmp_path / "plain", tmp_path / "ranks"
+    plain = all_cases("plain", theirs, mine)
+    ranks = dl.launch(all_cases, "pipeline", mine, theirs, {"schedule": "1f1b"}, num_ranks=2)
     for each in ranks:
-        wanted = {what: value for what, value in plain[name].items() if what != "resumed"}
-        assert differences(each[name], wanted, name) == []
+        assert each.keys() == plain.keys()
+        for name, outcome in plain.items():
+            wanted = {what: value for what, value in outcome.items() if what != "resumed"}
+            assert differences(each[name], wanted, name) == []
+    for name in MODELS:
+        check_resumed(name, [each[name] for each in ranks], plain[name], mine / name, tmp_path)
+        check_files(mine / name / "out" / "checkpoint-4", theirs / name / "out" / "checkpoint-4")
 
 
-@pytest.mark.parametrize("name", ["saved", "saved adapters"])
-def test_checkpoints_resume_on_ranks_and_in_one_process(
-    name: str, ranks: list[dict[str, Outcome]], plain: dict[str, Outcome], folders: tuple[Path, Path], tmp_path: Path
-) -> None:
-    wanted = plain[name]["resumed"]["own"]
+def check_resumed(name: str, ranks: list[Outcome], plain: Outcome, folder: Path, scratch: Path) -> None:
+    """Runs resume alike from checkpoints of ranks and of one process, on ranks and in one process."""
+    wanted = plain["resumed"]["own"]
     if name == "saved adapters":  # random batches are others after a resume, even in one process
-        assert differences(wanted["weights"], plain[name]["weights"]) == []
+        assert differences(wanted["weights"], plain["weights"]) == []
     for each in ranks:
         for checkpoint in ("own", "other"):
-            assert differences(each[name]["resumed"][checkpoint], wanted, checkpoint) == []
-    model = llama if name == "saved" else with_adapters
-    make = Making(transformers.Trainer, tmp_path, tmp_path)
-    theirs = resume(make, model, folders[1] / name / "out" / "checkpoint-2", save_steps=2, save_strategy="steps")
+            assert differences(each["resumed"][checkpoint], wanted, checkpoint) == []
+    make = Making(transformers.Trainer, scratch / name, scratch)
+    theirs = resume(make, MODELS[name], folder / "out" / "checkpoint-2", save_steps=2, save_strategy="steps")
     assert differences(theirs, wanted, "in one process") == []
 
 
-@pytest.mark.parametrize("name", ["saved", "saved adapters"])
-def test_files_are_those_of_one_process_in_every_tensor(
-    name: str, ranks: list[dict[str, Outcome]], folders: tuple[Path, Path]
-) -> None:
-    mine, theirs = (folder / name / "out" / "checkpoint-4" for folder in reversed(folders))
+def check_files(mine: Path, theirs: Path) -> None:
+    """A checkpoint of ranks has the files of one process, and every tensor in them."""
     for file in ("optimizer.pt", "scheduler.pt"):
         assert differences(torch.load(mine / file), torch.load(theirs / file), file) == []
     (weights,) = (file.name for file in theirs.glob("*model.safetensors"))

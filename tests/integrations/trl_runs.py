@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from extras import needed
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # also of ranks, which inherit it
+peft: Any = needed("peft", extra="tune")
 datasets: Any = needed("datasets", extra="trainers")
 tokenizers: Any = needed("tokenizers", extra="hf")
 transformers: Any = needed("transformers", extra="hf")
@@ -19,8 +21,14 @@ trl: Any = needed("trl", extra="trainers")
 datasets.disable_progress_bars()
 datasets.disable_caching()
 
+MARKS = [
+    pytest.mark.torch,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # of TRL, about what its next version drops
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 IN_ONE_PROCESS = {"num_ranks": 2, "transport": "in-process"}
-MARKS = ["<pad>", "<end>", "<unknown>", "<user>", "<assistant>"]
+TOKENS = ["<pad>", "<end>", "<unknown>", "<user>", "<assistant>"]
 WORDS = ["a", "red", "cat", "sees", "eats", "one", "two", "hello", "good", "day", "yes", "no"]
 TEMPLATE = (
     "{% for turn in messages %}<{{ turn['role'] }}> {% if turn['role'] == 'assistant' %}"
@@ -34,7 +42,7 @@ _TIMES = ("_runtime", "_per_second")
 def tokenizer() -> Any:
     """Return a tokenizer of whole words, with a template that marks what the assistant says."""
     inner = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: at for at, word in enumerate(MARKS + WORDS)}, unk_token="<unknown>")
+        tokenizers.models.WordLevel({word: at for at, word in enumerate(TOKENS + WORDS)}, unk_token="<unknown>")
     )
     inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(
@@ -57,6 +65,10 @@ def llama(seed: int = 0) -> Any:
         eos_token_id=1,
     )
     return transformers.LlamaForCausalLM(config)
+
+
+def lora() -> Any:
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
 def data(kind: str, count: int) -> Any:
@@ -130,3 +142,21 @@ def assert_same_weights(own: dict[str, Any], plain: dict[str, Any], within: floa
     for name, tensor in plain.items():
         assert own[name].dtype == tensor.dtype
         assert (own[name] - tensor).abs().max() <= within, name
+
+
+def assert_runs_alike(
+    kinds: tuple[type, type], folder: Path, rows: str, changes: dict[str, Any], makers: dict[str, Callable[[], Any]]
+) -> tuple[Any, Any]:
+    """Train by TRL's own trainer and by ours in one process, compare logs and weights, and return both."""
+    runs = []
+    for kind, settings in zip(kinds, ({}, {"pipeline": IN_ONE_PROCESS}), strict=True):
+        named = {name: make() for name, make in makers.items()}
+        if "eval_strategy" in changes:
+            named["eval_dataset"] = data(rows, 5)
+        run = trainer(kind, folder / kind.__module__, data(rows, 22), changes, **named, **settings)
+        run.train()
+        runs.append(run)
+    plain, own = runs
+    assert_same(logs(own), logs(plain))
+    assert_same_weights(own.model.state_dict(), plain.model.state_dict())
+    return plain, own

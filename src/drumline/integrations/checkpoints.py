@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from drumline.core.errors import UsageError
+from drumline.integrations.refused import refuse
 from drumline.integrations.replica import seen_as
-from drumline.integrations.states import named_state, refresh, whole_state
+from drumline.pipeline.whole import named_state, refresh, whole_state
 
 if TYPE_CHECKING:
     Base: Any  # the trainer's class that comes after the mixin
@@ -33,16 +33,11 @@ class TrainerFiles(Base):  # type: ignore[misc]
         if self.optimizer is None:
             kind, settings = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
             is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-            if (
-                not is_class
-                or settings.keys() & {"params", "model", "optimizer_dict"}
-                or "bitsandbytes" in kind.__module__
-            ):
-                raise UsageError(
-                    f"optim is {self.args.optim!s:.60}, which looks at the whole model",
-                    expected="an optimizer that updates each parameter by itself",
-                    fix='set optim="adamw_torch", or pass optimizers=',
-                )
+            whole = settings.keys() & {"params", "model", "optimizer_dict"} or "bitsandbytes" in kind.__module__
+            refuse((
+                not is_class or whole, f"optim is {self.args.optim!s:.60}, which looks at the whole model",
+                "an optimizer that updates each parameter by itself", 'set optim="adamw_torch", or pass optimizers=',
+            ))  # fmt: skip
             optimizer = self.pipeline.optimizer(kind, **settings)
             names = {id(tensor): name for name, tensor in self.pipeline.named_master_weights()}
             decayed = set(self._groups()[0])
@@ -80,8 +75,8 @@ class TrainerFiles(Base):  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         folder = self.state.best_model_checkpoint
-        if len(set(self.pipeline.gather(os.path.isdir(folder)))) > 1:
-            raise UsageError(f"some ranks cannot see {folder}", expected="a folder that all hosts share")
+        some = len(set(self.pipeline.gather(os.path.isdir(folder)))) > 1
+        refuse((some, f"some ranks cannot see {folder}", "a folder that all hosts share", "save to such a folder"))
         super()._load_best_model()
         self.pipeline.load_state_dict(self.model.state_dict())
 
@@ -100,11 +95,11 @@ class TrainerFiles(Base):  # type: ignore[misc]
         optimizer = self.optimizer
 
         def load(state: Any) -> None:
-            if self._settings.get("zero"):
-                raise UsageError(
-                    f"{checkpoint} has an optimizer's state, which zero would divide",
-                    expected="zero=0, or a checkpoint of weights alone",
-                )
+            zero = self._settings.get("zero")
+            refuse((
+                zero, f"{checkpoint} has an optimizer's state, which zero would divide", "zero=0",
+                "resume without zero, or from a checkpoint of weights alone",
+            ))  # fmt: skip
             optimizer.load_state_dict(named_state(state, self._groups()) if self._owns_optimizer else state)
 
         self.optimizer = SimpleNamespace(load_state_dict=load)

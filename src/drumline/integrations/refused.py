@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +10,7 @@ import accelerate
 import transformers
 from torch import nn
 
-from drumline.core.errors import UsageError
+from drumline.core.errors import UsageError, nearest
 from drumline.pipeline.pipeline import Pipeline
 
 # What the integration overrides or calls, and the parameters that it counts on.
@@ -71,107 +70,79 @@ def check_version(trainer: type = transformers.Trainer) -> None:
             raise UsageError(
                 f"transformers {transformers.__version__} with accelerate {accelerate.__version__} has no "
                 f"Trainer.{name}({', '.join(wanted)})",
-                expected="a version like those that Drumline was tested with: transformers 5.22, accelerate 1.15",
+                expected="versions that Drumline was tested with: transformers 5.17 to 5.22, accelerate 1.15",
                 fix="install one of these, or a newer Drumline",
             )
 
 
+def refuse(*rows: tuple[Any, str, str, str]) -> None:
+    """Refuse the first row that is true: what there is, what is expected, and how to mend it.
+
+    >>> refuse((False, "sync_ref_model is True", "False", "leave it out"))
+    """
+    for there, error, expected, fix in rows:
+        if there:
+            raise UsageError(error, expected=expected, fix=fix)
+
+
 def check_given(model: Any, settings: Any) -> None:
     """Refuse a model that something else has wrapped, and settings that are no dict."""
-    if isinstance(model, Pipeline | nn.parallel.DistributedDataParallel | nn.DataParallel) or hasattr(
-        model, "_orig_mod"
-    ):
-        raise UsageError(
-            f"the model is wrapped: a {type(model).__name__}",
-            expected="the model itself",
-            fix='pass the model, and pipeline={...} with settings such as "compile"',
-        )
-    if settings is not None and not isinstance(settings, Mapping):
-        raise UsageError(
-            f"pipeline is {settings!r:.60}",
-            expected="a dict of settings of dl.Pipeline",
-            fix='pass pipeline={"num_ranks": 2}, say, or leave it out',
-        )
+    wrappers = (Pipeline, nn.parallel.DistributedDataParallel, nn.DataParallel)
+    refuse(
+        (isinstance(model, wrappers) or hasattr(model, "_orig_mod"), f"the model is wrapped: a {type(model).__name__}",
+         "the model itself", 'pass the model, and pipeline={...} with settings such as "compile"'),
+        (settings is not None and not isinstance(settings, Mapping), f"pipeline is {settings!r:.60}",
+         "a dict of settings of dl.Pipeline", 'pass pipeline={"num_ranks": 2}, say, or leave it out'),
+    )  # fmt: skip
 
 
 def check(trainer: Any, settings: dict[str, Any]) -> None:
     """Refuse arguments of the trainer, and settings of the pipeline, that do not go together."""
+    args, model = trainer.args, trainer.model
     for name, fix in _ARGUMENTS.items():
-        if value := getattr(trainer.args, name, None):
-            raise UsageError(f"{name} is {value!r:.60}, on a pipeline", expected="a run without it", fix=fix)
-    by_trl = [cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")]
-    if by_trl and trainer._calls_once:
-        raise UsageError(
-            f"{by_trl[0]} is one of TRL's trainers, which ask more of a model",
-            expected="SFTTrainer or DPOTrainer from drumline.integrations.trl, or a class derived from them",
-            fix="train with these; others of TRL do not run on a pipeline",
+        value = getattr(args, name, None)
+        refuse((value, f"{name} is {value!r:.60}, on a pipeline", "a run without it", fix))
+    for name in settings:
+        decides, known = _SETTINGS.get(name, ""), inspect.signature(Pipeline).parameters
+        refuse(
+            (decides, f"pipeline has the setting {name}", f"none: {decides} decides it", "leave it out"),
+            (name not in known, f"pipeline has the setting {name!r}", "settings of dl.Pipeline", nearest(name, known)),
         )
-    if trainer.model is None:
-        raise UsageError("model_init is given, on a pipeline", expected="a model", fix="pass model=")
-    if any(param.is_meta for param in trainer.model.parameters()):
-        raise UsageError(
-            "the model is on the meta device", expected="a model with memory: the trainer saves it as a whole"
-        )
-    _check_adapt(settings.get("adapt"))
-    if settings.get("zero") and trainer.args.save_strategy != "no" and not trainer.args.save_only_model:
-        raise UsageError(
-            "checkpoints would hold the optimizer's state, which zero divides over lines",
-            expected="checkpoints of weights alone, or zero=0",
-            fix='set save_only_model=True or save_strategy="no"',
-        )
-    known = set(inspect.signature(Pipeline).parameters)
-    for name in settings.keys() - known:
-        near = difflib.get_close_matches(name, known, n=1)
-        raise UsageError(
-            f"pipeline has the setting {name!r}",
-            expected="settings of dl.Pipeline",
-            fix=f"write {near[0]!r}" if near else "leave it out",
-        )
-    for name, decides in _SETTINGS.items():
-        if name in settings:
-            raise UsageError(
-                f"pipeline has the setting {name}", expected=f"none: {decides} decides it", fix="leave it out"
-            )
-
-
-def _check_adapt(adapt: Any) -> None:
-    if isinstance(adapt, dict) and adapt.get("microbatches", "keep") != "keep":
-        raise UsageError(
-            f"adapt: microbatches is {adapt['microbatches']!r:.60}, on a trainer",
-            expected='"keep": gradient_accumulation_steps decides it',
-            fix="leave it out",
-        )
+    of_trl = "".join([cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")][:1])
+    adapt = settings.get("adapt")
+    microbatches = adapt.get("microbatches", "keep") if isinstance(adapt, dict) else "keep"
+    refuse(
+        (of_trl and trainer._calls_once, f"{of_trl} is one of TRL's trainers, which ask more of a model",
+         "SFTTrainer or DPOTrainer from drumline.integrations.trl, or a class derived from them",
+         "train with these; others of TRL do not run on a pipeline"),
+        (model is None, "model_init is given, on a pipeline", "a model", "pass model="),
+        (model is not None and any(param.is_meta for param in model.parameters()), "the model is on the meta device",
+         "a model with memory: the trainer saves it as a whole", "load its weights"),
+        (microbatches != "keep", f"adapt: microbatches is {microbatches!r:.60}, on a trainer",
+         '"keep": gradient_accumulation_steps decides it', "leave it out"),
+        (settings.get("zero") and args.save_strategy != "no" and not args.save_only_model,
+         "checkpoints would hold the optimizer's state, which zero divides over lines",
+         "checkpoints of weights alone, or zero=0", 'set save_only_model=True or save_strategy="no"'),
+    )  # fmt: skip
 
 
 def check_pipeline(trainer: Any, pipe: Pipeline, names: set[str]) -> None:
     """Refuse schedules that update or put out otherwise than the trainer, and an optimizer of other tensors."""
     program = pipe.program
-    if program.num_updates or program.placement.name == "bidirectional":
-        raise UsageError(
-            f"the schedule {program.name} "
-            + ("updates inside of a step" if program.num_updates else "has two last stages"),
-            expected="a schedule with a flush and one last stage",
-            fix="leave out the schedule, or choose another one",
-        )
-    if others := sorted(set(pipe.axes.names) - {"pp", "dp"}):
-        raise UsageError(
-            f"the mesh has the axis {others[0]}, on a trainer", expected="pp and dp alone", fix="use a loop of your own"
-        )
-    if trainer.args.include_num_input_tokens_seen != "no" and pipe.axes.rows[1] > 1:
-        raise UsageError(
-            "include_num_input_tokens_seen is set, with data-parallel lines", expected="one line", fix="leave it out"
-        )
-    if trainer.optimizer is None:
-        return
+    ends = "updates inside of a step" if program.num_updates else "has two last stages"
+    others = "".join(sorted(set(pipe.axes.names) - {"pp", "dp"})[:1])
     updated = updated_by(trainer.optimizer)
-    if trainer._settings.keys() & {"adapt", "zero"} or any(
-        name in names and id(tensor) not in updated for name, tensor in pipe.named_master_weights()
-    ):
-        raise UsageError(
-            "optimizers= has an optimizer, and the pipeline updates other tensors than those of the model",
-            expected="an optimizer that the pipeline makes",
-            fix="pass optimizer_cls_and_kwargs= or set optim",
-        )
+    missed = any(name in names and id(tensor) not in updated for name, tensor in pipe.named_master_weights())
+    refuse(
+        (program.num_updates or program.placement.name == "bidirectional", f"the schedule {program.name} {ends}",
+         "a schedule with a flush and one last stage", "leave out the schedule, or choose another one"),
+        (others, f"the mesh has the axis {others}, on a trainer", "pp and dp alone", "use a loop of your own"),
+        (trainer.args.include_num_input_tokens_seen != "no" and pipe.axes.rows[1] > 1,
+         "include_num_input_tokens_seen is set, with data-parallel lines", "one line", "leave it out"),
+        (trainer.optimizer is not None and (trainer._settings.keys() & {"adapt", "zero"} or missed),
+         "optimizers= has an optimizer, and the pipeline updates other tensors than those of the model",
+         "an optimizer that the pipeline makes", "pass optimizer_cls_and_kwargs= or set optim"),
+    )  # fmt: skip
 
 
 def updated_by(optimizer: Any) -> set[int]:
@@ -179,13 +150,11 @@ def updated_by(optimizer: Any) -> set[int]:
     return {id(tensor) for group in getattr(optimizer, "param_groups", ()) for tensor in group["params"]}
 
 
-def refuse_short(model: nn.Module, num_batches: int, args: Any) -> None:
+def check_short(model: nn.Module, num_batches: int, size: int) -> None:
     """Refuse an update of fewer microbatches, where repeating one of them changes running statistics."""
-    if any(
-        isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats for module in model.modules()
-    ):
-        raise UsageError(
-            f"the last update of the epoch has {num_batches} microbatches, and the model keeps running statistics",
-            expected=f"{args.gradient_accumulation_steps} in every update",
-            fix="use max_steps and a dataset of a multiple of that many batches",
-        )
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+    refuse((
+        any(norm.track_running_stats for norm in norms),
+        f"the last update of the epoch has {num_batches} microbatches, and the model keeps running statistics",
+        f"{size} in every update", "use max_steps and a dataset of a multiple of that many batches",
+    ))  # fmt: skip

@@ -6,6 +6,7 @@ there are.
 
     num_processes     lines of the pipeline: each gets its share of the data, as a replica would
     process_index     the rank: one process logs and saves
+    device            this rank's; accelerate numbers several processes on a CPU "cpu:0", which torch.load does not know
     distributed_type  NO: nothing is wrapped, gathered or averaged; the pipeline does that
 """
 
@@ -16,10 +17,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 
 from drumline.channel.devices.visible import group_backend
+
+_CPU = torch.device("cpu")
 
 
 def begin(args: Any) -> None:
@@ -27,6 +31,8 @@ def begin(args: Any) -> None:
     args._n_gpu = min(args.n_gpu, 1)  # else several cards of one process would become replicas
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         dist.init_process_group(group_backend())
+    if args.device.type == "cpu":
+        args._setup_devices = _CPU  # what `args.device` returns
     AcceleratorState._reset_state()
     declare(1)
 
@@ -46,6 +52,8 @@ def declare(num_lines: int) -> None:
         process_index=int(os.environ.get("RANK", "0")),
         local_process_index=int(os.environ.get("LOCAL_RANK", "0")),
     )
+    if PartialState._shared_state.get("device", _CPU).type == "cpu":
+        _tell(device=_CPU)
 
 
 @contextmanager

@@ -11,19 +11,27 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate.utils import convert_to_fp32, recursively_apply
 from torch import Tensor, nn
 
-from drumline.core.errors import UsageError
-from drumline.integrations.calls import Call, StandIn, answered, call_of, copied, microbatches, unchanged
 from drumline.integrations.checkpoints import TrainerFiles
-from drumline.integrations.draws import TrainerDraws
-from drumline.integrations.refused import check, check_given, check_pipeline, check_version, refuse_short, updated_by
+from drumline.integrations.refused import (
+    check,
+    check_given,
+    check_pipeline,
+    check_short,
+    check_version,
+    refuse,
+    updated_by,
+)
 from drumline.integrations.replica import begin, declare, seen_as
 from drumline.model.microbatches import Microbatches
+from drumline.pipeline.calls.draws import TwiceDrawn
+from drumline.pipeline.calls.functions import Functions, StandIn, copied
 from drumline.pipeline.pipeline import Pipeline
 
 
@@ -38,6 +46,8 @@ class PipelineTrainer(TrainerFiles):
     ...     "Theirs, on a pipeline."
     """
 
+    current_gradient_accumulation_steps: int  # of the trainer
+    _finish: Callable[[Any, Any], Tensor]  # makes a microbatch's loss, while a step runs
     _calls_once = True  # whether compute_loss calls the model once for each microbatch
 
     def __init__(self, *args: Any, pipeline: Mapping[str, Any] | None = None, **named: Any) -> None:
@@ -46,13 +56,12 @@ class PipelineTrainer(TrainerFiles):
         self._settings = dict(pipeline or {})
         self._pipe: Pipeline | None = None
         self._inputs: list[Any] = []  # of the microbatches of an update, until its last one comes
-        self._num_batches, self._num_real = 1, 1
+        self._num_real = 1
         self._running: list[Any] = []  # the inputs of the step that runs
-        self._finish: Callable[[Any, Any], Any] = lambda output, inputs: None
         self._predicted: deque[Any] = deque()
         self._answers = False  # whether compute_loss runs to its end, on this rank alone
         super().__init__(*args, **named)
-        self._draws = TrainerDraws(self.args.seed, torch.device(self.args.device))
+        self._draws = TwiceDrawn(self.args.seed, torch.device(self.args.device))
 
     # ---- the pipeline ------------------------------------------------------------------------------------------------
 
@@ -70,13 +79,14 @@ class PipelineTrainer(TrainerFiles):
         chosen = {"seed": args.seed, "device": args.device, **settings}
         if args.gradient_checkpointing:
             chosen.setdefault("checkpoint", "full")
+        trainer: Any = weakref.ref(self)  # nobody who looks at the loss function looks at all of the trainer
         pipe = Pipeline(
             model,
             **chosen,
             num_microbatches=args.gradient_accumulation_steps,
             precision="bf16" if args.bf16 else "fp32",
-            loss_fn=_Loss(self),
-            loss_weight=_Weight(self),
+            loss_fn=lambda output, target: trainer()._answer(output, target),
+            loss_weight=lambda target: float(target < trainer()._num_real),  # one that is repeated counts nothing
         )
         if model is self.model:
             check_pipeline(self, pipe, names)
@@ -96,7 +106,8 @@ class PipelineTrainer(TrainerFiles):
         self.args.accelerator_config.dispatch_batches = False  # every rank reads the data itself
         begin(self.args)
         super().create_accelerator_and_postprocess()
-        self.accelerator.clip_grad_norm_ = lambda _, *norms: self.pipeline.clip_grad_norm_(*norms)
+        trainer = weakref.proxy(self)  # a trainer that is dropped ends at once, and so do processes that load its data
+        self.accelerator.clip_grad_norm_ = lambda _, *norms: trainer.pipeline.clip_grad_norm_(*norms)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: the pipeline moves this rank's stages."""
@@ -117,9 +128,9 @@ class PipelineTrainer(TrainerFiles):
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """Note how many microbatches come, and count the labels of all lines."""
+        """Count the labels of all lines."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._num_batches, self._inputs = len(batches), []
+        self._inputs = []
         if isinstance(num_items, Tensor) and self.args.average_tokens_across_devices and self.args.world_size > 1:
             num_items = self.pipeline.axes.summed(num_items, "dp")
         return batches, num_items
@@ -127,48 +138,47 @@ class PipelineTrainer(TrainerFiles):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Take a microbatch; with the last one of an update, run all of them, and return their loss."""
         self._inputs.append(inputs)
-        if len(self._inputs) < self._num_batches:
+        if len(self._inputs) < self.current_gradient_accumulation_steps:
             return torch.zeros((), device=self.args.device)
         batches, self._inputs = self._inputs, []
         if len(batches) < self.args.gradient_accumulation_steps:
-            refuse_short(self.model, len(batches), self.args)
+            check_short(self.model, len(batches), self.args.gradient_accumulation_steps)
         self.callback_handler.model = StandIn(self.model, _refused, "a callback")
-        self.model.train()
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
+        losses: list[Tensor] = []  # of which the trainer asks the gradients: the pipeline computes these
+        self.accelerator.backward = lambda loss, **_: losses.append(loss)
 
         def loss_of(model: Any, inputs: Any) -> Tensor:
-            with self.compute_loss_context_manager():
-                loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-                return loss
+            super(PipelineTrainer, self).training_step(model, inputs, num_items_in_batch)
+            return losses.pop()
 
-        scaled = getattr(self, "loss_is_scaled_for_ga", None)  # since transformers 5.19
-        if scaled is None:
-            by_model = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-            scaled = by_model or self.compute_loss_func is not None
-        # The pipeline takes the mean over the microbatches; the trainer, the sum of what it divides by itself.
-        factor = len(batches) if scaled else 1
-        self._finish = lambda model, inputs: loss_of(model, inputs) * factor
-        loss: Tensor = self._run(self.pipeline.step, batches, loss_of).loss
+        # The pipeline takes the mean over the microbatches, and the trainer has divided each loss by their number.
+        def finish(model: Any, inputs: Any) -> Tensor:
+            return loss_of(model, inputs) * len(batches)
+
+        loss: Tensor = self._run(self.pipeline.step, batches, loss_of, finish).loss
         return loss.to(self.args.device, torch.float32)
 
-    def _run(self, step: Callable[..., Any], batches: list[Any], asks: Callable[[Any, Any], Any]) -> Any:
+    def _run(
+        self, step: Callable[..., Any], batches: list[Any], asks: Callable[[Any, Any], Any],
+        finish: Callable[[Any, Any], Tensor],
+    ) -> Any:  # fmt: skip
         """Run microbatches through the pipeline; where there are too few, repeat one that then counts nothing."""
         self._num_real = len(batches)
         size = self.args.gradient_accumulation_steps
         self._running = [self._prepare_inputs(batch) for batch in batches]
-        calls = []
-        with unchanged(self, self._running):
+        self._functions, calls = Functions(self.model), []
+        with self._functions.unchanged(self, self._running):
             for number, inputs in enumerate(self._running):
                 with self._draws.noted(number):
-                    calls.append(self._call_of(asks, inputs))
+                    calls.append(self._functions.call_of(partial(_on_copy, asks, inputs)))
         missing = size - len(batches)
         self._running += self._running[-1:] * missing
-        args, named = self._asked(microbatches(calls + calls[-1:] * missing))
-        return step(*args, target=Microbatches(range(size)), **named)
-
-    def _call_of(self, asks: Callable[[Any, Any], Any], inputs: Any) -> Call:
-        return call_of(self.model, lambda model: asks(model, copied(inputs)))
+        args, named = self._asked(self._functions.together(calls + calls[-1:] * missing))
+        self._finish = finish
+        try:
+            return step(*args, target=Microbatches(range(size)), **named)
+        finally:
+            del self._finish
 
     def _asked(self, call: Any) -> Any:
         """Return what the pipeline's model is called with, where a trainer asks for more than it can."""
@@ -183,8 +193,7 @@ class PipelineTrainer(TrainerFiles):
         quiet = torch.autocast(torch.device(self.pipeline.device).type, enabled=False)
         try:
             with quiet, self._draws.again(min(number, self._num_real - 1), self.state.global_step):
-                return answered(
-                    self.model,
+                return self._functions.answered(
                     lambda named: answer(output, named),
                     lambda model: self._finish(model, inputs),
                     once=self._calls_once,
@@ -204,11 +213,8 @@ class PipelineTrainer(TrainerFiles):
     ) -> Any:  # fmt: skip
         """Evaluate several batches at once; the rank with the last stage computes the metrics, and tells all."""
         only_loss = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        ahead = _Ahead(
-            dataloader,
-            self.args.gradient_accumulation_steps,
-            lambda batches: self._predict(batches, only_loss, ignore_keys),
-        )
+        trainer, size = weakref.proxy(self), self.args.gradient_accumulation_steps
+        ahead = _Ahead(dataloader, size, lambda batches: trainer._predict(batches, only_loss, ignore_keys))
         outcome = super().evaluation_loop(ahead, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         results = self.pipeline.gather((outcome, self._draws.states()) if self._has_loss else None)
         outcome, states = next(each for each in results if each is not None)
@@ -237,9 +243,8 @@ class PipelineTrainer(TrainerFiles):
             return torch.zeros((), device=self.args.device)
 
         self.model.eval()
-        self._finish = finish
         with seen_as(num_processes=1):  # every line evaluates all data
-            self._run(self.pipeline.eval_step, batches, asks)
+            self._run(self.pipeline.eval_step, batches, asks, finish)
         outcomes = answers if self._has_loss else [(None, None, None)] * len(batches)
         self._predicted = deque(zip(batches, outcomes, strict=True))
 
@@ -247,10 +252,8 @@ class PipelineTrainer(TrainerFiles):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add to a step's log how long ranks were idle, and why, as shares of the step."""
-        if self._answers:
-            raise UsageError(
-                "compute_loss calls log()", expected="logs that all ranks write: only one of them computes the loss"
-            )
+        alone = "logs that all ranks write: only one of them computes the loss"
+        refuse((self._answers, "compute_loss calls log()", alone, "log in a callback"))
         if "loss" in logs and self._settings.get("record", True):
             timeline = self.pipeline.timeline()
             whole = timeline.num_ranks * timeline.makespan
@@ -261,30 +264,13 @@ class PipelineTrainer(TrainerFiles):
         super().log(logs, start_time)
 
 
+def _on_copy(asks: Callable[[Any, Any], Any], inputs: Any, model: Any) -> Any:
+    return asks(model, copied(inputs))
+
+
 def _is_loss(value: Any) -> bool:
     """Whether a value may be a loss, which trainers scale in place."""
     return isinstance(value, Tensor) and value.dim() == 0
-
-
-class _OfTrainer:
-    """A function of a trainer that keeps no trainer alive; nobody who looks at it looks at all of that."""
-
-    def __init__(self, trainer: PipelineTrainer) -> None:
-        self._trainer: Any = weakref.ref(trainer)
-
-
-class _Loss(_OfTrainer):
-    """The pipeline's loss function."""
-
-    def __call__(self, output: Any, target: int) -> Any:
-        return self._trainer()._answer(output, target)
-
-
-class _Weight(_OfTrainer):
-    """How much a microbatch counts: nothing, if it repeats another one."""
-
-    def __call__(self, target: int) -> float:
-        return float(target < self._trainer()._num_real)
 
 
 class _Wrapped(StandIn):
@@ -292,7 +278,7 @@ class _Wrapped(StandIn):
 
     def __init__(self, trainer: PipelineTrainer) -> None:
         super().__init__(trainer.model, _refused, "the trainer")
-        self._trainer = trainer
+        self._trainer = weakref.proxy(trainer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -302,11 +288,11 @@ class _Wrapped(StandIn):
 
 
 def _refused(*_: Any, **__: Any) -> None:
-    raise UsageError(
-        "the model is called outside of compute_loss, in training",
-        expected="calls in compute_loss: other ranks hold parts of the model",
-        fix="call trainer.evaluate or trainer.predict, or the model after train()",
-    )
+    refuse((
+        True, "the model is called outside of compute_loss, in training",
+        "calls in compute_loss: other ranks hold parts of the model",
+        "call trainer.evaluate or trainer.predict, or the model after train()",
+    ))  # fmt: skip
 
 
 class _Ahead:

@@ -18,10 +18,11 @@ import trl
 from torch import Tensor, nn
 from trl.trainer.utils import FusedCausalLMOutput, use_adapter
 
-from drumline.core.errors import ModelError, UsageError
-from drumline.integrations.calls import StandIn
+from drumline.core.errors import ModelError
+from drumline.integrations.refused import refuse
 from drumline.integrations.trainer import PipelineTrainer
 from drumline.model.microbatches import Microbatches
+from drumline.pipeline.calls.functions import StandIn
 from drumline.pipeline.pipeline import Pipeline
 
 # Settings that a pipeline has no use for which only evaluates.
@@ -40,18 +41,12 @@ class _LogProbabilities(PipelineTrainer):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._wanted = plain_head(self.model)
-        if self._is_vlm:
-            raise UsageError(
-                "the processing class is for images as well, on a pipeline",
-                expected="a tokenizer, and a model of texts",
-                fix="pass processing_class=processor.tokenizer, if the data has no images",
-            )
-        if self.aux_loss_enabled:
-            raise UsageError(
-                "router_aux_loss_coef is set, on a pipeline",
-                expected="0.0: the loss of experts' balance is not computed from logits",
-                fix="set router_aux_loss_coef=0.0",
-            )
+        refuse(
+            (self._is_vlm, "the processing class is for images as well, on a pipeline",
+             "a tokenizer, and a model of texts", "pass processing_class=processor.tokenizer, if no row has images"),
+            (self.aux_loss_enabled, "router_aux_loss_coef is set, on a pipeline",
+             "0.0: the loss of experts' balance is not computed from logits", "set router_aux_loss_coef=0.0"),
+        )  # fmt: skip
         self._rows: dict[str, int] = {}  # what compute_loss has called the model with
         self._noted: dict[int, Any] = {}  # by microbatch, what compute_loss adds to the metrics
 
@@ -143,31 +138,19 @@ class DPOTrainer(_LogProbabilities, trl.DPOTrainer):
         self._reference_pipe: Pipeline | None = None
         self._switched = ExitStack()  # adapters that the reference does without
         super().__init__(*args, **named)
-        if self.args.sync_ref_model:
-            raise UsageError(
-                "sync_ref_model is True, on a pipeline",
-                expected="a reference that stays as it is",
-                fix="set sync_ref_model=False",
-            )
+        stays = "a reference that stays as it is"
+        refuse((self.args.sync_ref_model, "sync_ref_model is True, on a pipeline", stays, "set sync_ref_model=False"))
         if self.ref_model is not None:
             plain_head(self.ref_model)
 
     def _precompute_ref_logps(self, *args: Any, **named: Any) -> Any:
-        raise UsageError(
-            "precompute_ref_log_probs is True, on a pipeline",
-            expected="False: every step runs the reference on its own rows",
-            fix="leave it out",
-        )
+        every = "False: every step runs the reference on its own rows"
+        refuse((True, "precompute_ref_log_probs is True, on a pipeline", every, "leave it out"))
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make an accelerator that leaves the reference as it is: its pipeline moves this rank's stages."""
         super().create_accelerator_and_postprocess()
-        prepare = self.accelerator.prepare_model
-
-        def prepared(model: Any, *args: Any, evaluation_mode: bool = False, **named: Any) -> Any:
-            return model if evaluation_mode else prepare(model, *args, evaluation_mode=False, **named)
-
-        self.accelerator.prepare_model = prepared
+        self.accelerator.prepare_model = _prepared
 
     def _asked(self, call: Any) -> Any:
         """Run the reference on the same rows."""
@@ -208,6 +191,11 @@ class DPOTrainer(_LogProbabilities, trl.DPOTrainer):
             self.ref_model = reference
 
 
+def _prepared(model: Any, *_: Any, **__: Any) -> Any:
+    """Return a model as it is."""
+    return model
+
+
 def without_adapters(model: Any, switched: ExitStack) -> Any:
     """Return a model that shares all tensors with this one, and does without its adapters, or has those of "ref"."""
     tensors = [*model.parameters(), *model.buffers()]
@@ -223,14 +211,13 @@ def plain_head(model: Any) -> tuple[str, ...]:
     """Give a model its own forward back; return what TRL's would have returned."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     head = inspect.getclosurevars(vars(base).pop("forward", type(base).forward)).nonlocals
-    if "outputs" not in head or head.get("temperature") != 1.0 or head.get("cast_lm_head_to_fp32"):
-        raise UsageError(f"trl {trl.__version__} makes its loss in another way", expected="a version like trl 1.16")
-    if getattr(head["original_forward"], "__func__", None) is not type(base).forward:
-        raise ModelError(
-            f"the forward of {type(base).__name__} is replaced in the model",
-            expected="the forward of its class",
-            fix="load the model without device_map, or override forward in a class",
-        )
+    moved = "outputs" not in head or head.get("temperature") != 1.0 or head.get("cast_lm_head_to_fp32")
+    replaced = getattr(head.get("original_forward"), "__func__", None) is not type(base).forward
+    refuse(
+        (moved, f"trl {trl.__version__} makes its loss in another way", "a version like trl 1.16", "install that"),
+        (replaced, f"the forward of {type(base).__name__} is replaced in the model", "the forward of its class",
+         "load the model without device_map, or override forward in a class"),
+    )  # fmt: skip
     return tuple(head["outputs"])
 
 

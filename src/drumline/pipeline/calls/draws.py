@@ -1,4 +1,4 @@
-"""Random numbers of `compute_loss`, which runs twice for a microbatch, and to its end on one rank only."""
+"""Random numbers of a function that runs twice for a microbatch, and to its end on one rank only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from drumline.model.randomness import HostChance, Randomness
 
 
-class TrainerDraws:
+class TwiceDrawn:
     """Random numbers before and after a call of the model.
 
         before the call    every rank draws them; the rank with the last stage then draws the same again
@@ -22,7 +22,7 @@ class TrainerDraws:
 
     All generators go on as if nothing had been drawn after the call, so that all ranks read the same data.
 
-    >>> draws = TrainerDraws(0, torch.device("cpu"))
+    >>> draws = TwiceDrawn(0, torch.device("cpu"))
     >>> with draws.noted(3):
     ...     drawn = torch.rand(2)
     >>> with draws.again(3, step=0):
