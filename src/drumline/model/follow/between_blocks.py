@@ -174,20 +174,20 @@ class Kept:
             generators += [(f"the variable {name!r}", each) for each in _inside(value, _is_generator, set(), _DEPTH)]
         self._places: dict[int, str] = {}
         for name, tensor in places.items():
-            self._places.setdefault(_storage(tensor), name)
+            self._places.setdefault(storage_of(tensor), name)
         self._generators = [(name, each, _state(each)) for name, each in generators]
 
     def _add(self, name: str, tensor: Tensor) -> None:
-        self._tensors.setdefault(_storage(tensor), name)
+        self._tensors.setdefault(storage_of(tensor), name)
         self._alive.append(tensor.untyped_storage())
 
     def place_of(self, tensor: Tensor) -> str:
         """Return the attribute whose memory a tensor uses, if a stage can hold it."""
-        return "" if isinstance(tensor, FakeTensor) else self._places.get(_storage(tensor), "")
+        return "" if isinstance(tensor, FakeTensor) else self._places.get(storage_of(tensor), "")
 
     def refuse(self, tensor: Tensor) -> None:
         """Refuse to change a tensor that no stage can hold."""
-        name = "" if isinstance(tensor, FakeTensor) else self._tensors.get(_storage(tensor), "")
+        name = "" if isinstance(tensor, FakeTensor) else self._tensors.get(storage_of(tensor), "")
         if name:
             raise ModelError(
                 f"the model's forward changes a tensor in {name} between its blocks{line_here()}",
@@ -223,7 +223,8 @@ def _state(generator: Any) -> str:
     return str(state.tolist() if isinstance(state, Tensor) else state)
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """Return what tensors of one memory have in common."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
@@ -270,10 +271,10 @@ def places_of(model: nn.Module) -> dict[str, Tensor]:
 def refuse_shared(model: nn.Module, name: str) -> None:
     """Refuse a tensor in an attribute that changes, if another of the model uses its memory."""
     places = places_of(model)
-    memory = _storage(places[name])
+    memory = storage_of(places[name])
     others = {**dict(named_tensors(model)), **places}
     for other, tensor in others.items():
-        if other != name and not isinstance(tensor, FakeTensor) and _storage(tensor) == memory:
+        if other != name and not isinstance(tensor, FakeTensor) and storage_of(tensor) == memory:
             raise ModelError(
                 f"the model's forward changes the tensor {name!r} in place between its blocks, and {other!r} is of the "
                 "same memory",
