@@ -142,6 +142,7 @@ KINDS = (
     Kind("hooks that cap sums, merged", hooks.changed(hooks.capped), refused=COPIES, names=SUMMED, merges=True),
     Kind("hooks that step", hooks.changed(hooks.stepping), refused=EVERYWHERE, names="hook calls SGD.step"),
     Kind("hooks of backwards", hooks.changed(hooks.counting_backwards), refused=COPIES),
+    Kind("hooks of forwards", hooks.changed(hooks.counting_forwards), refused=COPIES),
     Kind("hooks of tensors", hooks.counting_gradients, refused=COPIES),
     Kind("reentrant checkpoint", hooks.checkpoints),
     Kind("reentrant checkpoint counts", hooks.counting_checkpoints, refused=EVERYWHERE),
