@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,6 @@ from some import some
 pytestmark = pytest.mark.torch
 WIDTH, ROWS, NUM_MICROBATCHES = 4, 8, 4
 TABLES: dict[Any, Any] = {}
-NOTES = types.SimpleNamespace(calls=0)
 
 
 @functools.lru_cache(maxsize=1)
@@ -60,15 +58,6 @@ class Differs(Layer):
         return TABLES.setdefault("slopes", torch.linspace(0.5, 2.5, WIDTH))
 
 
-class Counts(Layer):
-    """Makes a table of a number that all blocks count."""
-
-    def factor(self, x: Tensor) -> Any:
-        NOTES.calls += 1
-        TABLES.setdefault("slopes", torch.full((WIDTH,), 1 / NOTES.calls))
-        return TABLES["slopes"]
-
-
 class Means(Layer):
     """Makes something of its input, by a table."""
 
@@ -100,6 +89,32 @@ class Draws(Layer):
         return TABLES.setdefault("drawn", torch.rand(WIDTH))
 
 
+def note() -> None:
+    """Keep something in an attribute."""
+
+
+class Follows(Layer):
+    """Has what the block before made of its input in a function's attribute."""
+
+    def factor(self, x: Tensor) -> Any:
+        factor = 1 + getattr(note, "last", 0)
+        vars(note)["last"] = x.mean()
+        return factor
+
+
+class FollowsInADict(Layer):
+    """Has it in a dict of its own, which is another's as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.box = TABLES
+
+    def factor(self, x: Tensor) -> Any:
+        factor = 1 + self.box.get("last", 0)
+        self.box["last"] = x.mean()
+        return factor
+
+
 class Traced(nn.Module):
     def __init__(self, *kinds: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -116,7 +131,7 @@ class Traced(nn.Module):
 def nothing_is_kept() -> None:
     TABLES.clear()
     slopes.cache_clear()
-    NOTES.calls = 0
+    vars(note).clear()
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -174,6 +189,14 @@ def test_a_table_that_another_block_makes_ties_the_two_to_one_stage() -> None:
 @pytest.mark.parametrize("kind", [Means, Reads, Trains, Draws])
 def test_what_depends_on_data_or_on_what_others_did_is_no_table(kind: type[Layer]) -> None:
     with refused(ModelError, "'layers.1' reads a tensor that 'layers.0' created"):
+        pipeline(Traced(kind, kind, Layer, Layer), num_ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"), [(Follows, "attribute 'last' of function 'note'"), (FollowsInADict, "attribute 'layers.0.box'")]
+)
+def test_a_tie_says_where_the_tensor_is(kind: type[Layer], what: str) -> None:
+    with refused(ModelError, rf"'layers.0' created but did not return \(the {what} keeps it\)"):
         pipeline(Traced(kind, kind, Layer, Layer), num_ranks=4)
 
 

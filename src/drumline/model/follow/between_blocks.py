@@ -26,6 +26,7 @@ from drumline.core.errors import ModelError
 from drumline.model.catalogue import named_tensors, whole_name
 from drumline.model.follow.refusals import line_here
 from drumline.model.hooks import HOOKS
+from drumline.model.kept_state.spaces import own_values, spaces_in
 from drumline.model.kept_state.spies import original_of
 from drumline.model.randomness import OWN_GENERATORS, state_of_own
 from drumline.model.watch.fingerprint import WHOLE
@@ -133,10 +134,14 @@ def _inside(value: Any, wanted: Callable[[Any], bool], known_ids: set[int], dept
 
 
 def variable_with(model: nn.Module, tensor: Tensor) -> str:
-    """Return the variable outside of a model that holds a tensor; nothing if none does."""
-    for name, value, _ in Surroundings(model.modules()).named():
+    """Return what outside of a model holds a tensor, in words; nothing if nothing does."""
+    variables = [(f"variable {name!r}", value) for name, value, _ in Surroundings(model.modules()).named()]
+    for space in spaces_in("", list(model.named_modules()), set()):
+        for key, value in own_values(space.table.copy()).items():
+            variables.append((f"attribute {space.path(key)!r}" if isinstance(key, str) else space.label(key), value))
+    for what, value in variables:
         if any(True for _ in _inside(value, lambda each: each is tensor, set(), _DEPTH)):
-            return name
+            return what
     return ""
 
 

@@ -46,7 +46,7 @@ class InsideBlocks(Notes):
         self.attributes = Attributes(skeleton.names, self._who, skeleton.carried, self.recipes.knows)
         self._beginning, self._clear = beginning, clear
         self._versions = {id(tensor): version_of(tensor) for tensor in skeleton.alive if not tensor.requires_grad}
-        self._borrowed: dict[int, tuple[int, str]] = {}  # tables of other blocks: the call that made each, and why not
+        self._borrowed: dict[int, tuple[int, Tensor]] = {}  # tables of other blocks, with the call that made each
         self._is_alone = False  # whether a block runs once more
 
     def _who(self) -> int:
@@ -112,13 +112,18 @@ class InsideBlocks(Notes):
                 self.bar(self.made_by.get(number, 0), reason)
                 self.taken.add(id(tensor))
         elif (count := self.where.get(id(tensor))) is not None:
-            other = self.graph.calls[count].block
-            reason = f"{block!r} reads a tensor that {other!r} created but did not return{self.kept_in(tensor)}"
             if self.recipes.knows(tensor):
-                self._borrowed[id(tensor)] = count, reason
+                self._borrowed[id(tensor)] = count, tensor
             else:
-                self.bar(count, reason)
+                self._bar_after(count, tensor)
                 self.taken.add(id(tensor))
+
+    def _bar_after(self, count: int, tensor: Tensor) -> None:
+        """Forbid cuts between the current block and one whose tensor it reads."""
+        other = self.graph.calls[count].block
+        self.bar(
+            count, f"{self.within[-1]!r} reads a tensor that {other!r} created but did not return{self.kept_in(tensor)}"
+        )
 
     def end_inside(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
         """Forbid cuts between a block and those whose tables it uses, unless it makes the same by itself."""
@@ -126,8 +131,8 @@ class InsideBlocks(Notes):
         if (self._borrowed or borrows) and self._is_same_alone(module, call, args, kwargs):
             self.attributes.alone.add(len(self.graph.calls))
         else:
-            for first, reason in self._borrowed.values():
-                self.bar(first, reason)
+            for count, tensor in self._borrowed.values():
+                self._bar_after(count, tensor)
 
     def _is_same_alone(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether a block computes the same if no other block has run before."""
