@@ -84,6 +84,13 @@ class Trains(Layer):
         return TABLES.setdefault("weight", self.layer.weight.detach()[0] * 2)
 
 
+class Shrinks(Layer):
+    """Changes the table of all blocks."""
+
+    def factor(self, x: Tensor) -> Any:
+        return TABLES.setdefault("slopes", torch.linspace(0.5, 1.5, WIDTH)).mul_(0.9).clone()
+
+
 class Draws(Layer):
     def factor(self, x: Tensor) -> Any:
         return TABLES.setdefault("drawn", torch.rand(WIDTH))
@@ -186,7 +193,7 @@ def test_a_table_that_another_block_makes_ties_the_two_to_one_stage() -> None:
         pipeline(Traced(*kinds), num_ranks=4)
 
 
-@pytest.mark.parametrize("kind", [Means, Reads, Trains, Draws])
+@pytest.mark.parametrize("kind", [Means, Reads, Trains, Shrinks, Draws])
 def test_what_depends_on_data_or_on_what_others_did_is_no_table(kind: type[Layer]) -> None:
     with refused(ModelError, "'layers.1' reads a tensor that 'layers.0' created"):
         pipeline(Traced(kind, kind, Layer, Layer), num_ranks=4)
