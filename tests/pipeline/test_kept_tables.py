@@ -15,6 +15,7 @@ import drumline as dl
 from drumline.core.errors import ModelError
 from refused import refused
 from some import some
+from state_pipes import piped
 
 pytestmark = pytest.mark.torch
 WIDTH, ROWS, NUM_MICROBATCHES = 4, 8, 4
@@ -152,23 +153,13 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: param.grad for name, param in some(model.named_parameters())}
 
 
-def pipeline(model: nn.Module, num_ranks: int = 2, **options: Any) -> dl.Pipeline:
-    return dl.Pipeline(
-        model,
-        loss_fn=functional.mse_loss,
-        num_ranks=num_ranks,
-        num_microbatches=NUM_MICROBATCHES,
-        transport="in-process",
-        balance="even",
-        record=False,
-        example=batch()[0],
-        **options,
-    )
+def pipeline(model: nn.Module, num_ranks: int = 2) -> dl.Pipeline:
+    return piped(model, num_ranks=num_ranks, example=batch()[0])
 
 
-def piped(model: nn.Module, **options: Any) -> dict[str, Tensor | None]:
+def stepped(model: nn.Module, num_ranks: int = 2) -> dict[str, Tensor | None]:
     x, y = batch()
-    with pipeline(model, **options) as pipe:
+    with pipeline(model, num_ranks) as pipe:
         pipe.step(x, target=y)
         return {name: param.grad for name, param in pipe.named_parameters()}
 
@@ -178,7 +169,7 @@ def test_a_function_with_a_memory_leaves_every_cut_possible_and_keeps_no_stand_i
     wanted = gradients(Traced(*4 * [Layer]))
     slopes.cache_clear()
     mine = slopes(WIDTH + 1)
-    found = piped(Traced(*4 * [Layer]), num_ranks=4)
+    found = stepped(Traced(*4 * [Layer]), num_ranks=4)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     assert type(slopes(WIDTH)) is Tensor
     assert type(slopes(WIDTH + 1)) is type(mine) is Tensor
@@ -188,7 +179,7 @@ def test_a_table_that_another_block_makes_ties_the_two_to_one_stage() -> None:
     kinds = [Makes, Finds, Layer, Layer]
     wanted = gradients(Traced(*kinds))
     TABLES.clear()
-    torch.testing.assert_close(piped(Traced(*kinds)), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(stepped(Traced(*kinds)), wanted, rtol=1e-5, atol=1e-6)
     with refused(ModelError, r"'layers.1' reads a tensor that 'layers.0' created .*the variable 'TABLES' keeps it"):
         pipeline(Traced(*kinds), num_ranks=4)
 
