@@ -110,4 +110,25 @@ STATE = (
         "if False:",
         "Hooks of blocks that count are called a wrong trace, with ranks in several processes.",
     ),
+    Bug(
+        "entries-of-others",
+        "are_apart",
+        "all(owners.setdefault(entry, owner) == owner for entry in entries)",
+        "True",
+        "A stage reads an entry of a dict that another process changes.",
+    ),
+    Bug(
+        "entries-share-objects",
+        "Sharing.are_own_entries",
+        "and sum(map(len, inside)) == len(set().union(*inside))",
+        "",
+        "Stages change one tensor that is in two entries of a dict.",
+    ),
+    Bug(
+        "dicts-in-dicts",
+        "Sharing.__init__",
+        "if (identity, name) not in indirect:",
+        "if True:",
+        "A stage reads all entries of a dict that is itself an entry of another.",
+    ),
 )

@@ -223,6 +223,8 @@ OF_FILE = {
     "runtime/execute/jobs.py": ("tests/runtime/test_executor.py",),
     "runtime/step.py": ("tests/pipeline/test_updates.py",),
     "model/kept_state": ("tests/pipeline/test_kept_state.py", "tests/pipeline/test_kept_outside.py"),
+    "engine/state/own_entries.py": ("tests/pipeline/test_own_entries.py",),
+    "engine/state/sharing.py": ("tests/pipeline/test_own_entries.py", "tests/pipeline/test_kept_outside.py"),
     "engine/state": ("tests/pipeline/test_kept_outside.py", "tests/pipeline/test_kept_state.py"),
     "model/weights/twin.py": ("tests/pipeline/test_hooks.py",),
     "model/weights/overlaps.py": ("tests/pipeline/test_overlaps.py",),

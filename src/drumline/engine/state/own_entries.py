@@ -1,0 +1,63 @@
+"""Whether blocks of several stages use only entries of their own in a dict that they share, as their code says.
+
+::
+
+    STATE[self.name] = 0.5 * STATE.get(self.name, 0) + y.mean()        its own, if no other block has the name
+    sum(STATE.values())                                                everybody's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+from drumline.model.kept_state.code import entry_keys, facts_of
+from drumline.model.values import MISSING
+from drumline.model.watch.fingerprint import PLAIN
+
+Keys = frozenset[Any] | None  # None: any
+
+
+def keys_of(module: nn.Module, code: Collection[CodeType], names: Iterable[str]) -> Keys:
+    """Return the entries that a block uses of a dict that its code calls by these names.
+
+    >>> class Counts(nn.Module):
+    ...     def forward(self, x):
+    ...         STATE[self.name] = STATE.get(self.name, 0) + 1
+    >>> block = Counts(); block.name = "first"
+    >>> keys_of(block, [Counts.forward.__code__], ["STATE"])
+    frozenset({'first'})
+    """
+    forwards = [part for part in code if part.co_name != "__init__"]
+    used = [entry_keys(part, name) for part in forwards for name in names]
+    stored = {name for part in forwards for name in facts_of(part).stored}
+    keys = set[Any]()
+    for key in {key for each in used if each is not None for key in each}:
+        values = {key.value} if not key.is_attribute else _values_of(module, key.value)
+        if not values or (key.is_attribute and key.value in stored):
+            return None
+        keys |= values
+    return None if None in used else frozenset(keys)
+
+
+def _values_of(module: nn.Module, name: str) -> set[Any]:
+    """Return what modules of a block have in an attribute; nothing if it may be another later."""
+    values = [vars(part).get(name, getattr(type(part), name, MISSING)) for part in module.modules()]
+    values = [value for value in values if value is not MISSING]
+    return set(values) if all(type(value) in PLAIN for value in values) else set()
+
+
+def are_apart(keys: Iterable[tuple[Any, Keys]]) -> bool:
+    """Whether no two owners use the same entry; `keys` has pairs of an owner and the entries of a part of it.
+
+    >>> are_apart([(0, frozenset("a")), (0, frozenset("a")), (1, frozenset("b"))]), are_apart([(0, None)])
+    (True, False)
+    """
+    owners: dict[Any, Any] = {}
+    return all(
+        entries is not None and all(owners.setdefault(entry, owner) == owner for entry in entries)
+        for owner, entries in keys
+    )
