@@ -96,6 +96,25 @@ class HoldsAround(Follows):
         return 1 + self.box["all"].get(0, 0.0)
 
 
+class Notes:
+    """Has the same entry in each block, whatever this is called."""
+
+    name = "all"
+
+    def follow(self, mean: float) -> float:
+        STATE[self.name] = 0.5 * STATE.get(self.name, 0.0) + mean
+        return float(STATE[self.name])
+
+
+class Asks(Follows):
+    def __init__(self, name: Any) -> None:
+        super().__init__(name)
+        self.notes = Notes()
+
+    def factor(self, x: Tensor) -> Any:
+        return 1 + self.notes.follow(float(x.mean()))
+
+
 OWN = [(Follows, "chain"), (Follows, "traced"), (FollowsInPlace, "chain"), (FollowsInPlace, "traced"), (Holds, "chain")]
 
 
@@ -170,6 +189,7 @@ def test_so_it_is_between_processes() -> None:
 
 OTHERS = [
     [Adds, Adds, Adds, Adds],
+    [Asks, Asks, Asks, Asks],
     [Follows, Follows, Follows, ReadsAnother],
     [Renames, Follows, Follows, Renames],
     [Follows, Follows, Follows, HoldsAround],
@@ -180,6 +200,16 @@ OTHERS = [
 def test_other_uses_of_a_dict_are_refused(kinds: list[type[Follows]]) -> None:
     with refused(ModelError, "a forward changes the (global 'STATE'|attribute).* of block '.', which block"):
         list(stepped(model_of("chain", *kinds), "1f1b", check_model=False))
+
+
+def test_blocks_that_are_called_otherwise_later_are_looked_at_again() -> None:
+    model = model_of("chain", *4 * [Follows])
+    steps = stepped(model, "1f1b", check_model=False)
+    next(steps)
+    for block in some(model.children()):
+        vars(block)["name"] = 0
+    with refused(ModelError, "a forward changes the global 'STATE' of block '.', which block"):
+        next(steps)
 
 
 def test_one_object_in_two_entries_is_refused() -> None:

@@ -32,22 +32,36 @@ def keys_of(module: nn.Module, code: Collection[CodeType], names: Iterable[str])
     frozenset({'first'})
     """
     forwards = [part for part in code if part.co_name != "__init__"]
-    used = [entry_keys(part, name) for part in forwards for name in names]
     stored = {name for part in forwards for name in facts_of(part).stored}
     keys = set[Any]()
-    for key in {key for each in used if each is not None for key in each}:
-        values = {key.value} if not key.is_attribute else _values_of(module, key.value)
-        if not values or (key.is_attribute and key.value in stored):
-            return None
-        keys |= values
-    return None if None in used else frozenset(keys)
+    for part in forwards:
+        for used in [entry_keys(part, name) for name in names]:
+            if used is None or any(key.is_attribute and key.value in stored for key in used):
+                return None
+            for key in used:
+                values = _values_of(module, part, key.value) if key.is_attribute else {key.value}
+                if not values:
+                    return None
+                keys |= values
+    return frozenset(keys)
 
 
-def _values_of(module: nn.Module, name: str) -> set[Any]:
-    """Return what modules of a block have in an attribute; nothing if it may be another later."""
-    values = [vars(part).get(name, getattr(type(part), name, MISSING)) for part in module.modules()]
-    values = [value for value in values if value is not MISSING]
+def _values_of(module: nn.Module, code: CodeType, name: str) -> set[Any]:
+    """Return what those modules of a block have in an attribute whose method this is; nothing if it is no plain value.
+
+    Other objects have methods, too, and attributes of the same names.
+    """
+    values = [
+        _attribute(part, name)
+        for part in module.modules()
+        if any(getattr(each, "__code__", None) is code for cls in type(part).__mro__ for each in vars(cls).values())
+    ]
     return set(values) if all(type(value) in PLAIN for value in values) else set()
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    of_class = getattr(type(module), name, MISSING)
+    return vars(module).get(name, of_class) if of_class is MISSING or type(of_class) in PLAIN else of_class
 
 
 def are_apart(keys: Iterable[tuple[Any, Keys]]) -> bool:

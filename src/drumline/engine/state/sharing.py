@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from types import CodeType
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -74,12 +75,11 @@ class Sharing:
                         reached[identity][name] = before._replace(names=before.names | {name_of(key)})
             self._alive.append(spaces)
         self._reached = {identity: blocks for identity, blocks in reached.items() if len(blocks) > 1}
-        modules = {block.name: block.module for block in blocks if block.name in each} if self._reached else {}
+        self._modules = {block.name: ref(block.module) for block in blocks if tables and block.name in each}
         for identity in tables & self._reached.keys():
             for name, reach in self._reached[identity].items():
                 if (identity, name) not in indirect:
-                    keys = keys_of(modules[name], reach.code, reach.names)
-                    self._reached[identity][name] = reach._replace(keys=keys)
+                    self._reached[identity][name] = reach._replace(keys=self._keys_now(name, reach))
         shared = set(self._reached)
         names = {name for blocks in self._reached.values() for name in blocks}
         self._alive = [self._values_with(space, shared) for name in names for space in each[name]]
@@ -122,7 +122,8 @@ class Sharing:
         reach = self._reached[id(table)]
         inside = [self.identities_in(value) for value in table.values()]
         return (
-            are_apart((homes.get(name), part.keys) for name, part in reach.items())
+            all(part.keys is not None and part.keys == self._keys_now(name, part) for name, part in reach.items())
+            and are_apart((homes.get(name), part.keys) for name, part in reach.items())
             and sum(map(len, inside)) == len(set().union(*inside))
             and all(
                 name in reach and part.names <= reach[name].names
@@ -130,6 +131,11 @@ class Sharing:
                 for name, part in self._reached[identity].items()
             )
         )
+
+    def _keys_now(self, name: str, reach: _Reach) -> Keys:
+        """Return the entries that a block uses now, or those of before if it has gone to another process."""
+        module = self._modules[name]()
+        return reach.keys if module is None else keys_of(module, reach.code, reach.names)
 
     def reaches_of(self, identity: Identity) -> list[tuple[frozenset[str], tuple[CodeType, ...]]]:
         """Return by what names each block reaches something, and its code."""
