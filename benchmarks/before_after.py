@@ -53,14 +53,8 @@ costs = dl.Costs(forward=1.0, backward_input=1.1, backward_weight=0.8, comm=0.05
 dl.search(costs, dl.Placement.linear(4), num_microbatches=10, limit=dl.Limit(max_activations=4), seconds=20)
 taken = [moment() - began]
 """
-STEP = """
-import torch
-import drumline as dl
-torch.set_num_threads(1)
-torch.manual_seed(0)
-model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(8)))
-pipe = dl.Pipeline(model, loss_fn=torch.nn.functional.mse_loss, schedule={name!r}, num_ranks=2, num_microbatches=8)
-batch, target = torch.randn(64, 64), torch.randn(64, 64)
+# 150 steps, of which the first 30 are not counted.
+_TURNS = """batch, target = torch.randn(64, 64), torch.randn(64, 64)
 taken = []
 for turn in range(150):
     began = moment()
@@ -69,7 +63,19 @@ for turn in range(150):
         taken.append(moment() - began)
     pipe.zero_grad()
 """
-OWN = """
+STEP = (
+    """
+import torch
+import drumline as dl
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(8)))
+pipe = dl.Pipeline(model, loss_fn=torch.nn.functional.mse_loss, schedule={name!r}, num_ranks=2, num_microbatches=8)
+"""
+    + _TURNS
+)
+OWN = (
+    """
 import torch
 import drumline as dl
 torch.set_num_threads(1)
@@ -84,15 +90,9 @@ class Block(torch.nn.Module):
 model = torch.nn.Sequential(*(Block() for _ in range(8)))
 options = {{"checkpoint": {checkpoint!r}, "loss_fn": torch.nn.functional.mse_loss}}
 pipe = dl.Pipeline(model, schedule={name!r}, num_ranks=2, num_microbatches=8, **options)
-batch, target = torch.randn(64, 64), torch.randn(64, 64)
-taken = []
-for turn in range(150):
-    began = moment()
-    pipe.step(batch, target=target)
-    if turn >= 30:
-        taken.append(moment() - began)
-    pipe.zero_grad()
 """
+    + _TURNS
+)
 ACTION = """
 import os, socket, subprocess
 if "RANK" not in os.environ:

@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ import torch
 
 import drumline as dl
 from drumline.core.errors import DrumlineError
+from fuzz_outcome import FuzzOutcome
 from measure import machine
 from mesh_cases import drawn
 from mesh_runs import all_run, line_of, read, write
@@ -47,21 +48,8 @@ _SECONDS_TO_START, _SECONDS_EACH = 600.0, 60.0  # that ranks may take, for a cas
 Line = dict[str, Any]  # of a case, as files have it
 
 
-@dataclass(slots=True)
-class Outcome:
+class Outcome(FuzzOutcome):
     """What became of all cases."""
-
-    seed: int
-    counts: Counter[str] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)  # by their reason
-    kinds: dict[str, Counter[str]] = field(default_factory=dict)  # what cases of each came to
-    failures: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether nothing was found."""
-        return not self.failures
 
     def add(self, line: Line) -> None:
         """Count a case."""
@@ -155,13 +143,7 @@ def _launched(seed: int, ranks: int, numbers: list[int], files: list[Path]) -> s
 
 def table(outcome: Outcome) -> str:
     """Return how many cases came to what, by the axes that they have, and why some were refused."""
-    columns = (*GOOD, *BAD)
-    lines = [f"{'cases with':<30}" + "".join(f"{name:>11}" for name in columns)]
-    for kind, counts in sorted(outcome.kinds.items()):
-        lines.append(f"{kind:<30}" + "".join(f"{counts[name]:>11}" for name in columns))
-    lines.append(f"{'all':<30}" + "".join(f"{outcome.counts[name]:>11}" for name in columns))
-    lines += ["", *(f"{count:>6} refused: {reason}" for reason, count in outcome.refusals.most_common())]
-    return "\n".join([*lines, "", f"{outcome.seconds:.0f} s"])
+    return outcome.table((*GOOD, *BAD), 11)
 
 
 def main() -> int:

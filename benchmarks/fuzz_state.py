@@ -45,6 +45,7 @@ from torch.nn import functional
 
 import drumline as dl
 from drumline.core.errors import DrumlineError
+from fuzz_outcome import FuzzOutcome
 from measure import machine
 from state_cases import LATE_STEP, NUM_MICROBATCHES, NUM_STEPS, WIDTH, Case, drawn, source
 
@@ -64,21 +65,8 @@ class Trained:
     trace: str = ""
 
 
-@dataclass(slots=True)
-class Outcome:
+class Outcome(FuzzOutcome):
     """What became of all cases."""
-
-    seed: int
-    counts: Counter[str] = field(default_factory=Counter)
-    kinds: dict[str, Counter[str]] = field(default_factory=dict)
-    refusals: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether nothing was found."""
-        return not self.failures
 
     def add(self, case: Case, came_to: str, how: str) -> None:
         """Count a case."""
@@ -282,13 +270,7 @@ def _one_thread() -> None:
 
 def table(outcome: Outcome) -> str:
     """Return how many cases came to what, by what they keep and where, and why some were refused."""
-    columns = (*GOOD, *BAD)
-    lines = [f"{'cases with':<30}" + "".join(f"{name:>9}" for name in columns)]
-    for kind, counts in sorted(outcome.kinds.items()):
-        lines.append(f"{kind:<30}" + "".join(f"{counts[name]:>9}" for name in columns))
-    lines.append(f"{'all':<30}" + "".join(f"{outcome.counts[name]:>9}" for name in columns))
-    lines += ["", *(f"{count:>6} refused: {reason}" for reason, count in outcome.refusals.most_common())]
-    return "\n".join([*lines, "", f"{outcome.seconds:.0f} s"])
+    return outcome.table((*GOOD, *BAD), 9)
 
 
 def main() -> int:

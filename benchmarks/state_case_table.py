@@ -12,6 +12,7 @@ from torch import nn
 
 import hook_models as hooks
 import state_models as models
+import table_models as tables
 from state_kinds import ATTRIBUTES, Keeps
 
 # dualpipe and chimera have two copies of each stage.
@@ -103,6 +104,13 @@ KINDS = (
     Kind("class of all blocks", each(models.InTheClass), refused=EVERYWHERE),
     Kind("class of a block", last(models.InTheClass), refused=COPIES),
     Kind("generator of two stages", models.one_generator, refused=EVERYWHERE),
+    Kind("table of a function", each(tables.Rotates)),
+    Kind("table in a dict", each(tables.InADict)),
+    Kind("masks in a dict", each(tables.Masks)),
+    Kind("table of the class", each(tables.OfTheClass)),
+    Kind("table of a shared module", tables.sharing),
+    Kind("table of the first batch", each(tables.Begins), refused=EVERYWHERE),
+    Kind("table changed in place", each(tables.Doubles), refused=EVERYWHERE),
     Kind("weight in an attribute", models.weight_in_an_attribute, refused=COPIES, refused_apart=True),
     Kind("function replaced", each(models.ActsBy), turn=models.another_function),
     Kind("variable set anew", each(models.ReadsAVariable), turn=models.another_value),
@@ -134,6 +142,7 @@ KINDS = (
     Kind("hooks that cap sums, merged", hooks.changed(hooks.capped), refused=COPIES, names=SUMMED, merges=True),
     Kind("hooks that step", hooks.changed(hooks.stepping), refused=EVERYWHERE, names="hook calls SGD.step"),
     Kind("hooks of backwards", hooks.changed(hooks.counting_backwards), refused=COPIES),
+    Kind("hooks of forwards", hooks.changed(hooks.counting_forwards), refused=COPIES),
     Kind("hooks of tensors", hooks.counting_gradients, refused=COPIES),
     Kind("reentrant checkpoint", hooks.checkpoints),
     Kind("reentrant checkpoint counts", hooks.counting_checkpoints, refused=EVERYWHERE),

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import table_models
 from state_kinds import WIDTH, Keeps
 
 Make = Callable[[], nn.Sequential]
@@ -30,6 +31,7 @@ TURN: contextvars.ContextVar[float] = contextvars.ContextVar("TURN", default=1.0
 
 def begin_anew() -> None:
     """Let what is outside of models be as it was at first."""
+    table_models.begin_anew()
     STATE.clear()
     STATE["calls"] = 0
     TURN.set(1.0)

@@ -59,6 +59,31 @@ def test_what_answers_to_any_name_is_not_asked() -> None:
     assert scale.cache_info().currsize == 0
 
 
+def test_a_cache_of_one_result_is_emptied_if_it_has_another() -> None:
+    @functools.lru_cache(maxsize=1)
+    def square(number: int) -> int:
+        return number * number
+
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * square(2)
+
+    around = Surroundings([Scaled()])
+    square(2)
+    with around.keeping_contents():
+        square(2)
+    assert square.cache_info().currsize == 1  # nothing is new
+    with around.keeping_contents():
+        square(3)
+    assert square.cache_info().currsize == 0
+    square(2)
+    with around.keeping_contents() as clear:
+        square(3)
+        clear()
+        square(3)  # as many as there were at first
+    assert square.cache_info().currsize == 0
+
+
 def test_an_attribute_that_is_set_before_it_is_read_is_the_forwards_own() -> None:
     module = nn.Linear(1, 1)
     found = Attributes({id(module): "0"}, lambda: BETWEEN)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import drumline as dl
 from drumline.core.errors import ModelError
 from matrices import matrix, some_of
 from refused import refused
 from some import some
+from state_pipes import piped
 
 pytestmark = pytest.mark.torch
 WIDTH = 4
@@ -139,20 +139,9 @@ def plainly(model: nn.Module) -> Iterator[dict[str, Tensor | None]]:
         yield {name: param.grad for name, param in some(model.named_parameters())}
 
 
-def piped(model: nn.Module, schedule: str, checkpoint: str) -> Iterator[dict[str, Tensor | None]]:
+def steps(model: nn.Module, schedule: str, checkpoint: str) -> Iterator[dict[str, Tensor | None]]:
     more: dict[str, Any] = {"example": batch(0)[0]} if isinstance(model, Traced) else {}
-    with dl.Pipeline(
-        model,
-        loss_fn=functional.mse_loss,
-        schedule=schedule,
-        checkpoint=checkpoint,
-        num_ranks=2,
-        num_microbatches=4,
-        balance="even",
-        check_model=False,
-        record=False,
-        **more,
-    ) as pipe:
+    with piped(model, schedule, checkpoint, check_model=False, **more) as pipe:
         for step in range(3):
             pipe.zero_grad()
             x, y = batch(step)
@@ -164,7 +153,7 @@ def piped(model: nn.Module, schedule: str, checkpoint: str) -> Iterator[dict[str
 @matrix("kind, form, schedule", HARMLESS, ("chain", "traced"), SCHEDULES)
 def test_what_is_only_noted_or_made_once_is_no_matter(kind: type[Layer], form: str, schedule: tuple[str, str]) -> None:
     mine, other = (traced(kind) if form == "traced" else model_of(*4 * [kind]) for _ in range(2))
-    for found, wanted in zip(piped(mine, *schedule), plainly(other), strict=True):
+    for found, wanted in zip(steps(mine, *schedule), plainly(other), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -179,7 +168,7 @@ class Compiled(Layer):
 @pytest.mark.parametrize("form", ["chain", "traced"])
 def test_parts_that_the_user_has_compiled_train_as_others(form: str) -> None:
     mine, other = (traced(Compiled) if form == "traced" else model_of(*4 * [Compiled]) for _ in range(2))
-    for found, wanted in zip(piped(mine, "1f1b", "full"), plainly(other), strict=True):
+    for found, wanted in zip(steps(mine, "1f1b", "full"), plainly(other), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -248,7 +237,7 @@ def test_two_copies_of_what_begins_by_its_input_or_is_read_without_its_name_are_
     kind: type[Layer], name: str
 ) -> None:
     with refused(ModelError, f"block '0' changes its attribute '{name}'", fix="one copy of each stage"):
-        list(piped(model_of(*4 * [kind]), "dualpipe", "none"))
+        list(steps(model_of(*4 * [kind]), "dualpipe", "none"))
 
 
 class Writes(Layer):
@@ -266,7 +255,7 @@ class ReadsByAnotherName(Layer):
 def test_what_another_stage_reads_by_another_name_is_refused(schedule: tuple[str, str]) -> None:
     kinds = [Writes, Layer, Layer, ReadsByAnotherName]
     with refused(ModelError, "changes the global 'LOG' of block '0', which block '3' in another stage can read"):
-        list(piped(model_of(*kinds), *schedule))
+        list(steps(model_of(*kinds), *schedule))
 
 
 class Follows(Layer):
@@ -285,9 +274,9 @@ class Follows(Layer):
 def test_views_of_the_same_numbers_in_two_stages_are_refused_and_others_are_not(schedule: tuple[str, str]) -> None:
     same, apart = torch.zeros(4, WIDTH), [torch.zeros(4, WIDTH) for _ in range(2)]
     with refused(ModelError, "changes the attribute 'mean' of block '0', which block '1'.* in another stage"):
-        list(piped(model_of(*(lambda: Follows(same[0]) for _ in range(4))), *schedule))
+        list(steps(model_of(*(lambda: Follows(same[0]) for _ in range(4))), *schedule))
     mine, other = (model_of(*(lambda at=at, rows=rows: Follows(rows[at]) for at in range(4))) for rows in apart)
-    for found, wanted in zip(piped(mine, *schedule), plainly(other), strict=True):
+    for found, wanted in zip(steps(mine, *schedule), plainly(other), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -304,4 +293,4 @@ def test_a_skip_by_hooks_is_refused_with_what_to_return(schedule: tuple[str, str
     with refused(
         ModelError, "block.* created but did not return", fix=r"return it from the block that creates it, as \(x"
     ):
-        list(piped(skipping(), *schedule))
+        list(steps(skipping(), *schedule))

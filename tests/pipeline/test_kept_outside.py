@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import drumline as dl
 from drumline.core.errors import ModelError
 from drumline.profile.blocks import profile
 from fuzz_state import Outcome, fuzz, table
@@ -23,6 +22,7 @@ from matrices import ALL, examples
 from refused import refused
 from some import some
 from state_cases import PLACES, SCHEDULES, VALUES, Case, drawn, source
+from state_pipes import piped
 
 pytestmark = pytest.mark.torch
 WIDTH = 4
@@ -94,11 +94,6 @@ def gradients_of(model: nn.Module) -> list[Tensor]:
     return [param.grad.clone() for param in some(model.parameters()) if param.grad is not None]
 
 
-def piped(model: nn.Module, schedule: str, **options: Any) -> dl.Pipeline:
-    given: dict[str, Any] = {"balance": "even", "num_ranks": 2, "num_microbatches": 4, "transport": "in-process"}
-    return dl.Pipeline(model, loss_fn=functional.mse_loss, schedule=schedule, record=False, **{**given, **options})
-
-
 def plainly(model: nn.Module, num_steps: int = 3) -> list[list[Tensor]]:
     found = []
     for step in range(num_steps):
@@ -165,13 +160,6 @@ class Reads(Layer):
         return 1 + MEANS.get("mean", 0.0)
 
 
-def test_a_stage_that_reads_what_another_keeps_is_refused() -> None:
-    begin()
-    pipe = piped(model_of(NotesInAGlobal, Plain, Plain, Reads), "1f1b", check_model=False)
-    with refused(ModelError, "global 'MEANS' of block '0', which block '3' in another stage can read"):
-        pipe.step(batch(0)[0], target=batch(0)[1])
-
-
 class ReadsFirst(Layer):
     """Reads what a later block has left."""
 
@@ -179,10 +167,17 @@ class ReadsFirst(Layer):
         return 1 + CALLS
 
 
-def test_a_number_that_another_stage_only_reads_is_found() -> None:
+@pytest.mark.parametrize(
+    ("kinds", "words"),
+    [
+        ((NotesInAGlobal, Plain, Plain, Reads), "global 'MEANS' of block '0', which block '3' in another stage"),
+        ((ReadsFirst, Plain, Plain, CountsInAGlobal), "global 'CALLS' of block '3', which block '0' in another stage"),
+    ],
+)
+def test_a_stage_that_reads_what_another_keeps_is_refused(kinds: tuple[type[Layer], ...], words: str) -> None:
     begin()
-    pipe = piped(model_of(ReadsFirst, Plain, Plain, CountsInAGlobal), "1f1b", check_model=False)
-    with refused(ModelError, "global 'CALLS' of block '3', which block '0' in another stage can read"):
+    pipe = piped(model_of(*kinds), "1f1b", check_model=False)
+    with refused(ModelError, words):
         pipe.step(batch(0)[0], target=batch(0)[1])
 
 

@@ -7,28 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import drumline as dl
 from state_case_table import last
 from state_kinds import WIDTH, Counter, Keeps, LateList, OwnGenerator, PythonChance
 from state_models import InAGlobal, begin_anew, layers
+from state_pipes import piped
 
 pytestmark = pytest.mark.torch
-
-
-def piped(model: nn.Sequential, checkpoint: Any, schedule: str = "1f1b") -> dl.Pipeline:
-    return dl.Pipeline(
-        model,
-        loss_fn=functional.mse_loss,
-        schedule=schedule,
-        checkpoint=checkpoint,
-        num_ranks=2,
-        num_microbatches=4,
-        balance="even",
-        transport="in-process",
-        record=False,
-    )
 
 
 def step(pipe: dl.Pipeline) -> None:
@@ -46,7 +32,7 @@ class Both(Keeps):
 
 
 def test_what_is_put_back_is_said_once_by_block_and_name(capsys: pytest.CaptureFixture[str]) -> None:
-    pipe = piped(nn.Sequential(Both(), *list(layers())[:2], Counter()), "full")
+    pipe = piped(nn.Sequential(Both(), *list(layers())[:2], Counter()), checkpoint="full")
     for _ in range(3):
         step(pipe)
     lines = [line for line in capsys.readouterr().err.splitlines() if "recomputed" in line]
@@ -59,14 +45,14 @@ def test_what_is_put_back_is_said_once_by_block_and_name(capsys: pytest.CaptureF
 
 def test_variables_outside_are_said_too(capsys: pytest.CaptureFixture[str]) -> None:
     begin_anew()
-    pipe = piped(last(InAGlobal)(), "full")
+    pipe = piped(last(InAGlobal)(), checkpoint="full")
     step(pipe)
     assert pipe.kept_state == {"3": ["global 'STATE'"]}
     assert "block '3' finds global 'STATE' again" in capsys.readouterr().err
 
 
 def test_what_begins_later_is_said_then(capsys: pytest.CaptureFixture[str]) -> None:
-    pipe = piped(nn.Sequential(*(LateList() for _ in range(2))), "full")
+    pipe = piped(nn.Sequential(*(LateList() for _ in range(2))), checkpoint="full")
     step(pipe)
     assert "means" not in capsys.readouterr().err
     for _ in range(3):
@@ -77,14 +63,14 @@ def test_what_begins_later_is_said_then(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize("checkpoint", ["none", "full"])
 def test_blocks_that_keep_nothing_say_nothing(capsys: pytest.CaptureFixture[str], checkpoint: str) -> None:
-    pipe = piped(layers(), checkpoint)
+    pipe = piped(layers(), checkpoint=checkpoint)
     step(pipe)
     assert "recomputed" not in capsys.readouterr().err
     assert pipe.kept_state == {}
 
 
 def test_without_recomputation_the_first_forward_shows_what_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    pipe = piped(nn.Sequential(OwnGenerator(), PythonChance()), "none")
+    pipe = piped(nn.Sequential(OwnGenerator(), PythonChance()))
     step(pipe)
     assert pipe.kept_state == {"0": ["chance"], "1": ["chance"]}
     assert "recomputed" not in capsys.readouterr().err

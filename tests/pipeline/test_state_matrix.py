@@ -20,6 +20,7 @@ from state_matrix import FORMS, OUTCOMES, Cell, Result, Trained, judged, on_two_
 
 pytestmark = pytest.mark.torch
 GOOD = ("right", "refused")
+APART = [kind for kind in KINDS if kind.name.startswith(("table", "hooks of forwards", "hooks of backwards"))]
 COUNTER = next(kind for kind in KINDS if kind.name == "Counter")
 
 
@@ -39,6 +40,7 @@ def test_so_it_is_between_processes() -> None:
     kinds = [kind for kind in KINDS if kind.refused_apart] + list(KINDS[::4])
     between = next(kind for kind in KINDS if kind.name == "mean between blocks")
     cells = [Cell(between, "traced", "1f1b"), Cell(between, "traced", "gpipe")]
+    cells += [Cell(kind, "traced", way) for kind in APART for way in ("1f1b", "zb-v")]
     cells += [cell_of(*pair) for pair in chosen(kinds, list(product(FORMS, WAYS))[::-1], times=1)]
     outcomes = {cell.title: result for cell, result in on_two_processes(list(dict.fromkeys(cells)))}
     assert [(title, result) for title, result in some(outcomes.items()) if result.came_to not in GOOD] == []

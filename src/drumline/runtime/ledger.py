@@ -14,8 +14,7 @@ uses up, is refused.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
@@ -24,43 +23,15 @@ from torch import Tensor
 from drumline.core.errors import ModelError
 from drumline.model.block import Block
 from drumline.model.kept_state.contents import is_same_value, kind_of
+from drumline.model.kept_state.keeping import StateBefore
 from drumline.model.kept_state.snapshot import MOST_BYTES, Snapshot, version_of
-from drumline.model.kept_state.spaces import Held, Table, fill, is_same_table, own_values, spaces_of
+from drumline.model.kept_state.spaces import Table, fill, is_same_table, own_values, spaces_of
 from drumline.model.kept_state.spies import Spies, kind_of_iterator
 from drumline.model.values import MISSING
 from drumline.model.watch.used_up import can_be_used_up
 
 _FEW = 64  # objects in a value that may begin to change at any time, and items of each
 _FIX = 'give it what it needs as an input, or do not recompute it: checkpoint="none", or name the other blocks'
-
-_NOTHING = Snapshot((), most_bytes=-1)
-
-
-class StateBefore:
-    """What blocks kept when a forward began, for its recomputation: later forwards may have changed it, too."""
-
-    __slots__ = ("snapshot", "spaces", "tables")
-
-    def __init__(self, spaces: Sequence[Held], tables: Sequence[Table], snapshot: Snapshot | None) -> None:
-        self.spaces = spaces
-        self.tables = tables
-        self.snapshot = snapshot
-
-    @contextmanager
-    def put_in(self) -> Iterator[None]:
-        """Let blocks keep inside what they kept then; afterwards what they keep now."""
-        now = [space.copy() for space in self.spaces]
-        snapshot = _NOTHING if self.snapshot is None else self.snapshot
-        try:
-            for space, table in zip(self.spaces, self.tables, strict=True):
-                if snapshot.copies or not is_same_table(table, space):
-                    fill(space, {name: snapshot.stand_in(value) for name, value in table.items()})
-            with snapshot.put_in():
-                yield
-        finally:
-            for space, table in zip(self.spaces, now, strict=True):
-                if not is_same_table(table, space):
-                    fill(space, table)
 
 
 class Ledger:

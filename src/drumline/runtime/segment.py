@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from drumline.core.errors import ModelError
 from drumline.model.block import Block
 from drumline.model.hooks import is_hooked, with_holders
+from drumline.model.kept_state.keeping import StateBefore
 from drumline.model.loss.factors import Sheet
 from drumline.model.precision import cast_apart
 from drumline.model.randomness import HostChance, Randomness, draws, may_draw
@@ -34,7 +35,7 @@ from drumline.runtime.backward.guards import (
 from drumline.runtime.backward.owners import Splitter
 from drumline.runtime.backward.tape import Tape
 from drumline.runtime.frozen_weights import FrozenWeights
-from drumline.runtime.ledger import Ledger, StateBefore
+from drumline.runtime.ledger import Ledger
 from drumline.runtime.recomputing import Buffers
 
 

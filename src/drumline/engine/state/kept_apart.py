@@ -89,7 +89,7 @@ class KeptApart(Observer):
             changes = list(look.changes())
             changed |= bool(changes)
             try:
-                self._judge(look, [change for change in changes if not self._is_only_written(look, change)])
+                self._judge(look, [change for change in changes if not self._is_harmless(look, change)])
             except ModelError as refusal:
                 self._remember(refusal)  # nothing may be built on this step
                 raise
@@ -112,6 +112,13 @@ class KeptApart(Observer):
                         "(cuts=, balance=)",
                     )
         return None
+
+    def _is_harmless(self, look: _StageLook, change: Kept) -> bool:
+        """Whether code shows that a change makes no difference: nobody reads it, or only the stage that makes it."""
+        return self._is_only_written(look, change) or (
+            not look.is_doubled
+            and self._sharing.are_own_entries(look.value(change), look.shared_in(change), self._homes)
+        )
 
     def _is_only_written(self, look: _StageLook, change: Kept) -> bool:
         space, key = change
@@ -235,11 +242,15 @@ class _StageLook:
         here = {number for number in changed if not self._shared.isdisjoint(self._sharing.with_memory([number]))}
         return self._snapshot.reaches(value, here)
 
-    def shared_in(self, change: Kept) -> list[Identity]:
-        """Return what other stages reach of a place."""
+    def value(self, change: Kept) -> Any:
+        """Return what a place held when the step began."""
         space, key = change
         table = next(table for other, table in zip(self.spaces, self._tables, strict=True) if other is space)
-        return self._identities(space, key, table.get(key, MISSING))
+        return table.get(key, MISSING)
+
+    def shared_in(self, change: Kept) -> list[Identity]:
+        """Return what other stages reach of a place."""
+        return self._identities(*change, self.value(change))
 
     @contextmanager
     def as_it_was(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ objects count as set if their contents have changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,22 +47,32 @@ class _Uses:
     is_read_first: bool = False
     is_carried: bool = False  # from one call of the forward to the next
     line: str = ""  # the line that sets it
+    is_table: bool = True  # whether a block has set it once, to what others make as well
 
 
 class Attributes:
     """The attributes of some modules while these run; `who` returns what runs."""
 
-    def __init__(self, names: Mapping[int, str], who: Callable[[], int], carried: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        who: Callable[[], int],
+        carried: Collection[str] = (),
+        is_table: Callable[[Any], bool] = lambda value: False,
+    ) -> None:
         self._names = names
+        self._is_table = is_table  # whether a value holds nothing but tables
         self._carried = carried  # names of tensors that stages hold
         self._who = who
+        self.is_paused = False  # while a block runs once more, by itself
+        self.alone: set[int] = set()  # blocks that do the same by themselves, by the number of their call
         self.uses: dict[AttributeName, _Uses] = {}
         # Values that can change, as they were, and where they are kept.
         self._looked: dict[int, tuple[Any, Any, set[AttributeName]]] = {}
 
     def read(self, module: nn.Module, key: str, value: Any) -> None:
         """Record that an attribute was read; MISSING if it did not exist."""
-        if key in _OWN or key.startswith("__"):
+        if self.is_paused or key in _OWN or key.startswith("__"):
             return
         name = self._names.get(id(module))
         if name is None or (self._carried and whole_name(name, key) in self._carried):
@@ -82,13 +92,14 @@ class Attributes:
         name = self._names.get(id(module))
         with torch._C.DisableTorchFunction():
             is_same = fingerprint(before) == fingerprint(value)
-        if key in _OWN or name is None or is_same:
+        if self.is_paused or key in _OWN or name is None or is_same:
             return
-        self._is_set((name, key), self._who(), value)
+        self._is_set((name, key), self._who(), value, is_first=before is None or before is MISSING)
 
-    def _is_set(self, place: AttributeName, who: int, value: Any) -> None:
+    def _is_set(self, place: AttributeName, who: int, value: Any, *, is_first: bool = True) -> None:
         uses = self.uses.setdefault(place, _Uses())
         uses.setters.add(who)
+        uses.is_table = uses.is_table and is_first and self._is_table(value)
         uses.line = uses.line or line_here()
         if who == BETWEEN and uses.is_read_first:
             uses.is_carried |= not _is_made_once(uses.first, value)
@@ -105,6 +116,10 @@ class Attributes:
                 for place in places:
                     self._is_set(place, who, value)
 
+    def borrows(self, who: int) -> bool:
+        """Whether a block has read an attribute that another block has set."""
+        return any(who in uses.readers and uses.setters - {who, BETWEEN} for uses in self.uses.values())
+
     def judge(self, block: Callable[[int], str], bar: Callable[[int, str, int], None]) -> None:
         """Refuse what cannot be repeated; tell `bar` between which calls no cut is possible."""
         for place, uses in self.uses.items():
@@ -120,9 +135,13 @@ class Attributes:
                     expected="blocks that return what the forward uses between them",
                     fix=f"return it from {block(min(uses.setters))!r}",
                 )
-            elif len(inside) > 1:
+            elif len(inside) > 1 and not self._is_made_by_each(uses, inside):
                 first, last = inside[0], inside[-1]
                 bar(first, f"{block(first)!r} and {block(last)!r} both use {named}, and one of them sets it", last)
+
+    def _is_made_by_each(self, uses: _Uses, inside: Sequence[int]) -> bool:
+        """Whether the first block that uses an attribute sets it to what the others, by themselves, make as well."""
+        return uses.is_table and uses.setters == {inside[0]} and self.alone.issuperset(inside[1:])
 
     def _refuse_between(self, named: str, uses: _Uses, readers: Iterable[str]) -> None:
         if uses.is_carried:

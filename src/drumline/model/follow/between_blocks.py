@@ -26,6 +26,7 @@ from drumline.core.errors import ModelError
 from drumline.model.catalogue import named_tensors, whole_name
 from drumline.model.follow.refusals import line_here
 from drumline.model.hooks import HOOKS
+from drumline.model.kept_state.spaces import own_values, spaces_in
 from drumline.model.kept_state.spies import original_of
 from drumline.model.randomness import OWN_GENERATORS, state_of_own
 from drumline.model.watch.fingerprint import WHOLE
@@ -133,10 +134,14 @@ def _inside(value: Any, wanted: Callable[[Any], bool], known_ids: set[int], dept
 
 
 def variable_with(model: nn.Module, tensor: Tensor) -> str:
-    """Return the variable outside of a model that holds a tensor; nothing if none does."""
-    for name, value, _ in Surroundings(model.modules()).named():
+    """Return what outside of a model holds a tensor, in words; nothing if nothing does."""
+    variables = [(f"variable {name!r}", value) for name, value, _ in Surroundings(model.modules()).named()]
+    for space in spaces_in("", list(model.named_modules()), set()):
+        for key, value in own_values(space.table.copy()).items():
+            variables.append((f"attribute {space.path(key)!r}" if isinstance(key, str) else space.label(key), value))
+    for what, value in variables:
         if any(True for _ in _inside(value, lambda each: each is tensor, set(), _DEPTH)):
-            return name
+            return what
     return ""
 
 
@@ -174,20 +179,20 @@ class Kept:
             generators += [(f"the variable {name!r}", each) for each in _inside(value, _is_generator, set(), _DEPTH)]
         self._places: dict[int, str] = {}
         for name, tensor in places.items():
-            self._places.setdefault(_storage(tensor), name)
+            self._places.setdefault(storage_of(tensor), name)
         self._generators = [(name, each, _state(each)) for name, each in generators]
 
     def _add(self, name: str, tensor: Tensor) -> None:
-        self._tensors.setdefault(_storage(tensor), name)
+        self._tensors.setdefault(storage_of(tensor), name)
         self._alive.append(tensor.untyped_storage())
 
     def place_of(self, tensor: Tensor) -> str:
         """Return the attribute whose memory a tensor uses, if a stage can hold it."""
-        return "" if isinstance(tensor, FakeTensor) else self._places.get(_storage(tensor), "")
+        return "" if isinstance(tensor, FakeTensor) else self._places.get(storage_of(tensor), "")
 
     def refuse(self, tensor: Tensor) -> None:
         """Refuse to change a tensor that no stage can hold."""
-        name = "" if isinstance(tensor, FakeTensor) else self._tensors.get(_storage(tensor), "")
+        name = "" if isinstance(tensor, FakeTensor) else self._tensors.get(storage_of(tensor), "")
         if name:
             raise ModelError(
                 f"the model's forward changes a tensor in {name} between its blocks{line_here()}",
@@ -223,7 +228,8 @@ def _state(generator: Any) -> str:
     return str(state.tolist() if isinstance(state, Tensor) else state)
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """Return what tensors of one memory have in common."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
@@ -270,10 +276,10 @@ def places_of(model: nn.Module) -> dict[str, Tensor]:
 def refuse_shared(model: nn.Module, name: str) -> None:
     """Refuse a tensor in an attribute that changes, if another of the model uses its memory."""
     places = places_of(model)
-    memory = _storage(places[name])
+    memory = storage_of(places[name])
     others = {**dict(named_tensors(model)), **places}
     for other, tensor in others.items():
-        if other != name and not isinstance(tensor, FakeTensor) and _storage(tensor) == memory:
+        if other != name and not isinstance(tensor, FakeTensor) and storage_of(tensor) == memory:
             raise ModelError(
                 f"the model's forward changes the tensor {name!r} in place between its blocks, and {other!r} is of the "
                 "same memory",

@@ -122,7 +122,7 @@ class Notes:
                 if attribute is tensor:
                     return f" (the model keeps it as {whole_name(name, key)})"
         variable = variable_with(self.skeleton.model, tensor)
-        return f" (the variable {variable!r} keeps it)" if variable else ""
+        return f" (the {variable} keeps it)" if variable else ""
 
     def bar(self, first: int, reason: str, last: int | None = None) -> None:
         """Forbid cuts after call `first` and up to call `last`, by default the next one."""

@@ -167,6 +167,11 @@ class Skeleton:
         # Results of blocks that cannot run on stand-ins, by what such blocks have in common.
         self._known: dict[Any, tuple[Any, tuple[int | Meta, ...]]] = {}
 
+    @property
+    def has_numbers(self) -> bool:
+        """Whether any block has run on numbers: what it made of them may be anywhere, as a plain value."""
+        return bool(self._known)
+
     def _like(self, tensor: Tensor) -> Tensor:
         # Of 4-bit codes, the shape of what they stand for: DoRA computes with it.
         like = torch.empty(unpacked_shape(tensor), dtype=tensor.dtype, device=self.device)

@@ -25,12 +25,12 @@ from torch.overrides import TorchFunctionMode
 
 from drumline.core.errors import ModelError
 from drumline.model.catalogue import whole_name
-from drumline.model.follow.attributes import BETWEEN, Attributes
 from drumline.model.follow.between_blocks import Kept, changed_by_name, replaced_sources
 from drumline.model.follow.decisions import Answer, DataDependentRead, Undecided, asked
 from drumline.model.follow.inputs import InputKind, Inputs, unchecked
+from drumline.model.follow.inside_blocks import InsideBlocks
 from drumline.model.follow.interception import coming_by, node_like, version_of
-from drumline.model.follow.notes import Changes, Notes, TryAgain, Use
+from drumline.model.follow.notes import Changes, TryAgain, Use
 from drumline.model.follow.refusals import (
     LocalHooks,
     around,
@@ -50,7 +50,7 @@ from drumline.model.follow.skeleton import Meta, Skeleton, alias_of
 from drumline.model.follow.uneven import PACKS, counts_rows, is_of_values, picked
 from drumline.model.graph.graph import CallGraph, may_draw
 from drumline.model.hooks import HOOKS
-from drumline.model.kept_state.keeping import surroundings_as_before
+from drumline.model.kept_state.keeping import Beginning, surroundings_as_before
 from drumline.model.randomness import HostChance
 from drumline.model.transforms import transformed
 from drumline.model.values import MISSING, mapped, pack, plain_in, refuse_objects, tensors_in, unpack
@@ -73,8 +73,9 @@ def trace(skeleton: Skeleton, inside: frozenset[str], kind: InputKind) -> tuple[
         everywhere = Surroundings(skeleton.model.modules())
         sources = replaced_sources(everywhere, lambda: skeleton.block)
         surroundings = surroundings_as_before(skeleton.model.modules())
-        with chance.keeping_state(), everywhere.keeping_contents(), surroundings, unchecked(), sources:
-            tracer = _Tracer(skeleton, inside, inputs, kind.decided)
+        contents = everywhere.keeping_contents()
+        with chance.keeping_state(), contents as clear, surroundings as beginning, unchecked(), sources:
+            tracer = _Tracer(skeleton, beginning, clear, inside, inputs, kind.decided)
             with tracer.watching(train=kind.train):
                 try:
                     result = skeleton.model(*args, **kwargs)
@@ -99,20 +100,19 @@ def set_data(tensor: Tensor, value: Tensor) -> None:
     tensor.data = value
 
 
-class _Tracer(Notes, TorchFunctionMode):
+class _Tracer(InsideBlocks, TorchFunctionMode):
     def __init__(
-        self, skeleton: Skeleton, inside: frozenset[str], inputs: Sequence[Tensor], decided: Sequence[Answer]
+        self,
+        skeleton: Skeleton,
+        beginning: Beginning,
+        clear: Callable[[], None],
+        inside: frozenset[str],
+        inputs: Sequence[Tensor],
+        decided: Sequence[Answer],
     ) -> None:
-        Notes.__init__(self, skeleton)
+        InsideBlocks.__init__(self, skeleton, beginning, clear)
         TorchFunctionMode.__init__(self)
         self.inside = inside
-        self.within: list[str] = []  # the current block
-        self.taken: set[int] = set()  # tensors among the current block's arguments
-        self.reads: set[str] = set()
-        self.changed_inside: set[str] = set()  # parts of the state that the current block changes
-        # By their memory: `weight.data.mul_(2)` changes no version.
-        states = ((skeleton.states.get(id(tensor), ""), tensor) for tensor in skeleton.alive)
-        self.state_memory = {id(tensor.untyped_storage()): name for name, tensor in states}
         self.drawn: dict[int, bool] = {}  # random tensors created between blocks: whether uniform from 0 to 1
         self.broken = ""  # the block that failed
         self.read: tuple[Tensor, ...] = ()  # tensors whose values were read last, between blocks
@@ -122,7 +122,6 @@ class _Tracer(Notes, TorchFunctionMode):
         self.undecided: Undecided | None = None  # raised, whatever the forward makes of it
         self.thread = threading.get_ident()
         self.names = skeleton.names
-        self.attributes = Attributes(skeleton.names, self._who, skeleton.carried)
         self.function = ""  # the current autograd function, between blocks
         self.nodes: dict[int, Any] = {}  # replacements for nodes of autograd's graph, one each
         self.surroundings = Surroundings(module for name, module in skeleton.model.named_modules() if name in inside)
@@ -134,9 +133,6 @@ class _Tracer(Notes, TorchFunctionMode):
         for tensor in inputs:
             self.graph.inputs.append(self.new(tensor))
 
-    def _who(self) -> int:
-        return len(self.graph.calls) if self.within else BETWEEN
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -144,53 +140,8 @@ class _Tracer(Notes, TorchFunctionMode):
         if threading.get_ident() != self.thread:
             return func(*args, **named)
         if self.within:
-            return self._inside(func, args, named)
+            return self.inside_block(func, args, named)
         return self._noted(func, args, named)
-
-    def _inside(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function inside a block, looking for tensors that are not among its arguments."""
-        tensors = tensors_in((args, kwargs))
-        for tensor in tensors:
-            self._look(tensor)
-        self._ask(func, tensors)
-        result = func(*args, **kwargs)
-        by_name = args[:1] if property_of(func, "__set__") == "data" else changed_by_name(name_of(func), args, kwargs)
-        self.changed_inside |= {self.state_memory.get(id(tensor.untyped_storage()), "") for tensor in by_name}
-        known = {id(tensor) for tensor in tensors}
-        for tensor in tensors_in(result):
-            if id(tensor) not in known:
-                self.where.setdefault(id(tensor), len(self.graph.calls))
-                self.kept_objects.append(tensor)
-        return result
-
-    def _ask(self, func: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
-        """Forbid cuts before a block that asks how its input was computed: after a cut, the input has no history."""
-        asked = property_of(func)
-        if asked not in ("grad_fn", "is_leaf") or id(tensors[0]) not in self.taken:
-            return
-        with torch._C.DisableTorchFunction():
-            has_past = tensors[0].grad_fn is not None
-        number = self.numbers.get(id(tensors[0]))
-        if has_past and number is not None:
-            reason = f"{self.within[-1]!r} reads {asked} of its input, which a cut would change"
-            self.bar(self.made_by.get(number, 0), reason)
-
-    def _look(self, tensor: Tensor) -> None:
-        at, block = len(self.graph.calls), self.within[-1]
-        if id(tensor) in self.taken or self.where.get(id(tensor)) == at:
-            return
-        if name := self.skeleton.states.get(id(tensor)):
-            self.reads.add(name)
-        elif (number := self.numbers.get(id(tensor))) is not None:
-            if self.graph.is_carried(number):
-                reason = f"{block!r} uses a tensor that is not among its arguments{self.kept_in(tensor)}"
-                self.bar(self.made_by.get(number, 0), reason)
-                self.taken.add(id(tensor))
-        elif (count := self.where.get(id(tensor))) is not None:
-            other = self.graph.calls[count].block
-            reason = f"{block!r} reads a tensor that {other!r} created but did not return{self.kept_in(tensor)}"
-            self.bar(count, reason)
-            self.taken.add(id(tensor))
 
     def _noted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if transformed():
@@ -304,14 +255,13 @@ class _Tracer(Notes, TorchFunctionMode):
         refuse_marked(self._unmarked(tensors), self.marks, f"the model's forward gives {name!r}")
         with torch._C.DisableTorchFunction():
             versions = [version_of(tensor) for tensor in tensors]
-        self.taken = {id(tensor) for tensor in tensors}
         own_states = {self.skeleton.states.get(id(p), ""): p for p in (*module.parameters(), *module.buffers())}
         before_block = {name: version_of(p) for name, p in own_states.items()}
-        self.reads, self.changed_inside = set(), set()
-        self.within.append(name)
+        self.begin_inside(name, tensors)
         try:
             result = self.skeleton.run(module, call, args, kwargs)
             self.attributes.look()
+            self.end_inside(module, call, args, kwargs)
         except Exception:
             self.broken = name
             raise

@@ -90,6 +90,42 @@ def is_only_opened(code: CodeType, name: str) -> bool:
     return source is not None and all(map(source.is_opened, source.named(name)))
 
 
+class EntryKey(NamedTuple):
+    """A key of a dict in code: a plain value, or the attribute of `self` that has it."""
+
+    value: Any
+    is_attribute: bool
+
+
+@lru_cache(maxsize=4096)
+def entry_keys(code: CodeType, name: str) -> frozenset[EntryKey] | None:
+    """Return the keys by which code uses the entries of a dict; None if it may use it in any other way.
+
+    >>> def counts(self):
+    ...     STATE[self.name] = STATE.get(self.name, 0) + 1
+    >>> def adds(self):
+    ...     return sum(STATE.values())
+    >>> entry_keys(counts.__code__, "STATE"), entry_keys(adds.__code__, "STATE")
+    (frozenset({EntryKey(value='name', is_attribute=True)}), None)
+    """
+    if not _mentions(code, name) and not _mentions(code, *_ALL_AT_ONCE):
+        return frozenset()
+    source = _Source.of(code)
+    if source is None or source.reads_by_any_name:
+        return None
+    keys = [_entry_key(source.key_at(node)) for node in source.named(name)]
+    return None if None in keys else frozenset(key for key in keys if key is not None)
+
+
+def _entry_key(node: ast.AST | None) -> EntryKey | None:
+    match node:
+        case ast.Constant(value=str() | int() as value):
+            return EntryKey(value, False)
+        case ast.Attribute(value=ast.Name(id="self"), attr=name):
+            return EntryKey(name, True)
+    return None
+
+
 def _mentions(code: CodeType, *names: str) -> bool:
     return any(
         not {*part.co_names, *part.co_freevars, *part.co_varnames, *_texts(part)}.isdisjoint(names)
@@ -125,6 +161,19 @@ class _Source:
     def named(self, name: str) -> list[ast.AST]:
         """Return the parts of code that name something."""
         return [node for node in self._nodes if _name_in(node) == name]
+
+    def key_at(self, node: ast.AST) -> ast.AST | None:
+        """Return the key of the one entry that is used of the dict named here; None if it is used otherwise."""
+        parent = self._parents[node]
+        match parent:
+            case ast.Subscript(value=value, slice=key) if value is node:
+                return key
+            case ast.Compare(left=key, ops=[ast.In() | ast.NotIn()], comparators=[other]) if other is node:
+                return key
+            case ast.Attribute(attr="get" | "setdefault" | "pop"):
+                call = self._parents[parent]
+                return call.args[0] if isinstance(call, ast.Call) and call.func is parent and call.args else None
+        return None
 
     def is_opened(self, node: ast.AST) -> bool:
         """Whether of the object named here only a number is taken, or a method called."""

@@ -137,20 +137,28 @@ class Surroundings:
         return next((name for name, then, now in states if then != now), "")
 
     @contextmanager
-    def keeping_contents(self) -> Iterator[None]:
-        """Restore the contents of lists, dicts and sets afterwards, and clear function caches."""
+    def keeping_contents(self) -> Iterator[Callable[[], None]]:
+        """Restore the contents of lists, dicts and sets afterwards, and clear function caches, as what is given does.
+
+        A cache in which nothing is new is left alone.
+        """
         values = [read() for read in self._readers.values()]
         copies = [(value, copy(value)) for value in values if isinstance(value, list | dict | set)]
-        sizes = [cache.cache_info().currsize for cache in self._caches.values()]
+        fills = {at: _fill(cache) for at, cache in self._caches.items()}
+
+        def clear() -> None:
+            for at, cache in self._caches.items():
+                if at not in fills or _fill(cache) != fills[at]:
+                    cache.cache_clear()
+                    fills.pop(at, None)  # its counts begin anew
+
         try:
-            yield
+            yield clear
         finally:
             for row, content in copies:
                 row.clear()
                 row.extend(content) if isinstance(row, list) else row.update(content)
-            for cached, size in zip(self._caches.values(), sizes, strict=True):
-                if cached.cache_info().currsize != size:
-                    cached.cache_clear()
+            clear()
 
     def _follow(self, function: Any) -> None:
         if _has_memory(function):
@@ -209,6 +217,12 @@ def _has_memory(value: Any) -> bool:
     """
     own_entries = vars(value) if isinstance(value, FunctionType) else {}
     return all(hasattr(type(value), name) or name in own_entries for name in ("cache_info", "cache_clear"))
+
+
+def _fill(cache: Any) -> Any:
+    """Return what is another once a cache has something new, even in the place of something old."""
+    info = cache.cache_info()
+    return getattr(info, "misses", None), info.currsize
 
 
 def _plain(value: Any) -> Any:

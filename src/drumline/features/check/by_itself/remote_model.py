@@ -17,7 +17,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NoReturn
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from drumline.core.errors import RankFailed, WaitTimeout
 from drumline.engine.ranks.crew import Crew
 from drumline.features.check.by_itself.places import Home, Places
+from drumline.features.check.by_itself.remote_hooks import Sketches, are_alike, watched_hooks
 from drumline.model.block import Block
 from drumline.model.catalogue import named_tensors, places_in
 from drumline.model.follow.between_blocks import places_of
@@ -84,6 +85,7 @@ class Relay:
                             stack.enter_context(
                                 put_in([(vars(module), "forward", self._run(name, own_module.forward))])
                             )
+                            stack.enter_context(watched_hooks(module, partial(self._agree, name)))
                 yield
             self._exchange(_Word("the end"))
         except (GaveUp, RankFailed, WaitTimeout):
@@ -127,6 +129,14 @@ class Relay:
             result = self._received(call, word, tensors, wants)
         calls.append((wants, word))
         return result
+
+    def _agree(self, name: str, what: str, mine: Sketches) -> None:
+        """Give up if a block's hooks return something else here than where the block is."""
+        is_rerun = what == "its output" and torch._C._current_graph_task_id() >= 0
+        if not self._is_inside and not is_rerun:
+            word = self._exchange(_Word(f"what hooks of {name} make of {what}", name in self.home.modules, mine))
+            if not are_alike(mine, word.tensors):
+                self._give_up(f"hooks of {name!r} make something else of {what} than in its own process")
 
     def _inside(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._is_inside = True
