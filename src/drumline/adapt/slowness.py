@@ -29,6 +29,8 @@ _KNOWN = 128  # steps that are kept
 _WINDOWS = (3, 6, 12, 24, 48)
 _RAMPS = (24, 12, 6)  # steps in which a speed may change steadily
 _TIMES: dict[int, Floats] = {count: np.arange(count, dtype=np.float64) - (count - 1) / 2 for count in _RAMPS}
+_LENGTHS = np.array([math.sqrt(times @ times) for times in _TIMES.values()])
+_SLOPES = np.array([np.append(np.zeros(_RAMPS[0] - len(times)), times / (times @ times)) for times in _TIMES.values()])
 _LEAD = 3  # steps by which a steady change is anticipated
 _ALIKE = 0.01  # speeds that differ by less have the same best cut
 
@@ -171,15 +173,14 @@ class RankSlowness:
         """Return the last steps as they will be, if a rank's speed changes steadily; None if none does."""
         if len(logs) < _RAMPS[-1]:
             return None
-        sigma = noise_of(logs.T)
-        for count in _RAMPS:
-            if count > len(logs):
+        every: Floats = logs[-_RAMPS[0] :]
+        slopes: Floats = _SLOPES[:, -len(every) :] @ every
+        certain = np.abs(slopes) * _LENGTHS[:, None] > SURE * noise_of(logs.T)
+        for count, slope, sure in zip(_RAMPS, slopes, certain, strict=True):
+            if count > len(logs) or not sure.any():
                 continue
             logs_of_ramp: Floats = logs[-count:]
             times = _TIMES[count]
-            squares = float(times @ times)
-            slope: Floats = (times @ logs_of_ramp) / squares
-            sure = np.abs(slope) * math.sqrt(squares) > SURE * sigma
             for rank in np.flatnonzero(sure):
                 sure[rank] = _is_straight(logs_of_ramp[:, rank], slope[rank] * times)
             if sure.any():
