@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from drumline.adapt.evidence import SURE, Worth, middle, noise_of, surely, weighed
+from drumline.adapt.evidence import SURE, SURE_OF_HOME, Worth, middle, noise_of, surely, weighed
 from drumline.adapt.rebalance import Layers
 from drumline.adapt.settings import Adapt
 from drumline.core.graph import Floats
@@ -85,9 +85,18 @@ class RankSlowness:
         return self._layers.steps(counts, self.last(count))
 
     def look(
-        self, counts: Counts, choose: Choose, *, pause: Callable[[Counts], float], has_changed: bool, only: Counts = ()
+        self,
+        counts: Counts,
+        choose: Choose,
+        *,
+        pause: Callable[[Counts], float],
+        has_changed: bool,
+        only: Counts = (),
+        home: Counts = (),
     ) -> BetterCut | None:
         """Return a cut that pays, of those that `choose` returns for the ranks' slowness; `only` that one, if given.
+
+        If none does, `home` may pay, the cut at the start: it needs less evidence.
 
         `pause` returns the share of a step that a move takes. Unless something `has_changed`, a rank must be slower
         than its neighbour by the threshold.
@@ -105,7 +114,24 @@ class RankSlowness:
                 return better
             if ahead is None:
                 self._due[window] = self.count + max(window // 3, 1)
-        return None
+        return self._homeward(counts, home, pause) if home and only in ((), home) and home != counts else None
+
+    def _homeward(self, counts: Counts, home: Counts, pause: Callable[[Counts], float]) -> BetterCut | None:
+        """Return the cut at the start if it pays."""
+        rows, settings = self.last(_KNOWN), self._settings
+        loads, even = (np.array(self._of(each)) for each in (counts, home))
+        how = {"pause": pause(home), "patience": settings.patience, "within": settings.within, "sure": SURE_OF_HOME}
+        # The largest ranks alone cost little to compare, and say the same unless it is close.
+        for gains in (
+            lambda: _saved((rows * loads).max(axis=1), (rows * even).max(axis=1)),
+            lambda: _saved(self._layers.steps(counts, rows), self._layers.steps(home, rows)),
+        ):
+            verdict = weighed(gains(), **how)
+            if verdict is None or not verdict.pays or verdict.gain < settings.least_gain:
+                return None
+        level = np.exp(np.log(rows[-verdict.age :]).mean(axis=0))
+        longer, slow, beside = max(neighbours((loads * level).tolist()))
+        return BetterCut(home, _reason(longer, slow, beside), verdict, tuple(level.tolist()))
 
     def _judged(
         self,
@@ -144,8 +170,7 @@ class RankSlowness:
         verdict = self.verdict(counts, better, pause=pause(better), ahead=ahead)
         if verdict is None or not verdict.pays or verdict.gain < settings.least_gain:
             return None
-        why = f"rank {slow} computes {longer:.0%} longer than rank {beside}"
-        return BetterCut(better, why, verdict, tuple(level.tolist()))
+        return BetterCut(better, _reason(longer, slow, beside), verdict, tuple(level.tolist()))
 
     def verdict(
         self, counts: Counts, other: Counts, *, pause: float, longer: float = 1.0, ahead: Floats | None = None
@@ -192,6 +217,10 @@ class RankSlowness:
 
 def _no_rows(layers: Layers) -> Floats:
     return np.empty((0, layers.program.num_ranks))
+
+
+def _reason(longer: float, slow: int, beside: int) -> str:
+    return f"rank {slow} computes {longer:.0%} longer than rank {beside}"
 
 
 def _saved(now: Floats, other: Floats) -> Floats:
