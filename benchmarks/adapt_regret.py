@@ -19,9 +19,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -44,14 +45,22 @@ RANKS, SCHEDULES = (2, 4, 8), ("1f1b", "zb-v")
 
 @dataclass
 class Run:
-    """One decider, and what came of its decisions."""
+    """One decider, and what came of its decisions; it stands for all kinds of slowness that were the same so far."""
 
-    kind: Kind
+    kinds: list[Kind]
     seed: int
     decider: Decider
     seconds: float = 0.0
-    pauses: float = 0.0
     moves: list[int] = field(default_factory=list)  # the first step after each
+
+    def parted(self, world: World, slowness: Mapping[Kind, float]) -> list[Run]:
+        """Return a run for each slowness of the next step: this one, and copies of it."""
+        alike: dict[float, list[Kind]] = {}
+        for kind in self.kinds:
+            alike.setdefault(slowness[kind], []).append(kind)
+        self.kinds, *others = alike.values()
+        shared = {id(each): each for each in (world, world.program, world.layers, self.decider.settings)}
+        return [self, *(replace(deepcopy(self, dict(shared)), kinds=kinds) for kinds in others)]
 
     def see(self, world: World, step: int, makespan: float, stages: list[float]) -> None:
         """Count a step, and change what the decider wants."""
@@ -96,32 +105,38 @@ def cells(job: tuple[str, int, float, Sequence[Kind], int, int]) -> tuple[list[C
     world = world_of(schedule, num_ranks)
     seeds = seeds if sigma else 1
     draws = [noise(seed, steps, num_ranks, sigma) for seed in range(seeds)]
-    settings = Adapt(program=False)
+    settings, levels = Adapt(program=False), {kind: kind.at(steps) for kind in which}
     runs = [
-        Run(kind, seed, Decider(settings, Arrangement(world.program, world.home), layers=world.layers))
-        for kind, seed in product(which, range(seeds))
+        Run(list(which), seed, Decider(settings, Arrangement(world.program, world.home), layers=world.layers))
+        for seed in range(seeds)
     ]
-    slow = np.array([world.slowness(run.kind, steps) * draws[run.seed] for run in runs])
     for step in range(steps):
+        slowness = {kind: float(level[step]) for kind, level in levels.items()}
+        runs = [part for run in runs for part in run.parted(world, slowness)]
+        slow = np.array([draws[run.seed][step] for run in runs])
+        slow[:, world.slow_rank] *= [slowness[run.kinds[0]] for run in runs]
         counts = np.array([run.decider.now.counts for run in runs])
-        stages = world.stage_seconds(counts, slow[:, step])
-        taken = world.seconds(counts, slow[:, step]).tolist()
+        stages = world.stage_seconds(counts, slow)
+        taken = world.seconds(counts, slow).tolist()
         at = time.process_time()
         for run, makespan, each in zip(runs, taken, stages.tolist(), strict=True):
             run.see(world, step, makespan, each)
         deciding += time.process_time() - at
-    found = []
-    for at, kind in enumerate(which):
-        mine, speeds = runs[at * seeds : (at + 1) * seeds], slow[at * seeds : (at + 1) * seeds]
-        path, num_moves = world.oracle(kind, steps)
-        nothing = static(world, [world.home] * steps, speeds)
-        best = static(world, path, speeds) + num_moves * world.pause
+    of = {(kind, run.seed): run for run in runs for kind in run.kinds}
+    speeds = np.array([world.slowness(kind, steps) * draws[seed] for kind, seed in product(which, range(seeds))])
+    nothing = totals(world, [[world.home] * steps] * len(speeds), speeds).reshape(len(which), seeds)
+    paths = {kind: world.oracle(kind, steps) for kind in which}
+    best = totals(world, [paths[kind][0] for kind in which for _ in range(seeds)], speeds).reshape(len(which), seeds)
+    rows = []
+    for kind, beside_nothing, beside_best in zip(which, nothing, best, strict=True):
+        mine = [of[kind, seed] for seed in range(seeds)]
         own = np.array([run.seconds for run in mine])
         answers = [next((move - SINCE for move in run.moves if move > SINCE), None) for run in mine]
         moves = [len(run.moves) for run in mine]
-        over_nothing, over_oracle = ((own / other - 1.0).tolist() for other in (nothing, best))
-        found.append(Cell(schedule, num_ranks, sigma, kind, over_nothing, over_oracle, moves, answers))
-    return found, deciding, time.process_time() - begun - deciding
+        best_seconds = beside_best + paths[kind][1] * world.pause
+        over = ((own / other - 1.0).tolist() for other in (beside_nothing, best_seconds))
+        rows.append(Cell(schedule, num_ranks, sigma, kind, *over, moves, answers))
+    return rows, deciding, time.process_time() - begun - deciding
 
 
 @cache
@@ -130,11 +145,14 @@ def world_of(schedule: str, num_ranks: int) -> World:
     return World(schedule, num_ranks)
 
 
-def static(world: World, path: Sequence[tuple[int, ...]], speeds: Floats) -> Floats:
-    """Return the seconds of every seed with a cut for every step."""
-    seeds, steps, ranks = speeds.shape
-    rows = np.tile(np.array(path), (seeds, 1))
-    total: Floats = world.seconds(rows, speeds.reshape(seeds * steps, ranks)).reshape(seeds, steps).sum(axis=1)
+def totals(world: World, cuts: Sequence[Sequence[tuple[int, ...]]], speeds: Floats) -> Floats:
+    """Return the seconds of every run, with a cut and the ranks' slowness for every step; what is alike runs once."""
+    rows = np.concatenate([np.array(cuts, dtype=np.float64), speeds], axis=2)
+    stages = rows.shape[2] - speeds.shape[2]
+    keys = rows.view(np.dtype((np.void, rows.itemsize * rows.shape[2]))).ravel()
+    _, first, which = np.unique(keys, return_index=True, return_inverse=True)
+    alike = rows.reshape(-1, rows.shape[2])[first]
+    total: Floats = world.seconds(alike[:, :stages], alike[:, stages:])[which].reshape(speeds.shape[:2]).sum(axis=1)
     return total
 
 

@@ -75,11 +75,14 @@ class SeenStep(SimpleNamespace):
     """What a decider reads of a measured step, without the records of ranks."""
 
     transfers = exchanges = packing = ()
+    actions: dict[Any, list[float]] | None = None
 
     def action_seconds(self, *, halves: bool = False) -> dict[Any, list[float]]:
         """Return the seconds of every stage's ops."""
-        seconds: dict[Any, list[float]] = self.world.action_seconds(self.stages)
-        return seconds
+        if not self.actions:
+            self.actions = self.world.action_seconds(self.stages)
+        actions: dict[Any, list[float]] = self.actions
+        return actions
 
 
 @dataclass

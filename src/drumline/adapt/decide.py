@@ -250,7 +250,7 @@ class Decider:
         if self._recut is None:
             return None
         move = self._recut.proposed(
-            step, self.now, self._recent, has_changed=self._has_changed, only_back=self._rest > 0
+            step, self.now, self._recent, has_changed=self._has_changed, only_back=self._rest > 0, home=self._home
         )
         return move[0] if move is not None and self._admits(*move) else None
 

@@ -24,6 +24,7 @@ import numpy as np
 from drumline.core.graph import Floats
 
 SURE = 4.0  # standard errors between a mean and its bound
+SURE_OF_HOME = 3.0  # the same for the way home: ranks that were even before are likely to be so again
 _LEAST_NOISE = 0.005  # gains are never assumed to be steadier than this
 _FEW = 6.0  # differences of few steps say little about noise
 _OUTLASTS = 1.5  # a spell that has lasted so many times an earlier one is of another kind
@@ -56,10 +57,13 @@ def middle(values: Floats) -> Floats:
     return result
 
 
-def surely(total: Floats, largest: Floats, count: Floats, noise: Floats) -> Floats:
-    """Return the lower bound of a sum of `count` gains; the largest one counts as much as the others do on average."""
+def surely(total: Floats, largest: Floats, count: Floats, noise: Floats, *, sure: float = SURE) -> Floats:
+    """Return the lower bound of a sum of `count` gains; the largest one counts as much as the others do on average.
+
+    `sure` is how many standard errors are between the sum and its bound.
+    """
     rest: Floats = (total - np.maximum(largest, 0.0)) * count / np.maximum(count - 1.0, 1.0)
-    result: Floats = np.minimum(rest, total) - SURE * noise * np.sqrt(count)
+    result: Floats = np.minimum(rest, total) - sure * noise * np.sqrt(count)
     return result
 
 
@@ -120,7 +124,7 @@ class Worth:
         return self.surely * self.lasts > self.costs
 
 
-def weighed(gains: Floats, *, pause: float, patience: int, within: int) -> Worth | None:
+def weighed(gains: Floats, *, pause: float, patience: int, within: int, sure: float = SURE) -> Worth | None:
     """Return what a change is worth after these steps' gains; None unless each of the last few steps says that it pays.
 
     `pause` is the share of a step that it takes.
@@ -135,11 +139,11 @@ def weighed(gains: Floats, *, pause: float, patience: int, within: int) -> Worth
     noise = float(noise_of(gains))
     if (gains[-patience:] <= 0).any():
         return None
-    *earlier, present = spells(gains, max(2.0 * pause, SURE * noise))
+    *earlier, present = spells(gains, max(2.0 * pause, sure * noise))
     age = max(present.length if present.gain > 0 else 0, patience)
     last = gains[-age:]
     total = float(last.sum())
-    bound = float(surely(*map(np.asarray, (total, last.max(), float(age), noise))))
+    bound = float(surely(*map(np.asarray, (total, last.max(), float(age), noise)), sure=sure))
     ups = [spell.length for spell in earlier if spell.gain > 0 and _OUTLASTS * spell.length > age]
     downs = [-spell.gain / spell.length for spell in earlier if spell.gain < 0]
     lasts = (sum(max(length - age, 0) for length in ups) + age) / (len(ups) + 1)
@@ -148,5 +152,5 @@ def weighed(gains: Floats, *, pause: float, patience: int, within: int) -> Worth
     if verdict.pays or len(ups) < 2:
         return verdict
     # In the long run, ups and downs together may pay although each is too short.
-    whole = float(surely(*map(np.asarray, (gains.sum(), gains.max(), float(len(gains)), noise))))
+    whole = float(surely(*map(np.asarray, (gains.sum(), gains.max(), float(len(gains)), noise)), sure=sure))
     return Worth(len(gains), float(gains.mean()), whole / len(gains), float(min(len(gains), within)), 2.0 * pause)

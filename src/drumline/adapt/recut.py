@@ -52,17 +52,27 @@ class Recut:
         self._paused, self._home = (seconds, num_bytes), move.before.counts
 
     def proposed(
-        self, step: int, now: Arrangement, last: Collection[Measured], *, has_changed: bool, only_back: bool
+        self,
+        step: int,
+        now: Arrangement,
+        last: Collection[Measured],
+        *,
+        has_changed: bool,
+        only_back: bool,
+        home: Counts,
     ) -> tuple[Proposal, int] | None:
         """Return a move that pays, and the step from which its sign has lasted; with `only_back` to the cut before.
 
-        `last` are the last few steps, and `has_changed` says whether anything else shows that ranks have changed.
+        `last` are the last few steps, `has_changed` says whether anything else shows that ranks have changed, and
+        `home` is the cut at the start.
         """
         if only_back and not self._home:
             return None
         self._steps = list(last)
         only = self._home if only_back else ()
-        better = self._slowness.look(now.counts, self._chosen, pause=self._pause, has_changed=has_changed, only=only)
+        better = self._slowness.look(
+            now.counts, self._chosen, pause=self._pause, has_changed=has_changed, only=only, home=home
+        )
         if better is None:
             return None
         simulated = self._slowness.seconds(now.counts, len(self._steps)).tolist()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from drumline.adapt.evidence import SURE, Worth, middle, noise_of, surely, weighed
+from drumline.adapt.evidence import SURE, SURE_OF_HOME, Worth, middle, noise_of, surely, weighed
 from drumline.adapt.rebalance import Layers
 from drumline.adapt.settings import Adapt
 from drumline.core.graph import Floats
@@ -29,6 +29,8 @@ _KNOWN = 128  # steps that are kept
 _WINDOWS = (3, 6, 12, 24, 48)
 _RAMPS = (24, 12, 6)  # steps in which a speed may change steadily
 _TIMES: dict[int, Floats] = {count: np.arange(count, dtype=np.float64) - (count - 1) / 2 for count in _RAMPS}
+_LENGTHS = np.array([math.sqrt(times @ times) for times in _TIMES.values()])
+_SLOPES = np.array([np.append(np.zeros(_RAMPS[0] - len(times)), times / (times @ times)) for times in _TIMES.values()])
 _LEAD = 3  # steps by which a steady change is anticipated
 _ALIKE = 0.01  # speeds that differ by less have the same best cut
 
@@ -83,9 +85,18 @@ class RankSlowness:
         return self._layers.steps(counts, self.last(count))
 
     def look(
-        self, counts: Counts, choose: Choose, *, pause: Callable[[Counts], float], has_changed: bool, only: Counts = ()
+        self,
+        counts: Counts,
+        choose: Choose,
+        *,
+        pause: Callable[[Counts], float],
+        has_changed: bool,
+        only: Counts = (),
+        home: Counts = (),
     ) -> BetterCut | None:
         """Return a cut that pays, of those that `choose` returns for the ranks' slowness; `only` that one, if given.
+
+        If none does, `home` may pay, the cut at the start: it needs less evidence.
 
         `pause` returns the share of a step that a move takes. Unless something `has_changed`, a rank must be slower
         than its neighbour by the threshold.
@@ -103,7 +114,24 @@ class RankSlowness:
                 return better
             if ahead is None:
                 self._due[window] = self.count + max(window // 3, 1)
-        return None
+        return self._homeward(counts, home, pause) if home and only in ((), home) and home != counts else None
+
+    def _homeward(self, counts: Counts, home: Counts, pause: Callable[[Counts], float]) -> BetterCut | None:
+        """Return the cut at the start if it pays."""
+        rows, settings = self.last(_KNOWN), self._settings
+        loads, even = (np.array(self._of(each)) for each in (counts, home))
+        how = {"pause": pause(home), "patience": settings.patience, "within": settings.within, "sure": SURE_OF_HOME}
+        # The largest ranks alone cost little to compare, and say the same unless it is close.
+        for gains in (
+            lambda: _saved((rows * loads).max(axis=1), (rows * even).max(axis=1)),
+            lambda: _saved(self._layers.steps(counts, rows), self._layers.steps(home, rows)),
+        ):
+            verdict = weighed(gains(), **how)
+            if verdict is None or not verdict.pays or verdict.gain < settings.least_gain:
+                return None
+        level = np.exp(np.log(rows[-verdict.age :]).mean(axis=0))
+        longer, slow, beside = max(neighbours((loads * level).tolist()))
+        return BetterCut(home, _reason(longer, slow, beside), verdict, tuple(level.tolist()))
 
     def _judged(
         self,
@@ -142,8 +170,7 @@ class RankSlowness:
         verdict = self.verdict(counts, better, pause=pause(better), ahead=ahead)
         if verdict is None or not verdict.pays or verdict.gain < settings.least_gain:
             return None
-        why = f"rank {slow} computes {longer:.0%} longer than rank {beside}"
-        return BetterCut(better, why, verdict, tuple(level.tolist()))
+        return BetterCut(better, _reason(longer, slow, beside), verdict, tuple(level.tolist()))
 
     def verdict(
         self, counts: Counts, other: Counts, *, pause: float, longer: float = 1.0, ahead: Floats | None = None
@@ -171,15 +198,14 @@ class RankSlowness:
         """Return the last steps as they will be, if a rank's speed changes steadily; None if none does."""
         if len(logs) < _RAMPS[-1]:
             return None
-        sigma = noise_of(logs.T)
-        for count in _RAMPS:
-            if count > len(logs):
+        every: Floats = logs[-_RAMPS[0] :]
+        slopes: Floats = _SLOPES[:, -len(every) :] @ every
+        certain = np.abs(slopes) * _LENGTHS[:, None] > SURE * noise_of(logs.T)
+        for count, slope, sure in zip(_RAMPS, slopes, certain, strict=True):
+            if count > len(logs) or not sure.any():
                 continue
             logs_of_ramp: Floats = logs[-count:]
             times = _TIMES[count]
-            squares = float(times @ times)
-            slope: Floats = (times @ logs_of_ramp) / squares
-            sure = np.abs(slope) * math.sqrt(squares) > SURE * sigma
             for rank in np.flatnonzero(sure):
                 sure[rank] = _is_straight(logs_of_ramp[:, rank], slope[rank] * times)
             if sure.any():
@@ -191,6 +217,10 @@ class RankSlowness:
 
 def _no_rows(layers: Layers) -> Floats:
     return np.empty((0, layers.program.num_ranks))
+
+
+def _reason(longer: float, slow: int, beside: int) -> str:
+    return f"rank {slow} computes {longer:.0%} longer than rank {beside}"
 
 
 def _saved(now: Floats, other: Floats) -> Floats:

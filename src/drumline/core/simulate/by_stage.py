@@ -17,7 +17,7 @@ from drumline.core.costs import Costs
 from drumline.core.errors import CostsError
 from drumline.core.graph import PLACE, Flags, Floats, Ints, Messages, NotCompilable
 from drumline.core.program import Program, once_per_program
-from drumline.core.simulate.evaluate import BLOCK, Levels, latest_ends
+from drumline.core.simulate.evaluate import Levels, latest_ends
 from drumline.core.simulate.simulate import compiled, invalid, levels
 
 STAGE_OPS = tuple(rules.NEEDS)
@@ -27,7 +27,8 @@ STAGE_OPS = tuple(rules.NEEDS)
 class _Rows:
     """For every node in the order of the levels: the row of its seconds, and whether it waits for a message.
 
-    The row after the last one holds zeros. `pairs` are the places of overlapped pairs, with the rows of both halves.
+    The row after those of ops and stages holds zeros. The rows after that are the sums of these `pairs` of rows, for
+    overlapped pairs.
     """
 
     levels: Levels
@@ -57,17 +58,11 @@ def makespans_by_stage(program: Program, seconds: Floats, *, comm: float = 0.0) 
         rows = _rows(program)
     except NotCompilable:
         raise invalid(program) from None
-    samples = seconds.shape[2]
-    table = np.concatenate([seconds.reshape(-1, samples), np.zeros((1, samples))])
+    table = np.concatenate([seconds.reshape(-1, seconds.shape[2]), np.zeros((1, seconds.shape[2]))])
+    if len(rows.pairs):
+        table = np.concatenate([table, table[rows.pairs].sum(axis=1)])
     lag = np.where(rows.crosses, comm, 0.0)[:, None] if comm and rows.crosses.any() else None
-    latest = np.zeros(samples)
-    for first in range(0, samples, BLOCK):
-        block = np.ascontiguousarray(table[:, first : first + BLOCK])
-        each = block[rows.row]
-        if len(rows.pairs):
-            each[rows.pairs[:, 0]] = block[rows.pairs[:, 1]] + block[rows.pairs[:, 2]]
-        latest[first : first + BLOCK] = latest_ends(rows.levels, each, lag)
-    return latest
+    return latest_ends(rows.levels, table, rows.row, lag)
 
 
 @once_per_program
@@ -80,7 +75,6 @@ def _rows(program: Program) -> _Rows:
     row = np.full(graph.num_nodes, nothing)
     row[graph.node] = row_of_work
     halves = np.flatnonzero(graph.work.paired).reshape(-1, 2)
-    at = np.empty(graph.num_nodes, dtype=np.int64)
-    at[order.order] = np.arange(graph.num_nodes)
-    pairs = np.column_stack([at[graph.node[halves[:, 0]]], row_of_work[halves]])
+    pairs, which = np.unique(row_of_work[halves], axis=0, return_inverse=True)
+    row[graph.node[halves[:, 0]]] = nothing + 1 + which.reshape(-1)
     return _Rows(order, row[order.order], pairs, (graph.crossing >= 0)[order.order])

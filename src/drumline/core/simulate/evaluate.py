@@ -11,7 +11,7 @@ import numpy as np
 from drumline.core.graph import Floats, Ints, NotCompilable, TimeGraph
 
 _UNKNOWN = math.inf
-BLOCK = 256  # samples at a time
+_BLOCK = 200_000  # ends at a time: a processor's cache holds them
 
 
 def evaluate(graph: TimeGraph, seconds: Floats, lag: Floats) -> Floats:
@@ -96,15 +96,15 @@ def _sweep_with_lag(chains: list[Any], ends: list[float]) -> tuple[list[Any], bo
 class Levels:
     """A graph's nodes in an order in which each comes after all that it waits for.
 
-    Nodes at the end of equally long chains never wait for each other: they make a level, and lie side by side.
-    `need` and `before` are places in this order; the place after the last node is the start of time.
+    Nodes at the end of equally long chains never wait for each other: they make a level, and lie side by side. `each`
+    are the levels: the first place, the place after the last, and the places of the nodes' needs, followed by those of
+    the nodes before them. The place after the last node is the start of time.
     """
 
     order: Ints
-    need: Ints
-    before: Ints
-    bounds: tuple[tuple[int, int], ...]
+    each: tuple[tuple[int, int, Ints], ...]
     last: Ints  # the places of the chains' last nodes
+    widest: int  # nodes of a level
 
 
 def levels_of(graph: TimeGraph) -> Levels:
@@ -114,38 +114,41 @@ def levels_of(graph: TimeGraph) -> Levels:
     starts = np.flatnonzero(np.diff(level[order], prepend=0)).tolist()
     place = np.full(graph.num_nodes + 1, graph.num_nodes)
     place[order] = np.arange(graph.num_nodes)
+    need, before = place[graph.need[order]], place[graph.before[order]]
+    bounds = zip(starts, [*starts[1:], graph.num_nodes], strict=True)
+    each = tuple((low, high, np.concatenate([need[low:high], before[low:high]])) for low, high in bounds)
     last = np.array([high - 1 for low, high in graph.chains if low < high], dtype=np.int64)
-    bounds = tuple(zip(starts, [*starts[1:], graph.num_nodes], strict=True))
-    return Levels(order, place[graph.need[order]], place[graph.before[order]], bounds, place[last])
+    return Levels(order, each, place[last], max((high - low for low, high, _ in each), default=0))
 
 
-def latest_ends(levels: Levels, seconds: Floats, lag: Floats | None = None) -> Floats:
-    """Return the end of the last node for many samples at once; nodes are in the order of the levels.
+def latest_ends(levels: Levels, seconds: Floats, rows: Ints, lag: Floats | None = None) -> Floats:
+    """Return the end of the last node for many samples at once; `rows` are the nodes' rows of `seconds`.
 
-    Arrays are (nodes, samples), or (nodes, 1) if shared. Each level is one vector operation, over as many samples as
-    a processor's cache holds.
+    Arrays are (rows, samples), or (rows, 1) if shared; nodes are in the order of the levels, and so is `lag`. Each
+    level is one vector operation over many samples.
     """
     samples = max(seconds.shape[1], 1 if lag is None else lag.shape[1])
     latest = np.empty(samples)
-    for first in range(0, samples, BLOCK):
-        block = slice(first, min(first + BLOCK, samples))
-        own = seconds if seconds.shape[1] == 1 else seconds[:, block]
+    number = max(_BLOCK // max(len(rows), 1), 16)
+    for first in range(0, samples, number):
+        block = slice(first, min(first + number, samples))
+        own = seconds if seconds.shape[1] == 1 else np.ascontiguousarray(seconds[:, block])
         late = lag if lag is None or lag.shape[1] == 1 else lag[:, block]
-        latest[block] = _latest(levels, own, late, block.stop - first)
+        latest[block] = _latest(levels, own, rows, late, block.stop - first)
     return latest
 
 
-def _latest(levels: Levels, seconds: Floats, lag: Floats | None, samples: int) -> Floats:
-    ends = np.zeros((len(seconds) + 1, samples))
-    widest = max((high - low for low, high in levels.bounds), default=0)
-    needed, earlier = np.empty((2, widest, samples))
-    for low, high in levels.bounds:
-        time, other = needed[: high - low], earlier[: high - low]
-        ends.take(levels.need[low:high], axis=0, out=time, mode="clip")
+def _latest(levels: Levels, seconds: Floats, rows: Ints, lag: Floats | None, samples: int) -> Floats:
+    ends = np.zeros((len(rows) + 1, samples))
+    waits, own = np.empty((2 * levels.widest, samples)), np.empty((levels.widest, seconds.shape[1]))
+    for low, high, places in levels.each:
+        count = high - low
+        both = waits[: 2 * count]
+        ends.take(places, axis=0, out=both, mode="clip")
+        time = both[:count]
         if lag is not None:
             time += lag[low:high]
-        ends.take(levels.before[low:high], axis=0, out=other, mode="clip")
-        np.maximum(time, other, out=time)
-        np.add(time, seconds[low:high], out=ends[low:high])
+        np.maximum(time, both[count:], out=time)
+        np.add(time, seconds.take(rows[low:high], axis=0, out=own[:count], mode="clip"), out=ends[low:high])
     result: Floats = ends[levels.last].max(axis=0, initial=0.0)
     return result

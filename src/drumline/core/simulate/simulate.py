@@ -256,7 +256,7 @@ def makespans(program: Program, costs: Costs | Sequence[Costs], *, factors: Floa
             graph = compiled(program, cost)
         order = levels(program, Messages.of(many[0]))
         seconds, lag = _samples(graph, many, factors)
-        return latest_ends(order, seconds[order.order], lag[order.order] if lag.any() else None)
+        return latest_ends(order, seconds, order.order, lag[order.order] if lag.any() else None)
     except NotCompilable:
         raise invalid(program) from None
 

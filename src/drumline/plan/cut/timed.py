@@ -77,6 +77,10 @@ class TimedCuts:
     def _trains(self) -> list[bool]:
         return [block.trains for block in self.blocks]
 
+    @cached_property
+    def _has_frozen(self) -> bool:
+        return not all(self._trains)
+
     def chain(self, program: Program) -> CutChain:
         """Return the blocks on the ranks of a program."""
         return CutChain(self.table, program.num_stages, held_by(program), self.recompute)
@@ -87,7 +91,7 @@ class TimedCuts:
 
     def _trained(self, counts: Counts) -> tuple[bool, ...]:
         """Return which stages have anything to train."""
-        if all(self._trains):
+        if not self._has_frozen:
             return (True,) * len(counts)
         return tuple(any(self._trains[i:j]) for i, j in pairwise(ends_of(counts)))
 

@@ -132,7 +132,7 @@ class Stages:
 
     def _steps(self, program: Program, many: Sequence[Counts]) -> Floats:
         """Return the predicted step of every cut: the simulated time, plus the time before and after it."""
-        ends = np.array([ends_of(counts) for counts in many])
+        ends = np.cumsum([(0, *counts) for counts in many], axis=1)
         gradients = np.diff(sums([layer.gradient_bytes for layer in self.profile.layers])[ends], axis=1)
         held_stages = (list(program.placement.stages_of(rank)) for rank in range(program.num_ranks))
         around: Floats = self._around(np.max([gradients[:, stages].sum(axis=1) for stages in held_stages], axis=0))
@@ -188,16 +188,17 @@ class Stages:
 
     def tables(self, *, limited: bool = True) -> list[Floats]:
         """Return the seconds of every run of blocks as each stage, [first, end]; infinite if it does not fit."""
-        chain, number = self.cuts.chain(self.program), len(self.profile.layers)
-        firsts, ends = chain.table.grid
+        number, (firsts, ends) = len(self.profile.layers), self.cuts.table.grid
+        chain = self.cuts.chain(self.program) if limited else None
+        is_run = np.where(firsts < ends, 0.0, np.inf)
         # All that a run takes depends either on its first block or on its end.
         up, down = self._whole(0, ends[0]), self._whole(firsts[:, 0], number)
         tables = []
         for stage, home in enumerate(self.program.placement.homes):
-            seconds = down[:, stage, None] + (up[:, stage] - up[-1, stage])
-            limit = self.ranks.limits[home] if limited else math.inf
-            fits = firsts < ends if limit == math.inf else chain.stage_bytes(stage) <= limit
-            tables.append(np.where(fits, seconds, np.inf))
+            seconds = down[:, stage, None] + (up[:, stage] - up[-1, stage]) + is_run
+            if chain is not None and self.ranks.limits[home] < math.inf:
+                seconds[chain.stage_bytes(stage) > self.ranks.limits[home]] = np.inf
+            tables.append(seconds)
         return tables
 
     def _whole(self, firsts: Ints | int, ends: Ints | int) -> Floats:
