@@ -84,7 +84,7 @@ class PipelineTrainer(TrainerFiles):
             model,
             **chosen,
             num_microbatches=args.gradient_accumulation_steps,
-            precision="bf16" if args.bf16 else "fp32",
+            precision="bf16" if args.mixed_precision == "bf16" else "fp32",
             loss_fn=lambda output, target: trainer()._answer(output, target),
             loss_weight=lambda target: float(target < trainer()._num_real),  # one that is repeated counts nothing
         )
@@ -144,6 +144,7 @@ class PipelineTrainer(TrainerFiles):
         if len(batches) < self.args.gradient_accumulation_steps:
             check_short(self.model, len(batches), self.args.gradient_accumulation_steps)
         self.callback_handler.model = StandIn(self.model, _refused, "a callback")
+        self.model.train()  # once for all microbatches
         losses: list[Tensor] = []  # of which the trainer asks the gradients: the pipeline computes these
         self.accelerator.backward = lambda loss, **_: losses.append(loss)
 
@@ -166,11 +167,12 @@ class PipelineTrainer(TrainerFiles):
         self._num_real = len(batches)
         size = self.args.gradient_accumulation_steps
         self._running = [self._prepare_inputs(batch) for batch in batches]
-        self._functions, calls = Functions(self.model), []
+        self._functions = Functions(self.model)
         with self._functions.unchanged(self, self._running):
-            for number, inputs in enumerate(self._running):
-                with self._draws.noted(number):
-                    calls.append(self._functions.call_of(partial(_on_copy, asks, inputs)))
+            calls = [
+                self._functions.call_of(partial(_on_copy, asks, self._running[number]))
+                for number in self._draws.noted(len(batches))
+            ]
         missing = size - len(batches)
         self._running += self._running[-1:] * missing
         args, named = self._asked(self._functions.together(calls + calls[-1:] * missing))
@@ -187,7 +189,9 @@ class PipelineTrainer(TrainerFiles):
     def _answer(self, output: Any, number: int) -> Any:
         """Return what becomes of a microbatch's output at the last stage."""
         inputs, self._answers = copied(self._running[number]), True
-        output = convert_to_fp32(output) if self.args.bf16 else output  # as accelerate does after autocast
+        output = (
+            convert_to_fp32(output) if self.args.mixed_precision == "bf16" else output
+        )  # as accelerate does after autocast
         output = recursively_apply(Tensor.clone, output, test_type=_is_loss)
         answer = self._answered
         quiet = torch.autocast(torch.device(self.pipeline.device).type, enabled=False)
