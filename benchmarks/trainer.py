@@ -9,7 +9,8 @@ data, and take turns, step by step, in one run:
     bare       a loop over a DataLoader: data, `pipe.step`, clipping, update, the learning rate
 
 Printed: medians, and the ratio of each step of the trainer to the bare step after it, with its quartiles. The bar is
-1.05. Ends with 1 if it is missed, or if the losses of the two differ.
+1.05. Ends with 1 if it is missed, or if the losses of the two differ. The ratio of processor time, of both ranks
+together, tells the same where other programs run as well.
 """
 
 from __future__ import annotations
@@ -97,18 +98,21 @@ def turns(case: Case, folder: str) -> dict[str, list[float]]:
     transformers: Any = import_module("transformers")
     transformers.utils.logging.set_verbosity_error()
     bare = bare_steps(case)
-    taken: dict[str, list[float]] = {"trainer": [], "bare": [], "loss of trainer": [], "loss of bare": []}
+    names = ("trainer", "bare", "processor of trainer", "processor of bare", "loss of trainer", "loss of bare")
+    taken: dict[str, list[float]] = {name: [] for name in names}
 
     class Turns(transformers.TrainerCallback):  # type: ignore[misc]
-        began = 0.0
+        began = processor_began = 0.0
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             taken["trainer"].append(time.perf_counter() - self.began)
-            start = time.perf_counter()
+            taken["processor of trainer"].append(time.process_time() - self.processor_began)
+            start, processor_start = time.perf_counter(), time.process_time()
             taken["loss of bare"].append(next(bare))
             taken["bare"].append(time.perf_counter() - start)
+            taken["processor of bare"].append(time.process_time() - processor_start)
             trainer.pipeline.gather("both have ended")
-            self.began = time.perf_counter()
+            self.began, self.processor_began = time.perf_counter(), time.process_time()
 
         def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
             if "loss" in logs:
@@ -139,13 +143,19 @@ def run(case: Case) -> dict[str, Any]:
     }
     ratios = [mine / theirs for mine, theirs in zip(seconds["trainer"], seconds["bare"], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
+    used = {
+        name: statistics.median(
+            map(sum, zip(*(each[f"processor of {name}"] for each in (first, *others)), strict=True))
+        )
+        for name in ("trainer", "bare")
+    }
     losses = [statistics.mean(first["loss of bare"][at : at + 10]) for at in range(0, len(first["loss of bare"]), 10)]
     apart = [abs(mine - theirs) for mine, theirs in zip(first["loss of trainer"], losses, strict=False)]
     return {
         **{f"{name} (ms)": 1000 * statistics.median(taken) for name, taken in seconds.items()},
         "ratio": middle, "quartiles": [low, high],
         "ratio of sums": sum(seconds["trainer"]) / sum(seconds["bare"]),
-        "losses apart": max(apart),
+        "ratio of processor time": used["trainer"] / used["bare"], "losses apart": max(apart),
     }  # fmt: skip
 
 
@@ -165,6 +175,7 @@ def main() -> int:
     print(f"trainer {found['trainer (ms)']:.1f} ms, bare {found['bare (ms)']:.1f} ms a step")
     low, high = found["quartiles"]
     print(f"ratio {found['ratio']:.3f} ({low:.3f} to {high:.3f}; of the sums {found['ratio of sums']:.3f}), bar {BAR}")
+    print(f"processor time of both ranks: ratio {found['ratio of processor time']:.3f}")
     print(f"losses at most {found['losses apart']:.1e} apart")
     if given.json:
         given.json.write_text(json.dumps({"case": asdict(case), **found, "machine": machine(2)}, indent=1))

@@ -327,6 +327,7 @@ def all_cases(kind: str, folder: Path, others: Path, pipeline: dict[str, Any] | 
         gc.freeze()  # every trainer collects garbage, which takes long among imported modules
     outcomes = {}
     for name, case in CASES.items():
-        settings = None if pipeline is None else {**pipeline, "check_model": name == "plainly"}
+        schedule = "zb-h1" if name == "overridden" else "1f1b"
+        settings = None if pipeline is None else {"schedule": schedule, "check_model": name == "plainly", **pipeline}
         outcomes[name] = case(Making(trainer_of(kind), folder / name, others / name, settings))
     return outcomes

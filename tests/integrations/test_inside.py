@@ -78,9 +78,14 @@ def test_layers_that_move_take_their_state_along_and_are_saved(tmp_path: Path) -
     assert differences(saved, wanted) == []
 
 
-def test_bf16_predicts_what_one_process_predicts_and_trains_within_its_rounding(tmp_path: Path) -> None:
+@pytest.mark.parametrize("said_by", ["argument", "accelerate launch"])
+def test_bf16_predicts_what_one_process_predicts_and_trains_within_its_rounding(
+    said_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if said_by == "accelerate launch":
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     mine, theirs = both(tmp_path)
-    trainer, plain = (make(small(), bf16=True) for make in (mine, theirs))
+    trainer, plain = (make(small(), bf16=said_by == "argument") for make in (mine, theirs))
     before, wanted = (each.predict(texts(5, seed=1)).predictions for each in (trainer, plain))
     assert (before == wanted).all()
     trainer.train()

@@ -48,6 +48,24 @@ def test_settings_that_the_arguments_decide_are_refused(name: str, tmp_path: Pat
         maker(tmp_path, **{name: 1})(small(1))
 
 
+@pytest.mark.parametrize("name", ["DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG"])
+def test_what_accelerate_is_configured_to_divide_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    with refused(UsageError, f"ACCELERATE_USE_{name} is set", fix="accelerate config"):
+        Trainer(small(1), args, train_dataset=texts(4), pipeline=IN_PROCESS)
+
+
+def test_a_precision_of_accelerate_launch_that_is_not_bf16_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with refused(UsageError, "mixed_precision is 'fp16'", fix="bf16"):
+        maker(tmp_path)(small(1))
+
+
 def test_adapting_the_number_of_microbatches_is_refused(tmp_path: Path) -> None:
     with refused(UsageError, "microbatches is 'batch'", expected="gradient_accumulation_steps"):
         maker(tmp_path, adapt={"microbatches": "batch"})(small(1))

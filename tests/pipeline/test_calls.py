@@ -45,12 +45,10 @@ def test_a_function_that_calls_the_model_trains_as_in_plain_pytorch() -> None:
     losses = [noisy_loss(row, plain) for row in rows()]
     torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
 
-    functions, draws, calls = Functions(model, "noisy_loss"), TwiceDrawn(0, torch.device("cpu")), []
+    functions, draws = Functions(model, "noisy_loss"), TwiceDrawn(0, torch.device("cpu"))
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(5)
-    for number, row in enumerate(rows()):
-        with draws.noted(number):
-            calls.append(functions.call_of(partial(noisy_loss, row)))
+    calls = [functions.call_of(partial(noisy_loss, rows()[number])) for number in draws.noted(M)]
 
     def loss_fn(output: Tensor, number: int) -> Any:
         with draws.again(number, step=0):

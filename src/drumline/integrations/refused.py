@@ -8,6 +8,7 @@ from typing import Any
 
 import accelerate
 import transformers
+from accelerate.utils import parse_flag_from_env
 from torch import nn
 
 from drumline.core.errors import UsageError, nearest
@@ -51,6 +52,9 @@ _ARGUMENTS = {
     "debug": "leave it out",
     "enable_jit_checkpoint": "leave it out: ranks would stop at different steps",
 }
+# What `accelerate launch` says in the environment that it was configured with.
+_ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
+_ENGINES_FIX = "choose multi-GPU in `accelerate config`: the pipeline divides the model"
 # Settings of Pipeline that the trainer's own arguments decide.
 _SETTINGS = {
     "loss_fn": "the trainer's compute_loss",
@@ -102,6 +106,9 @@ def check(trainer: Any, settings: dict[str, Any]) -> None:
     for name, fix in _ARGUMENTS.items():
         value = getattr(args, name, None)
         refuse((value, f"{name} is {value!r:.60}, on a pipeline", "a run without it", fix))
+    for engine in _ENGINES:
+        name = f"ACCELERATE_USE_{engine}"
+        refuse((parse_flag_from_env(name), f"{name} is set, on a pipeline", "a launch without it", _ENGINES_FIX))
     for name in settings:
         decides, known = _SETTINGS.get(name, ""), inspect.signature(Pipeline).parameters
         refuse(
@@ -115,6 +122,8 @@ def check(trainer: Any, settings: dict[str, Any]) -> None:
         (of_trl and trainer._calls_once, f"{of_trl} is one of TRL's trainers, which ask more of a model",
          "SFTTrainer or DPOTrainer from drumline.integrations.trl, or a class derived from them",
          "train with these; others of TRL do not run on a pipeline"),
+        (args.mixed_precision not in ("no", "bf16"), f"mixed_precision is {args.mixed_precision!r}, on a pipeline",
+         '"no" or "bf16"', "set bf16=True, or start with --mixed_precision bf16"),
         (model is None, "model_init is given, on a pipeline", "a model", "pass model="),
         (model is not None and any(param.is_meta for param in model.parameters()), "the model is on the meta device",
          "a model with memory: the trainer saves it as a whole", "load its weights"),

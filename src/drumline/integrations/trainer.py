@@ -15,9 +15,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from accelerate.utils import convert_to_fp32, recursively_apply
 from torch import Tensor, nn
 
+from drumline.integrations.ahead import Ahead
 from drumline.integrations.checkpoints import TrainerFiles
 from drumline.integrations.refused import (
     check,
@@ -59,6 +61,7 @@ class PipelineTrainer(TrainerFiles):
         self._num_real = 1
         self._running: list[Any] = []  # the inputs of the step that runs
         self._predicted: deque[Any] = deque()
+        self._operations: dict[Any, Any] = {}  # by the shapes of a microbatch
         self._answers = False  # whether compute_loss runs to its end, on this rank alone
         super().__init__(*args, **named)
         self._draws = TwiceDrawn(self.args.seed, torch.device(self.args.device))
@@ -84,7 +87,7 @@ class PipelineTrainer(TrainerFiles):
             model,
             **chosen,
             num_microbatches=args.gradient_accumulation_steps,
-            precision="bf16" if args.bf16 else "fp32",
+            precision="bf16" if args.mixed_precision == "bf16" else "fp32",
             loss_fn=lambda output, target: trainer()._answer(output, target),
             loss_weight=lambda target: float(target < trainer()._num_real),  # one that is repeated counts nothing
         )
@@ -144,6 +147,7 @@ class PipelineTrainer(TrainerFiles):
         if len(batches) < self.args.gradient_accumulation_steps:
             check_short(self.model, len(batches), self.args.gradient_accumulation_steps)
         self.callback_handler.model = StandIn(self.model, _refused, "a callback")
+        self.model.train()  # once for all microbatches
         losses: list[Tensor] = []  # of which the trainer asks the gradients: the pipeline computes these
         self.accelerator.backward = lambda loss, **_: losses.append(loss)
 
@@ -166,11 +170,12 @@ class PipelineTrainer(TrainerFiles):
         self._num_real = len(batches)
         size = self.args.gradient_accumulation_steps
         self._running = [self._prepare_inputs(batch) for batch in batches]
-        self._functions, calls = Functions(self.model), []
+        self._functions = Functions(self.model)
         with self._functions.unchanged(self, self._running):
-            for number, inputs in enumerate(self._running):
-                with self._draws.noted(number):
-                    calls.append(self._functions.call_of(partial(_on_copy, asks, inputs)))
+            calls = [
+                self._functions.call_of(partial(_on_copy, asks, self._running[number]))
+                for number in self._draws.noted(len(batches))
+            ]
         missing = size - len(batches)
         self._running += self._running[-1:] * missing
         args, named = self._asked(self._functions.together(calls + calls[-1:] * missing))
@@ -187,7 +192,9 @@ class PipelineTrainer(TrainerFiles):
     def _answer(self, output: Any, number: int) -> Any:
         """Return what becomes of a microbatch's output at the last stage."""
         inputs, self._answers = copied(self._running[number]), True
-        output = convert_to_fp32(output) if self.args.bf16 else output  # as accelerate does after autocast
+        output = (
+            convert_to_fp32(output) if self.args.mixed_precision == "bf16" else output
+        )  # as accelerate does after autocast
         output = recursively_apply(Tensor.clone, output, test_type=_is_loss)
         answer = self._answered
         quiet = torch.autocast(torch.device(self.pipeline.device).type, enabled=False)
@@ -205,6 +212,15 @@ class PipelineTrainer(TrainerFiles):
         """Return what a call of the model with these arguments returns, from what the pipeline has computed."""
         return output
 
+    def floating_point_ops(self, inputs: Any) -> Any:
+        """Count as transformers does, which goes through all modules, once for every shape instead of every time."""
+        if getattr(super().floating_point_ops, "__func__", None) is not transformers.Trainer.floating_point_ops:
+            return super().floating_point_ops(inputs)
+        shapes = tuple((name, value.shape) for name, value in inputs.items() if isinstance(value, Tensor))
+        if shapes not in self._operations:
+            self._operations[shapes] = super().floating_point_ops(inputs)
+        return self._operations[shapes]
+
     # ---- evaluations -------------------------------------------------------------------------------------------------
 
     def evaluation_loop(
@@ -214,7 +230,7 @@ class PipelineTrainer(TrainerFiles):
         """Evaluate several batches at once; the rank with the last stage computes the metrics, and tells all."""
         only_loss = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         trainer, size = weakref.proxy(self), self.args.gradient_accumulation_steps
-        ahead = _Ahead(dataloader, size, lambda batches: trainer._predict(batches, only_loss, ignore_keys))
+        ahead = Ahead(dataloader, size, lambda batches: trainer._predict(batches, only_loss, ignore_keys))
         outcome = super().evaluation_loop(ahead, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         results = self.pipeline.gather((outcome, self._draws.states()) if self._has_loss else None)
         outcome, states = next(each for each in results if each is not None)
@@ -293,32 +309,3 @@ def _refused(*_: Any, **__: Any) -> None:
         "calls in compute_loss: other ranks hold parts of the model",
         "call trainer.evaluate or trainer.predict, or the model after train()",
     ))  # fmt: skip
-
-
-class _Ahead:
-    """A loader of evaluation batches that runs a group of them before it yields them one by one."""
-
-    def __init__(self, loader: Any, size: int, run: Callable[[list[Any]], None]) -> None:
-        self._loader, self._size, self._run = loader, size, run
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        says_end = hasattr(self._loader, "end_of_dataloader")
-        batches, ended = iter(self._loader), False
-        while not ended:
-            group: list[Any] = []
-            while len(group) < self._size and not ended:
-                group += [batch for batch in [next(batches, None)] if batch is not None]
-                ended = self._loader.end_of_dataloader if says_end else len(group) < self._size
-            if group:
-                self._run(group)
-            for at, batch in enumerate(group):
-                if says_end:  # as it was when this batch was read
-                    self._loader.end_of_dataloader = ended and at == len(group) - 1
-                yield batch
-        next(batches, None)

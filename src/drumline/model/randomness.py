@@ -92,7 +92,10 @@ class HostChance:
 
     def has_moved(self) -> bool:
         """Whether anything was drawn since."""
-        now = HostChance()
+        return self.differs_from(HostChance())
+
+    def differs_from(self, now: HostChance) -> bool:
+        """Whether anything was drawn between two states."""
         same = now._numpy[2:] == self._numpy[2:] and np.array_equal(now._numpy[1], self._numpy[1])
         return not same or now._python != self._python
 

@@ -23,10 +23,9 @@ class TwiceDrawn:
     All generators go on as if nothing had been drawn after the call, so that all ranks read the same data.
 
     >>> draws = TwiceDrawn(0, torch.device("cpu"))
-    >>> with draws.noted(3):
-    ...     drawn = torch.rand(2)
+    >>> drawn = [torch.rand(2) for number in draws.noted(4)]
     >>> with draws.again(3, step=0):
-    ...     bool((torch.rand(2) == drawn).all())
+    ...     bool((torch.rand(2) == drawn[3]).all())
     True
     """
 
@@ -34,19 +33,22 @@ class TwiceDrawn:
         self._torch = Randomness(seed, device)
         self._before: dict[int, tuple[HostChance, list[Tensor]]] = {}
 
-    @contextmanager
-    def noted(self, number: int) -> Iterator[None]:
-        """Note from where a microbatch draws inside, if it does."""
-        host, states = before = self.states()
-        yield
-        self._before.pop(number, None)
-        if host.has_moved() or self._torch.has_moved(states):
-            self._before[number] = before
+    def noted(self, count: int) -> Iterator[int]:
+        """Yield numbers of microbatches, and note from where each draws until the next one, if it does."""
+        self._before.clear()
+        host, generators = before = self.states()
+        for number in range(count):
+            yield number
+            after = self.states()
+            if host.differs_from(after[0]) or any(map(_differ, generators, after[1])):
+                self._before[number] = before
+            host, generators = before = after
 
     @contextmanager
     def again(self, number: int, step: int) -> Iterator[None]:
         """Draw what this microbatch has drawn, or else numbers of its own."""
-        with self._torch.kept_aside(), HostChance().keeping_state():
+        states = self.states()
+        try:
             if number in self._before:
                 self.go_on(self._before[number])
             else:
@@ -56,6 +58,8 @@ class TwiceDrawn:
                 random.seed(seed)
                 np.random.seed(seed % 2**32)
             yield
+        finally:
+            self.go_on(states)
 
     def states(self) -> tuple[HostChance, list[Tensor]]:
         """Return the states of all generators, to be sent to other ranks."""
@@ -66,3 +70,7 @@ class TwiceDrawn:
         host, generators = states
         host.restore()
         self._torch.go_on(generators)
+
+
+def _differ(before: Tensor, after: Tensor) -> bool:
+    return not torch.equal(before, after)

@@ -54,6 +54,12 @@ class StandIn:
             )
         return getattr(self._model, name)
 
+    def train(self, mode: bool = True) -> StandIn:
+        """Switch the model, if it is not switched so: trainers ask for that in every microbatch."""
+        if self._model.training is not mode:
+            self._model.train(mode)
+        return self
+
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Answer as the model would."""
         return self._answer(*args, **named)
