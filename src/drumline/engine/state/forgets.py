@@ -125,4 +125,4 @@ def _is_same(content: Any, other: Any) -> bool:
         return len(content) == len(other) and all(map(_is_same, content, other))
     if isinstance(content, np.ndarray | array):
         return bool(content.tobytes() == other.tobytes())
-    return is_same_value(content, other) or (isinstance(content, str | bytearray) and content == other)
+    return is_same_value(content, other) or (isinstance(content, str | bytearray) and bool(content == other))
