@@ -98,7 +98,7 @@ class Recut:
         layers = self._on(slowness)
         if self._settings.rebalance != HALF:
             try:
-                return layers.best().counts
+                return layers.climbed().counts
             except DrumlineError:
                 return None  # nothing fits the memory: stay
         planned = layers.rank_seconds(self._now)
