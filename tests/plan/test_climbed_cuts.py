@@ -20,11 +20,11 @@ SECONDS = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0, Op.BACKWARD_INPUT: 1.0, Op.BACKWAR
 CASES = [("zb-v", 4, 16), ("interleaved-1f1b", 4, 16), ("1f1b", 4, 32)]
 
 
-def layers_on(program: Program, num_blocks: int, slowness: list[float], **limits: float) -> Layers:
+def layers_on(program: Program, num_blocks: int, slowness: list[float], max_bytes: float | None = None) -> Layers:
     """Return equal layers on ranks that are so many times as slow."""
     each = [ProfiledBlock(str(at), OpTimes(1.0, 2.0, 1.0, 1.0), 0, 0, 0, 8, 8, 0) for at in range(num_blocks)]
     profile = Profile(tuple(each), OpTimes(0, 0, 0, 0), "cpu", 1)
-    return Layers(profile, program, speeds=tuple(1.0 / value for value in slowness), **limits)
+    return Layers(profile, program, speeds=tuple(1.0 / value for value in slowness), max_bytes=max_bytes)
 
 
 def least(program: Program, num_blocks: int, slowness: list[float]) -> float:
@@ -54,10 +54,10 @@ def test_no_cut_is_better_than_the_one_that_is_climbed_to(
 
 
 def test_a_climb_stays_within_the_memory() -> None:
-    """16 layers of 32 bytes, with two states: 6 fit a rank, where 8 would be quicker."""
+    """A layer is 8 bytes of weights, as many of gradients, and two states: 9 of them fit a rank."""
     program = build("1f1b", 4, 8)
     slowness = [1.0, 1.0, 3.0, 1.0]
-    free, bound = (layers_on(program, 32, slowness, **more).climbed() for more in ({}, {"max_bytes": 32.0 * 9}))
+    free, bound = (layers_on(program, 32, slowness, most).climbed() for most in (None, 32.0 * 9))
     assert max(free.counts) > 9
     assert (max(bound.counts), bound.excess) == (9, 0.0)
     assert bound.seconds > free.seconds
