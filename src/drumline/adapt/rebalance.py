@@ -98,10 +98,6 @@ class Layers:
         """Return the cut with the shortest simulated step in which every rank stays within its memory."""
         return self._stages.best()[0]
 
-    def climbed(self) -> TimedCut:
-        """Return such a cut as quickly as a decision between two steps needs it; its step may be 0.2% longer."""
-        return self._stages.climbed()
-
     def fits(self, counts: Counts) -> bool:
         """Whether every rank stays within its memory."""
         return self._stages.cuts.timed([counts])[0].excess == 0

@@ -98,7 +98,7 @@ class Recut:
         layers = self._on(slowness)
         if self._settings.rebalance != HALF:
             try:
-                return layers.climbed().counts
+                return layers.best().counts
             except DrumlineError:
                 return None  # nothing fits the memory: stay
         planned = layers.rank_seconds(self._now)

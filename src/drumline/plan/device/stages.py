@@ -171,15 +171,6 @@ class Stages:
             return free, free
         return self._moved(free.counts, self.tables(), lambda cut: cut.order), free
 
-    def climbed(self) -> TimedCut:
-        """Return a cut as good as the best one, or almost, in half the time: climbed from shares by speed alone."""
-        if math.comb(len(self.profile.layers) - 1, self.program.num_stages - 1) <= _EVERY:
-            return self.best()[0]
-        limited = any(limit < math.inf for limit in self.ranks.limits)
-        value = (lambda cut: cut.order) if limited else (lambda cut: cut.seconds)
-        cut = self.cuts.moved([self._shared], value=value, weigh=limited, **_CLIMB)
-        return cut if cut.excess == 0 else self.best()[0]
-
     def _moved(
         self, begun: Counts, tables: Sequence[Floats], value: Callable[[TimedCut], Any], *, weigh: bool = True
     ) -> TimedCut:
