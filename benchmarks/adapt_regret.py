@@ -134,8 +134,8 @@ def cells(job: tuple[str, int, float, Sequence[Kind], int, int]) -> tuple[list[C
         answers = [next((move - SINCE for move in run.moves if move > SINCE), None) for run in mine]
         moves = [len(run.moves) for run in mine]
         best_seconds = beside_best + paths[kind][1] * world.pause
-        over = ((own / other - 1.0).tolist() for other in (beside_nothing, best_seconds))
-        rows.append(Cell(schedule, num_ranks, sigma, kind, *over, moves, answers))
+        over_nothing, over_oracle = ((own / other - 1.0).tolist() for other in (beside_nothing, best_seconds))
+        rows.append(Cell(schedule, num_ranks, sigma, kind, over_nothing, over_oracle, moves, answers))
     return rows, deciding, time.process_time() - begun - deciding
 
 

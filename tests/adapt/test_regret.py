@@ -35,6 +35,16 @@ def test_the_bars_hold_in_some_cells(schedule: str) -> None:
     assert len(list(report(found))) > len(found)
 
 
+def test_deciders_that_saw_the_same_steps_are_one_until_these_part() -> None:
+    """Every kind alone, with a decider of its own, has the figures that it has beside the others."""
+    which = [kind for kind in kinds() if kind.name in NAMES]
+    together = cells(("1f1b", 2, 0.1, which, 2, 160))[0]
+    assert any(sum(cell.moves) for cell in together)
+    for kind, cell in zip(which, some(together), strict=True):
+        (alone,) = cells(("1f1b", 2, 0.1, [kind], 2, 160))[0]
+        assert alone == cell
+
+
 def test_the_fast_clock_is_the_simulators() -> None:
     """The step of many runs at once, and what a decider sees of it, against single simulations with all records."""
     world = World("zb-v", 2, 4)

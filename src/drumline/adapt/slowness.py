@@ -118,20 +118,24 @@ class RankSlowness:
 
     def _homeward(self, counts: Counts, home: Counts, pause: Callable[[Counts], float]) -> BetterCut | None:
         """Return the cut at the start if it pays."""
-        rows, settings = self.last(_KNOWN), self._settings
+        rows, seconds = self.last(_KNOWN), pause(home)
         loads, even = (np.array(self._of(each)) for each in (counts, home))
-        how = {"pause": pause(home), "patience": settings.patience, "within": settings.within, "sure": SURE_OF_HOME}
         # The largest ranks alone cost little to compare, and say the same unless it is close.
-        for gains in (
-            lambda: _saved((rows * loads).max(axis=1), (rows * even).max(axis=1)),
-            lambda: _saved(self._layers.steps(counts, rows), self._layers.steps(home, rows)),
-        ):
-            verdict = weighed(gains(), **how)
-            if verdict is None or not verdict.pays or verdict.gain < settings.least_gain:
-                return None
+        if self._worth_of_home(_saved((rows * loads).max(axis=1), (rows * even).max(axis=1)), seconds) is None:
+            return None
+        verdict = self._worth_of_home(_saved(self._layers.steps(counts, rows), self._layers.steps(home, rows)), seconds)
+        if verdict is None:
+            return None
         level = np.exp(np.log(rows[-verdict.age :]).mean(axis=0))
         longer, slow, beside = max(neighbours((loads * level).tolist()))
         return BetterCut(home, _reason(longer, slow, beside), verdict, tuple(level.tolist()))
+
+    def _worth_of_home(self, gains: Floats, pause: float) -> Worth | None:
+        """Return what these gains are worth if they pay for the way home."""
+        settings = self._settings
+        how = {"patience": settings.patience, "within": settings.within}
+        verdict = weighed(gains, pause=pause, sure=SURE_OF_HOME, **how)
+        return verdict if verdict is not None and verdict.pays and verdict.gain >= settings.least_gain else None
 
     def _judged(
         self,

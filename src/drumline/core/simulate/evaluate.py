@@ -132,15 +132,15 @@ def latest_ends(levels: Levels, seconds: Floats, rows: Ints, lag: Floats | None 
     number = max(_BLOCK // max(len(rows), 1), 16)
     for first in range(0, samples, number):
         block = slice(first, min(first + number, samples))
-        own = seconds if seconds.shape[1] == 1 else np.ascontiguousarray(seconds[:, block])
+        each = seconds if seconds.shape[1] == 1 else np.ascontiguousarray(seconds[:, block])
         late = lag if lag is None or lag.shape[1] == 1 else lag[:, block]
-        latest[block] = _latest(levels, own, rows, late, block.stop - first)
+        latest[block] = _latest(levels, each, rows, late, block.stop - first)
     return latest
 
 
 def _latest(levels: Levels, seconds: Floats, rows: Ints, lag: Floats | None, samples: int) -> Floats:
     ends = np.zeros((len(rows) + 1, samples))
-    waits, own = np.empty((2 * levels.widest, samples)), np.empty((levels.widest, seconds.shape[1]))
+    waits, costs = np.empty((2 * levels.widest, samples)), np.empty((levels.widest, seconds.shape[1]))
     for low, high, places in levels.each:
         count = high - low
         both = waits[: 2 * count]
@@ -149,6 +149,6 @@ def _latest(levels: Levels, seconds: Floats, rows: Ints, lag: Floats | None, sam
         if lag is not None:
             time += lag[low:high]
         np.maximum(time, both[count:], out=time)
-        np.add(time, seconds.take(rows[low:high], axis=0, out=own[:count], mode="clip"), out=ends[low:high])
+        np.add(time, seconds.take(rows[low:high], axis=0, out=costs[:count], mode="clip"), out=ends[low:high])
     result: Floats = ends[levels.last].max(axis=0, initial=0.0)
     return result

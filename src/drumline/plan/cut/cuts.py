@@ -195,7 +195,7 @@ def neighbours(counts: Counts, *, reach: int = 2, alone: bool = False) -> list[C
 def _boundary_moves(num_stages: int, reach: int, alone: bool) -> Ints:
     """Return by how many blocks each move shifts the ends of the stages, one row for each move."""
     stages, boundaries = range(num_stages), range(1, num_stages)
-    moves = [((at,), by) for far in range(1, reach + 1) for at in boundaries for by in (-far, far)]
+    moves = [(range(at, at + 1), by) for far in range(1, reach + 1) for at in boundaries for by in (-far, far)]
     if not alone:  # from one stage to another, all boundaries between them move
         moves += [(range(a + 1, b + 1), by) for a in stages for b in stages[a + 2 :] for by in (-1, 1)]
     rows = np.zeros((len(moves), num_stages + 1), dtype=np.int64)

@@ -106,7 +106,7 @@ class TimedCuts:
             seconds = self.steps(program, cuts).tolist()
             bytes_and_excess = self._weighed(program, cuts) if weigh else [((), 0.0)] * len(cuts)
             each = zip(cuts, seconds, bytes_and_excess, strict=True)
-            timed_cuts.update((counts, TimedCut(counts, step, *held)) for counts, step, held in each)
+            timed_cuts.update((counts, TimedCut(counts, step, *sizes)) for counts, step, sizes in each)
         return [timed_cuts[counts] for counts in many]
 
     def _weighed(self, program: Program, cuts: Sequence[Counts]) -> list[tuple[tuple[float, ...], float]]:

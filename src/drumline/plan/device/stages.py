@@ -204,8 +204,8 @@ class Stages:
     def _whole(self, firsts: Ints | int, ends: Ints | int) -> Floats:
         """Return the seconds of a microbatch, forward and backward, of each of these runs as every stage."""
         split = split_share(self.program)
-        runs = (np.atleast_1d(each)[:, None] for each in (firsts, ends))
-        forward, backward, by_input, by_weight = self._seconds(*runs)
+        first, end = (np.atleast_1d(each)[:, None] for each in (firsts, ends))
+        forward, backward, by_input, by_weight = self._seconds(first, end)
         seconds: Floats = forward + (1 - split) * backward + split * (by_input + by_weight)
         return seconds
 
