@@ -129,6 +129,8 @@ OF_FILE = {
     "serve/stages/supervisor.py": ("tests/served/test_service.py",),
     "serve/stage.py": ("tests/served/test_identity.py",),
     "serve/wire/files.py": ("tests/served/test_identity.py",),
+    "serve/wire/flow.py": ("tests/served/test_flow.py", "tests/served/test_identity.py"),
+    "serve/wire/flows.py": ("tests/served/test_flow.py", "tests/served/test_identity.py"),
     "serve/wire/links.py": ("tests/served/test_failures.py",),
     "serve/wire/protocol.py": ("tests/served/test_service.py",),
     "train/data/own": ("tests/train/test_own_data.py",),
