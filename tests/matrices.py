@@ -1,6 +1,6 @@
 """Tests over all combinations of several things: `make matrices` runs them all, other runs as many as can fail alone.
 
-Of what is drawn at random `make test` tries half and `make quick` a fifth; of combinations `make quick` tries fewer.
+Of what is drawn at random `make test` tries a third and `make quick` a fifth; of combinations `make quick` tries fewer.
 
 A fault is nearly always one of a value (this model, this schedule) or of a pair of them. So of each axis every value
 occurs, in two different companies; all combinations take ten times as long.
@@ -42,7 +42,7 @@ def mainly(names: str | tuple[str, ...], first: Any, *others: Any) -> Callable[[
 def matrix(names: str, *axes: Iterable[Any], times: int = 2) -> Callable[[Any], Any]:
     """Parametrise a test with all combinations, or with so many that each value of the longest axis occurs `times`."""
     cells = chosen(*axes, times=times)
-    ids = ["-".join(map(str, cell)) for cell in cells]
+    ids = ["-".join(getattr(value, "__name__", str(value)) for value in cell) for cell in cells]
 
     def decorate(test: Any) -> Any:
         return pytest.mark.matrix(pytest.mark.parametrize(names, cells, ids=ids)(test))
@@ -74,8 +74,8 @@ def thinned(axes: Sequence[Sequence[Any]], times: int) -> list[tuple[Any, ...]]:
 
 
 def examples(count: int) -> int:
-    """Return how many random examples to try: all of them in `make matrices`, else half, in the quick half a fifth."""
-    return count if ALL else max(count // (5 if FEW else 2), 1)
+    """Return how many random examples to try: all of them in `make matrices`, else a third, in the quick half a fifth."""
+    return count if ALL else max(count // (5 if FEW else 3), 1)
 
 
 def kinds(names: Sequence[str]) -> list[str]:

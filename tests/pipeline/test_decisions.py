@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from drumline.core.errors import ModelError
 from drumline.pipeline.pipeline import Pipeline
-from matrices import mainly
+from matrices import mainly, matrix
 from refused import refused
 
 pytestmark = pytest.mark.torch
@@ -325,8 +325,7 @@ def test_layers_skipped_between_blocks_are_refused_with_the_module_that_skips_th
         pipeline(Drops(wrapped=False), example=torch.randn(8, WIDTH), loss_fn=functional.mse_loss)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@matrix("seed, schedule", range(3), ["1f1b", "gpipe", "zb-h1"], times=1)
 def test_layers_that_blocks_skip_at_random_are_a_plain_loop_with_the_same_draws(schedule: str, seed: int) -> None:
     torch.manual_seed(seed)  # whatever is drawn while it is traced
     model, x, y = Drops(wrapped=True), torch.randn(8, WIDTH), torch.randn(8, WIDTH)

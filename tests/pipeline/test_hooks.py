@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drumline.core.errors import ModelError
 from drumline.pipeline.pipeline import Pipeline
+from matrices import matrix
 from refused import refused
 from some import some
 
@@ -182,9 +183,7 @@ def halved(model: nn.Module, *, before: bool) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("way", SINGLE)
+@matrix("kind, before, way", KINDS, [True, False], SINGLE, times=1)
 def test_hooks_where_autograd_adds_gradients_up_run(way: str, before: bool, kind: str) -> None:
     compare(row, way, kind, change=lambda model: halved(model, before=before))
 
@@ -254,17 +253,14 @@ def capped(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("change", [clipped, capped])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["zb-h1", "zb-v"])
+@matrix("change, kind, way", [clipped, capped], KINDS, ["zb-h1", "zb-v"], times=1)
 def test_hooks_that_are_not_linear_see_each_microbatch_when_weight_gradients_merge(
     way: str, kind: str, change: Callable[[nn.Module], nn.Module]
 ) -> None:
     compare(row, way, kind, change=change, merge_weight_gradients=True)
 
 
-@pytest.mark.parametrize("way", ["dualpipe", "chimera"])
-@pytest.mark.parametrize("kind", KINDS)
+@matrix("way, kind", ["dualpipe", "chimera"], KINDS, times=1)
 def test_two_copies_of_a_stage_refuse_hooks_that_change_sums(kind: str, way: str) -> None:
     words = "changes the gradient of '(blocks.)?[0-3].linear.(weight|bias)' after a microbatch was added"
     with refused(ModelError, words, fix="register_hook.*zb-v"):
@@ -313,9 +309,7 @@ UPDATES: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", UPDATES)
-@pytest.mark.parametrize("way", WAYS)
+@matrix("kind, name, way", KINDS, UPDATES, WAYS, times=1)
 def test_an_update_inside_of_a_backward_is_refused(way: str, name: str, kind: str) -> None:
     change, what = UPDATES[name]
     with refused(ModelError, f"{what}.*in the middle of a step", fix="optimizer.step.. after pipe.step"):
@@ -358,8 +352,7 @@ def checkpoints() -> nn.Sequential:
     return row(Layer(), Checkpointed(), Layer(), Checkpointed())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
+@matrix("kind, way", KINDS, WAYS, times=1)
 def test_reentrant_checkpoints_inside_of_blocks_train(way: str, kind: str) -> None:
     compare(checkpoints, way, kind)
     compare(lambda: row(Layer(), CheckpointedGradient(), Layer(), CheckpointedGradient()), way, kind)
@@ -407,9 +400,7 @@ def pruned() -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("make", [old_weight_norm, pruned])
-@pytest.mark.parametrize("way", WAYS)
+@matrix("kind, make, way", KINDS, [old_weight_norm, pruned], WAYS, times=1)
 def test_weights_that_hooks_compute_train(way: str, make: Callable[[], nn.Module], kind: str) -> None:
     compare(lambda: row(make(), Layer(), Layer(), make()), way, kind)
 
@@ -461,8 +452,7 @@ class Scales:
         return x * 3
 
 
-@pytest.mark.parametrize("name", LATER)
-@pytest.mark.parametrize("way", ["zb-v", "dualpipe"])
+@matrix("name, way", LATER, ["zb-v", "dualpipe"], times=1)
 def test_attributes_that_are_replaced_between_steps_are_followed(way: str, name: str) -> None:
     whole, model = (made(lambda: row(*(Activated() for _ in range(4)))) for _ in range(2))
     plain, train = Plain(whole), Trained(model, way)

@@ -14,6 +14,7 @@ from torch.nn import functional as nf
 from drumline.core.errors import DrumlineError, ModelError
 from drumline.engine.loss.comparing import Comparing
 from drumline.pipeline.pipeline import Pipeline
+from matrices import matrix
 from more_losses import DOUBTFUL, FAIR, ROWS, UNFAIR, WIDTH, chance
 from refused import refused
 
@@ -47,8 +48,7 @@ def trained(loss_fn: Any, make: Any, count: int) -> None:
             param.grad = named[name].grad = None
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("name", FAIR)
+@matrix("count, name", COUNTS, FAIR, times=1)
 def test_a_mean_or_sum_is_that_of_the_whole_batch(name: str, count: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -86,8 +86,7 @@ def masked(o: Tensor, t: Tensor) -> Tensor:
     return (nf.cross_entropy(o, t.clamp(min=0), reduction="none") * mask).sum() / (mask.sum() + 1e-9)
 
 
-@pytest.mark.parametrize("empty", [(0,), (0, 1), (1, 3), (0, 2, 3)])
-@pytest.mark.parametrize("loss_fn", [counted, counted_on_the_host, added, masked])
+@matrix("empty, loss_fn", [(0,), (0, 1), (1, 3), (0, 2, 3)], [counted, counted_on_the_host, added, masked], times=1)
 def test_sums_of_nothing_tell_no_rule(loss_fn: Any, empty: tuple[int, ...]) -> None:
     def make(step: int) -> Tensor:
         labels = torch.randint(WIDTH, (ROWS,), generator=chance(step, 1))
@@ -100,8 +99,7 @@ def test_sums_of_nothing_tell_no_rule(loss_fn: Any, empty: tuple[int, ...]) -> N
     trained(loss_fn, make, 4)
 
 
-@pytest.mark.parametrize("loss_fn", [counted, counted_on_the_host, added, masked])
-@pytest.mark.parametrize("late", [0, 1])
+@matrix("loss_fn, late", [counted, counted_on_the_host, added, masked], [0, 1], times=1)
 def test_a_batch_of_nothing_fixes_no_rule(loss_fn: Any, late: int) -> None:
     def make(step: int) -> Tensor:
         labels = torch.randint(WIDTH, (ROWS,), generator=chance(step, 1))

@@ -18,6 +18,7 @@ from drumline.model.block import Block
 from drumline.model.values import pack, unpack, with_kinds
 from drumline.model.weights.overlaps import refuse_overlaps
 from drumline.pipeline.pipeline import Pipeline
+from matrices import matrix
 from refused import misses, refused, saying
 from some import some
 
@@ -215,8 +216,7 @@ def compare(name: str, way: str, **settings: Any) -> None:
             torch.testing.assert_close(param, wanted[key], rtol=1e-4, atol=1e-6, msg=f"{name}, {way}: {key}")
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("way", WAYS)
+@matrix("name, way", CASES, WAYS, times=1)
 def test_in_one_process_all_of_them_train(way: str, name: str) -> None:
     compare(name, way, num_ranks=2)
 

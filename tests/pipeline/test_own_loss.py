@@ -16,7 +16,7 @@ from torch.nn import functional
 from drumline.core.errors import ModelError
 from drumline.engine.loss.own_loss import OwnWeight
 from drumline.pipeline.pipeline import Pipeline
-from matrices import long
+from matrices import long, matrix
 from refused import refused, saying
 
 pytestmark = pytest.mark.torch
@@ -225,8 +225,7 @@ def like_the_whole_batch(
             assert torch.allclose(grad, param.grad, rtol=1e-4, atol=1e-6), name
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("kind", [Shifted, Masked, Criterion, Padded, Summed, Two, JudgedTwo, Decayed])
+@matrix("schedule, kind", SCHEDULES, [Shifted, Masked, Criterion, Padded, Summed, Two, JudgedTwo, Decayed], times=1)
 def test_a_models_own_loss_is_that_of_the_whole_batch(kind: type[Body], schedule: str) -> None:
     batch = text()
     like_the_whole_batch(kind(), batch, schedule, lambda model: loss_of(model(**batch)))
