@@ -29,7 +29,7 @@ ADAPT = (
     Bug(
         "noise-counts-as-gain",
         "surely",
-        "np.minimum(rest, total) - SURE * noise * np.sqrt(count)",
+        "np.minimum(rest, total) - sure * noise * np.sqrt(count)",
         "np.minimum(rest, total)",
         "Layers move in noise, back and forth.",
     ),
