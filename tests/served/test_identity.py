@@ -83,6 +83,32 @@ def test_a_stage_of_another_export_gets_nothing_to_compute_and_calls_wait_for_th
     run_to_end(run())
 
 
+def test_a_caller_sends_nothing_to_a_stage_of_another_export_that_takes_any_caller() -> None:
+    async def run() -> None:
+        frames: list[bytes] = []
+
+        async def answer(requests: Any, context: Any) -> None:
+            await context.send_initial_metadata(((EXPORT, OTHER),))
+            while (data := await context.read()) is not grpc.aio.EOF:
+                frames.append(data)
+
+        server = grpc.aio.server(options=options(LIMIT))
+        flows = {"Flow": grpc.stream_stream_rpc_method_handler(answer)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, flows),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with connect(f"127.0.0.1:{port}", PLAIN, LIMIT) as channel:
+            flow = CallStream(channel, stage=1, export=EXPORTED, max_bytes=LIMIT)
+            call = flow(b"seven", timeout=600)
+            await until(lambda: "another export" in flow._waits_for or frames)
+            assert frames == []
+            await flow.close()
+            assert (await failure(call))[0] is Code.UNAVAILABLE
+        await server.stop(None)
+
+    run_to_end(run())
+
+
 def test_a_stage_computes_nothing_for_a_caller_that_names_another_export_or_none() -> None:
     async def run() -> None:
         begun: list[bytes] = []
