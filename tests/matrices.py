@@ -74,7 +74,7 @@ def thinned(axes: Sequence[Sequence[Any]], times: int) -> list[tuple[Any, ...]]:
 
 
 def examples(count: int) -> int:
-    """Return how many random examples to try: all of them in `make matrices`, else a third, in the quick half a fifth."""
+    """Return how many random examples to try: in `make matrices` all, else a third, in the quick half a fifth."""
     return count if ALL else max(count // (5 if FEW else 3), 1)
 
 

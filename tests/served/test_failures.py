@@ -107,7 +107,7 @@ def test_a_stage_computes_on_its_own_cores_and_reads_messages_on_those_that_are_
     monkeypatch.setattr("drumline.serve.front.lifecycle.of_messages", lambda left, num_stages: own[:1])
     with serving(served_folder, pin=True) as running, channel_to(running.address) as channel:
         _compare(channel, rows_of(2))
-        for number, process in enumerate(running.processes):
+        for number, process in some(enumerate(running.processes)):
             cores = dict(threads_of(process))
             assert cores[process] == set(own[:1])  # the main thread has the number of its process
             assert [group for group in cores.values() if group == {own_cores()[number]}]
