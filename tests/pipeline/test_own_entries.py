@@ -176,6 +176,7 @@ def test_entries_of_their_own_are_plain_trainings(case: tuple[type[Follows], str
 
 
 def on_a_rank() -> list[dict[str, Tensor | None]]:
+    STATE.clear()  # it may have come along, with what the plain loop left
     return list(stepped(model_of("chain", *4 * [Follows]), "1f1b", transport="shared-memory"))
 
 
