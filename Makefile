@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 help:
 	@echo "make demo    train a small model by several schedules on two ranks; ends with a report to open"
-	@echo "make test    all checks and tests, PyTorch comparison included (about 10 minutes)"
+	@echo "make test    all checks and tests, PyTorch comparison included (about 14 minutes)"
 	@echo "make quick   the checks and tests that need no torch (under a minute)"
 	@echo "make floors  the tests with the lowest versions of PyTorch and all else that pyproject.toml admits"
 	@echo "make matrices   every family of Hugging Face models, every schedule with all counts"
