@@ -36,6 +36,7 @@ import drumline as dl
 SLOW = 1.5
 DELAY = 0.02
 _WIDTH = 384
+_STRIDE = 0.618  # of a product owed, from block to block
 
 
 class Burn(torch.autograd.Function):
@@ -66,14 +67,15 @@ class Slowed(nn.Module):
     """A block whose process may be slow: `slow` is a factor of everything, `fixed` are products of every call.
 
     At 1.05, every twentieth call does its work twice. Products of few rows would take as long as products of many.
-    What is owed belongs to the process, so pipelines must not check that blocks share nothing.
+    Each block counts what it owes, and begins elsewhere than the others, so that they do not pay in the same call.
     """
 
-    slow, fixed, owed = 1.0, 0, 0.0
+    slow, fixed = 1.0, 0
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, owed: float) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
+        self.owed = owed
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output."""
@@ -81,16 +83,16 @@ class Slowed(nn.Module):
         for _ in range(kind.fixed):
             burn(x.detach()[:16], self.linear.weight.detach())
         made = nn.functional.gelu(self.linear(x))
-        kind.owed += kind.slow - 1.0
-        while kind.owed >= 1.0:
+        self.owed += kind.slow - 1.0
+        while self.owed >= 1.0:
             made = Burn.apply(made, self.linear.weight.detach())  # type: ignore[no-untyped-call]
-            kind.owed -= 1.0
+            self.owed -= 1.0
         return made
 
 
 def model_of(blocks: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Slowed(_WIDTH) for _ in range(blocks)))
+    return nn.Sequential(*(Slowed(_WIDTH, (at * _STRIDE) % 1.0) for at in range(blocks)))
 
 
 def hold_messages(seconds: Callable[[], float]) -> None:
@@ -113,10 +115,11 @@ def hold_messages(seconds: Callable[[], float]) -> None:
         return delivery
 
     def wait(self: Any, what: Any, deadline_ns: int) -> None:
-        if not held:
+        due = [value.made_ns + int(seconds() * 1e9) - time.perf_counter_ns() for value in held.values()]
+        late_ns = [nanoseconds for nanoseconds in due if nanoseconds > 0]  # others wait for somebody to take them
+        if not late_ns:
             return block(self, what, deadline_ns)
-        due = min(value.made_ns for value in held.values()) + int(seconds() * 1e9)
-        time.sleep(max(due - time.perf_counter_ns(), 0) / 1e9)
+        time.sleep(min(late_ns) / 1e9)
         return None
 
     setattr(DistributedChannel, "take", late)  # noqa: B010 - the link is slowed from outside

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +12,8 @@ from torch.nn import functional
 
 from drumline.core.placement import Placement
 from drumline.model.block import Block
-from drumline.model.randomness import Randomness
+from drumline.model.numpys_words import _words_of, numpys_words
+from drumline.model.randomness import HostChance, Randomness
 from drumline.model.weights.tied import TiedCopies, Ties
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.recomputing import Buffers
@@ -84,3 +88,36 @@ def test_a_copy_is_frozen_and_freed_with_what_it_follows() -> None:
         first.weight.requires_grad_(trains)
         copies.follow()
         assert made.module.weight.requires_grad is trains
+
+
+def test_the_second_of_two_normal_numbers_is_noticed() -> None:
+    np.random.seed(0)
+    np.random.randn()  # leaves the second in store
+    before = HostChance()
+    drawn = np.random.randn()
+    assert numpys_words() == before._words  # nothing else has moved
+    assert before.has_moved()
+    with before.again():
+        assert np.random.randn() == drawn
+
+
+def test_a_state_taken_since_another_is_the_same_as_one_taken_alone() -> None:
+    np.random.seed(0)
+    first = HostChance()
+    assert HostChance(since=first)._numpy is first._numpy
+    np.random.randn()
+    second = HostChance(since=first)
+    assert first.differs_from(second)
+    assert not second.differs_from(HostChance())
+
+
+def test_words_of_another_generator_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np.random, "get_state", lambda: ("MT19937", [0] * 624, 0, 0, 0.0))
+    _words_of.cache_clear()
+    try:
+        assert numpys_words() is None
+        before = HostChance()
+        random.random()
+        assert before.has_moved()
+    finally:
+        _words_of.cache_clear()

@@ -47,10 +47,11 @@ class FrozenWeights:
 
     def save(self) -> dict[int, Tensor]:
         """Return copies of the weights that may change; in a forward that is looked at, of all that are frozen."""
-        if not self._places:
+        looks = self._looks or not self._num_steps
+        if not self._places or not (looks or any(self._changing.values())):
             return {}
         wanted = self._changing.setdefault(self._mode(), set())
-        if self._looks or not self._num_steps:
+        if looks:
             frozen = {at for at in range(len(self._places)) if not self._at(at).requires_grad}
             self._marks = [(at, _mark(self._at(at))) for at in frozen - wanted]
             if sum(self._at(at).nbytes for at in frozen) <= MOST_FROZEN_BYTES:

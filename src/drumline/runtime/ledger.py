@@ -95,7 +95,8 @@ class Ledger:
         reset = set() if all(map(is_same_table, tables, self._spaces)) else self._reset_in(tables)
         changed = set() if snapshot is None else snapshot.changed()
         self.changes |= bool(reset or changed)
-        self._altered.update(dict.fromkeys(place for place in reset if place not in self._places))
+        if reset:
+            self._altered.update(dict.fromkeys(place for place in reset if place not in self._places))
         if snapshot is not None and (self._iterates or self._mode not in self._known):
             if changed:
                 places = ((at, name) for at, table in enumerate(tables) for name in own_values(table))
@@ -103,10 +104,11 @@ class Ledger:
                 self._altered.update(dict.fromkeys(reached))
             self._learn(tables, snapshot, changed, settled=not reset)
             snapshot = snapshot.within(tables[at].get(name) for at, name in self._deep)
-        elif any(_may_change(self._spaces[at].get(name)) for at, name in reset - self._places):
+        elif reset and any(_may_change(self._spaces[at].get(name)) for at, name in reset - self._places):
             self._known.clear()  # something new, into which nobody has looked
         self._places |= reset
-        self._refuse_uncopied(tables, snapshot)
+        if self._marks or changed:
+            self._refuse_uncopied(tables, snapshot)
         self.before = StateBefore(self._spaces, tables, snapshot)
 
     @property

@@ -129,18 +129,14 @@ def _missing(saved: None) -> NoReturn:
     raise GraphNeeded
 
 
-@contextmanager
-def refusing_kept(blocks: Iterable[str]) -> Iterator[None]:
-    """Refuse a backward through what a recomputed block kept of its first run: it has no graph."""
-    try:
-        yield
-    except GraphNeeded as error:
-        raise ModelError(
-            f"one of the blocks {', '.join(blocks)}, or the loss, uses a tensor that a "
-            "recomputed block created but did not return",
-            expected="recomputed blocks that return all that other blocks and the loss use",
-            fix="return it from the block that creates it, as (x, aux), or do not recompute that block",
-        ) from error
+def uses_kept(blocks: Iterable[str]) -> ModelError:
+    """Return what to raise for a backward through what a recomputed block kept of its first run: it has no graph."""
+    return ModelError(
+        f"one of the blocks {', '.join(blocks)}, or the loss, uses a tensor that a recomputed block created but did "
+        "not return",
+        expected="recomputed blocks that return all that other blocks and the loss use",
+        fix="return it from the block that creates it, as (x, aux), or do not recompute that block",
+    )
 
 
 @contextmanager

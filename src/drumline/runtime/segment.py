@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from drumline.core.errors import ModelError
 from drumline.model.block import Block
-from drumline.model.hooks import is_hooked, with_holders
+from drumline.model.hooks import is_hooked
 from drumline.model.kept_state.keeping import StateBefore
 from drumline.model.loss.factors import Sheet
 from drumline.model.precision import cast_apart
@@ -133,12 +133,14 @@ class Segment:
         """Whether its backward cannot be split: I runs all of it, and nothing is left for W."""
         return self.is_reentrant or bool(self.is_hooked)
 
-    def look_for_hooks(self) -> None:
-        """Look for hooks that only run where autograd adds up a gradient; after the first time, for nodes that live."""
-        if self.is_hooked is None:
-            self.is_hooked = any(map(is_hooked, self.parameters))
-        else:
-            self.is_hooked = any(map(is_hooked, with_holders(self.parameters)))
+    def look_for_hooks(self, holders: Sequence[nn.Parameter]) -> None:
+        """Look for hooks that only run where autograd adds up a gradient; after the first time, for nodes that live.
+
+        `holders` are the stage's parameters whose nodes live.
+        """
+        own_ids = {id(param) for param in self.parameters} if holders else set()
+        looked_at = self.parameters if self.is_hooked is None else [p for p in holders if id(p) in own_ids]
+        self.is_hooked = any(map(is_hooked, looked_at))
 
     def run(self, value: Any, microbatch: int, randomness: Randomness, tape: Tape | None = None) -> Any:
         """Run the blocks, seeding those that may draw random numbers unless none has drawn so far.

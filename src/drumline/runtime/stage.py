@@ -35,7 +35,7 @@ from drumline.runtime.backward.compiled import Compiler
 from drumline.runtime.backward.guards import NOTHING, looked_after
 from drumline.runtime.backward.hooked import refusing_changed_sums, refusing_updates, with_hooks
 from drumline.runtime.backward.tape import Gradients, Tape, accumulate, add_gradients, merged
-from drumline.runtime.recomputing import GraphNeeded, discarding, refusing_kept
+from drumline.runtime.recomputing import GraphNeeded, discarding, uses_kept
 from drumline.runtime.segment import Pass, Segment, versions_of
 
 Loss = Callable[[Any, Any], Tensor | None]
@@ -94,12 +94,13 @@ class Stage:
         self._signature: list[tuple[int, bool]] | None = None
         self.hooked: list[nn.Parameter] = []  # parameters with hooks, in this step
         self._hooks_are_known = False
+        self._chance: HostChance | None = None  # the latest in this step
         self.renew()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters, each once."""
-        return list(dict.fromkeys(param for segment in self.segments for param in segment.parameters))
+        return self._parameters[:]
 
     @property
     def all_parameters(self) -> list[nn.Parameter]:
@@ -121,6 +122,7 @@ class Stage:
         self._signature = signature
         for segment in self.segments:
             segment.renew()
+        self._parameters = list(dict.fromkeys(param for segment in self.segments for param in segment.parameters))
         return True
 
     def split_only(self, microbatches: Collection[int]) -> None:
@@ -130,9 +132,11 @@ class Stage:
     def begin(self) -> None:
         """Start a step: nothing is held, and the stand-ins follow parameters that moved."""
         self.passes.clear()
-        hooked = with_hooks(self.parameters)
-        if self.is_doubled:
-            hooked = list(dict.fromkeys([*hooked, *with_holders(self.parameters)]))
+        self._chance = None
+        hooked = with_hooks(self._parameters)
+        holders = with_holders(self._parameters) if self.is_doubled or self.split else []
+        if self.is_doubled and holders:
+            hooked = list(dict.fromkeys([*hooked, *holders]))
         self._hooks_are_known &= len(hooked) == len(self.hooked)
         self.hooked = hooked
         for segment in self.segments:
@@ -141,7 +145,7 @@ class Stage:
         if self.split:
             self.refresh()
             for segment in self.segments:
-                segment.look_for_hooks()
+                segment.look_for_hooks(holders)
 
     def refresh(self) -> None:
         """Let the stand-ins of a split backward follow parameters that moved to other memory."""
@@ -226,7 +230,7 @@ class Stage:
     def _first_run(self, segment: Segment, this: Pass, microbatch: int) -> Any:
         """Run a segment that will run again, as in training, and keep only its value."""
         this.buffers, this.frozen = segment.buffers.save(), segment.frozen.save()
-        chance = HostChance() if segment.suspects else None
+        chance = HostChance(since=self._chance) if segment.suspects else None
         with segment.ledger if segment.ledger.is_needed else NOTHING:
             try:
                 with torch.enable_grad() if segment.needs_graph else discarding():
@@ -239,7 +243,9 @@ class Stage:
                 drawn = nullcontext() if chance is None else chance.again()
                 with torch.enable_grad(), drawn:
                     value = self._on_input(segment, this, microbatch)
-        this.chance = chance if chance is not None and chance.has_moved() else None
+        if chance is not None:
+            self._chance = HostChance(since=chance)
+            this.chance = chance if chance.differs_from(self._chance) else None
         this.state = segment.ledger.before
         segment.buffers.learn()
         segment.frozen.learn(this.frozen)
@@ -277,8 +283,6 @@ class Stage:
 
     def _refusing_updates(self) -> AbstractContextManager[None]:
         """Refuse hooks that update parameters in the middle of a step; the first time, compare values too."""
-        if not self.hooked:
-            return NOTHING
         by_value, self._hooks_are_known = not self._hooks_are_known, True
         updates = refusing_updates(self.hooked, by_value=by_value)
         return self._refusing_changes(updates) if self.is_doubled else updates
@@ -295,16 +299,21 @@ class Stage:
         with updates, refusing_changed_sums(named):
             yield
 
-    def _refusing_kept(self) -> AbstractContextManager[None]:
-        return refusing_kept(block.name for block in self.blocks)
+    def _uses_kept(self) -> ModelError:
+        return uses_kept(block.name for block in self.blocks)
 
     def _added(self, this: Pass, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Add to the parameters' gradients of a pass, and return those of its inputs."""
         roots, tensors = this.paired(gradients)
-        if roots:
-            with self._refusing_updates(), self._refusing_kept():
+        try:
+            if roots and self.hooked:
+                with self._refusing_updates():
+                    add_gradients(roots, tensors)
+            elif roots:
                 add_gradients(roots, tensors)
-        return tuple(leaf.grad for leaf in this.leaves)
+        except GraphNeeded as error:
+            raise self._uses_kept() from error
+        return tuple([leaf.grad for leaf in this.leaves])
 
     def backward_input(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Run I: return the gradients of the stage's inputs, and keep what W needs, if there is a W."""
@@ -321,9 +330,11 @@ class Stage:
             wanted = [leaf for leaf in this.leaves if leaf.requires_grad]
             tensors: tuple[Tensor | None, ...] = (None,) * len(wanted)
             if roots:
-                with self._refusing_kept():
-                    trained = [*segment.parameters, *segment.lent]
+                trained = [*segment.parameters, *segment.lent]
+                try:
                     tensors = this.tape.backward_input(roots, given_tensors, wanted, trained)
+                except GraphNeeded as error:
+                    raise self._uses_kept() from error
             each = iter(tensors)
             gradients = tuple(next(each) if leaf.requires_grad else None for leaf in this.leaves)
             this.leaves, this.roots = (), []
@@ -335,7 +346,7 @@ class Stage:
 
     def add(self, gradients: Gradients) -> None:
         """Add to the parameters' gradients what W has computed."""
-        with self._refusing_updates():
+        with self._refusing_updates() if self.hooked else NOTHING:
             accumulate(gradients)
 
     def backward_weight_merged(self, microbatches: Sequence[int]) -> None:

@@ -26,7 +26,7 @@ from drumline.model.block import Block
 from drumline.model.kept_state.contents import is_same_value
 from drumline.model.kept_state.outside import OuterPlace
 from drumline.model.kept_state.snapshot import MOST_BYTES, Snapshot
-from drumline.model.kept_state.spaces import Space, Table, fill, own_values, spaces_of
+from drumline.model.kept_state.spaces import Space, Table, fill, is_same_table, own_values, spaces_of
 from drumline.model.kept_state.spies import Spies
 from drumline.model.values import MISSING
 from drumline.model.weights.tied import Ties
@@ -227,6 +227,8 @@ class _StageLook:
             self._spies = None
         changed = snapshot.changed() | {id(value) for value in self._used}
         for space, table in zip(self.spaces, self._tables, strict=True):
+            if not changed and is_same_table(table, space.table):
+                continue
             now = own_values(space.table.copy())
             for key in {**own_values(table), **now}:
                 value = table.get(key, MISSING)

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from io import IOBase
 from itertools import count
-from operator import eq, length_hint
+from operator import eq, is_, length_hint
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -130,9 +130,16 @@ def are_same(state: Any, other: Any) -> bool:
     >>> are_same([1.5], [3 / 2]), are_same([[]], [[]]), are_same({"a": 1}, {"a": True})
     (True, False, False)
     """
-    if len(state) != len(other) or (isinstance(state, dict) and [*state] != [*other]):
-        return False
-    return all(map(is_same_value, items_of(state), items_of(other)))
+    return _same_entries(state, other) if isinstance(state, dict) else _same_items(state, other)
+
+
+def _same_items(state: Any, other: Any) -> bool:
+    # Mostly these are the very same objects, which takes less time to see.
+    return len(state) == len(other) and (all(map(is_, state, other)) or all(map(is_same_value, state, other)))
+
+
+def _same_entries(state: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    return [*state] == [*other] and _same_items(state.values(), other.values())
 
 
 def is_same_value(value: Any, other: Any) -> bool:
@@ -196,12 +203,14 @@ def _is_same_state(state: Any, other: Any) -> bool:
     return bool(np.array_equal(state, other)) if isinstance(state, np.ndarray) else bool(state == other)
 
 
+_DICT, _LIST = Kind(dict, _put_entries, _same_entries), Kind(list, _put_items, _same_items)
+COMMON: dict[type, Kind] = {dict: _DICT, list: _LIST, set: _LIST}  # by the class itself: see kind_of for others
 _KINDS = (
-    (dict, Kind(dict, _put_entries, are_same)),
-    ((list, deque, set), Kind(list, _put_items, are_same)),
+    (dict, _DICT),
+    ((list, deque, set), _LIST),
     (OWN_GENERATORS, Kind(state_of_own, set_own, _is_same_state, holds_objects=False)),
     ((array, bytearray), Kind(_copied, _put_all, eq, holds_objects=False)),
-    ((SimpleNamespace, Namespace, threading.local), Kind(_fields, _put_fields, are_same)),
+    ((SimpleNamespace, Namespace, threading.local), Kind(_fields, _put_fields, _same_entries)),
 )
 _ARRAY = Kind(np.copy, _put_numbers, lambda a, b: bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")), False)
-_OBJECT = Kind(_fields, _put_fields, are_same)
+_OBJECT = Kind(_fields, _put_fields, _same_entries)

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from drumline.model.kept_state.contents import Kind, items_of, kind_of, position_of, with_items
+from drumline.model.kept_state.contents import COMMON, Kind, items_of, kind_of, position_of, with_items
+from drumline.model.watch.fingerprint import PLAIN
 from drumline.model.watch.used_up import can_be_used_up
 
+_PLAIN = frozenset(PLAIN)
 _MOST = 4096  # items of a container that are looked into
 _MOST_OBJECTS = 16384
 MOST_BYTES = 2**26  # of a tensor that is copied to see whether it changes; of a larger one the version tells
@@ -51,9 +53,11 @@ class Snapshot:
         while waiting and len(self.objects) < _MOST_OBJECTS:
             value = waiting.pop()
             number = id(value)
-            if number in self.objects or number in self.tensors or number in self._tuples:
+            if number in self.objects or number in self.tensors or number in self._tuples or type(value) in _PLAIN:
                 continue
-            if isinstance(value, Tensor):
+            if type(value) in COMMON:  # other kinds take longer to tell apart
+                waiting += self._taken(value, COMMON[type(value)])
+            elif isinstance(value, Tensor):
                 if not isinstance(value, FakeTensor) and not value.is_meta and not _is_trained(value):
                     self.tensors[number] = value, version_of(value)
                     if value.layout is torch.strided and value.untyped_storage().nbytes() <= most_bytes:
@@ -67,10 +71,15 @@ class Snapshot:
             elif can_be_used_up(value) and not hasattr(type(value), "gives_the_same"):
                 self.iterators[number] = value, position_of(value)
             elif (kind := kind_of(value)) is not None:
-                state = kind.take(value)
-                self.objects[number] = value, kind, state
-                if kind.holds_objects and len(state) <= _MOST:
-                    waiting += items_of(state)
+                waiting += self._taken(value, kind)
+
+    def _taken(self, value: Any, kind: Kind) -> list[Any]:
+        """Take what an object holds, and return what else to look into."""
+        state = kind.take(value)
+        self.objects[id(value)] = value, kind, state
+        if not kind.holds_objects or len(state) > _MOST:
+            return []
+        return [item for item in items_of(state) if type(item) not in _PLAIN]
 
     def _copied(self, tensor: Tensor) -> Tensor:
         """Return a copy that shares its memory with copies of those with which the tensor shares its own."""

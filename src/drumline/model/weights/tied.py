@@ -310,6 +310,8 @@ class TiedCopies:
 
     def _follow_tensors(self) -> None:
         done: set[int] = set()
+        params = [p for _, theirs, _, common in self._tables for key, p in theirs.items() if key not in common]
+        holders = {id(param) for param in with_holders(p for p in params if isinstance(p, nn.Parameter))}
         for block, theirs, own_tensors, common in self._tables:
             if theirs.keys() != own_tensors.keys():
                 raise ModelError(
@@ -321,7 +323,8 @@ class TiedCopies:
                 if key in common:
                     own_tensors[key] = tensor
                     continue
-                _refuse_hooked(tensor, key, block)
+                if id(tensor) in holders:
+                    _refuse_hooked(tensor, key, block)
                 if tensor is not None and id(own_tensors[key]) not in done:
                     done.add(id(own_tensors[key]))
                     _follow(own_tensors[key], tensor)
@@ -340,7 +343,7 @@ def _computed_in(block: nn.Module) -> Iterator[tuple[int, Tensor]]:
 
 def _refuse_hooked(tensor: Tensor | None, key: str, block: str) -> None:
     """Refuse a hook that no copy of a parameter can have: it may refer to the parameter itself."""
-    if isinstance(tensor, nn.Parameter) and any(map(is_hooked, with_holders([tensor]))):
+    if isinstance(tensor, nn.Parameter) and is_hooked(tensor):
         raise ModelError(
             f"a hook is where autograd adds up the gradient of {key!r} in block {block!r} (its AccumulateGrad node), "
             "and this process runs a copy of the block, too",
