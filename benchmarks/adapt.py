@@ -98,10 +98,9 @@ def model_of(blocks: int) -> nn.Sequential:
 def hold_messages(seconds: Callable[[], float]) -> None:
     """Let the receiver see a message only so long after it was made, whatever carried it."""
     from drumline.channel.distributed import DistributedChannel
-    from drumline.channel.mesh_channel import MeshChannel
 
     held: dict[Any, Any] = {}
-    take, block = MeshChannel.take, DistributedChannel.block
+    take, block = DistributedChannel.take, DistributedChannel.block
 
     def late(self: Any, receive: Any, source: int) -> Any:
         delivery = held.pop((receive, source), None) or take(self, receive, source)
@@ -115,12 +114,11 @@ def hold_messages(seconds: Callable[[], float]) -> None:
         return delivery
 
     def wait(self: Any, what: Any, deadline_ns: int) -> None:
-        due = [value.made_ns + int(seconds() * 1e9) - time.perf_counter_ns() for value in held.values()]
-        late_ns = [nanoseconds for nanoseconds in due if nanoseconds > 0]  # others wait for somebody to take them
-        if not late_ns:
-            return block(self, what, deadline_ns)
-        time.sleep(min(late_ns) / 1e9)
-        return None
+        delivery = held.get((what.receive, what.source))
+        if delivery is None:
+            block(self, what, deadline_ns)
+        else:
+            time.sleep(max(delivery.made_ns + int(seconds() * 1e9) - time.perf_counter_ns(), 0) / 1e9)
 
     setattr(DistributedChannel, "take", late)  # noqa: B010 - the link is slowed from outside
     setattr(DistributedChannel, "block", wait)  # noqa: B010
