@@ -180,4 +180,18 @@ ADAPT = (
         "or",
         "The set-up chooses how many stages a rank holds, although the user has said it.",
     ),
+    Bug(
+        "forecasts-of-programs-are-always-right",
+        "Shortfall.factor",
+        "1.0 + self._share if step < self._until else 1.0",
+        "1.0",
+        "Programs that are slower than simulated come back at every change of the times.",
+    ),
+    Bug(
+        "a-program-once-slow-is-slow-for-long",
+        "Shortfall.forget",
+        "self._share, self._until, self._times = 0.0, 0, 0",
+        "self._share, self._until, self._times = 0.0, 0, getattr(self, '_times', 0)",
+        "Programs count as slower than simulated although one has kept its promise.",
+    ),
 )

@@ -78,7 +78,7 @@ RUNTIME = (
     Bug(
         "other-random-numbers-again",
         "Stage._first_run",
-        "this.chance = chance if chance is not None and chance.has_moved() else None",
+        "this.chance = chance if chance.differs_from(self._chance) else None",
         "this.chance = None",
         "A recomputed block draws other numbers of Python's or numpy's than in its first run.",
     ),

@@ -131,4 +131,18 @@ STATE = (
         "if True:",
         "A stage reads all entries of a dict that is itself an entry of another.",
     ),
+    Bug(
+        "second-normal-number-unseen",
+        "HostChance.__init__",
+        " and not since._numpy[3]",
+        "",
+        "A block that takes the second of two normal numbers of NumPy's gets another one when it is recomputed.",
+    ),
+    Bug(
+        "random-states-of-earlier-steps",
+        "Stage.begin",
+        "        self._chance = None\n",
+        "",
+        "A random state that the user has set between two steps is taken for that of the last step.",
+    ),
 )

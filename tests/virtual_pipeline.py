@@ -60,6 +60,7 @@ class Virtual:
     truth: Profile | None = None
     build: Callable[[int], Program | None] | None = None
     fixed: Callable[[int], float] = lambda step: 0.0  # seconds of every action, whatever its size
+    unseen: Callable[[Program], float] = lambda program: 0.0  # seconds after every action that no record shows
     rows: int = 0
     proposals: list[Proposal] = field(default_factory=list)
     steps: list[Measured] = field(default_factory=list)
@@ -79,15 +80,15 @@ class Virtual:
             share = first / now.program.num_microbatches
             costs = layers.costs(now.counts)
             each: dict[str, Any] = {}
+            unseen = self.unseen(now.program)
             for name in ("forward", "backward", "backward_input", "backward_weight"):
                 homes = now.program.placement.homes
                 plain = costs.per_stage(name, now.program.num_stages)
                 slow = self.slowness(step)
-                each[name] = [
-                    value * share * slow[home] + self.fixed(step) for value, home in zip(plain, homes, strict=True)
-                ]
+                added = self.fixed(step) + unseen
+                each[name] = [value * share * slow[home] + added for value, home in zip(plain, homes, strict=True)]
             costs = Costs(**each, comm=self.latency(step))
-            measured = Measured(now.program, tuple(records_of(simulate(now.program, costs), step)))
+            measured = Measured(now.program, tuple(records_of(simulate(now.program, costs), step, overhead=unseen)))
             self.steps.append(measured)
             proposal = decider.see(measured, self.rows)
             if proposal is not None:

@@ -8,6 +8,7 @@ import pytest
 
 from drumline.adapt.proposal import CUT, NUMBER, PROGRAM
 from drumline.adapt.repair import Aside
+from drumline.adapt.shortfall import Shortfall
 from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
@@ -203,6 +204,46 @@ def test_a_gain_that_does_not_come_is_taken_back_and_not_tried_again() -> None:
     assert (away.after.counts, back.after.counts) == ((10, 6), (8, 8))
     assert back.is_back
     assert [result.kept for result in run.decider.judged] == [False]
+
+
+def test_programs_that_fall_short_of_their_forecasts_come_ever_more_rarely() -> None:
+    """A link changes all the time, and every search finds a program that is slower than its simulation."""
+    program = one_f_one_b(16, name="zb-h1")
+    run = Virtual(
+        program,
+        (8, 8),
+        latency=lambda step: 1e-5 if step < 20 else 0.003 * (1 + step // 12 % 5),
+        unseen=lambda now: 0.0 if now == program else 0.004,
+        settings=settings(max_activations=6, rebalance="keep"),
+    )
+    run.run(500)
+    away = [proposal.step for proposal in run.proposals if not proposal.is_back]
+    assert 2 <= len(away) <= 5, "tried again, but not at every change of the link"
+    assert not any(result.kept for result in run.decider.judged)
+    assert run.decider.now.program == program
+
+
+def test_a_kept_promise_lets_corrections_begin_anew() -> None:
+    shortfall = Shortfall(8)
+    for _ in range(3):
+        shortfall.note(step=0, share=0.5)
+    shortfall.forget()
+    shortfall.note(step=0, share=0.5)
+    assert [shortfall.factor(step) for step in (31, 32)] == [1.5, 1.0]
+
+
+def test_a_program_that_keeps_its_promise_comes_soon_after_one_that_did_not() -> None:
+    program = one_f_one_b(16, name="zb-h1")
+    run = Virtual(
+        program,
+        (8, 8),
+        latency=lambda step: 1e-5 if step < 20 else 0.003 if step < 60 else 0.02,
+        settings=settings(max_activations=6, rebalance="keep"),
+    )
+    run.unseen = lambda now: 0.0 if now == program or len(run.steps) >= 60 else 0.004
+    run.run(80)
+    assert [result.kept for result in run.decider.judged] == [False, True]
+    assert run.decider.judged[1].proposal.step < 66
 
 
 def test_fewer_microbatches_must_fit_the_memory_of_the_start() -> None:

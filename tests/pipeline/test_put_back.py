@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -74,3 +75,37 @@ def test_without_recomputation_the_first_forward_shows_what_is_kept(capsys: pyte
     step(pipe)
     assert pipe.kept_state == {"0": ["chance"], "1": ["chance"]}
     assert "recomputed" not in capsys.readouterr().err
+
+
+class Noisy(nn.Module):
+    """Draws from NumPy: an even number, or one of a pair of normal numbers, of which the second is kept in store."""
+
+    draws_pairs = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = np.random.randn() if type(self).draws_pairs else np.random.rand()
+        made: Tensor = self.linear(x) * float(number)
+        return made.tanh()
+
+
+def test_a_number_in_store_that_the_user_has_put_there_between_two_steps_is_found_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    block = Noisy()
+    pipe = piped(nn.Sequential(block), checkpoint="full", num_ranks=1, num_microbatches=1)
+    step(pipe)
+    pipe.zero_grad()
+    words = np.random.get_state()[:3]
+    monkeypatch.setattr(Noisy, "draws_pairs", True)
+    np.random.set_state((*words, 1, 0.5))
+    step(pipe)
+    found = block.linear.weight.grad.clone()
+    block.zero_grad()
+    np.random.set_state((*words, 1, 0.5))
+    x = torch.ones(8, WIDTH)
+    nn.functional.mse_loss(block(x), x).backward()
+    torch.testing.assert_close(found, block.linear.weight.grad, rtol=0, atol=1e-7)

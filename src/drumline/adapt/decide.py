@@ -28,6 +28,7 @@ from drumline.adapt.rebalance import Layers
 from drumline.adapt.recut import Recut
 from drumline.adapt.repair import Aside, is_split, least_seconds
 from drumline.adapt.settings import KEEP, SIZE, Adapt
+from drumline.adapt.shortfall import Shortfall
 from drumline.core.costs import Costs
 from drumline.core.graph import Floats
 from drumline.core.measured.costs import costs_of
@@ -87,6 +88,7 @@ class Decider:
         self._home = now.counts  # the cut at the start
         self._refused: dict[tuple[str, Any], int] = {}  # how often a change was taken back
         self._barred: dict[tuple[str, Any], int] = {}  # those taken back since anything drifted, and after which step
+        self._shortfall = Shortfall(settings.cooldown)  # of programs
         self._most_pairs = settings.max_activations or max(simulate(now.program).peak_activations)
 
     # ---- what is seen ------------------------------------------------------------------------------------------------
@@ -193,7 +195,7 @@ class Decider:
             return None
         number = self._number(step) if has_sign else None
         best = min((p for p in (moved, number) if p is not None), key=lambda proposal: proposal.predicted, default=None)
-        if self.settings.program and self._search_pays(best):
+        if self.settings.program and self._search_pays(step, best):
             self._instead, self._has_drifted = best, False
             self._aside = self._search(self._costs, self.now.program, self._limit, seconds=self.settings.seconds)
             return None
@@ -210,12 +212,12 @@ class Decider:
     def _limit(self) -> Limit:
         return Limit(max_activations=self._most_pairs)
 
-    def _search_pays(self, other: Proposal | None) -> bool:
+    def _search_pays(self, step: int, other: Proposal | None) -> bool:
         """Whether a program could save enough, and more than the other change would."""
         if not self._has_drifted or any(action.parts for row in self.now.program.rows for action in row):
             return False  # overlapped pairs are not timed apart
         costs = self._costs
-        least = least_seconds(costs, self.now.program, self._limit) * self._scale(costs)
+        least = least_seconds(costs, self.now.program, self._limit) * self._scale(costs) * self._shortfall.factor(step)
         if other is not None and other.predicted <= least:
             return False
         return 1.0 - least / self._seconds >= self.settings.least_gain
@@ -237,7 +239,7 @@ class Decider:
         if isinstance(result, Program):
             costs = self._costs
             scale = self._scale(costs)
-            predicted = simulate(result, costs).makespan * scale
+            predicted = simulate(result, costs).makespan * scale * self._shortfall.factor(step)
             after = replace(self.now, program=result)
             offer = Proposal(step, PROGRAM, why, self.now, after, self._seconds, predicted, scale=scale)
             offer = self._paying(offer)
@@ -326,6 +328,10 @@ class Decider:
         self._trial = None
         measured, alone = float(np.median(real)), float(np.median(without))
         self.judged.append(ChangeResult(step, trial, measured, alone, is_kept))
+        if trial.kind == PROGRAM and is_kept:
+            self._shortfall.forget()
+        elif trial.kind == PROGRAM:
+            self._shortfall.note(step=step, share=measured / (trial.predicted * alone / trial.seconds) - 1.0)
         if is_kept:
             return onward
         target = _target(trial)
