@@ -157,7 +157,12 @@ _NORM_KEYS = {
     "norm_eps": "",
     "norm_epsilon": "",
 }
-_NORMS = {"nemotron": "LayerNorm1P", "starcoder2": "LayerNorm", "opt": "LayerNorm", "mpt": "LayerNorm"}
+_NORMS = {
+    "nemotron": "LayerNorm1P",
+    **dict.fromkeys((*_PLAIN, "cohere", "cohere2"), "LayerNorm"),
+    **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "RMSNorm"),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3", "phi3", "olmoe"), "RMSNorm"),
+}
 _SQUARED = "relu2"
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Keys that are read here, besides sizes.

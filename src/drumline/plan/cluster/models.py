@@ -7,7 +7,6 @@ from functools import partial
 from drumline.core.errors import PlanError, nearest
 from drumline.plan.cluster.transformer import Details, ExpertShape, LatentAttention, Transformer
 
-
 _EARLY = Details(norm="LayerNorm")
 
 
@@ -66,7 +65,7 @@ MODELS = {
             num_key_value_heads=8,
             feedforward=14336,
             experts=ExpertShape(8, 2, 14336),
-            details=Details(rotary_base=1000000.0, norm="RMSNorm", norm_epsilon=1e-5),
+            details=Details(rotary_base=1000000.0, norm="RMSNorm"),
         ),
         _modern(
             "deepseek-v3",

@@ -183,7 +183,12 @@ def _launch(config: Config, width: int, *, alone: bool = False) -> str:
 
 
 def not_started(config: Config, *, alone: bool = False) -> Iterator[str]:
-    """Yield why Drumline does not run a plan, and what does; nothing else does if it is `alone`."""
+    """Yield why a framework does not run a plan, and what does; nothing else does if Drumline is `alone`."""
+    if config.framework != "drumline":
+        yield f"{config.framework} does not run this plan:"
+        yield from (f"- {name}" for name in config.missing)
+        yield f"With --launch {config.framework}, plans have only what it runs, as far as the model allows."
+        return
     yield "`drumline train` does not run this plan:"
     yield from (f"- {name}" for name in config.missing)
     yield "With --launch drumline, plans have only the ZeRO stages and the recomputation that it runs."
