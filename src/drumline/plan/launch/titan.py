@@ -57,9 +57,17 @@ def _experts_shared(layout: Layout, missing: list[str]) -> dict[str, Any]:
     """Return the degrees of experts: by default torchtitan spreads whole experts over tensor-parallel ranks too."""
     if layout.expert == 1:
         return {"expert_parallel_degree": 1}
-    if layout.practice.overlap_experts:
-        missing.append("messages of experts that hide: torchtitan hides them with DualPipeV only")
+    if layout.practice.overlap_experts and not _hides_experts(layout):
+        missing.append(
+            "messages of experts that hide: torchtitan hides them with DualPipeV only, without recomputation"
+        )
     return {"expert_parallel_degree": layout.expert, "expert_tensor_parallel_degree": layout.tensor}
+
+
+def _hides_experts(layout: Layout) -> bool:
+    """Whether messages of experts hide, as planned."""
+    pairs = layout.pipeline > 1 and find(layout.schedule).titan == "DualPipeV"
+    return layout.practice.overlap_experts and pairs and layout.recompute == "none"
 
 
 def _float8(transformer: Transformer) -> dict[str, Any]:
@@ -91,8 +99,8 @@ def _pipeline(layout: Layout, missing: list[str]) -> dict[str, Any]:
     schedule = find(layout.schedule)
     if schedule.titan:
         settings["pipeline_parallel_schedule"] = schedule.titan
-        if schedule.titan == "DualPipeV" and not layout.practice.overlap_experts:
-            settings["pipeline_parallel_expert_parallel_overlap"] = False  # by default it hides them, with all kept
+        if schedule.titan == "DualPipeV" and not _hides_experts(layout):
+            settings["pipeline_parallel_expert_parallel_overlap"] = False  # by default it does, with nothing recomputed
     else:
         # The name then only determines the placement of stages; the order comes from the file.
         placed = titan_by_placement(schedule.layout(layout.pipeline, layout.stages_per_rank))
