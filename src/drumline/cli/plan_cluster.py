@@ -139,7 +139,7 @@ def _program_file(args: argparse.Namespace, planned: ClusterPlan, config: Path |
     if named is not None and planned.chosen.program is None:
         raise UsageError(
             f"--out is {named}, but the plan runs the schedule {planned.chosen.schedule}",
-            expected="a searched program that is more than 1% faster than every schedule",
+            expected="a searched program that is more than 2% faster than every schedule",
             fix="omit it; `drumline show` writes the programs of schedules",
         )
     if named is None and config is not None and planned.chosen.program is not None:

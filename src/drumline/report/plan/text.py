@@ -14,6 +14,7 @@ from drumline.plan.launch.launch import Config
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.explain import Explanation, Reasons
 from drumline.plan.layouts.planner import ClusterPlan
+from drumline.plan.layouts.preference import BAND
 from drumline.report.draw.table import table
 
 SECONDS = {
@@ -133,7 +134,7 @@ def _best(explanation: Explanation, width: int) -> str:
 
 def searched_lines(plan: ClusterPlan) -> Iterator[str]:
     """Yield what searching for programs found."""
-    yield "Searched programs, which count if they are more than 1% faster than every schedule:"
+    yield "Searched programs, which count if they are more than 2% faster than every schedule:"
     for program in plan.searched:
         away = f"at most {program.gap:.1%} from the shortest" if program.gap > _PROVEN else "proven to be the shortest"
         saved = f"{program.gain:.1%} less than with" if program.gain > _PROVEN else "not less than with"
@@ -148,7 +149,11 @@ def band_lines(plan: ClusterPlan) -> list[str]:
     lines = [f"- {choice.mesh}: {settings_text(choice)}; {duration(choice.seconds)}" for choice in plan.band[:_SHOWN]]
     more = len(plan.band) - _SHOWN
     rest = [f"- and {counted(more, 'other')}"] if more > 0 else []
-    return ["Within 1% of the fastest; of these, the first sends the fewest bytes:", *lines, *rest]
+    return [
+        f"Within {BAND:.0%} of the fastest, closer than a forecast can tell; of these, the first is the plainest:",
+        *lines,
+        *rest,
+    ]
 
 
 def scaling_rows(plan: ClusterPlan, reasons: Reasons) -> list[list[str]]:
