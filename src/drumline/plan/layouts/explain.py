@@ -202,7 +202,8 @@ def _layout_json(plan: ClusterPlan, choice: Choice) -> dict[str, Any]:
         "busiest_rank_waits": estimate.seconds.bubble / choice.seconds,
         "tokens_per_second": plan.tokens_per_second(choice),
         "flops_per_second_per_device": estimate.flops_per_second,
-        "utilisation": plan.utilisation(choice),
+        "mfu": plan.mfu(choice),
+        "hfu": plan.hfu(choice),
         "fits": plan.fits(choice),
         "exact": choice.is_exact,
     }

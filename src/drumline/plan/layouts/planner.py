@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from drumline.core.errors import PlanError, counted
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout, check_precision
+from drumline.plan.cluster.operations import device_flops
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.pins import Degrees, Pins
@@ -71,16 +72,23 @@ class ClusterPlan:
         """Return the tokens per second of the whole cluster with a layout."""
         return choice.layout.batch * self.transformer.sequence / choice.seconds
 
-    def utilisation(self, choice: Choice) -> float:
-        """Return the share of a device's peak that a layout achieves."""
-        device = self.cluster.device
-        peak = device.fp8_flops_per_second if self.pins.is_fp8 else device.flops_per_second
-        return choice.estimate.flops_per_second / peak
+    def mfu(self, choice: Choice) -> float:
+        """Return the share of a device's peak at which a layout runs what the model needs."""
+        return choice.estimate.flops_per_second / self._peak
+
+    def hfu(self, choice: Choice) -> float:
+        """Return the share of a device's peak at which a layout runs all that it runs, recomputation included."""
+        return device_flops(self.transformer, choice.layout) / choice.seconds / self._peak
 
     @property
-    def peak_words(self) -> str:
-        """Return which peak `utilisation` is a share of."""
-        return "its FP8 peak" if self.pins.is_fp8 else "its peak"
+    def _peak(self) -> float:
+        device = self.cluster.device
+        return device.fp8_flops_per_second if self.pins.is_fp8 else device.flops_per_second
+
+    def utilisation_words(self, choice: Choice) -> str:
+        """Return both shares of the peak in words."""
+        peak = " of its FP8 peak" if self.pins.is_fp8 else ""
+        return f"MFU {self.mfu(choice):.1%}, HFU {self.hfu(choice):.1%}{peak}"
 
     def fits(self, choice: Choice) -> bool:
         """Return whether a layout fits on a device."""

@@ -101,10 +101,9 @@ def pareto(plan: ClusterPlan) -> list[Choice]:
     assert smallest is not None, "a plan has a layout"
     low, high = smallest.bytes, _ROOMIEST * plan.limit_bytes
     limits = [low + (high - low) * at / (_LIMITS - 1) for at in range(_LIMITS)]
-    choices = [plan.chosen]
-    for choice in filter(None, (fastest(plan.survey, limit) for limit in limits)):
-        if choice.bytes > plan.limit_bytes or choice.seconds > plan.chosen.seconds:
-            choices.append(choice)
+    every = filter(None, (fastest(plan.survey, limit) for limit in limits))
+    others = (one for one in every if one.bytes > plan.limit_bytes or one.seconds > plan.chosen.seconds)
+    choices = [plan.chosen, *others]
     front: list[Choice] = []
     for choice in sorted(choices, key=lambda choice: (choice.bytes, choice.seconds)):
         if not front or choice.seconds < front[-1].seconds:

@@ -71,7 +71,7 @@ def headline(plan: ClusterPlan) -> list[str]:
         f"Run {chosen.mesh}: {settings_text(chosen)}",
         f"{duration(chosen.seconds)} per step, {plan.tokens_per_second(chosen):,.0f} tokens/s, "
         f"{chosen.estimate.flops_per_second / 1e12:.0f} TFLOP/s per GPU "
-        f"({plan.utilisation(chosen):.1%} of {plan.peak_words}), "
+        f"({plan.utilisation_words(chosen)}), "
         f"bubble {chosen.estimate.bubble:.1%}; {size_text(chosen.bytes)} of {size_text(plan.limit_bytes)} "
         f"({plan.headroom:.0%} headroom)",
     ]
