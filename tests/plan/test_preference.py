@@ -88,8 +88,8 @@ def test_only_bytes_that_leave_a_node_keep_its_links_busy() -> None:
         rings = {2: 2, 1: 4}
         seconds = costs.volumes.data / (rings[layout.tensor] * 2e10) if size else costs.volumes.pipeline / 2e10
         assert Choice.of(machines, layout, costs).outside == pytest.approx(seconds / costs.seconds.total)
-        one = replace(machines, devices_per_node=8)
-        assert Choice.of(one, layout, estimate(PLAIN, one, layout)).outside == 0.0
+        together = replace(machines, devices_per_node=8)
+        assert Choice.of(together, layout, estimate(PLAIN, together, layout)).outside == 0.0
 
 
 @pytest.mark.parametrize("batch", [64, 128])

@@ -90,7 +90,7 @@ def test_files_for_torchtitan_are_taken_by_its_config_class() -> None:
     said = refused_by(facts.package, "torchtitan", [file.values for _, _, file in files])
     assert [text for text in said if text] == []
     assert any("quantize" in file.values for _, _, file in files)
-    wrong = {"parallelism": {"data_parallel_degree": 8}}, {"training": {"seq_len": "8"}}, {"compile": {"enable": 1}}
+    wrong: tuple[dict[str, Any], ...] = {"parallelism": {"data_parallel_degree": 8}}, {"training": {"seq_len": "8"}}, {"compile": {"enable": 1}}
     assert all(some(refused_by(facts.package, "torchtitan", wrong)))
     assert all(facts.refusals(flattened(tables)) for tables in some(wrong))
 
@@ -192,7 +192,8 @@ def test_every_file_on_a_page_is_what_its_release_takes() -> None:
     found = [block for page in sorted(ROOT.glob("docs/*.md")) for block in blocks(page.read_text(encoding="utf-8"))]
     for block in some(found):
         named = re.findall(r"Megatron-LM ([\d.]+) \(core_v[\d.]+\)", block)
-        lines = [line for line in block.splitlines() if line.startswith("--")]
+        whole = block.replace("\n    ", " ")  # pages break long lines
+        lines = [line for line in whole.splitlines() if line.startswith("--")]
         assert release("megatron", named[0]).refusals(arguments("\n".join(some(lines)))) in ([], CONNECTIONS)
 
 

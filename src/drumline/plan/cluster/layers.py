@@ -220,8 +220,8 @@ def _normed(name: str, share: Share, numbers: float, output: float, *, num_kerne
     Its output is kept, which is the input of products. Its input is kept by the sum before it.
     """
     moved = (WORD * 2 * numbers, WORD * 3 * numbers)
-    kept = _input_bytes(share) * numbers
-    return Operation(name, bytes=moved, num_kernels=num_kernels, kept_bytes=kept, output=output)
+    stays = _input_bytes(share) * numbers
+    return Operation(name, bytes=moved, num_kernels=num_kernels, kept_bytes=stays, output=output)
 
 
 def exchange(transformer: Transformer, share: Share) -> AxisMessage:

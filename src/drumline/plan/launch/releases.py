@@ -105,13 +105,13 @@ def arguments(lines: str) -> dict[str, Any]:
     >>> arguments("# Said.\n--bf16\n--num-layers 4\n--recompute-modules layernorm moe_act")
     {'--bf16': True, '--num-layers': 4, '--recompute-modules': ['layernorm', 'moe_act']}
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for line in lines.splitlines():
         if line and not line.startswith("#"):
             name, *words = line.split()
-            read = [_word(word) for word in words]
-            found[name] = read if len(read) > 1 else read[0] if read else True
-    return found
+            every = [_word(word) for word in words]
+            values[name] = every if len(every) > 1 else every[0] if every else True
+    return values
 
 
 def flattened(tables: Mapping[str, Any], before: str = "") -> dict[str, Any]:
@@ -120,10 +120,10 @@ def flattened(tables: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     >>> flattened({"training": {"seq_len": 8}, "version": 1})
     {'training.seq_len': 8, 'version': 1}
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in tables.items():
-        found |= flattened(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value}
-    return found
+        values |= flattened(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value}
+    return values
 
 
 def _word(word: str) -> Any:

@@ -2,9 +2,9 @@
 
 The complete objective: **the seconds of one step of the given batch, on the busiest rank** (compute, recomputation,
 exposed communication, bubble, optimizer). It considers **all layouts whose fullest device fits in its memory minus the
-headroom**. No forecast tells layouts apart that differ by less than two percent, so among those the plainest wins, in
-the order that `preference` states: links between nodes less busy, fewer axes, less recomputation, more headroom. Bubble
-and communication count as the seconds they cost, the stash as bytes of the limit; there are no weights to tune.
+headroom**. No forecast tells layouts apart that differ by less than two percent, so among those the plainest wins.
+`preference` states the order: links between nodes less busy, fewer axes, less recomputation, more headroom. Bubble and
+communication count as the seconds they cost, the stash as bytes of the limit; there are no weights to tune.
 
 Formulas evaluate every layout (`survey`). They are within 2% of the simulator, or the simulator takes their place. So
 every layout that may be the best is known: it is simulated action by action, and those seconds decide. How many layouts
@@ -31,7 +31,7 @@ from drumline.plan.layouts.why import nothing_fits
 
 OBJECTIVE = (
     "the fewest seconds of a step on the busiest rank, over all layouts whose fullest device fits in its memory "
-    "minus the headroom; of those within 2% of the fastest, the plainest"
+    "minus the headroom. Of those within 2% of the fastest, the plainest"
 )
 HEADROOM = 0.1
 MISS = 0.02  # how far formulas may be from the simulator

@@ -1,7 +1,7 @@
 """Which of the layouts that a forecast cannot tell apart to run: the plainest.
 
-A forecast of one layout beside another of the same model is off by 1.7% in the median over the published rows that have
-both (`docs/published.md`), so layouts within 2% of the fastest count as equally fast. Of these, in this order,
+Some published rows run one model in two layouts (`docs/published.md`). The forecast of one beside the other is 1.7% off
+in the median. So layouts within 2% of the fastest count as equally fast. Of these, in this order:
 
     links       those whose messages keep links between nodes busy for a tenth of the step less: what is hidden in a
                 forecast may show in a run. Inside a node bytes do not count

@@ -102,7 +102,7 @@ def pareto(plan: ClusterPlan) -> list[Choice]:
     low, high = smallest.bytes, _ROOMIEST * plan.limit_bytes
     limits = [low + (high - low) * at / (_LIMITS - 1) for at in range(_LIMITS)]
     every = filter(None, (fastest(plan.survey, limit) for limit in limits))
-    others = (one for one in every if one.bytes > plan.limit_bytes or one.seconds > plan.chosen.seconds)
+    others = (item for item in every if item.bytes > plan.limit_bytes or item.seconds > plan.chosen.seconds)
     choices = [plan.chosen, *others]
     front: list[Choice] = []
     for choice in sorted(choices, key=lambda choice: (choice.bytes, choice.seconds)):
