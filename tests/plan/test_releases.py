@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import tomllib
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from drumline.cli import plan_cluster
+from drumline.cli.main import main
 from drumline.core.errors import PlanError
 from drumline.plan.cluster.device_memory import peak_bytes
 from drumline.plan.cluster.hardware import cluster
@@ -90,7 +93,8 @@ def test_files_for_torchtitan_are_taken_by_its_config_class() -> None:
     said = refused_by(facts.package, "torchtitan", [file.values for _, _, file in files])
     assert [text for text in said if text] == []
     assert any("quantize" in file.values for _, _, file in files)
-    wrong: tuple[dict[str, Any], ...] = {"parallelism": {"data_parallel_degree": 8}}, {"training": {"seq_len": "8"}}, {"compile": {"enable": 1}}
+    wrong: list[dict[str, Any]] = [{"parallelism": {"data_parallel_degree": 8}}, {"training": {"seq_len": "8"}}]
+    wrong.append({"compile": {"enable": 1}})
     assert all(some(refused_by(facts.package, "torchtitan", wrong)))
     assert all(facts.refusals(flattened(tables)) for tables in some(wrong))
 
@@ -358,3 +362,37 @@ def test_releases_that_are_not_known_are_refused() -> None:
         Pins(framework="megatron", release="0.12")
     with refused(PlanError, "release 0.14 of drumline", expected="a release of megatron or torchtitan"):
         Pins(framework="drumline", release="0.14")
+
+
+def test_releases_are_named_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named = [f"{framework}@{item}" for framework, items in RELEASES.items() for item in items]
+    # The command line has the names by itself, to start fast.
+    assert sorted(named) == sorted(f"{name}@{item}" for name, items in plan_cluster._RELEASES.items() for item in items)
+    asked = ["plan", "mixtral-8x7b", "--hardware", "h100", "--gpus", "16", "--batch", "64", "--brief", "--top", "1"]
+    for name in named:
+        framework, item = name.split("@")
+        out = tmp_path / f"{name}{'.args' if framework == 'megatron' else '.toml'}"
+        assert main([*asked, "--launch", name, "--out", str(out)]) == 0
+        assert f"for {release(framework, item).name} {item} (" in out.read_text(encoding="utf-8").splitlines()[0]
+        capsys.readouterr()
+    assert main([*asked, "--launch", "megatron@0.12"]) != 0
+    assert "megatron@0.13" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_text_says_why_a_release_does_not_run_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_layer": 8,
+        "n_embd": 512,
+        "n_head": 8,
+        "vocab_size": 1000,
+        "n_inner": 1024,
+    }
+    path = tmp_path / "biased.json"
+    path.write_text(json.dumps({"model_type": "gpt_bigcode", **config}), encoding="utf-8")
+    asked = [str(path), "--hardware", "h100", "--gpus", "8", "--batch", "16", "--brief", "--top", "1"]
+    assert main(["plan", *asked, "--launch", "megatron"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "megatron does not run this plan: - Megatron-LM 0.14 refuses biases in experts" in told
+    assert "Start it" not in told

@@ -7,11 +7,13 @@ scores that fused attention computes again in its backward. Without fused attent
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from drumline.plan.cluster.layers import Operation, layers_of, tokens_of
 from drumline.plan.cluster.layout import WHOLE, Layout
 from drumline.plan.cluster.stages import counts_of, slices_of
 from drumline.plan.cluster.transformer import Transformer
+from drumline.schedules import DEFAULT
 
 
 def device_flops(transformer: Transformer, layout: Layout) -> float:
@@ -24,7 +26,8 @@ def device_flops(transformer: Transformer, layout: Layout) -> float:
     >>> [round(device_flops(gpt, layout) / needed, 2) for layout in layouts]
     [1.01, 1.32]
     """
-    layers, total = layers_of(transformer, layout.share), 0.0
+    # The order of a schedule changes no operation.
+    layers, total = layers_of(transformer, replace(layout, schedule=DEFAULT).share), 0.0
     base = transformer.frozen_base
     # Gradients of weights: of all, or of adapters, which run in every pass.
     again, by_weight = (0.0, 1.0) if base is None else (2 * base.trainable_share, base.trainable_share)

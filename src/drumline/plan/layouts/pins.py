@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from drumline.core.errors import PlanError, nearest
-from drumline.plan.cluster.layout import OPS, OVERLAPS, PRACTICE, RECOMPUTE, Layout, Practice, is_recomputation
+from drumline.plan.cluster.layout import (
+    OPS,
+    OVERLAPS,
+    PRACTICE,
+    RECOMPUTE,
+    Layout,
+    Practice,
+    check_recomputation,
+    is_recomputation,
+)
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.frameworks import FRAMEWORKS, ZERO, Runs, runs_of
 from drumline.schedules import schedules
@@ -113,7 +123,7 @@ class Pins:
         whole = self.recompute or "none"
         every = runs.known_recomputations
         if whole not in every and not (runs.some_layers and whole.startswith("full:")):
-            raise PlanError(f"{name} does not recompute as {whole!r} says", expected=" or ".join(every))
+            raise PlanError(f"{name} does not recompute as {whole!r} says", expected=_listed(every))
         if self.is_fp8 and set(whole.split("+")) & set(runs.not_in_fp8):
             fix = "plan in bf16, or for a newer release" if self.release else "plan in bf16"
             raise PlanError(f"{name} {self.release} does not recompute as {whole!r} says in FP8", fix=fix)
@@ -149,11 +159,21 @@ class Pins:
         return self.precision == "fp8"
 
     def recomputations(self, transformer: Transformer) -> tuple[str, ...]:
-        """Return the allowed kinds of recomputation; none of them includes a later one."""
-        if self.recompute is not None:
-            return (self.recompute,)
+        """Return the allowed kinds of recomputation; none of them includes a later one.
+
+        What is pinned must be what the framework recomputes of this kind of model.
+        """
         latent, experts = transformer.latent is not None, transformer.experts is not None
-        return self.runs.recomputations(latent=latent, experts=experts, fp8=self.is_fp8)
+        every = self.runs.recomputations(latent=latent, experts=experts, fp8=self.is_fp8)
+        if (pinned := self.recompute) is None:
+            return every
+        check_recomputation(transformer, pinned)
+        whole = "full" if pinned.startswith("full:") else pinned
+        if self.framework and whole not in every:
+            raise PlanError(
+                f"{self.framework} does not recompute {pinned} of {transformer.name}", expected=_listed(every)
+            )
+        return (pinned,)
 
     def zero_stages(self, mesh: Degrees) -> tuple[int, ...]:
         """Return the ZeRO stages to try: only stage 0 if there is no rank to share with; in a pipeline, 2 is like 1.
@@ -179,3 +199,14 @@ class Pins:
         local = batch // mesh.data
         sizes = MICROBATCHES if self.microbatch is None else (self.microbatch,)
         return [size for size in sizes if local % size == 0]
+
+
+def _listed(kinds: Sequence[str]) -> str:
+    """Return kinds of recomputation in words, sums by what they are made of.
+
+    >>> _listed(("none", "norms", "projections", "norms+projections", "full"))
+    'none, full, or norms, projections, joined by +'
+    """
+    alone = [kind for kind in kinds if kind in ("none", "full")]
+    ops = list(dict.fromkeys(op for kind in kinds if kind not in alone for op in kind.split("+")))
+    return f"{', '.join(alone)}, or {', '.join(ops)}, joined by +" if len(ops) > 1 else " or ".join([*alone, *ops])
