@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
 from typing import NamedTuple
 
 from drumline.core.units import size_text
@@ -203,12 +204,15 @@ def _stages(layout: Layout, missing: list[str]) -> Iterator[str]:
 
 
 def pipeline_layout(counts: list[int] | tuple[int, ...]) -> str:
-    """Return the stages in Megatron-LM's notation: E is the embedding, t a layer, L the loss.
+    """Return the stages in Megatron-LM's notation: E is the embedding, t a layer, L the loss, and a bar ends a stage.
 
-    >>> pipeline_layout((7, 8, 8, 7)), pipeline_layout((0, 1, 0))
-    ('Et*7|t*8|t*8|t*7L', 'E|t*1|L')
+    >>> pipeline_layout((7, 8, 8, 7)), pipeline_layout((0, 1, 0)), pipeline_layout((1, 2, 2, 2, 2, 1))
+    ('Et*7|t*8|t*8|t*7L', 'E|t|L', 'Et|(t*2|)*4tL')
     """
-    return "E" + "|".join(f"t*{count}" if count else "" for count in counts) + "L"
+    first, *middle, last = ["t" if count == 1 else f"t*{count}" if count else "" for count in counts]
+    runs = [(stage, len(list(many))) for stage, many in groupby(middle)]
+    between = "".join(f"({stage}|)*{times}" if times > 2 else f"{stage}|" * times for stage, times in runs)
+    return f"E{first}|{between}{last}L"
 
 
 def _hidden(layout: Layout, release: Release, missing: list[str]) -> Iterator[str]:

@@ -147,16 +147,27 @@ def _said(value: Any) -> str:
 
 def _num_stages(layout: Any) -> int:
     """Return the number of stages of a layout: a list of them, or as text with a bar between two."""
-    return len(layout) if isinstance(layout, list) else len(str(layout).split("|"))
+    return len(layout) if isinstance(layout, list) else len(_unrolled(str(layout)).split("|"))
 
 
 def _num_layers(layout: str) -> int:
     """Return the layers of a layout in Megatron-LM's notation.
 
-    >>> _num_layers("Et*7|t*8||tL")
+    >>> _num_layers("Et*7|(t*2|)*4|tL")
     16
     """
-    return sum(int(times or 1) for times in re.findall(r"t(?:\*(\d+))?", layout))
+    return _unrolled(layout).count("t")
+
+
+def _unrolled(layout: str) -> str:
+    """Return a layout with what is repeated written out, groups first.
+
+    >>> _unrolled("Et|(t*2|)*3tL")
+    'Et|tt|tt|tt|tL'
+    """
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        layout = re.sub(repeated, lambda found: found[1] * int(found[2]), layout)
+    return layout
 
 
 _TAKEN: dict[str, Callable[[Any], bool]] = {
