@@ -166,7 +166,7 @@ def _unrolled(layout: str) -> str:
     'Et|tt|tt|tt|tL'
     """
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        layout = re.sub(repeated, lambda found: found[1] * int(found[2]), layout)
+        layout = re.sub(repeated, lambda match: match[1] * int(match[2]), layout)
     return layout
 
 
