@@ -141,13 +141,23 @@ def changed_files(named: str, rules: Sequence[Mapping[str, Any]]) -> list[dict[s
     return found
 
 
+GIVEN = {
+    "--fp8-format": "hybrid",
+    "--num-experts": 8,
+    "--pipeline-model-parallel-layout": "Et|tL",
+    "--num-virtual-stages-per-pipeline-rank": 2,
+    "--recompute-method": "uniform",
+    "--recompute-num-layers": 1,
+}
+
+
 def broken(values: dict[str, Any], conditions: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """Return a file with what a rule speaks of: flags given or left out, and words."""
     for key, said, *operand in conditions:
         if said == "is absent":
             values.pop(key, None)
         elif said == "is given" and key not in values:
-            values[key] = "hybrid" if key == "--fp8-format" else 8 if key == "--num-experts" else True
+            values[key] = GIVEN.get(key, True)
         elif said == "is" and not key.startswith("$"):
             values[key] = operand[0]
         elif said == "has":

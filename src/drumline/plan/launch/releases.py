@@ -44,8 +44,8 @@ class Release:
     refuses: tuple[Mapping[str, Any], ...] = field(repr=False)
 
     def refusals(self, values: Values) -> list[str]:
-        """Return what the release does not accept of a file, environment included."""
-        return [*self._unknown(values), *self._refused(values)]
+        """Return what the release does not accept of a file and its environment; first of all, what it cannot read."""
+        return list(self._unknown(values)) or list(self._refused(values))
 
     def _unknown(self, values: Values) -> Iterator[str]:
         """Yield the keys that the release does not have, and values that it does not take."""
