@@ -46,13 +46,23 @@ def test_plan_prints_the_choice_and_its_reasons(capsys: pytest.CaptureFixture[st
 
 def test_plan_recomputes_projections_of_latents(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--hardware", "h800", "--gpus", "2048", "--batch", "4096", "--pipeline", "16", "--microbatch", "1")
-    pins = (*words, "--schedules", "1f1b", "--recompute", "norms+projections", "--launch", "megatron", "--brief")
-    code, out, _ = run(capsys, "deepseek-v3", *pins, "--expert", "64")
+    pins = (*words, "--schedules", "1f1b", "--launch", "megatron", "--brief", "--recompute")
+    again = "input-norms+expert-norms+projections"
+    code, out, _ = run(capsys, "deepseek-v3", *pins, again, "--expert", "64")
     assert code == 0
-    assert "recomputation of norms and projections of latents" in " ".join(out.split())
-    code, _, error = run(capsys, "mixtral-8x7b", *pins)
+    told = "recomputation of norms before attention, norms before experts and projections of latents"
+    assert told in " ".join(out.split())
+    code, _, error = run(capsys, "mixtral-8x7b", *pins, again)
     assert code == 2
-    assert "recompute is 'norms+projections', but mixtral-8x7b has no latent attention" in error
+    assert f"recompute is '{again}', but mixtral-8x7b has no latent attention" in " ".join(error.split())
+    # Norms of latents are part of the projections behind them.
+    code, _, error = run(capsys, "deepseek-v3", *pins, "norms+projections")
+    assert code == 2
+    assert "megatron does not recompute as 'norms+projections' says" in " ".join(error.split())
+    # One of the two norms is not recomputed without the other.
+    code, _, error = run(capsys, "deepseek-v3", *pins, "expert-norms")
+    assert code == 2
+    assert "megatron does not recompute expert-norms of deepseek-v3" in " ".join(error.split())
 
 
 def test_json_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:

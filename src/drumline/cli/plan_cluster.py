@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FORMATS = TEXTS | PICTURES | {".toml": "config", ".args": "config", ".csv": "program"}
 _SUBJECT = "a JSON file that `drumline profile --out FILE.json` wrote, or a Hugging Face model's folder or config.json"
 _ENDINGS = {"drumline": ".toml", "torchtitan": ".toml", "megatron": ".args"}
+_RELEASES = {"torchtitan": ("0.2",), "megatron": ("0.14", "0.13")}  # as in `plan.launch.releases`
 BASES = ("bf16", "int8", "float8", "int4", "nf4")
 _DEGREES = {
     "tensor": "degree of tensor parallelism",
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top N", "number of meshes to show and explain", whole, 10)
     add("--brief", "print only the plan, without what-ifs, scaling and traffic")
     whose = "plan only what this framework runs (default: anything, and the command and config of drumline)"
-    add("--launch", whose, tuple(_ENDINGS))
+    add("--launch", whose, (*_ENDINGS, *(name for framework in _RELEASES for name in _releases(framework))))
     also = "messages that your software also hides behind compute: forward (tensor-parallel ones), experts, context"
     add("--overlap WHAT,...", also, flags.names)
     add(
@@ -68,6 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--zero N", "ZeRO stage: 0, 1, 2 or 3", whole)
     add("--recompute HOW", "activations to recompute: none, selective, full, full:N or operations")
     add("--no-sequence-parallel", "plan tensor parallelism without sequence parallelism")
+
+
+def _releases(framework: str) -> list[str]:
+    """Return the names of a framework's releases on the command line."""
+    return [f"{framework}@{release}" for release in _RELEASES[framework]]
 
 
 def run(args: argparse.Namespace, model: Transformer) -> int:
@@ -133,7 +139,7 @@ def _program_file(args: argparse.Namespace, planned: ClusterPlan, config: Path |
     if named is not None and planned.chosen.program is None:
         raise UsageError(
             f"--out is {named}, but the plan runs the schedule {planned.chosen.schedule}",
-            expected="a searched program that is more than 1% faster than every schedule",
+            expected="a searched program that is more than 2% faster than every schedule",
             fix="omit it; `drumline show` writes the programs of schedules",
         )
     if named is None and config is not None and planned.chosen.program is not None:
@@ -144,7 +150,8 @@ def _program_file(args: argparse.Namespace, planned: ClusterPlan, config: Path |
 
 def _check(args: argparse.Namespace) -> None:
     args.formats = FORMATS
-    args.framework, args.launch = args.launch or "", args.launch or "drumline"
+    args.framework, _, args.release = (args.launch or "").partition("@")
+    args.launch = args.framework or "drumline"
     needed = ("hardware", "batch") if args.nodes is not None else ("hardware", "batch", "gpus")
     flags.require(args, *needed, example=f"plan {args.subject} --hardware h100 --gpus 64 --batch 256")
     flags.check_counts(args, "gpus", "nodes", "gpus_per_node", "batch", "sequence", "top", *_DEGREES)
@@ -237,6 +244,7 @@ def _pins(args: argparse.Namespace) -> Pins:
         sequence_parallel=False if args.no_sequence_parallel else None,
         schedules=tuple(args.schedules or ()),
         framework=args.framework,
+        release=args.release,
         overlaps=tuple(args.overlap or ()),
         precision=args.precision,
     )

@@ -169,7 +169,7 @@ def _kept_bytes(layer: Layer, recomputed: Sequence[str]) -> float:
     """Return the bytes that a layer keeps for one microbatch, if these operations are `recomputed`."""
     if recomputed == WHOLE:
         return layer.input_bytes
-    return sum(op.kept_bytes for op in layer.operations if op.name not in recomputed and op.within not in recomputed)
+    return sum(op.kept_bytes for op in layer.operations if not op.repeats(recomputed) and op.within not in recomputed)
 
 
 def _buffers(transformer: Transformer, layout: Layout, rank: Alike, layers: Sequence[Layer]) -> float:

@@ -59,8 +59,8 @@ class Seconds:
 class Estimate:
     """What is known about a layout before it runs.
 
-    `flops_per_device` are the model's own, without recomputation; `bubble` is the idle share of all ranks while the
-    pipeline runs.
+    `flops_per_device` are the operations that the model needs, without recomputation and without what attention masks.
+    `bubble` is the idle share of all ranks while the pipeline runs.
     """
 
     seconds: Seconds
@@ -87,7 +87,7 @@ class Estimate:
 
     @property
     def flops_per_second(self) -> float:
-        """Return the rate at which a device runs the model's own operations."""
+        """Return the rate at which a device runs the operations that the model needs."""
         return self.flops_per_device / self.seconds.total
 
 
@@ -122,7 +122,7 @@ def estimate(
         _seconds(cluster, layout, loads, taken, tied.once),
         memory,
         volumes,
-        model_flops(transformer, layout.batch) / layout.num_devices,
+        model_flops(transformer, layout.batch, causal=True) / layout.num_devices,
         1.0 - busy / max(taken, busy),
     )
 

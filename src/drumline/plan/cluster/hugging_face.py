@@ -6,7 +6,7 @@ understand.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,6 +148,22 @@ _ALIBI = ("bloom", "mpt")
 _QK_NORM = ("qwen3", "qwen3_moe")
 _QKV_BIAS = ("qwen2", "qwen2_moe")
 _SHARED = "shared_expert_intermediate_size"  # of all shared experts together
+# The kind of norm, by the key of what it adds; a family that says otherwise comes first.
+_NORM_KEYS = {
+    "rms_norm_eps": "RMSNorm",
+    "layer_norm_epsilon": "LayerNorm",
+    "layer_norm_eps": "LayerNorm",
+    "layernorm_epsilon": "LayerNorm",
+    "norm_eps": "",
+    "norm_epsilon": "",
+}
+_NORMS = {
+    "nemotron": "LayerNorm1P",
+    **dict.fromkeys((*_PLAIN, "cohere", "cohere2"), "LayerNorm"),
+    **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "RMSNorm"),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3", "phi3", "olmoe"), "RMSNorm"),
+}
+_SQUARED = "relu2"
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Keys that are read here, besides sizes.
 _ROTARY = ("rope_theta", "rope_parameters")
@@ -193,6 +209,9 @@ def details_of(config: Mapping[str, Any], *, read: frozenset[str], gated: bool) 
         rotary_base=_rotary_base(config),
         qk_norm=family in _QK_NORM,
         qkv_bias=family in _QKV_BIAS,
+        norm=_norm(config, family),
+        norm_epsilon=_number_of(config, _NORM_KEYS),
+        activation=_SQUARED if not gated and _SQUARED in (config.get(name) for name in _ACTIVATIONS) else "",
         others=others,
     )
 
@@ -200,6 +219,26 @@ def details_of(config: Mapping[str, Any], *, read: frozenset[str], gated: bool) 
 def _latent(config: Mapping[str, Any]) -> LatentAttention | None:
     widths = [_whole(config, name, _MOST) for name in _LATENT]
     return LatentAttention(*widths) if all(widths[1:]) else None
+
+
+def _norm(config: Mapping[str, Any], family: str) -> str:
+    """Return the kind of norm; empty if the config does not tell.
+
+    >>> _norm({"rms_norm_eps": 1e-5}, "llama"), _norm({"norm_eps": 1e-5}, "nemotron"), _norm({}, "mine")
+    ('RMSNorm', 'LayerNorm1P', '')
+    """
+    return _NORMS.get(family) or next((kind for key, kind in _NORM_KEYS.items() if config.get(key)), "")
+
+
+def _number_of(config: Mapping[str, Any], names: Iterable[str]) -> float:
+    """Return the first of these numbers that a config has, 0 if it has none."""
+    for name in names:
+        value = config.get(name)
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+                raise PlanError(f"{name} is {shown(value)}", expected="a number from 0 to less than 1")
+            return float(value)
+    return 0.0
 
 
 def _rotary_base(config: Mapping[str, Any]) -> float:
@@ -218,7 +257,7 @@ def _others(config: Mapping[str, Any], understood: set[str], gated: bool) -> Ite
     if config.get("bias") is False and not gated:
         yield "no biases"
     for key, value in config.items():
-        if key in understood or any(part in key for part in _HARMLESS_PARTS):
+        if key in understood or key in _NORM_KEYS or any(part in key for part in _HARMLESS_PARTS):
             continue
         if value is None or value is False or value in ("", [], {}):
             continue
@@ -226,7 +265,7 @@ def _others(config: Mapping[str, Any], understood: set[str], gated: bool) -> Ite
             continue
         if key in _EVERY_LAYER and value == 1:
             continue
-        if key in _ACTIVATIONS and (value in ("silu", "swish") if gated else "gelu" in str(value)):
+        if key in _ACTIVATIONS and (value in ("silu", "swish") if gated else "gelu" in str(value) or value == _SQUARED):
             continue
         yield _phrase(key, value)
 

@@ -295,7 +295,7 @@ def layer_ops(
     times = [operation_times(cluster, share, operation, base) for operation in layer.operations]
     whole = KernelTimes(*map(sum, zip(*times, strict=True)))
     for operation, own_times in zip(layer.operations, times, strict=True):
-        ops = ops + _operation_ops(cluster, share, operation, own_times, whole, repeats=operation.name in recomputed)
+        ops = ops + _operation_ops(cluster, share, operation, own_times, whole, repeats=operation.repeats(recomputed))
     parameters = layer.parameters + layer.expert_parameters
     if base is not None:
         parameters *= base.trainable_share

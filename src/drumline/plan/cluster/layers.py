@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from drumline.plan.cluster.layout import Layout, Share
+from drumline.plan.cluster.layout import PARTS, Layout, Share
 from drumline.plan.cluster.transformer import ExpertShape, Transformer
 
 WORD = 2  # bytes of a 16-bit number
@@ -85,6 +85,14 @@ class Operation(NamedTuple):
     within: str = ""
     output: float = 0.0
 
+    def repeats(self, recomputed: Sequence[str]) -> bool:
+        """Whether it is computed again where these operations are.
+
+        >>> Operation("input-norms").repeats(("norms", "activation")), Operation("norms").repeats(("input-norms",))
+        (True, False)
+        """
+        return self.name in recomputed or PARTS.get(self.name) in recomputed
+
 
 class Layer(NamedTuple):
     """A layer on one device: its operations, the bytes of its input, and the parameters that the device holds.
@@ -104,7 +112,7 @@ def layers_of(transformer: Transformer, share: Share) -> tuple[Layer, Layer]:
 
     >>> gpt = Transformer("tiny", 1, hidden=64, num_heads=4, vocabulary=10, sequence=8)
     >>> [operation.name for operation in layers_of(gpt, Layout(batch=1).share)[0].operations]
-    ['norms', 'sums', 'heads', 'attention', 'out', 'feed-forward', 'activation']
+    ['input-norms', 'sums', 'heads', 'attention', 'out', 'norms', 'feed-forward', 'activation']
     """
     whole = transformer.whole_parameters
     every = (transformer.dense_layer_parameters, transformer.shared_parameters)
@@ -112,11 +120,12 @@ def layers_of(transformer: Transformer, share: Share) -> tuple[Layer, Layer]:
     routed = transformer.expert_parameters / share.tensor
     size = WORD * wide_of(transformer, share)
     first = (*_between(transformer, share), *_projections(transformer, share), *_attention(transformer, share))
-    layer = Layer((*first, *_feedforward(transformer, share)), size, dense)
+    layer = Layer((*first, _norm("norms", transformer, share), *_feedforward(transformer, share)), size, dense)
     if (experts := transformer.experts) is None:
         return layer, layer
     routed *= experts.num_experts / share.expert
-    return layer, Layer((*first, *_routed(transformer, share, experts)), size, shared, routed)
+    norm = _norm("expert-norms", transformer, share)
+    return layer, Layer((*first, norm, *_routed(transformer, share, experts)), size, shared, routed)
 
 
 def fp8_weights(transformer: Transformer, layout: Layout, *, experts: bool) -> float:
@@ -177,23 +186,18 @@ def _input_bytes(share: Share) -> float:
 
 
 def _between(transformer: Transformer, share: Share) -> list[Operation]:
-    """Return what is between the blocks: two norms, and two sums with the residual, perhaps with dropout.
+    """Return what is between the blocks but for the second norm: one norm, and two sums with the residual.
 
-    A norm reads and writes; backward reads two and writes one. A sum reads two and writes one, and a mask of dropout is
-    half a number. The inputs of norms are kept, and their outputs, which are the inputs of products. Latents have norms
-    of their own, of which every tensor-parallel rank does all.
+    A sum reads two and writes one, and a mask of dropout is half a number. Latents have norms of their own, of which
+    every tensor-parallel rank does all, in the kernels of what is around them.
     """
-    tokens, wide = tokens_of(transformer, share), wide_of(transformer, share)
-    latents = tokens * transformer.latent.narrow if transformer.latent else 0.0
-    masks = 1.0 if transformer.dropout else 0.0
+    wide, masks = wide_of(transformer, share), 1.0 if transformer.dropout else 0.0
+    norms = [_norm("input-norms", transformer, share)]
+    if transformer.latent is not None:
+        latents = tokens_of(transformer, share) * transformer.latent.narrow
+        norms.append(_normed("latent-norms", share, latents, latents, num_kernels=0))
     return [
-        Operation(
-            "norms",
-            bytes=(WORD * (4 * wide + 2 * latents), WORD * (6 * wide + 3 * latents)),
-            num_kernels=2,
-            kept_bytes=_input_bytes(share) * (2 * wide + latents),
-            output=2.0 * tokens * transformer.hidden + latents,
-        ),
+        *norms,
         Operation(
             "sums",
             bytes=(WORD * (6 + masks) * wide, WORD * (6 + masks) * wide),
@@ -202,6 +206,22 @@ def _between(transformer: Transformer, share: Share) -> list[Operation]:
             kept_bytes=(4.0 + 2.0 * masks) * wide,
         ),
     ]
+
+
+def _norm(name: str, transformer: Transformer, share: Share) -> Operation:
+    """Return the norm before a block."""
+    wide, output = wide_of(transformer, share), tokens_of(transformer, share) * transformer.hidden
+    return _normed(name, share, wide, output, num_kernels=1)
+
+
+def _normed(name: str, share: Share, numbers: float, output: float, *, num_kernels: int) -> Operation:
+    """Return a norm: it reads and writes, and backward reads two and writes one.
+
+    Its output is kept, which is the input of products. Its input is kept by the sum before it.
+    """
+    moved = (WORD * 2 * numbers, WORD * 3 * numbers)
+    stays = _input_bytes(share) * numbers
+    return Operation(name, bytes=moved, num_kernels=num_kernels, kept_bytes=stays, output=output)
 
 
 def exchange(transformer: Transformer, share: Share) -> AxisMessage:
@@ -316,19 +336,27 @@ def _routed(transformer: Transformer, share: Share, experts: ExpertShape) -> lis
         ),
         Operation("copies", bytes=(copies, copies)),
         Operation("router", [Product(tokens, experts.num_experts, transformer.hidden, fp8=False)]),
-        _activation(transformer, shared + routed, kept_bytes=word * shared),
-        Operation("activation", kept_bytes=word * routed, within="experts"),
+        _activation(transformer, routed, word * routed, name="expert-activation", within="experts"),
     ]
     if experts.num_shared:
         products = _up_down(transformer, tokens, experts.num_shared * width)
         operations.append(Operation("feed-forward", products, kept_bytes=_up_bytes(transformer) * shared))
+        operations.append(_activation(transformer, shared, word * shared, num_kernels=0))
     return operations
 
 
-def _activation(transformer: Transformer, inner: float, kept_bytes: float) -> Operation:
+def _activation(
+    transformer: Transformer,
+    inner: float,
+    kept_bytes: float,
+    *,
+    name: str = "activation",
+    num_kernels: int = 2,
+    within: str = "",
+) -> Operation:
     reads = 2 if transformer.gated else 1
     passes = WORD * (reads + 1) * inner, WORD * (2 * reads + 1) * inner
-    return Operation("activation", bytes=passes, num_kernels=2, kept_bytes=kept_bytes, output=inner)
+    return Operation(name, bytes=passes, num_kernels=num_kernels, kept_bytes=kept_bytes, within=within, output=inner)
 
 
 def _up_down(transformer: Transformer, tokens: float, width: float, times: float = 1.0) -> list[Product]:

@@ -16,8 +16,25 @@ from drumline.schedules import find
 
 RECOMPUTE = ("none", "selective", "full")
 WHOLE = ("full",)  # what a layer recomputes of which only the input is kept
-OPS = ("norms", "activation", "attention", "experts", "projections")  # what can be recomputed by itself
-_NAMED = {"activation": "activation functions", "projections": "projections of latents"}
+# Parts of what can be recomputed, and of what: a layer's first norm, those of latents, the one before experts.
+PARTS = {
+    "input-norms": "norms",
+    "latent-norms": "norms",
+    "expert-norms": "norms",
+    "expert-activation": "activation",
+}
+# What can be recomputed by itself.
+OPS = (
+    *("norms", "activation", "attention", "experts", "projections"),
+    *("input-norms", "expert-norms", "expert-activation"),
+)
+_NAMED = {
+    "activation": "activation functions",
+    "projections": "projections of latents",
+    "input-norms": "norms before attention",
+    "expert-norms": "norms before experts",
+    "expert-activation": "activation functions of experts",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +237,13 @@ def includes(more: str, less: str) -> bool:
 
     >>> includes("selective", "norms"), includes("norms", "activation"), includes("full", "experts")
     (True, False, True)
+    >>> includes("selective", "expert-norms"), includes("expert-norms", "norms")
+    (True, False)
     """
     if "full" in (more, less):
         return more == "full"
-    ops = [recomputed_ops(Layout(batch=1, recompute=how)) for how in (less, more)]
-    return set(ops[0]) <= set(ops[1])
+    few, many = (recomputed_ops(Layout(batch=1, recompute=how)) for how in (less, more))
+    return all(op in many or PARTS.get(op) in many for op in few)
 
 
 def whole_layers(recompute: str, num_layers: int) -> int:
@@ -319,19 +338,25 @@ def _check_values(layout: Layout) -> None:
 
 
 def check_recomputation(transformer: Transformer, recompute: str) -> None:
-    """Raise PlanError if the model has nothing of what is to be recomputed: only latent attention projects up.
+    """Raise PlanError if the model has nothing of what is to be recomputed: latent attention, or experts.
 
     >>> check_recomputation(Transformer("tiny", 1, 64, 4, vocabulary=10, sequence=8), "norms+projections")
     Traceback (most recent call last):
     drumline.core.errors.PlanError: recompute is 'norms+projections', but tiny has no latent attention...
     """
-    if transformer.latent is None and "projections" in recompute.split("+"):
-        others = "+".join(name for name in recompute.split("+") if name != "projections") or "none"
-        raise PlanError(
-            f"recompute is {recompute!r}, but {transformer.name} has no latent attention",
-            expected="projections only for a model whose queries, keys and values are projected up from latents",
-            fix=f"use {others}",
-        )
+    ops, narrow = recompute.split("+"), "a model whose queries, keys and values are projected up from latents"
+    lacking = [
+        ("latent attention", ("projections",), transformer.latent is None, narrow),
+        ("experts", ("expert-norms", "expert-activation"), transformer.experts is None, "a model with experts"),
+    ]
+    for what, names, lacks, model in lacking:
+        asked = [name for name in ops if name in names]
+        if lacks and asked:
+            raise PlanError(
+                f"recompute is {recompute!r}, but {transformer.name} has no {what}",
+                expected=f"{' and '.join(asked)} only for {model}",
+                fix=f"use {'+'.join(name for name in ops if name not in names) or 'none'}",
+            )
 
 
 def _check_devices(cluster: Cluster, layout: Layout) -> None:

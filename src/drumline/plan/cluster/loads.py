@@ -135,7 +135,7 @@ def device_volumes(transformer: Transformer, layout: Layout, rank: Alike, data: 
         for count, experts, recomputed in slice_.parts(layout):
             for operation in layers[experts].operations:
                 if (message := operation.message) is not None:
-                    forwards = 2 if recomputed == WHOLE or operation.name in recomputed else 1
+                    forwards = 2 if recomputed == WHOLE or operation.repeats(recomputed) else 1
                     each = forwards * message.forward + message.backward + message.waited
                     sent[message.axis] += times * part * count * each * message.sent
     sides = sum(part * (2 - slice_.is_first - slice_.is_last) for slice_, part in rank.slices)

@@ -7,16 +7,18 @@ from functools import partial
 from drumline.core.errors import PlanError, nearest
 from drumline.plan.cluster.transformer import Details, ExpertShape, LatentAttention, Transformer
 
+_EARLY = Details(norm="LayerNorm")
+
 
 def _gpt(name: str, num_layers: int, hidden: int, num_heads: int, vocabulary: int = 51200) -> Transformer:
-    return Transformer(name, num_layers, hidden, num_heads, vocabulary, sequence=2048)
+    return Transformer(name, num_layers, hidden, num_heads, vocabulary, sequence=2048, details=_EARLY)
 
 
 _modern = partial(Transformer, gated=True, tied=False, learned_positions=False, biased=False, dropout=False)
 
 
 def _llama(name: str, num_layers: int, hidden: int, num_heads: int, feedforward: int) -> Transformer:
-    details = Details(rotary_base=500000.0)
+    details = Details(rotary_base=500000.0, norm="RMSNorm", norm_epsilon=1e-5)
     return _modern(name, num_layers, hidden, num_heads, 128256, 8192, 8, feedforward, details=details)
 
 
@@ -48,7 +50,7 @@ MODELS = {
             250880,
             sequence=2048,
             learned_positions=False,
-            details=Details(alibi=True, others=("a norm after the embedding",)),
+            details=Details(alibi=True, norm="LayerNorm", others=("a norm after the embedding",)),
         ),
         _llama("llama-3-8b", 32, 4096, 32, 14336),
         _llama("llama-3-70b", 80, 8192, 64, 28672),
@@ -63,7 +65,7 @@ MODELS = {
             num_key_value_heads=8,
             feedforward=14336,
             experts=ExpertShape(8, 2, 14336),
-            details=Details(rotary_base=1000000.0),
+            details=Details(rotary_base=1000000.0, norm="RMSNorm"),
         ),
         _modern(
             "deepseek-v3",
@@ -78,6 +80,8 @@ MODELS = {
             latent=LatentAttention(queries=1536, keys_values=512, head=128, rotary_head=64, value_head=128),
             details=Details(
                 rotary_base=10000.0,
+                norm="RMSNorm",
+                norm_epsilon=1e-6,
                 others=(
                     "experts chosen by a sigmoid with a bias for balance, from 4 of 8 groups, their weights x 2.5",
                     "a layer after the last one that predicts the token after the next",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from drumline.core.errors import PlanError
+from drumline.core.errors import PlanError, nearest
 from drumline.plan.cluster.frozen_base import FrozenBase
 
 
@@ -80,16 +80,28 @@ class Details:
     """Attention, positions and biases, beyond sizes; `others` has a phrase for everything without a field here.
 
     `rotary_base` is 0 if unknown. `alibi` models have neither learned nor rotary positions. `qk_norm` models normalise
-    queries and keys of every head; `qkv_bias` models add a bias only to queries, keys and values.
+    queries and keys of every head; `qkv_bias` models add a bias only to queries, keys and values. `norm` is the kind of
+    all norms (`NORMS`), empty if unknown, and `norm_epsilon` what they add, 0 if unknown. `activation` is empty for the
+    usual one: SiLU in gated layers, GELU in others; "relu2" is the square of ReLU.
     """
 
     alibi: bool = False
     rotary_base: float = 0.0
     qk_norm: bool = False
     qkv_bias: bool = False
+    norm: str = ""
+    norm_epsilon: float = 0.0
+    activation: str = ""
     others: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        for name, known in (("norm", NORMS), ("activation", ACTIVATIONS)):
+            if (value := getattr(self, name)) and value not in known:
+                raise PlanError(f"{name} is {value!r}", fix=nearest(value, known))
 
+
+NORMS = ("LayerNorm", "LayerNorm1P", "RMSNorm")  # 1P: its weight is 1 more than the parameter
+ACTIVATIONS = ("relu2",)
 PLAIN = Details()
 
 

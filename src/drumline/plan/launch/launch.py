@@ -25,7 +25,7 @@ Megatron-LM calls this order tp-cp-ep-dp-pp, and torchtitan's mesh is pp, dp, cp
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -34,8 +34,9 @@ from drumline.plan.cluster.frozen_base import FrozenBase
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.transformer import PLAIN, Transformer
-from drumline.plan.launch.megatron import MANY, megatron, shards_by_fsdp
-from drumline.plan.launch.own import differs, drops_less, not_run, zero_of
+from drumline.plan.launch.megatron import connections, megatron
+from drumline.plan.launch.own import differs, drops_less, not_run, said_of_model, zero_of
+from drumline.plan.launch.releases import Release, arguments, flattened, release
 from drumline.plan.launch.titan import titan
 from drumline.plan.launch.toml import document
 
@@ -92,26 +93,62 @@ class Launch:
 
 
 def launch(
-    transformer: Transformer, cluster: Cluster, layout: Layout, *, source: str = "", program_file: str = ""
+    transformer: Transformer,
+    cluster: Cluster,
+    layout: Layout,
+    *,
+    source: str = "",
+    program_file: str = "",
+    releases: Mapping[str, str] | None = None,
 ) -> Launch:
     """Return the configs for every framework; `source` is the folder or config.json of the model.
 
-    `program_file` holds a searched program, which only `drumline train` runs, as it alone trains adapters.
+    `program_file` holds a searched program, which only `drumline train` runs, as it alone trains adapters. `releases`
+    says for which release of a framework to write; by default it is the newest of those whose facts are known.
     """
     own_config = _own_config(transformer, cluster, layout, source, program_file)
     if program_file or transformer.frozen_base is not None:
         return Launch((own_config,))
-    start = torchrun(cluster)
-    by_titan = f"{start} -m torchtitan.train --job.config_file plan.toml"
-    connections = f"CUDA_DEVICE_MAX_CONNECTIONS={MANY if shards_by_fsdp(layout) else 1}"
-    by_megatron = f"grep -v '^#' plan.args | {connections} xargs {start} pretrain_gpt.py"
-    return Launch(
-        (
-            own_config,
-            Config("torchtitan", by_titan, "plan.toml", *titan(transformer, layout)),
-            Config("megatron", by_megatron, "plan.args", *megatron(transformer, layout)),
-        )
+    chosen = releases or {}
+    titans, megatrons = (release(name, chosen.get(name, "")) for name in ("torchtitan", "megatron"))
+    by_titan, by_megatron = (
+        _titan(transformer, cluster, layout, titans),
+        _megatron(transformer, cluster, layout, megatrons),
     )
+    return Launch((own_config, by_titan, by_megatron))
+
+
+def _titan(transformer: Transformer, cluster: Cluster, layout: Layout, facts: Release) -> Config:
+    tables, missing = titan(transformer, layout)
+    refused = facts.refusals({**flattened(tables), "$WORLD_SIZE": cluster.num_devices})
+    command = f"{torchrun(cluster)} -m torchtitan.train --job.config_file plan.toml"
+    reasons = _refused(facts, refused)
+    text = document(tables, comment="\n".join(_head(facts, reasons, missing)))
+    return Config("torchtitan", command, "plan.toml", text, (*reasons, *missing), starts=not refused)
+
+
+def _megatron(transformer: Transformer, cluster: Cluster, layout: Layout, facts: Release) -> Config:
+    lines, missing = megatron(transformer, layout, facts)
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections(layout)}
+    known = {"WORLD_SIZE": cluster.num_devices, **environment}
+    refused = facts.refusals({**arguments("\n".join(lines)), **{f"${name}": value for name, value in known.items()}})
+    variables = " ".join(f"{name}={value}" for name, value in environment.items())
+    command = f"grep -v '^#' plan.args | {variables} xargs {torchrun(cluster)} pretrain_gpt.py"
+    reasons = _refused(facts, refused)
+    text = "\n".join([*(f"# {line}" for line in _head(facts, reasons, missing)), *lines])
+    return Config("megatron", command, "plan.args", text, (*reasons, *missing), starts=not refused)
+
+
+def _refused(facts: Release, refused: Sequence[str]) -> list[str]:
+    return [f"{facts.name} {facts.release} refuses {what}" for what in refused]
+
+
+def _head(facts: Release, reasons: Sequence[str], missing: Sequence[str]) -> list[str]:
+    """Return what a file says of itself."""
+    head = [f"Written by `drumline plan` for {facts.name} {facts.release} ({facts.tag})."]
+    if reasons:
+        head += ["It does not run:", *(f"- {reason}" for reason in reasons)]
+    return [*head, "Not expressed:", *(f"- {name}" for name in missing)]
 
 
 def _own_config(transformer: Transformer, cluster: Cluster, layout: Layout, source: str, program_file: str) -> Config:
@@ -193,6 +230,9 @@ def train_config(
             model |= {f"{name}_{text}": value for text, value in asdict(part).items()}
     own_names = (field.name for field in fields(details))
     model |= {name: getattr(details, name) for name in own_names if getattr(details, name) != getattr(PLAIN, name)}
+    for name in ("norm", "norm_epsilon", "activation"):
+        if name not in said_of_model(transformer):
+            model.pop(name, None)
     if drops_less(transformer, layout, source=source):
         model["attention_dropout"] = 0.0
     inner = "expert, context" if layout.expert > 1 and layout.context > 1 else "context"

@@ -42,10 +42,29 @@ def not_run(transformer: Transformer, cluster: Cluster, layout: Layout, *, sourc
         "experts": transformer.experts is not None,
         "latent attention": transformer.latent is not None,
         "ALiBi positions": details.alibi,
+        **dict.fromkeys(said_of_model(transformer).values(), True),
         **dict.fromkeys(details.others, True),
     }
     for name in (name for name, there in beyond.items() if there):
         yield f"{name}: the built-in GPT has none; plan from the model's Hugging Face folder to train that model"
+
+
+def said_of_model(transformer: Transformer) -> dict[str, str]:
+    """Return, by its name, each of a model's details beyond what the built-in GPT has, in words.
+
+    With biases the built-in GPT has LayerNorm, without them RMSNorm, and both add 1e-5.
+
+    >>> from drumline.plan.cluster.models import MODELS
+    >>> said_of_model(MODELS["deepseek-v3"])
+    {'norm_epsilon': 'norms that add 1e-06'}
+    """
+    details, own_norm = transformer.details, "LayerNorm" if transformer.biased else "RMSNorm"
+    said = {
+        "norm": details.norm if details.norm not in ("", own_norm) else "",
+        "norm_epsilon": f"norms that add {details.norm_epsilon:g}" if details.norm_epsilon not in (0.0, 1e-5) else "",
+        "activation": f"the activation {details.activation}" if details.activation else "",
+    }
+    return {name: words for name, words in said.items() if words}
 
 
 def _adapters(transformer: Transformer, layout: Layout, source: str) -> Iterator[str]:

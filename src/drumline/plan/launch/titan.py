@@ -1,6 +1,6 @@
 """A plan for torchtitan: its job config in TOML, as far as that can express it.
 
-Later versions have configs in Python instead (pull request 2386 of pytorch/torchtitan). They take the same names as
+Releases after 0.2 have configs in Python instead (pull request 2386 of pytorch/torchtitan). They take the same names as
 command-line flags: `--parallelism.tensor_parallel_degree 8`.
 """
 
@@ -12,14 +12,11 @@ from typing import Any
 from drumline.core.lower.torch_text import titan_by_placement
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.transformer import Transformer
-from drumline.plan.launch.toml import document
 from drumline.schedules import find
 
-RELEASE = "0.2"  # the last with TOML files
 
-
-def titan(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...]]:
-    """Return the config, and a sentence for everything it cannot express."""
+def titan(transformer: Transformer, layout: Layout) -> tuple[dict[str, Any], list[str]]:
+    """Return the config's tables, and a sentence for everything they cannot express."""
     missing: list[str] = []
     parallelism: dict[str, Any] = {
         **_sharding(layout, missing),
@@ -46,28 +43,31 @@ def titan(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...
     if transformer.tied and layout.pipeline > 1:
         missing.append("tied embeddings: torchtitan does not tie weights across stages")
     missing.append(f"the model: choose or write the flavor for {transformer.name}: {described(transformer)}")
-    first = f"Written by `drumline plan` for torchtitan {RELEASE}, the last release with TOML files. Not expressed:"
-    comment = "\n".join([first, *(f"- {name}" for name in missing)])
-    text = document(
-        {
-            **(_float8(transformer) if layout.practice.fp8 else {}),
-            "training": {"seq_len": transformer.sequence, "local_batch_size": local, "global_batch_size": layout.batch},
-            "parallelism": parallelism,
-            "activation_checkpoint": mode,
-            **({"compile": {"enable": True}} if asynchronous or layout.practice.fp8 else {}),
-        },
-        comment=comment,
-    )
-    return text, tuple(missing)
+    tables = {
+        **(_float8(transformer) if layout.practice.fp8 else {}),
+        "training": {"seq_len": transformer.sequence, "local_batch_size": local, "global_batch_size": layout.batch},
+        "parallelism": parallelism,
+        "activation_checkpoint": mode,
+        **({"compile": {"enable": True}} if asynchronous or layout.practice.fp8 else {}),
+    }
+    return tables, missing
 
 
 def _experts_shared(layout: Layout, missing: list[str]) -> dict[str, Any]:
     """Return the degrees of experts: by default torchtitan spreads whole experts over tensor-parallel ranks too."""
     if layout.expert == 1:
         return {"expert_parallel_degree": 1}
-    if layout.practice.overlap_experts:
-        missing.append("messages of experts that hide: torchtitan hides them with DualPipeV only")
+    if layout.practice.overlap_experts and not _hides_experts(layout):
+        missing.append(
+            "messages of experts that hide: torchtitan hides them with DualPipeV only, without recomputation"
+        )
     return {"expert_parallel_degree": layout.expert, "expert_tensor_parallel_degree": layout.tensor}
+
+
+def _hides_experts(layout: Layout) -> bool:
+    """Whether messages of experts hide, as planned."""
+    pairs = layout.pipeline > 1 and find(layout.schedule).titan == "DualPipeV"
+    return layout.practice.overlap_experts and pairs and layout.recompute == "none"
 
 
 def _float8(transformer: Transformer) -> dict[str, Any]:
@@ -99,6 +99,8 @@ def _pipeline(layout: Layout, missing: list[str]) -> dict[str, Any]:
     schedule = find(layout.schedule)
     if schedule.titan:
         settings["pipeline_parallel_schedule"] = schedule.titan
+        if schedule.titan == "DualPipeV" and not _hides_experts(layout):
+            settings["pipeline_parallel_expert_parallel_overlap"] = False  # by default it does, with nothing recomputed
     else:
         # The name then only determines the placement of stages; the order comes from the file.
         placed = titan_by_placement(schedule.layout(layout.pipeline, layout.stages_per_rank))
@@ -159,6 +161,12 @@ def _phrases(transformer: Transformer) -> Iterator[str]:
         yield "biases"
     if transformer.dropout:
         yield "dropout"
+    if details.norm:
+        yield f"{details.norm} {details.norm_epsilon:g}" if details.norm_epsilon else details.norm
+    elif details.norm_epsilon:
+        yield f"norms that add {details.norm_epsilon:g}"
+    if details.activation:
+        yield f"the activation {details.activation}"
     yield "tied" if transformer.tied else "not tied"
     yield from details.others
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from drumline.core.program import Program
 from drumline.plan.cluster.estimate import Estimate
+from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout, recomputed_ops
 from drumline.plan.layouts.pins import Degrees
 from drumline.schedules import schedules
@@ -17,13 +18,20 @@ SEARCHED = "searched"  # in the place of a schedule's name
 class Choice:
     """A layout and its costs; `is_exact` if its pipeline was simulated action by action.
 
-    With a `program`, which was searched, its ranks run that instead of the layout's schedule.
+    With a `program`, which was searched, its ranks run that instead of the layout's schedule. `outside` is for how much
+    of a step messages keep the links between nodes busy, hidden or not.
     """
 
     layout: Layout
     estimate: Estimate
     is_exact: bool = False
     program: Program | None = None
+    outside: float = 0.0
+
+    @classmethod
+    def of(cls, cluster: Cluster, layout: Layout, estimate: Estimate, *, is_exact: bool = False) -> Choice:
+        """Return a layout with its costs on a cluster."""
+        return cls(layout, estimate, is_exact, outside=_outside(cluster, layout, estimate) / estimate.seconds.total)
 
     @property
     def mesh(self) -> Degrees:
@@ -49,9 +57,20 @@ class Choice:
     def plainness(self) -> tuple[object, ...]:
         """Return the sort key from the plainest layout to the most involved, the faster first of equally plain ones."""
         plan = self.layout
-        again = (plan.recompute.startswith("full"), len(recomputed_ops(plan)))
-        plain = (plan.stages_per_rank, list(schedules()).index(plan.schedule), plan.zero, again)
+        plain = (plan.stages_per_rank, list(schedules()).index(plan.schedule), plan.zero, self.recomputed)
         return (self.program is not None, *plain, plan.microbatch, self.mesh, self.seconds, plan.recompute, plan.counts)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Return what divides the work, beside data parallelism."""
+        mesh = self.mesh
+        sizes = {"TP": mesh.tensor, "PP": mesh.pipeline, "CP": mesh.context, "EP": mesh.expert}
+        return tuple(name for name, size in sizes.items() if size > 1)
+
+    @property
+    def recomputed(self) -> tuple[bool, int]:
+        """Return how much is recomputed: whether whole layers are, and how many operations by themselves."""
+        return self.layout.recompute.startswith("full"), len(recomputed_ops(self.layout))
 
     @property
     def schedule(self) -> str:
@@ -66,8 +85,19 @@ class Choice:
             settings["schedule"] = f"a searched program on the stages of {settings['schedule']}"
         return settings
 
-    @property
-    def sent_bytes(self) -> float:
-        """Return the bytes that a device sends in a step, for whatever purpose."""
-        sent = self.estimate.volumes
-        return sent.tensor + sent.context + sent.expert + sent.pipeline + sent.data
+
+def _outside(cluster: Cluster, layout: Layout, estimate: Estimate) -> float:
+    """Return how many seconds the messages of a step keep the links between nodes busy."""
+    sent, inner = estimate.volumes, layout.tensor * layout.context
+    groups = [
+        (sent.tensor, layout.tensor, 1),
+        (sent.context, layout.context, layout.tensor),
+        (sent.expert, layout.expert, layout.tensor),
+        (sent.data, layout.data * layout.context, layout.tensor),
+        (sent.pipeline, layout.pipeline, inner * layout.data),
+    ]
+    return sum(
+        size / cluster.link(ranks, stride).bytes_per_second
+        for size, ranks, stride in groups
+        if ranks > 1 and ranks * stride > cluster.devices_per_node
+    )

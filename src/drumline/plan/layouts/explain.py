@@ -124,7 +124,9 @@ def brief(plan: ClusterPlan, *, source: str = "", program_file: str = "plan.csv"
     """
     best = [why_not(plan.chosen, choice, plan.limit_bytes) for choice in plan.best]
     file = program_file if plan.chosen.program is not None else ""
-    how = launch(plan.transformer, plan.cluster, plan.chosen.layout, source=source, program_file=file)
+    pins = plan.pins
+    chosen = {pins.framework: pins.release} if pins.release else {}
+    how = launch(plan.transformer, plan.cluster, plan.chosen.layout, source=source, program_file=file, releases=chosen)
     return Explanation(plan, best, how)
 
 
@@ -200,7 +202,8 @@ def _layout_json(plan: ClusterPlan, choice: Choice) -> dict[str, Any]:
         "busiest_rank_waits": estimate.seconds.bubble / choice.seconds,
         "tokens_per_second": plan.tokens_per_second(choice),
         "flops_per_second_per_device": estimate.flops_per_second,
-        "utilisation": plan.utilisation(choice),
+        "mfu": plan.mfu(choice),
+        "hfu": plan.hfu(choice),
         "fits": plan.fits(choice),
         "exact": choice.is_exact,
     }

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from drumline.core.errors import PlanError, nearest
-from drumline.plan.cluster.layout import OPS, OVERLAPS, PRACTICE, RECOMPUTE, Layout, Practice, is_recomputation
+from drumline.plan.cluster.layout import (
+    OPS,
+    OVERLAPS,
+    PRACTICE,
+    RECOMPUTE,
+    Layout,
+    Practice,
+    check_recomputation,
+    is_recomputation,
+)
 from drumline.plan.cluster.transformer import Transformer
-from drumline.plan.layouts.frameworks import FRAMEWORKS, ZERO, Runs
+from drumline.plan.layouts.frameworks import FRAMEWORKS, ZERO, Runs, runs_of
 from drumline.schedules import schedules
 
 MICROBATCHES = (1, 2, 4, 8, 16)
@@ -52,9 +62,10 @@ def tried_schedules() -> dict[str, tuple[int, ...]]:
 class Pins:
     """What the user has fixed; None leaves the choice to the planner.
 
-    `framework` restricts the choice to what `drumline train` ("drumline"), Megatron-LM ("megatron") or torchtitan runs.
-    `overlaps` names messages that the software hides beyond what plans assume (`OVERLAPS`). `precision` is "bf16", or
-    "fp8" for products with a layer's weights that take 8-bit inputs.
+    `framework` restricts the choice to what `drumline train` ("drumline"), Megatron-LM ("megatron") or torchtitan runs,
+    and `release` to what that release of it does (default: the newest whose facts are known). `overlaps` names messages
+    that the software hides beyond what plans assume (`OVERLAPS`). `precision` is "bf16", or "fp8" for products with a
+    layer's weights that take 8-bit inputs.
     """
 
     tensor: int | None = None
@@ -69,6 +80,7 @@ class Pins:
     recompute: str | None = None
     schedules: tuple[str, ...] = ()
     framework: str = ""
+    release: str = ""
     overlaps: tuple[str, ...] = ()
     precision: str = PRECISIONS[0]
 
@@ -97,7 +109,7 @@ class Pins:
 
     def _check_framework(self) -> None:
         """Refuse pins that the framework does not run."""
-        runs, name = FRAMEWORKS[self.framework], self.framework
+        runs, name = runs_of(self.framework, self.release), self.framework
         if not name:
             return
         if self.is_fp8 and not runs.fp8:
@@ -109,9 +121,12 @@ class Pins:
                 f"{name} does not run the schedule {' or '.join(self.schedules)}", expected=" or ".join(own_schedules)
             )
         whole = self.recompute or "none"
-        every = runs.recomputations(latent=True)
+        every = runs.known_recomputations
         if whole not in every and not (runs.some_layers and whole.startswith("full:")):
-            raise PlanError(f"{name} does not recompute as {whole!r} says", expected=" or ".join(every))
+            raise PlanError(f"{name} does not recompute as {whole!r} says", expected=_listed(every))
+        if self.is_fp8 and set(whole.split("+")) & set(runs.not_in_fp8):
+            fix = "plan in bf16, or for a newer release" if self.release else "plan in bf16"
+            raise PlanError(f"{name} {self.release} does not recompute as {whole!r} says in FP8", fix=fix)
         staged = self.pipeline is not None and self.pipeline > 1
         if self.zero is not None and self.zero not in runs.pinned_zero(staged=staged):
             where = " with a pipeline" if self.zero in runs.pinned_zero(staged=False) else ""
@@ -121,7 +136,7 @@ class Pins:
     @property
     def runs(self) -> Runs:
         """What may be chosen."""
-        return FRAMEWORKS[self.framework]
+        return runs_of(self.framework, self.release)
 
     @property
     def practice(self) -> Practice:
@@ -144,10 +159,21 @@ class Pins:
         return self.precision == "fp8"
 
     def recomputations(self, transformer: Transformer) -> tuple[str, ...]:
-        """Return the allowed kinds of recomputation; none of them includes a later one."""
-        if self.recompute is not None:
-            return (self.recompute,)
-        return self.runs.recomputations(latent=transformer.latent is not None)
+        """Return the allowed kinds of recomputation; none of them includes a later one.
+
+        What is pinned must be what the framework recomputes of this kind of model.
+        """
+        latent, experts = transformer.latent is not None, transformer.experts is not None
+        every = self.runs.recomputations(latent=latent, experts=experts, fp8=self.is_fp8)
+        if (pinned := self.recompute) is None:
+            return every
+        check_recomputation(transformer, pinned)
+        whole = "full" if pinned.startswith("full:") else pinned
+        if self.framework and whole not in every:
+            raise PlanError(
+                f"{self.framework} does not recompute {pinned} of {transformer.name}", expected=_listed(every)
+            )
+        return (pinned,)
 
     def zero_stages(self, mesh: Degrees) -> tuple[int, ...]:
         """Return the ZeRO stages to try: only stage 0 if there is no rank to share with; in a pipeline, 2 is like 1.
@@ -173,3 +199,14 @@ class Pins:
         local = batch // mesh.data
         sizes = MICROBATCHES if self.microbatch is None else (self.microbatch,)
         return [size for size in sizes if local % size == 0]
+
+
+def _listed(kinds: Sequence[str]) -> str:
+    """Return kinds of recomputation in words, sums by what they are made of.
+
+    >>> _listed(("none", "norms", "projections", "norms+projections", "full"))
+    'none, full, or norms, projections, joined by +'
+    """
+    alone = [kind for kind in kinds if kind in ("none", "full")]
+    ops = list(dict.fromkeys(op for kind in kinds if kind not in alone for op in kind.split("+")))
+    return f"{', '.join(alone)}, or {', '.join(ops)}, joined by +" if len(ops) > 1 else " or ".join([*alone, *ops])

@@ -2,9 +2,9 @@
 
 The complete objective: **the seconds of one step of the given batch, on the busiest rank** (compute, recomputation,
 exposed communication, bubble, optimizer). It considers **all layouts whose fullest device fits in its memory minus the
-headroom**. No estimate tells layouts apart that differ by less than a percent, so among those the one that sends fewer
-bytes wins, then the plainer one. Bubble and communication count as the seconds they cost, the stash as bytes of the
-limit; there are no weights to tune.
+headroom**. No forecast tells layouts apart that differ by less than two percent, so among those the plainest wins.
+`preference` states the order: links between nodes less busy, fewer axes, less recomputation, more headroom. Bubble and
+communication count as the seconds they cost, the stash as bytes of the limit; there are no weights to tune.
 
 Formulas evaluate every layout (`survey`). They are within 2% of the simulator, or the simulator takes their place. So
 every layout that may be the best is known: it is simulated action by action, and those seconds decide. How many layouts
@@ -14,25 +14,26 @@ are shown plays no part in it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from drumline.core.errors import PlanError, counted
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout, check_precision
+from drumline.plan.cluster.operations import device_flops
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.pins import Degrees, Pins
+from drumline.plan.layouts.preference import BAND, band
 from drumline.plan.layouts.program_search import LayoutProgram, check_search, searched
 from drumline.plan.layouts.survey import Survey
 from drumline.plan.layouts.why import nothing_fits
 
 OBJECTIVE = (
     "the fewest seconds of a step on the busiest rank, over all layouts whose fullest device fits in its memory "
-    "minus the headroom"
+    "minus the headroom. Of those within 2% of the fastest, the plainest"
 )
 HEADROOM = 0.1
-BAND = 0.01  # layouts this close to the fastest count as equally fast
 MISS = 0.02  # how far formulas may be from the simulator
 _WIDEST = 1e6  # a margin that no layout exceeds
 _PAIRS = 60_000  # (stage, microbatch) pairs to simulate at most for an answer
@@ -71,16 +72,23 @@ class ClusterPlan:
         """Return the tokens per second of the whole cluster with a layout."""
         return choice.layout.batch * self.transformer.sequence / choice.seconds
 
-    def utilisation(self, choice: Choice) -> float:
-        """Return the share of a device's peak that a layout achieves."""
-        device = self.cluster.device
-        peak = device.fp8_flops_per_second if self.pins.is_fp8 else device.flops_per_second
-        return choice.estimate.flops_per_second / peak
+    def mfu(self, choice: Choice) -> float:
+        """Return the share of a device's peak at which a layout runs what the model needs."""
+        return choice.estimate.flops_per_second / self._peak
+
+    def hfu(self, choice: Choice) -> float:
+        """Return the share of a device's peak at which a layout runs all that it runs, recomputation included."""
+        return device_flops(self.transformer, choice.layout) / choice.seconds / self._peak
 
     @property
-    def peak_words(self) -> str:
-        """Return which peak `utilisation` is a share of."""
-        return "its FP8 peak" if self.pins.is_fp8 else "its peak"
+    def _peak(self) -> float:
+        device = self.cluster.device
+        return device.fp8_flops_per_second if self.pins.is_fp8 else device.flops_per_second
+
+    def utilisation_words(self, choice: Choice) -> str:
+        """Return both shares of the peak in words."""
+        peak = " of its FP8 peak" if self.pins.is_fp8 else ""
+        return f"MFU {self.mfu(choice):.1%}, HFU {self.hfu(choice):.1%}{peak}"
 
     def fits(self, choice: Choice) -> bool:
         """Return whether a layout fits on a device."""
@@ -117,7 +125,7 @@ def plan(
         raise nothing_fits(survey, limit, headroom)
     programs = searched(transformer, cluster, near, limit, search_seconds, say) if search_seconds else []
     if programs:
-        near = band([*near, *(program.choice for program in programs)])
+        near = band([*near, *(program.choice for program in programs)], limit)
         best = [near[0], *(choice for choice in best if choice.mesh != near[0].mesh)][:top]
     took = clock() - began
     return ClusterPlan(
@@ -138,7 +146,7 @@ def _answer(survey: Survey, limit: float, top: int, pairs: int) -> tuple[list[Ch
     first: dict[Degrees, Choice] = {}
     for choice in sorted(exact, key=lambda choice: choice.rank):
         first.setdefault(choice.mesh, choice)
-    near = band(exact)
+    near = band(exact, limit)
     chosen = near[0]
     for choice in choices:
         if choice.mesh not in first and len(first) < top:
@@ -173,16 +181,6 @@ def _near_best(survey: Survey, limit: float, top: int, pairs: int) -> tuple[list
         if within and (needed <= margin or spent > pairs):
             return choices, within
         margin = max(needed, margin)
-
-
-def band(choices: Sequence[Choice]) -> list[Choice]:
-    """Return those that are as fast as the fastest, within what an estimate can tell, the preferred first.
-
-    Fewer bytes sent come first, then the plainer layout: what is hidden in an estimate may show in a run.
-    """
-    least = min(choice.seconds for choice in choices)
-    near = (choice for choice in choices if choice.seconds <= least * (1 + BAND))
-    return sorted(near, key=lambda choice: (choice.sent_bytes, choice.plainness))
 
 
 def limit_of(cluster: Cluster, headroom: float) -> float:

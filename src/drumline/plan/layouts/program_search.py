@@ -90,7 +90,7 @@ def _searched(
         return None
     program = Program(result.program.rows, f"searched, {placement.name}")
     estimate = estimate_of(transformer, cluster, start, program, costs)
-    return LayoutProgram(Choice(layout, estimate, is_exact=True, program=program), start, result.gap)
+    return LayoutProgram(replace(start, estimate=estimate, is_exact=True, program=program), start, result.gap)
 
 
 def costs_of(transformer: Transformer, cluster: Cluster, layout: Layout) -> Costs:

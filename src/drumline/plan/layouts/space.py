@@ -58,7 +58,7 @@ def _meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) 
     for tensor in _tensor(transformer, cluster, pins):
         for context in _context(transformer, cluster, tensor, pins):
             rest, odd = divmod(cluster.num_devices, tensor * context)
-            if odd:
+            if odd or not _suits(transformer, pins, tensor, context):
                 continue
             for pipeline in divisors(rest) if pins.pipeline is None else (pins.pipeline,):
                 data, odd = divmod(rest, pipeline)
@@ -66,8 +66,22 @@ def _meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) 
                     continue
                 for expert in _expert(transformer, data, context, pins):
                     mesh = Degrees(tensor, pipeline, data, context, expert)
-                    if pins.zero_stages(mesh):
+                    if pins.zero_stages(mesh) and _casts(transformer, pins, mesh):
                         yield mesh
+
+
+def _suits(transformer: Transformer, pins: Pins, tensor: int, context: int) -> bool:
+    """Whether the framework takes sequences of this length, divided so."""
+    parallel = pins.sequence_parallel is not False or not pins.runs.divided_by_experts or transformer.experts is None
+    return tensor == context == 1 or (
+        pins.runs.divides(transformer, tensor=tensor, context=context) and (parallel or tensor == 1)
+    )
+
+
+def _casts(transformer: Transformer, pins: Pins, mesh: Degrees) -> bool:
+    """Whether the framework runs experts in FP8 there."""
+    staged = mesh.pipeline > 1 or mesh.context > 1
+    return not (pins.is_fp8 and transformer.experts is not None and staged) or pins.runs.fp8_experts_staged
 
 
 def _tensor(transformer: Transformer, cluster: Cluster, pins: Pins) -> list[int]:

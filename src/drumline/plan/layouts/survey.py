@@ -162,7 +162,7 @@ class Survey:
         if layout not in self._exact:
             is_exact = layout.num_microbatches * layout.num_stages <= MOST_PAIRS
             known = (self.refine if is_exact else self.evaluate)(self.transformer, self.cluster, layout)
-            self._exact[layout] = Choice(layout, known, is_exact)
+            self._exact[layout] = Choice.of(self.cluster, layout, known, is_exact=is_exact)
         return self._exact[layout]
 
     def cut(self, layout: Layout, limit_bytes: float) -> Choice:
@@ -348,7 +348,8 @@ class Survey:
     def _choice(self, family: _Family, key: _Key) -> Choice:
         if key not in family.choices:
             layout = self._layout(family, key)
-            family.choices[key] = Choice(layout, self.evaluate(self.transformer, self.cluster, layout))
+            known = self.evaluate(self.transformer, self.cluster, layout)
+            family.choices[key] = Choice.of(self.cluster, layout, known)
             self.num_evaluated += 1
         return family.choices[key]
 

@@ -93,12 +93,17 @@ def _next_memory(plan: ClusterPlan) -> list[Remedy]:
 
 
 def pareto(plan: ClusterPlan) -> list[Choice]:
-    """Return the fastest layout for each amount of memory, smallest first: no other is both smaller and faster."""
+    """Return the fastest layout for each amount of memory, smallest first: no other is both smaller and faster.
+
+    The plan's own stands for those within its limit that are faster by less than a forecast can tell.
+    """
     smallest = plan.survey.smallest()
     assert smallest is not None, "a plan has a layout"
     low, high = smallest.bytes, _ROOMIEST * plan.limit_bytes
     limits = [low + (high - low) * at / (_LIMITS - 1) for at in range(_LIMITS)]
-    choices = [plan.chosen, *filter(None, (fastest(plan.survey, limit) for limit in limits))]
+    every = filter(None, (fastest(plan.survey, limit) for limit in limits))
+    others = (item for item in every if item.bytes > plan.limit_bytes or item.seconds > plan.chosen.seconds)
+    choices = [plan.chosen, *others]
     front: list[Choice] = []
     for choice in sorted(choices, key=lambda choice: (choice.bytes, choice.seconds)):
         if not front or choice.seconds < front[-1].seconds:

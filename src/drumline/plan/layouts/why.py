@@ -11,6 +11,7 @@ from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.device.advice import Remedy, less_activations, lost_and_saved
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.pins import Pins, tried_schedules
+from drumline.plan.layouts.preference import drawback
 from drumline.plan.layouts.survey import Survey
 from drumline.schedules.registry import MAX_PAIRS
 
@@ -55,7 +56,7 @@ def why(chosen: Choice, other: Choice, limit_bytes: float) -> str:
     if abs(slower) <= _EVEN:
         return _as_fast(chosen, other)
     if slower < 0:
-        return f"{-slower:.1%} faster, but sends {(other.sent_bytes - chosen.sent_bytes) / _GIB:.1f} GiB more"
+        return f"{-slower:.1%} faster, less than a forecast can tell, but {drawback(chosen, other, limit_bytes)}"
     reasons = [_MORE_AND_LESS[item][0].format(_seconds(by)) for item, by in lost[:2]]
     if saved and saved[0][1] > 0.1 * lost[0][1]:
         item, by = saved[0]

@@ -89,7 +89,7 @@ def _cards(explanation: Explanation) -> str:
         ("layout", str(chosen.mesh), text.settings_text(chosen)),
         ("step", _time(chosen.seconds), f"{plan.batch} sequences"),
         ("throughput", f"{plan.tokens_per_second(chosen):,.0f}", "tokens/s"),
-        ("per GPU", f"{rate / 1e12:.0f} TFLOP/s", f"{plan.utilisation(chosen):.1%} of {plan.peak_words}"),
+        ("per GPU", f"{rate / 1e12:.0f} TFLOP/s", plan.utilisation_words(chosen)),
         ("bubble", f"{chosen.estimate.bubble:.1%}", "idle share of all ranks"),
         ("memory", size_text(chosen.bytes), f"of {size_text(plan.limit_bytes)}, {plan.headroom:.0%} headroom"),
     ]

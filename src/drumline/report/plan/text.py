@@ -14,6 +14,7 @@ from drumline.plan.launch.launch import Config
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.explain import Explanation, Reasons
 from drumline.plan.layouts.planner import ClusterPlan
+from drumline.plan.layouts.preference import BAND
 from drumline.report.draw.table import table
 
 SECONDS = {
@@ -70,7 +71,7 @@ def headline(plan: ClusterPlan) -> list[str]:
         f"Run {chosen.mesh}: {settings_text(chosen)}",
         f"{duration(chosen.seconds)} per step, {plan.tokens_per_second(chosen):,.0f} tokens/s, "
         f"{chosen.estimate.flops_per_second / 1e12:.0f} TFLOP/s per GPU "
-        f"({plan.utilisation(chosen):.1%} of {plan.peak_words}), "
+        f"({plan.utilisation_words(chosen)}), "
         f"bubble {chosen.estimate.bubble:.1%}; {size_text(chosen.bytes)} of {size_text(plan.limit_bytes)} "
         f"({plan.headroom:.0%} headroom)",
     ]
@@ -133,7 +134,7 @@ def _best(explanation: Explanation, width: int) -> str:
 
 def searched_lines(plan: ClusterPlan) -> Iterator[str]:
     """Yield what searching for programs found."""
-    yield "Searched programs, which count if they are more than 1% faster than every schedule:"
+    yield "Searched programs, which count if they are more than 2% faster than every schedule:"
     for program in plan.searched:
         away = f"at most {program.gap:.1%} from the shortest" if program.gap > _PROVEN else "proven to be the shortest"
         saved = f"{program.gain:.1%} less than with" if program.gain > _PROVEN else "not less than with"
@@ -148,7 +149,11 @@ def band_lines(plan: ClusterPlan) -> list[str]:
     lines = [f"- {choice.mesh}: {settings_text(choice)}; {duration(choice.seconds)}" for choice in plan.band[:_SHOWN]]
     more = len(plan.band) - _SHOWN
     rest = [f"- and {counted(more, 'other')}"] if more > 0 else []
-    return ["Within 1% of the fastest; of these, the first sends the fewest bytes:", *lines, *rest]
+    return [
+        f"Within {BAND:.0%} of the fastest, closer than a forecast can tell; of these, the first is the plainest:",
+        *lines,
+        *rest,
+    ]
 
 
 def scaling_rows(plan: ClusterPlan, reasons: Reasons) -> list[list[str]]:
@@ -183,7 +188,12 @@ def _launch(config: Config, width: int, *, alone: bool = False) -> str:
 
 
 def not_started(config: Config, *, alone: bool = False) -> Iterator[str]:
-    """Yield why Drumline does not run a plan, and what does; nothing else does if it is `alone`."""
+    """Yield why a framework does not run a plan, and what does; nothing else does if Drumline is `alone`."""
+    if config.framework != "drumline":
+        yield f"{config.framework} does not run this plan:"
+        yield from (f"- {name}" for name in config.missing)
+        yield f"With --launch {config.framework}, plans have only what it runs, as far as the model allows."
+        return
     yield "`drumline train` does not run this plan:"
     yield from (f"- {name}" for name in config.missing)
     yield "With --launch drumline, plans have only the ZeRO stages and the recomputation that it runs."

@@ -16,7 +16,7 @@ from drumline.train.config.settings import OptimizerGroup, TrainSettings
 from drumline.train.config.toml_lines import Path
 
 # What `drumline plan` writes of a model for which there is no key: kept for whoever reads it, and judged later.
-_PLANNED = ("num_dense_layers", "alibi")
+_PLANNED = ("num_dense_layers", "alibi", "norm", "norm_epsilon", "activation")
 _PLANNED_PARTS = ("experts_", "latent_")
 _DROPOUT = 0.1  # what a plan's `true` means
 _HEAD = ("format", "version")
