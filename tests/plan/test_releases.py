@@ -73,7 +73,7 @@ def drawn_files(seed: int, framework: str, named: str, count: int) -> list[tuple
 @pytest.mark.torch
 @pytest.mark.parametrize("named", MEGATRONS)
 def test_files_for_megatron_are_taken_by_its_config_class(named: str) -> None:
-    files = drawn_files(1, "megatron", named, 60)
+    files = drawn_files(1, "megatron", named, 30)
     facts = release("megatron", named)
     assert [facts.refusals(file.values) for _, _, file in some(files)] == [[]] * len(files)
     assert all(file.starts for _, _, file in some(files))
@@ -88,7 +88,7 @@ def test_files_for_megatron_are_taken_by_its_config_class(named: str) -> None:
 
 @pytest.mark.torch
 def test_files_for_torchtitan_are_taken_by_its_config_class() -> None:
-    files, facts = drawn_files(2, "torchtitan", "0.2", 50), release("torchtitan")
+    files, facts = drawn_files(2, "torchtitan", "0.2", 20), release("torchtitan")
     assert all(file.starts for _, _, file in some(files)), [file.missing for _, _, file in files if not file.starts][:1]
     said = refused_by(facts.package, "torchtitan", [file.values for _, _, file in files])
     assert [text for text in said if text] == []
