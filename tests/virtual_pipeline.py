@@ -65,6 +65,7 @@ class Virtual:
     proposals: list[Proposal] = field(default_factory=list)
     steps: list[Measured] = field(default_factory=list)
     now: tuple[int, ...] = ()  # the cut of the step that runs
+    num_microbatches: int = 0  # its number
 
     def run(self, num_steps: int) -> Virtual:
         """Run so many steps, and take up what is proposed."""
@@ -75,7 +76,7 @@ class Virtual:
         first = self.program.num_microbatches
         for step in range(num_steps):
             now = decider.now
-            self.now = now.counts
+            self.now, self.num_microbatches = now.counts, now.program.num_microbatches
             layers = Layers(self.truth or timed, now.program)
             share = first / now.program.num_microbatches
             costs = layers.costs(now.counts)

@@ -22,12 +22,13 @@ import numpy as np
 from drumline.adapt.drift import Change, Drift
 from drumline.adapt.evidence import noise_of
 from drumline.adapt.measured_step import NAMED_QUEUE, series_of, stage_seconds
-from drumline.adapt.microbatches import Build, Groups, Sizing
+from drumline.adapt.microbatches import Build
+from drumline.adapt.numbers import Numbers
 from drumline.adapt.proposal import CUT, NUMBER, PROGRAM, Arrangement, ChangeResult, Proposal
 from drumline.adapt.rebalance import Layers
 from drumline.adapt.recut import Recut
 from drumline.adapt.repair import Aside, is_split, least_seconds
-from drumline.adapt.settings import KEEP, SIZE, Adapt
+from drumline.adapt.settings import KEEP, Adapt
 from drumline.adapt.shortfall import Shortfall
 from drumline.core.costs import Costs
 from drumline.core.graph import Floats
@@ -68,19 +69,15 @@ class Decider:
     ) -> None:
         self.settings, self.now = settings, now
         self.judged: list[ChangeResult] = []
-        self._build, self._search = build, search
-        self._sizing: Sizing | None = None
-        self._groups: Groups | None = None
+        self._search = search
         self._drift = Drift(threshold=settings.threshold)
         movable = layers is not None and settings.rebalance != KEEP and now.counts
         self._recut = Recut(settings, layers) if movable and layers is not None else None
         self._has_changed = False  # whether anything has drifted since the last change of the pipeline
-        self._taken: deque[float] = deque(maxlen=_TRIAL)  # what steps took since the last change of the pipeline
-        self._recent: deque[Measured] = deque(maxlen=_RECENT)
+        self._since: deque[Measured] = deque(maxlen=_TRIAL)  # steps since the last change of the pipeline
         self._skip = _WARM_UPS
         self._rest = 0  # steps until another change may come
         self._why: list[str] = []  # what has changed since the last decision
-        self._has_untried = False  # whether the number of microbatches may change, and no other was tried
         self._has_drifted = False  # since the last search
         self._aside: Any = None
         self._instead: Proposal | None = None  # the cut to take if the search finds nothing as good
@@ -90,6 +87,7 @@ class Decider:
         self._barred: dict[tuple[str, Any], int] = {}  # those taken back since anything drifted, and after which step
         self._shortfall = Shortfall(settings.cooldown)  # of programs
         self._most_pairs = settings.max_activations or max(simulate(now.program).peak_activations)
+        self._numbers = Numbers(settings, build, self._most_pairs, now)
 
     # ---- what is seen ------------------------------------------------------------------------------------------------
 
@@ -98,8 +96,8 @@ class Decider:
         if value.program.num_microbatches != self.now.program.num_microbatches or self._skip > 0:
             self._skip -= 1
             return None
-        self._recent.append(value)
-        self._taken.append(value.makespan)
+        self._since.append(value)
+        self._numbers.see(value, self._taken)
         self._rest -= 1
         step = value.records[0].step
         self._notice(step, value)
@@ -111,21 +109,8 @@ class Decider:
             return None
         if self._rest > 0:
             return self._cut(step)
-        self._begin_counting(rows)
+        self._numbers.begin(rows, self.now)
         return self._propose(step)
-
-    def _begin_counting(self, rows: int | None) -> None:
-        """If the number of microbatches may change, get ready for that at the first look."""
-        how, now = self.settings.microbatches, self.now.program.num_microbatches
-        if how == KEEP or self._build is None or self._sizing is not None or self._groups is not None:
-            return
-        if how == SIZE:
-            self._groups = Groups(now, self._build, self._most_pairs)
-        elif rows:
-            self._sizing = Sizing(rows, self._build, self._most_pairs * rows / now)
-        else:
-            return  # the batch is not known yet
-        self._has_untried = True
 
     def took(self, proposal: Proposal, now: Arrangement, *, seconds: float = 0.0, num_bytes: int = 0) -> None:
         """Hear that all ranks have taken up a proposal, how they run now, and what that took."""
@@ -140,6 +125,8 @@ class Decider:
         self._trial = None if proposal.is_back else proposal
         if proposal.is_trial:
             self._rest = 0
+        elif proposal.kind == NUMBER:
+            self._numbers.settled(now, proposal.step)
 
     def changed(self, now: Arrangement) -> None:
         """Hear that something was changed by hand, and begin again."""
@@ -159,8 +146,8 @@ class Decider:
             self._aside = None
 
     def _begin_again(self, planned: Mapping[str, float] | None = None, *, keep_speeds: bool = False) -> None:
-        self._recent.clear()
-        self._taken.clear()
+        self._since.clear()
+        self._numbers.begin_again()
         self._drift.begin(planned)
         self._why, self._has_changed = [], False
         if self._recut is not None and not keep_speeds:
@@ -172,12 +159,19 @@ class Decider:
             self._has_drifted = self._has_changed = True
             self._why += [str(max(changes, key=lambda change: max(change.ratio, 1 / change.ratio)))]
             self._barred.clear()
-            if self._sizing is not None:
-                self._sizing.forget(0)
+            self._numbers.drifted(max(change.since for change in changes))
         if self._recut is not None:
             self._recut.see(self.now, stage_seconds(value))
 
     # ---- candidates --------------------------------------------------------------------------------------------------
+
+    @property
+    def _recent(self) -> list[Measured]:
+        return list(self._since)[-_RECENT:]
+
+    @property
+    def _taken(self) -> list[float]:
+        return [step.makespan for step in self._since]
 
     @property
     def _costs(self) -> Costs:
@@ -190,7 +184,7 @@ class Decider:
     def _propose(self, step: int) -> Proposal | None:
         """Return the best change that pays at once, or begin to search a program."""
         # A move of layers leaves the trial of another number to later.
-        moved, has_sign = self._cut(step), bool(self._why or self._has_untried)
+        moved, has_sign = self._cut(step), bool(self._why or self._numbers.has_untried)
         if moved is None and not has_sign:
             return None
         number = self._number(step) if has_sign else None
@@ -199,10 +193,12 @@ class Decider:
             self._instead, self._has_drifted = best, False
             self._aside = self._search(self._costs, self.now.program, self._limit, seconds=self.settings.seconds)
             return None
+        if best is None and self._numbers.are_early(step):
+            return None  # the sign is kept
         why, self._why = self._why, []
         if best is number:
-            why += [_UNTRIED] if self._has_untried else []
-            self._has_untried = False
+            why += [_UNTRIED] if self._numbers.has_untried else []
+            self._numbers.has_untried = False
         if best is None:
             self._rest = self.settings.cooldown // 2  # the same would be found again
             return None
@@ -257,33 +253,9 @@ class Decider:
         return move[0] if move is not None and self._admits(*move) else None
 
     def _number(self, step: int) -> Proposal | None:
-        """Return another number of microbatches that pays, or that is worth a try."""
-        if self._groups is not None:
-            return self._grouped(step, self._groups)
-        if self._sizing is None:
-            return None
-        now = self.now.program.num_microbatches
-        self._sizing.see(now, self._costs)
-        is_trial = len(self._sizing.known) == 1
-        number = self._sizing.next(now, least_gain=self.settings.least_gain)
-        program, times = self._sizing.program(number), [self._sizing.seconds(index) for index in (now, number)]
-        if number == now or program is None or None in times:
-            return None
-        scale = self._seconds / (times[0] or 1.0)
-        after = replace(self.now, program=program)
-        predicted = scale * (times[1] or 0.0)
-        proposal = Proposal(step, NUMBER, "", self.now, after, self._seconds, predicted, is_trial=is_trial, scale=scale)
-        return proposal if is_trial else self._paying(proposal)
-
-    def _grouped(self, step: int, groups: Groups) -> Proposal | None:
-        """Return the step in other groups, if that pays."""
-        costs = self._costs
-        program = groups.best(costs)
-        if program is None or program == self.now.program:
-            return None
-        scale = self._scale(costs)
-        after, predicted = replace(self.now, program=program), scale * simulate(program, costs).makespan
-        return self._paying(Proposal(step, NUMBER, "", self.now, after, self._seconds, predicted, scale=scale))
+        """Return another number of microbatches that pays, or that is worth a try, if one is due."""
+        proposal = self._numbers.proposed(step, self.now, self._seconds)
+        return proposal if proposal is None or proposal.is_trial else self._paying(proposal)
 
     def _paying(self, proposal: Proposal) -> Proposal | None:
         """Return a proposal that costs almost nothing if it gains enough."""
@@ -305,12 +277,10 @@ class Decider:
         """Compare a change with what its steps would have taken without it; propose to undo one that surely loses."""
         trial = self._trial
         assert trial is not None
-        if len(self._recent) < (1 if trial.is_trial else _RECENT):
-            return None
         if trial.is_trial:
-            self._trial = None
-            proposal = self._number(step)
-            return None if proposal is None else replace(proposal, why=f"{self.now.words} was tried")
+            return self._tried(step) if self._numbers.is_tried else None
+        if len(self._recent) < _RECENT:
+            return None
         real, onward = np.array(self._taken), None
         if trial.kind == CUT and self._recut is not None:
             without = self._recut.without(trial, len(real))
@@ -321,10 +291,11 @@ class Decider:
                     return None
         else:
             without = self._without(trial)
-            real = real[-len(without) :]
             gains = 1.0 - real / without
-            bound = float(gains.mean() + _SURE * noise_of(gains) / math.sqrt(len(gains)))
-            is_kept = bound >= self.settings.least_gain / 2
+            error = _SURE * float(noise_of(gains)) / math.sqrt(len(gains))
+            if abs(gains.mean()) < error and len(real) < _TRIAL:
+                return None  # nothing is certain yet
+            is_kept = bool(gains.mean() + min(error, self.settings.least_gain) >= self.settings.least_gain / 2)
         self._trial = None
         measured, alone = float(np.median(real)), float(np.median(without))
         self.judged.append(ChangeResult(step, trial, measured, alone, is_kept))
@@ -340,17 +311,22 @@ class Decider:
         why = f"a step takes {measured * 1e3:.1f} ms, predicted were {trial.predicted * 1e3:.1f} ms"
         return Proposal(step, trial.kind, why, self.now, trial.before, measured, alone, is_back=True)
 
+    def _tried(self, step: int) -> Proposal | None:
+        """Take the best number after another one was tried."""
+        self._trial = None
+        proposal = self._numbers.best(step, self.now, self._seconds)
+        if proposal is not None and (proposal.is_trial or self._paying(proposal) is not None):
+            return replace(proposal, why=f"{self.now.words} was tried")
+        self._numbers.settled(self.now, step)
+        return None
+
     def _without(self, trial: Proposal) -> Floats:
         """Return what the last steps would have taken without a change: by the times of now, the scale of before."""
-        same_size = trial.kind == PROGRAM or (trial.kind == NUMBER and self._groups is not None)
-        if same_size and is_split(trial.before.program) == is_split(self.now.program):
-            each = [simulate(trial.before.program, costs_of([step], quickest=True)).makespan for step in self._recent]
+        number = self._numbers.without(trial, self.now) if trial.kind == NUMBER else None
+        if number is None and is_split(trial.before.program) == is_split(self.now.program):
+            each = [simulate(trial.before.program, costs_of([step], quickest=True)).makespan for step in self._since]
             return trial.scale * np.array(each)
-        seconds = trial.seconds
-        if trial.kind == NUMBER and self._sizing is not None:
-            self._sizing.see(self.now.program.num_microbatches, self._costs)
-            seconds = trial.scale * (self._sizing.seconds(trial.before.program.num_microbatches) or 0.0)
-        return np.full(len(self._recent), seconds)
+        return np.full(len(self._since), trial.seconds if number is None else number)
 
 
 def _target(proposal: Proposal) -> tuple[str, Any]:
