@@ -225,16 +225,30 @@ SERVE = (
     Bug(
         "budget-of-one-stage",
         "Tuner.most_rows.seconds",
-        "seconds = self.budget * _MARGIN / (2 * self.num_stages)",
-        "seconds = self.budget * _MARGIN",
+        "seconds = self.budget * shape.share / (2 * self.num_stages)",
+        "seconds = self.budget * shape.share",
         "Microbatches are so large that queues in the pipe are over the budget.",
     ),
     Bug(
         "window-over-the-budget",
         "Tuner.window",
-        "int(self.budget * _MARGIN / slowest + _ROUNDING)",
+        "int(self.budget * shape.share / slowest + _ROUNDING)",
         "int(self.budget / slowest)",
         "Microbatches that take longer than others are over the budget.",
+    ),
+    Bug(
+        "late-microbatches-change-nothing",
+        "ShapeFit.spent",
+        "change = -_STEP if share > _LATE else _STEP / 100",
+        "change = _STEP / 100",
+        "On a machine that is slow at times the pipe stays as full as on others.",
+    ),
+    Bug(
+        "time-in-the-pipe-not-looked-at",
+        "Pipe._count",
+        "computed, hop, inside)",
+        "computed, hop)",
+        "The tuner knows what stages compute, and not what microbatches spend in the pipe.",
     ),
     Bug(
         "messages-on-the-cores-of-computations",
