@@ -23,6 +23,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from drumline.core.errors import DrumlineError, RecordError, UsageError
 from drumline.serve.cores import stay_on
 from drumline.serve.ledger import Ledger
+from drumline.serve.logs import EventLog, with_libraries
 from drumline.serve.session import Session
 from drumline.serve.stage_calls import StagePast, StageService
 from drumline.serve.wire.flow import CallStream
@@ -137,12 +138,15 @@ def main(text: str) -> int:
     threading.Thread(target=_end_with_parent, args=(arguments.pop("home"),), daemon=True).start()
     np.seterr(all="ignore")
     folder, ledger = Path(arguments.pop("folder")), Ledger(Path(arguments.pop("ledger")))
-    past, tls = StagePast(**arguments.pop("past")), Tls(**arguments.pop("tls", {}))
+    past, tls, log = StagePast(**arguments.pop("past")), Tls(**arguments.pop("tls", {})), EventLog()
     try:
-        asyncio.run(run_stage(folder, ledger=ledger, past=past, tls=tls, **arguments))
+        with with_libraries(log):
+            asyncio.run(run_stage(folder, ledger=ledger, past=past, tls=tls, **arguments))
     except DrumlineError as error:
         print(f"stage {arguments['number']}: {error}", file=sys.stderr, flush=True)
         return 2
+    finally:
+        log.close()
     return 0
 
 
