@@ -475,6 +475,27 @@ SERVE = (
         "Tokens are bound by a lookup that sees other numbers.",
     ),
     Bug(
+        "classes-not-looked-up",
+        "with_looked_up_classes",
+        "or not isinstance(count, int) or count < 1:",
+        "or True:",
+        "A number that is none of the classes gets zeros as its one-hot vector, where PyTorch refuses it.",
+    ),
+    Bug(
+        "equal-rows-not-compared",
+        "check_stages",
+        "    check.compare_alike(*max(sizes))\n",
+        "",
+        "A model that has room for so many equal tokens is served, and leaves out those of other requests.",
+    ),
+    Bug(
+        "what-libraries-log-waits",
+        "with_libraries",
+        "logger.addHandler(handler)",
+        "pass",
+        "gRPC writes to stderr itself, waits for its reader, and the service with it.",
+    ),
+    Bug(
         "whole-numbers-not-varied",
         "_changed",
         "return change(tensor, generator) if tensor.numel() else tensor",
