@@ -364,8 +364,8 @@ SERVE = (
     ),
     Bug(
         "killed-front-leaves-its-folder",
-        "_end_with_parent",
-        "    shutil.rmtree(home, ignore_errors=True)\n",
+        "_WithParent.run",
+        "            remove_home(self._home)\n",
         "",
         "The copy of an export stays on the disk when the front is killed.",
     ),

@@ -27,7 +27,7 @@ from drumline.core.errors import LaunchError, RecordError, UsageError
 from drumline.serve.stage import run_stage
 from drumline.serve.stages.home import ModelHome
 from drumline.serve.wire import graph_files
-from drumline.serve.wire.files import check_files, digest_of, hold
+from drumline.serve.wire.files import check_files, digest_of, hold, remove_home
 from drumline.serve.wire.flow import CallStream
 from drumline.serve.wire.flows import Flows
 from drumline.serve.wire.flows import Home as Sent
@@ -300,6 +300,45 @@ def test_what_a_front_and_all_its_stages_left_is_removed_by_the_next_front(
     assert sorted(tmp_path.iterdir()) == sorted([running.path, second.path, tmp_path / "drumline-other"])
     for home in (running, second):
         home.remove()
+
+
+def test_a_folder_whose_removal_is_cut_short_keeps_the_lock_by_which_the_next_front_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*args: object, **more: object) -> None:
+        raise SystemExit
+
+    (tmp_path / "export").mkdir()
+    for name in ("lock", "ledger0"):
+        (tmp_path / name).touch()
+    with monkeypatch.context() as patched:
+        patched.setattr("drumline.serve.wire.files.shutil.rmtree", ended)
+        with pytest.raises(SystemExit):
+            remove_home(tmp_path)
+    assert (tmp_path / "lock").exists()
+    remove_home(tmp_path)
+    assert not tmp_path.exists()
+
+
+def test_a_stage_that_ends_by_itself_does_not_cut_short_the_removal_of_its_folder() -> None:
+    """Its front was killed: the thread removes what the stage is just about to read, and the stage ends of that."""
+    code = """
+import threading, time
+from drumline.serve import stage
+
+def slowly(home):
+    begun.set()
+    time.sleep(0.2)
+    print("removed", home, flush=True)
+
+begun, stage.remove_home = threading.Event(), slowly
+parent = stage._WithParent(Path("home"))
+parent.start()
+begun.wait()
+parent.finish()
+"""
+    done = subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (0, b"removed home\n")
 
 
 @pytest.mark.slow
