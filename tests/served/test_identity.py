@@ -332,7 +332,7 @@ def slowly(home):
     print("removed", home, flush=True)
 
 begun, stage.remove_home = threading.Event(), slowly
-parent = stage._WithParent(Path("home"))
+parent = stage._WithParent("home")
 parent.start()
 begun.wait()
 parent.finish()
