@@ -762,6 +762,14 @@ def test_the_installed_command_and_a_closed_pipe() -> None:
         assert process.wait(timeout=250) == 0
 
 
+def test_a_command_whose_caller_has_closed_its_files_opens_no_others_in_their_places() -> None:
+    """As `drumline serve DIR <&- >&- 2>&-` is started: a socket with the number 2 would get what libraries write."""
+    code = "import os; from drumline.cli.main import main; code = main(['show', '1f1b', '--ranks', '2',"
+    code += " '--microbatches', '2']); os._exit(code if all(map(os.fstat, range(3))) else 9)"
+    command = 'exec "$0" -c "$1" <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", command, sys.executable, code], check=False, timeout=250).returncode == 0
+
+
 @pytest.mark.parametrize(("taken", "ports"), [(False, [PORT]), (True, [PORT, 0])])
 def test_explore_has_a_port_of_its_own_or_takes_a_free_one(
     taken: bool, ports: list[int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

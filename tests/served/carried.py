@@ -47,11 +47,12 @@ class Carried:
         self.refusal = rules.pop("refusal", Code.INVALID_ARGUMENT)
         self._answers = list(answers)
         self.queue = Queue(max_requests=99, max_bytes=10**9)
-        tuner = Tuner(2, 0.05, 64, rules.pop("rows", 0), rules.pop("window", 0))
+        self.tuner = Tuner(2, 0.05, 64, rules.pop("rows", 0), rules.pop("window", 0))
         self.holds = rules.pop("holds", False)
+        self.times = str(rules.pop("times", ""))  # what stages say that they measured
         self.metrics = Metrics(2)
         given = {"rules": Rules(**rules), "is_back": self._is_back, "struck": self._struck}
-        self.pipe = Pipe(self, self.queue, tuner, self.metrics, **given)  # type: ignore[arg-type]
+        self.pipe = Pipe(self, self.queue, self.tuner, self.metrics, **given)  # type: ignore[arg-type]
 
     async def _is_back(self, seconds: float) -> bool:
         return True
@@ -88,7 +89,7 @@ class Carried:
         else:
             response = InferResponse()
             put_outputs(response, {"y": 2 * x})
-            answer = Answer(response.SerializeToString(), "")
+            answer = Answer(response.SerializeToString(), self.times)
             loop.call_soon(done, answer)
             made.set_result(answer)
         return made

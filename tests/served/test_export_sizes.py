@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 from torch import nn
 from torch.nn.functional import one_hot
 
@@ -18,8 +19,8 @@ from drumline.serve.export.check import StageCheck, Subject, check_sizes, plain_
 from drumline.serve.export.export import export
 from drumline.serve.export.guards import Admission, Assumption, assumptions_of
 from drumline.serve.export.lookups import bounds_of
-from drumline.serve.export.whole import traced
-from drumline.serve.session import Session
+from drumline.serve.export.whole import traced, write_whole
+from drumline.serve.session import Session, open_session
 from drumline.serve.wire.manifest import Sizes, Tensor
 from drumline.serve.wire.tensors import Refused, check_values
 from drumline.train.export_models import _resizing
@@ -135,6 +136,29 @@ def test_rows_that_mix_by_whole_numbers_are_refused(
     subject = Subject("mixed", Function(mixed), _resizing({"x": torch.full((1, 6), 7)}), {"length": 8})
     with refused(ModelError, "a row alone gives other outputs than in a batch"):
         export(subject, tmp_path / "out", num_stages=1)
+
+
+def _with_room(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Add 1 to each token, but for what is more than half of all tokens and equal: there is no room for those."""
+    number = one_hot(x.flatten(), 10).cumsum(0).gather(1, x.reshape(-1, 1)).view(x.shape)
+    return x.float() + (number <= x.numel() // 2)
+
+
+def test_rows_that_mix_only_if_they_are_equal_are_refused(tmp_path: Path) -> None:
+    subject = Subject("m", Function(_with_room), _resizing({"x": torch.arange(10).view(2, 5)}), {"length": 8})
+    with refused(ModelError, "a row alone gives other outputs than in a batch"):
+        export(subject, tmp_path / "out", num_stages=1)
+
+
+def test_a_number_that_is_none_of_the_classes_of_a_one_hot_vector_is_refused(tmp_path: Path) -> None:
+    model = Function(lambda model, x: one_hot(2 * x - x, 10))
+    example = {"x": torch.ones(4, 12, dtype=torch.int64)}
+    write_whole(model, traced(model, example, CHANGING, {"length": 64}), example, tmp_path / "whole.onnx")
+    session, x = open_session(tmp_path / "whole.onnx"), np.array([[9, 0]])
+    np.testing.assert_array_equal(session.run(None, {"x": x})[0], plain_outputs(model, {"x": torch.from_numpy(x)})[0])
+    for value in (-1, 10):
+        with pytest.raises(InvalidArgument):
+            session.run(None, {"x": np.array([[value, 0]])})
 
 
 def test_bounds_of_lookups_are_followed_through_casts_sums_and_reshapes() -> None:

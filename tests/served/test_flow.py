@@ -17,6 +17,7 @@ import pytest
 
 from drumline.serve.front.answer_sizes import AnswerSizes
 from drumline.serve.front.service import FrontService
+from drumline.serve.front.tickets import signature_of
 from drumline.serve.logs import EventLog
 from drumline.serve.session import Session
 from drumline.serve.stage_calls import StageService
@@ -28,7 +29,7 @@ from drumline.serve.wire.links import PLAIN, connect, options
 from drumline.serve.wire.loops import run_to_end
 from drumline.serve.wire.manifest import read_manifest
 from drumline.serve.wire.protocol import InferResponse
-from drumline.serve.wire.stage_times import times_of
+from drumline.serve.wire.stage_times import StageTimes, times_of
 from drumline.serve.wire.tensors import read_outputs
 from served.carried import EXPORTED, LIMIT, Carried, Code, failure, until
 from served.services import expected, request_of, rows_of
@@ -282,6 +283,28 @@ def test_a_request_enters_an_idle_pipe_at_once_and_a_full_one_not_at_all() -> No
         await full.pipe.close()
 
     run_to_end(run())
+
+
+@pytest.mark.parametrize(("seconds", "window"), [(0.051, 2), (0.04, 3)])
+def test_the_window_follows_what_microbatches_spent_in_the_pipe(seconds: float, window: int) -> None:
+    """Each stage computes 12 ms; the rest passes between their computations."""
+
+    async def run() -> None:
+        ends = [0.012, seconds]
+        times = [StageTimes(at, 0, int((end - 0.012) * 1e9), int(end * 1e9), 0, 1, 1) for at, end in enumerate(ends)]
+        carried = Carried(times=";".join(map(str, times)))
+        for seed in range(10):
+            await _answered_alone(carried, rows_of(1, seed))
+        assert carried.tuner.window(signature_of({"x": rows_of(1)})) == window
+
+    run_to_end(run())
+
+
+async def _answered_alone(carried: Carried, x: Any) -> None:
+    ticket = carried.send(x)
+    carried.pipe.poke()
+    await ticket.answer
+    await until(lambda: carried.pipe.in_pipe == 0)
 
 
 def test_lost_microbatches_are_sent_again_as_often_as_allowed_and_counted() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from drumline.core.errors import LaunchError, RecordError, UsageError
 from drumline.serve.stage import run_stage
 from drumline.serve.stages.home import ModelHome
 from drumline.serve.wire import graph_files
-from drumline.serve.wire.files import check_files, digest_of, hold
+from drumline.serve.wire.files import check_files, digest_of, hold, remove_home
 from drumline.serve.wire.flow import CallStream
 from drumline.serve.wire.flows import Flows
 from drumline.serve.wire.flows import Home as Sent
@@ -35,6 +38,7 @@ from drumline.serve.wire.loops import run_to_end
 from drumline.serve.wire.manifest import read_manifest
 from refused import refused
 from served.carried import EXPORTED, LIMIT, Code, failure, until
+from served.certificates import Authority
 from served.services import (
     Running,
     channel_to,
@@ -45,6 +49,7 @@ from served.services import (
     waiting_for,
     write_served,
 )
+from serving import first_object
 
 OTHER = "fedcba9876543210 1"
 
@@ -260,14 +265,26 @@ def test_a_front_that_is_killed_leaves_no_folder_and_no_stage(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     command = [sys.executable, "-m", "drumline", "serve", str(served_folder), "--listen", "127.0.0.1:0", "--json"]
-    with subprocess.Popen([*command, "--metrics", "none"], stdout=subprocess.PIPE, text=True) as process:
+    certificate, key = Authority(tmp_path, "ours").sign("server")
+    command += ["--metrics", "none", "--tls-cert", certificate, "--tls-key", key]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline()
+        _greet_without_tls(json.loads(first_object(process.stdout))["address"])
         (home,) = tmp_path.glob("drumline-*")
         assert (home / "export" / "manifest.json").exists()
         process.kill()
-        process.wait()
+        assert process.stderr is not None  # which its stages have too: it ends when they do
+        assert [json.loads(line)["event"] for line in process.stderr][-1] == "serving"  # gRPC adds nothing
         waiting_for(lambda: not list(tmp_path.glob("drumline-*")))
+
+
+def _greet_without_tls(address: str) -> None:
+    """Let a handshake fail, of which gRPC's core would write a line; returns once the connection is closed."""
+    host, _, port = address.partition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection, suppress(ConnectionResetError):
+        connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        while connection.recv(1000):
+            pass
 
 
 def test_what_a_front_and_all_its_stages_left_is_removed_by_the_next_front(
@@ -283,6 +300,45 @@ def test_what_a_front_and_all_its_stages_left_is_removed_by_the_next_front(
     assert sorted(tmp_path.iterdir()) == sorted([running.path, second.path, tmp_path / "drumline-other"])
     for home in (running, second):
         home.remove()
+
+
+def test_a_folder_whose_removal_is_cut_short_keeps_the_lock_by_which_the_next_front_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*args: object, **more: object) -> None:
+        raise SystemExit
+
+    (tmp_path / "export").mkdir()
+    for name in ("lock", "ledger0"):
+        (tmp_path / name).touch()
+    with monkeypatch.context() as patched:
+        patched.setattr("drumline.serve.wire.files.shutil.rmtree", ended)
+        with pytest.raises(SystemExit):
+            remove_home(tmp_path)
+    assert (tmp_path / "lock").exists()
+    remove_home(tmp_path)
+    assert not tmp_path.exists()
+
+
+def test_a_stage_that_ends_by_itself_does_not_cut_short_the_removal_of_its_folder() -> None:
+    """Its front was killed: the thread removes what the stage is just about to read, and the stage ends of that."""
+    code = """
+import threading, time
+from drumline.serve import stage
+
+def slowly(home):
+    begun.set()
+    time.sleep(0.2)
+    print("removed", home, flush=True)
+
+begun, stage.remove_home = threading.Event(), slowly
+parent = stage._WithParent("home")
+parent.start()
+begun.wait()
+parent.finish()
+"""
+    done = subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (0, b"removed home\n")
 
 
 @pytest.mark.slow

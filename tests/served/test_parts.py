@@ -125,6 +125,20 @@ def test_what_waits_in_the_pipe_leaves_room_in_the_budget(seconds: float, window
     assert (tuner.most_rows(()), tuner.window(())) == (1, window)
 
 
+@pytest.mark.parametrize(("late", "window"), [(50, 2), (200, 3)])
+def test_a_pipe_takes_fewer_microbatches_if_more_than_one_of_a_hundred_is_late(late: int, window: int) -> None:
+    """Stages take 12 ms on average, and one of so many microbatches spends more than the budget in the pipe."""
+    tuner = Tuner(2, budget=0.05, max_rows=64)
+    for shape in ((), (("x", (8,)),)):
+        tuner.add(shape, 1, [0.012, 0.012])
+    for number in range(1000):
+        tuner.add((), 1, [0.012, 0.012], inside=0.051 if number % late == 0 else 0.047)
+    assert (tuner.window(()), tuner.window((("x", (8,)),))) == (window, 3)
+    for _ in range(1000):
+        tuner.add((), 1, [0.012, 0.012], inside=0.04)
+    assert tuner.window(()) == 3
+
+
 def test_a_batch_alone_is_cut_finer_than_one_with_others_behind_it() -> None:
     tuner = Tuner(2, budget=1.0, max_rows=64)
     for rows in (1, 2, 3):

@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     2
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_what_is_closed()
     try:
         code = _run(words)
         sys.stdout.flush()
@@ -96,6 +97,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         print("drumline: this is a bug in Drumline; please report it with the lines above", file=sys.stderr)
         return BUG
+
+
+def _open_what_is_closed() -> None:
+    """Open stdin, stdout and stderr where the caller has closed them: other files would get their numbers."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - until the end
 
 
 def _abandon_stdout() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
+    from drumline.serve.logs import QUIET
+
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     try:
         from drumline.serve.front.lifecycle import RunningService, ServiceSettings, serve
         from drumline.serve.front.pipe import Rules

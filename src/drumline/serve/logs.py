@@ -2,22 +2,30 @@
 
 A thread writes them. If nobody reads the other end, it waits there and the service does not: lines beyond a bound are
 left out, and counted in the next one. What a closed pipe or a full disk does not take is lost.
+
+Libraries write to stderr as well, and would wait there. What Python's logging has of theirs goes the same way; gRPC's
+core, which has a log of its own, is told to write none (`QUIET`).
 """
 
 from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import select
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from queue import Empty, Full, Queue
 from threading import Lock, Thread
 from typing import Any, TextIO
 
+QUIET = {"GRPC_VERBOSITY": "NONE"}  # in the environment, before gRPC is imported
+_LIBRARIES = "grpc", "asyncio"
 _MOST_LINES = 10_000
+_MOST_TEXT = 2000  # characters of what a library says
 _SECONDS_TO_CLOSE = 1.0
 
 
@@ -77,6 +85,36 @@ class EventLog:
                 _put("".join(more), self._file or sys.stderr)
             if line is None:
                 return
+
+
+class _Handed(logging.Handler):
+    """Hands what a library logs to an event log."""
+
+    def __init__(self, log: EventLog) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log("unexpected", level=record.levelname.lower(), why=self.format(record)[-_MOST_TEXT:])
+
+
+@contextmanager
+def with_libraries(log: EventLog) -> Iterator[None]:
+    """Have what gRPC and asyncio log written as events, among them what nobody caught in an event loop.
+
+    >>> log = EventLog(sys.stdout, clock=lambda: 0.0)
+    >>> with with_libraries(log):
+    ...     logging.getLogger("grpc.aio").warning("odd"); log.close()
+    {"time": "1970-01-01T00:00:00.000Z", "level": "warning", "event": "unexpected", "why": "odd"}
+    """
+    loggers, handler = [logging.getLogger(name) for name in _LIBRARIES], _Handed(log)
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
 
 
 def _put(text: str, file: TextIO) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 
 from drumline.serve.wire.files import check_files
 from drumline.serve.wire.manifest import ANY_SIZE, BATCH, Manifest, Tensor
 from drumline.serve.wire.tensors import DATATYPES, Array, Arrays
+
+# It would tell its maker of each model, and leave files in $TMPDIR; it looks there while it is imported.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+import onnxruntime
 
 _FATAL = 4  # ONNX Runtime raises its errors, and need not print them among the lines of our log
 _NO_MEMORY = ("bad_alloc", "bad allocation", "Failed to allocate memory")  # how ONNX Runtime says it

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -23,8 +22,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from drumline.core.errors import DrumlineError, RecordError, UsageError
 from drumline.serve.cores import stay_on
 from drumline.serve.ledger import Ledger
+from drumline.serve.logs import EventLog, with_libraries
 from drumline.serve.session import Session
 from drumline.serve.stage_calls import StagePast, StageService
+from drumline.serve.wire.files import remove_home
 from drumline.serve.wire.flow import CallStream
 from drumline.serve.wire.flows import Flows
 from drumline.serve.wire.links import PLAIN, Tls, connect, listen, options
@@ -123,26 +124,43 @@ def check_place(number: int, count: int, following: str) -> None:
         raise UsageError(f"stage {number} is the last one", fix="leave out --next")
 
 
-def _end_with_parent(home: str) -> None:
-    """End this process when the one that started it does, whose end of the pipe then closes, and remove its folder."""
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    shutil.rmtree(home, ignore_errors=True)
-    os._exit(0)
+class _WithParent(threading.Thread):
+    """Ends this process with the one that started it, whose end of the pipe then closes, and removes its folder."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(daemon=True)
+        self._home, self._is_removing = home, threading.Lock()
+
+    def run(self) -> None:
+        """Wait for the end of the other process."""
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        with self._is_removing:
+            remove_home(self._home)
+            os._exit(0)
+
+    def finish(self) -> None:
+        """Let this process end by itself, but not while it removes the folder, which may be why it ends."""
+        self._is_removing.acquire()
 
 
 def main(text: str) -> int:
     """Run a stage as the front starts it: by the arguments of `run_stage` as JSON."""
     arguments = json.loads(text)
-    threading.Thread(target=_end_with_parent, args=(arguments.pop("home"),), daemon=True).start()
+    parent = _WithParent(Path(arguments.pop("home")))
+    parent.start()
     np.seterr(all="ignore")
-    folder, ledger = Path(arguments.pop("folder")), Ledger(Path(arguments.pop("ledger")))
-    past, tls = StagePast(**arguments.pop("past")), Tls(**arguments.pop("tls", {}))
+    past, tls, log = StagePast(**arguments.pop("past")), Tls(**arguments.pop("tls", {})), EventLog()
     try:
-        asyncio.run(run_stage(folder, ledger=ledger, past=past, tls=tls, **arguments))
+        folder, ledger = Path(arguments.pop("folder")), Ledger(Path(arguments.pop("ledger")))
+        with with_libraries(log):
+            asyncio.run(run_stage(folder, ledger=ledger, past=past, tls=tls, **arguments))
     except DrumlineError as error:
         print(f"stage {arguments['number']}: {error}", file=sys.stderr, flush=True)
         return 2
+    finally:
+        log.close()
+        parent.finish()
     return 0
 
 

@@ -2,8 +2,8 @@
 
     rows x length    as timed; one more row; one row, the longest; many rows, the shortest; each size 1
 
-Inputs are varied from row to row (`variations`). Long inputs are reached by doubling, as long as that stays within
-stated seconds and bytes; what was not run stands in the manifest.
+Inputs are varied from row to row (`variations`), and at the most rows they are all equal once. Long inputs are reached
+by doubling, as long as that stays within stated seconds and bytes; what was not run stands in the manifest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from drumline.core.errors import ModelError
 from drumline.serve.export.decisions import deciding_session
 from drumline.serve.export.guards import LENGTH, MOST_ROWS
 from drumline.serve.export.onnx_chain import Example
-from drumline.serve.export.variations import Inputs, variations
+from drumline.serve.export.variations import Inputs, alike, variations
 from drumline.serve.export.whole import OrderedModel, model_failed
 from drumline.serve.session import open_session
 from drumline.serve.wire.manifest import BATCH, Dimensions, ManifestStage, Sizes
@@ -144,12 +144,32 @@ class StageCheck:
                 self.alone, largest_difference(self._computed(part), [array[row : row + 1] for array in wanted])
             )
 
-            for mine, theirs in zip(self._decided(part), together, strict=True):
-                if mine.shape[:1] == (1,) and theirs.shape[:1] == (rows,):
-                    largest_value = np.abs(theirs[np.isfinite(theirs)]).max(initial=0.0) or 1.0
-                    self.decided = max(
-                        self.decided, largest_difference([mine], [theirs[row : row + 1]]) / largest_value
-                    )
+            self._compare_decided(self._decided(part), together, rows, slice(row, row + 1))
+
+    def compare_alike(self, rows: int, length: int) -> None:
+        """Compare equal rows together with one of them alone: a model may leave out some of many."""
+        inputs = alike(self._subject.example(rows, length))
+        try:
+            wanted = plain_outputs(self._subject.model, inputs)
+        except Exception:  # numbers that this model does not take
+            return
+        if not all(np.isfinite(array).all() for array in wanted):
+            return
+        arrays: Arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
+        one = {name: array[:1] for name, array in arrays.items()}
+        self.difference = max(self.difference, largest_difference(self._computed(arrays), wanted))
+        self.alone = max(self.alone, largest_difference(_repeated(self._computed(one), rows), wanted))
+        self._compare_decided(self._decided(one), self._decided(arrays), rows, slice(rows))
+
+    def _compare_decided(self, one: Sequence[Array], together: Sequence[Array], rows: int, at: slice) -> None:
+        """Compare what discrete outputs of a row alone are decided by with some of the rows of a batch."""
+        for mine, theirs in zip(one, together, strict=True):
+            if mine.shape[:1] == (1,) and theirs.shape[:1] == (rows,):
+                largest_value = np.abs(theirs[np.isfinite(theirs)]).max(initial=0.0) or 1.0
+                some = theirs[at]
+                self.decided = max(
+                    self.decided, largest_difference(_repeated([mine], len(some)), [some]) / largest_value
+                )
 
     def _decided(self, arrays: Arrays) -> list[Array]:
         """Return what discrete outputs are decided by."""
@@ -180,6 +200,11 @@ class StageCheck:
         return list(arrays.values())
 
 
+def _repeated(arrays: Sequence[Array], rows: int) -> list[Array]:
+    """Return the outputs of one row as those of so many equal ones."""
+    return [np.repeat(array, rows, axis=0) for array in arrays]
+
+
 def _peak_bytes() -> int:
     """Return the most memory that this process has used."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -195,8 +220,10 @@ def check_stages(
 ) -> ExportCheck:
     """Return how far the stages, one after the other, are from the whole model in PyTorch, at several sizes."""
     check = StageCheck(subject, folder, stages, whole)
-    for rows, length in check_sizes(*size, dimensions):
+    sizes = check_sizes(*size, dimensions)
+    for rows, length in sizes:
         check.compare(rows, length)
+    check.compare_alike(*max(sizes))
     not_run = check.compare_long(size[1], dimensions[LENGTH]) if LENGTH in dimensions else ()
     if not np.isfinite(check.difference):
         raise ModelError(

@@ -2,7 +2,8 @@
 
 PyTorch refuses a negative index of an embedding; ONNX counts it from the end of the table and answers. So bounds of
 inputs are followed from each lookup back to the input, through casts, sums and reshapes, and stand in the manifest. And
-the graph makes a negative index, wherever it comes from, one that ONNX Runtime refuses.
+the graph makes a negative index, wherever it comes from, one that ONNX Runtime refuses. PyTorch also refuses a number
+that is none of the classes of a one-hot vector, and the exporter would write zeros for it; so the vector is looked up.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _SAME = (  # operations whose output has the numbers of their first input, all o
 _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool)
 _REFUSING = ("aten.embedding", "aten.index_select", "aten.gather", "aten.scatter", "aten.take")
 _PLACES = {"Gather": 1, "GatherElements": 1, "ScatterElements": 1}  # which input of a node has the indices
+_CPU = torch.device("cpu")
 _NONE = 2**62  # an index that no table has
 
 
@@ -34,6 +36,26 @@ class LookupBounds(NamedTuple):
 
     least: int
     below: int
+
+
+def with_looked_up_classes(program: Any) -> Any:
+    """Change an exported program so that it looks up one-hot vectors among those of all classes; returns it."""
+    graph = program.graph_module.graph
+    for node in list(graph.nodes):
+        count = node.args[1] if len(node.args) > 1 else None
+        if getattr(node.target, "overloadpacket", None) is not _ATEN.one_hot or not isinstance(count, int) or count < 1:
+            continue
+        with graph.inserting_before(node):
+            every = graph.call_function(_ATEN.eye.default, (count,), {"dtype": torch.int64, "device": _CPU})
+            looked_up = graph.call_function(_ATEN.embedding.default, (every, node.args[0]))
+        with node.meta["val"].fake_mode:
+            every.meta = {**node.meta, "val": torch.eye(count, dtype=torch.int64, device=_CPU)}
+        looked_up.meta = dict(node.meta)
+        node.replace_all_uses_with(looked_up)
+        program.graph_signature.replace_all_uses(node.name, looked_up.name)
+        graph.erase_node(node)
+    program.graph_module.recompile()
+    return program
 
 
 def bounds_of(program: Any, names: Sequence[str]) -> dict[str, LookupBounds]:
@@ -57,10 +79,6 @@ def _lookups(node: Any) -> Iterator[tuple[Any, int]]:
         table, indices, at = node.args[0], node.args[1], 0
     elif packet is _ATEN.index_select or packet is _ATEN.gather:
         table, at, indices = node.args[:3]
-    elif packet is _ATEN.one_hot:
-        if len(node.args) > 1 and isinstance(node.args[1], int) and node.args[1] > 0:
-            yield node.args[0], node.args[1]
-        return
     else:
         return
     count = table.meta["val"].shape[at]

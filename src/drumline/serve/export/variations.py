@@ -2,6 +2,8 @@
 
 Rows of an example may repeat. A model that mixes rows, by the mean over its tokens or by its longest row, gives the
 same answer for equal rows alone and together. So every number changes, and stays between the example's own.
+
+Other models mix rows only if many are equal: an expert that has room for so many tokens leaves out the last ones.
 """
 
 from __future__ import annotations
@@ -20,6 +22,21 @@ def variations(example: Inputs, seed: int) -> Iterator[Inputs]:
         generator = torch.Generator().manual_seed(seed)
         yield {name: _changed(tensor, change, generator) for name, tensor in example.items()}
     yield example
+
+
+def alike(example: Inputs) -> Inputs:
+    """Return inputs whose rows are all equal, and of whole numbers all numbers of an input.
+
+    >>> alike({"x": torch.tensor([[1, 3], [2, 0]])})["x"].tolist()
+    [[3, 3], [3, 3]]
+    """
+    return {name: _all_alike(tensor) if tensor.numel() else tensor for name, tensor in example.items()}
+
+
+def _all_alike(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_floating_point():
+        return tensor[:1].expand_as(tensor).contiguous()
+    return torch.full_like(tensor, tensor.max().item())
 
 
 def _changed(

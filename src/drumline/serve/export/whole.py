@@ -19,7 +19,7 @@ from drumline.core.errors import ModelError
 from drumline.model.blocks.pieces import LISTS, opened
 from drumline.model.values import pack
 from drumline.serve.export.guards import LENGTH
-from drumline.serve.export.lookups import refuse_negative
+from drumline.serve.export.lookups import refuse_negative, with_looked_up_classes
 from drumline.serve.wire.manifest import BATCH
 
 Inputs = Mapping[str, torch.Tensor]
@@ -118,13 +118,14 @@ def traced(model: nn.Module, example: Inputs, changing: Changing, most: Mapping[
 
 def _program(module: nn.Module, example: Inputs, shapes: Any) -> Any:
     """Return an exported program, in which every assumption about sizes is an assertion or a range."""
-    return torch.export.export(
+    program = torch.export.export(
         module,
         tuple(example.values()),
         dynamic_shapes=shapes,
         strict=False,
         prefer_deferred_runtime_asserts_over_guards=True,
     )
+    return with_looked_up_classes(program)
 
 
 def write_whole(model: nn.Module, program: Any, example: Inputs, path: Path) -> None:

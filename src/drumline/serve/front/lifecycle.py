@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from drumline.serve.front.queue import Queue
 from drumline.serve.front.record import LoadRecord, check_record
 from drumline.serve.front.service import FrontService
 from drumline.serve.front.tuner import Tuner
-from drumline.serve.logs import EventLog
+from drumline.serve.logs import EventLog, with_libraries
 from drumline.serve.stage import MAX_BYTES
 from drumline.serve.stages.hang import SHORTEST_HANG
 from drumline.serve.stages.remote import RemoteStages
@@ -112,7 +111,7 @@ async def serve(
     metrics = Metrics(len(manifest.stages))
     async with AsyncExitStack() as kept_stack:
         kept_stack.callback(log.close)
-        asyncio.get_running_loop().set_exception_handler(partial(_unexpected, log))
+        kept_stack.enter_context(with_libraries(log))
         stages = _stages(settings, manifest, log, metrics)
         kept_stack.push_async_callback(stages.stop)
         _on_signals(stopped)
@@ -140,11 +139,6 @@ async def serve(
             timeout=settings.timeout,
         )
         await _front(settings, manifest, service, pipe, metrics, log, stopped, notify, kept_stack)
-
-
-def _unexpected(log: EventLog, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log what nobody caught. The event loop's own way would write to stderr, and wait for whoever reads it."""
-    log("unexpected", level="error", why=f"{context.get('message')}: {context.get('exception')!r}"[:2000])
 
 
 def _record(settings: ServiceSettings, manifest: Manifest, log: EventLog) -> LoadRecord | None:

@@ -259,7 +259,8 @@ class Pipe:
         computed = [(stage_times.end - stage_times.start) * _NANO for stage_times in times]
         queued = sum(stage_times.start - stage_times.arrived for stage_times in times) * _NANO
         hop = max(0.0, (seconds - sum(computed) - queued) / len(times))
-        self._tuner.add(microbatch.signature, microbatch.rows, computed, hop)
+        inside = (times[-1].end - times[0].arrived) * _NANO
+        self._tuner.add(microbatch.signature, microbatch.rows, computed, hop, inside)
         self._metrics.took(times, microbatch.rows)
         if self._on_times is not None:
             self._on_times(microbatch, times)

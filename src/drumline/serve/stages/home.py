@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from drumline.core.errors import UsageError
-from drumline.serve.wire.files import hold
+from drumline.serve.wire.files import LOCK, hold, remove_home
 from drumline.serve.wire.manifest import Manifest
 
-_PREFIX, _LOCK, _EXPORT = "drumline-", "lock", "export"
+_PREFIX, _EXPORT = "drumline-", "export"
 
 
 class ModelHome:
@@ -39,10 +38,10 @@ class ModelHome:
         try:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
             _remove_left(self.path)
-            fresh = self.path / f".{_LOCK}"
+            fresh = self.path / f".{LOCK}"
             self._lock = os.open(fresh, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fresh.rename(self.path / _LOCK)  # others see it only once it is held
+            fresh.rename(self.path / LOCK)  # others see it only once it is held
         except OSError as error:
             what = f"cannot make a folder for sockets and the export: {error.strerror or error}"
             raise UsageError(what, fix="set TMPDIR to a folder with room for the export") from None
@@ -58,16 +57,16 @@ class ModelHome:
 
     def remove(self) -> None:
         """Remove the folder."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        remove_home(self.path)
         with suppress(OSError):
             os.close(self._lock)
 
 
 def _remove_left(mine: Path) -> None:
     """Remove folders of services that were killed together with all their stages."""
-    for path in mine.parent.glob(f"{_PREFIX}*/{_LOCK}"):
+    for path in mine.parent.glob(f"{_PREFIX}*/{LOCK}"):
         with suppress(OSError):
             if path.parent != mine and path.stat().st_uid == os.getuid():
                 with path.open("r+b") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(path.parent, ignore_errors=True)
+                    remove_home(path.parent)

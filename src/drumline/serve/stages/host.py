@@ -13,7 +13,7 @@ import signal
 from dataclasses import asdict
 from pathlib import Path
 
-from drumline.serve.logs import EventLog
+from drumline.serve.logs import EventLog, with_libraries
 from drumline.serve.stage import check_place
 from drumline.serve.stages.home import ModelHome
 from drumline.serve.stages.keeper import StageKeeper
@@ -56,19 +56,25 @@ async def host_stage(
     }
     keeper = StageKeeper(arguments, home.path, log=log, hang=hang)
     try:
-        await asyncio.to_thread(home.hold, folder, manifest)
-        keeping = asyncio.create_task(keeper.keep())
-        telling = asyncio.create_task(_tell_ready(keeper))
-        stopping = asyncio.create_task(stopped.wait())
-        await asyncio.wait({keeping, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        keeper.stop()
-        await keeper.stopped()
-        for task in (telling, stopping):
-            task.cancel()
-        await keeping  # raises why it ended, if it has
+        with with_libraries(log):
+            await asyncio.to_thread(home.hold, folder, manifest)
+            await _kept(keeper, stopped)
     finally:
         home.remove()
         log.close()
+
+
+async def _kept(keeper: StageKeeper, stopped: asyncio.Event) -> None:
+    """Keep a stage until told to stop; raises why it could not be kept."""
+    keeping = asyncio.create_task(keeper.keep())
+    telling = asyncio.create_task(_tell_ready(keeper))
+    stopping = asyncio.create_task(stopped.wait())
+    await asyncio.wait({keeping, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    keeper.stop()
+    await keeper.stopped()
+    for task in (telling, stopping):
+        task.cancel()
+    await keeping
 
 
 async def _tell_ready(keeper: StageKeeper) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 import time
@@ -19,7 +20,7 @@ from typing import Any
 
 from drumline.core.errors import LaunchError
 from drumline.serve.ledger import Ledger
-from drumline.serve.logs import EventLog
+from drumline.serve.logs import QUIET, EventLog
 from drumline.serve.stages.hang import HangWatch
 
 SECONDS_TO_START = 120.0
@@ -88,6 +89,7 @@ class StageKeeper:
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "drumline.serve.stage", json.dumps(arguments),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
+            env={**QUIET, **os.environ},
         )  # fmt: skip
         return self.process
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from drumline.core.errors import RecordError, UsageError, counted
@@ -17,6 +17,7 @@ from drumline.core.files import FileKind, opened
 from drumline.serve.wire.graph_files import external_files
 from drumline.serve.wire.manifest import Manifest
 
+LOCK = "lock"  # in the private folder of a service, held as long as its front runs
 _FILE = FileKind("file of a stage", RecordError, "every file that manifest.json names")
 
 
@@ -66,6 +67,17 @@ def hold(folder: Path, manifest: Manifest, copy: Path) -> Path:
         with opened(folder / name, _FILE) as source, _written(folder, copy), (copy / name).open("wb") as target:
             shutil.copyfileobj(source, target, 2**20)
     return copy
+
+
+def remove_home(home: Path) -> None:
+    """Remove the private folder of a service, its lock last: the next front finds what is left if this is cut short."""
+    with suppress(OSError):
+        for path in home.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != LOCK:
+                path.unlink(missing_ok=True)
+    shutil.rmtree(home, ignore_errors=True)
 
 
 @contextmanager
