@@ -95,7 +95,7 @@ class Trainer(transformers.Trainer):
         accelerator.clip_grad_norm_ = lambda _, *norms: trainer.pipeline.clip_grad_norm_(*norms)
         accelerator.backward = lambda loss, **_: trainer._losses.append(loss)
         accelerator.gather = lambda value: trainer.steps.over_lines(value) if trainer.args.world_size > 1 else value
-        accelerator.prepare_model = lambda model, *_, **__: model  # of a reference as well
+        accelerator.prepare_model = accelerator.prepare_optimizer = lambda prepared, *_, **__: prepared
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: the pipeline moves this rank's stages."""
@@ -130,9 +130,10 @@ class Trainer(transformers.Trainer):
 
     def _run(self, run: Callable[..., Any], function: Callable[[Any, Any], Any], batches: list[Any]) -> Any:
         """Run one step of these batches."""
-        self.model.train(run == self.steps.train)
-        prepared = [self._prepare_inputs(batch) for batch in batches]
-        return run(function, prepared, step=self.state.global_step, holder=self)
+        trains = run == self.steps.train
+        if any(module.training is not trains for module in self.model.modules()):
+            self.model.train(trains)
+        return run(function, batches, step=self.state.global_step, holder=self)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **named: Any) -> Any:
         """Evaluate several batches at once; the rank with the last stage computes the metrics, and tells all."""

@@ -173,7 +173,7 @@ class FunctionSteps:
     def _loss(self, output: Any, number: int) -> Any:
         """Return what becomes of a microbatch's output at the last stage."""
         self.number = min(number, len(self._batches) - 1)
-        output = mapped(output, self._own)
+        output = _with_own_losses(mapped(output, _as_float) if self._is_autocast else output)
         quiet = torch.autocast(torch.device(self.pipe.device).type, enabled=False)
         try:
             with quiet, self._draws.again(self.number, self._step):
@@ -185,11 +185,20 @@ class FunctionSteps:
         finally:
             self.number = None
 
-    def _own(self, tensor: Tensor) -> Tensor:
-        """Return a loss as a copy, which functions may scale in place; what autocast computes, as float32."""
-        if self._is_autocast and tensor.dtype in (torch.bfloat16, torch.float16):
-            return tensor.float()
-        return tensor if tensor.dim() else tensor.clone()
+
+def _as_float(tensor: Tensor) -> Tensor:
+    """Return what autocast has computed as float32."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def _with_own_losses(output: Any) -> Any:
+    """Return an output whose losses are copies, which functions may scale in place."""
+    if not isinstance(output, dict):
+        return mapped(output, lambda tensor: tensor if tensor.dim() else tensor.clone())
+    for name, value in output.items():
+        if isinstance(value, Tensor) and not value.dim():
+            output[name] = value.clone()
+    return output
 
 
 def _keeps_statistics(module: nn.Module) -> bool:
