@@ -111,6 +111,18 @@ def test_a_state_taken_since_another_is_the_same_as_one_taken_alone() -> None:
     assert not second.differs_from(HostChance())
 
 
+@pytest.mark.parametrize("num_before", [0, 1])
+@pytest.mark.parametrize("num_between", [0, 1, 2])
+def test_a_state_is_restored_with_the_number_that_was_in_store(num_before: int, num_between: int) -> None:
+    np.random.seed(0)
+    np.random.randn(num_before)
+    before, wanted = HostChance(), [*np.random.RandomState(0).randn(6)[num_before:]]
+    np.random.seed(1)
+    np.random.randn(num_between)
+    before.restore()
+    assert [*np.random.randn(6 - num_before)] == wanted
+
+
 def test_words_of_another_generator_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(np.random, "get_state", lambda: ("MT19937", [0] * 624, 0, 0, 0.0))
     _words_of.cache_clear()

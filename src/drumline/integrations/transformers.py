@@ -130,9 +130,6 @@ class Trainer(transformers.Trainer):
 
     def _run(self, run: Callable[..., Any], function: Callable[[Any, Any], Any], batches: list[Any]) -> Any:
         """Run one step of these batches."""
-        trains = run == self.steps.train
-        if any(module.training is not trains for module in self.model.modules()):
-            self.model.train(trains)
         return run(function, batches, step=self.state.global_step, holder=self)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **named: Any) -> Any:

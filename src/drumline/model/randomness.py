@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drumline.model.numpys_words import numpys_words
+from drumline.model.numpys_words import numpys_words, put_numpys_words
 from drumline.model.patches import put_in
 
 # Layers of torch.nn that may draw random numbers; all others of torch.nn draw none.
@@ -128,7 +128,8 @@ class HostChance:
     def restore(self) -> None:
         """Draw from this state again from now on."""
         random.setstate(self._python)
-        np.random.set_state(self._numpy)
+        if self._words is None or self._numpy[3] or not put_numpys_words(self._words):
+            np.random.set_state(self._numpy)
 
 
 class Randomness:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -55,6 +56,7 @@ class FunctionSteps:
         self._function: LossFunction | None = None  # while a step runs
         self._step, self._seed = 0, seed
         self._functions = Functions(model, self.who)
+        self._modules = list(model.modules())
         self._settings = settings
         self._is_autocast = settings.get("precision", "fp32") != "fp32"
         this: Any = weakref.ref(self)  # nobody who looks at the loss function looks at all of this
@@ -87,26 +89,26 @@ class FunctionSteps:
         return self.pipe.transport == "in-process" or self.pipe.rank == placement.rank_of(placement.num_stages - 1, 0)
 
     def train(self, function: LossFunction, batches: Sequence[Any], *, step: int = 0, holder: Any = None) -> Tensor:
-        """Add the gradients of all losses that the function returns; return their sum on every rank.
+        """Add the gradients of all losses that the function returns, in training mode; return their sum on every rank.
 
         `step` seeds what the function draws after its call of the model. The function must not set attributes of
         `holder` before that call.
         """
-        if len(batches) < self.size and any(map(_keeps_statistics, self.model.modules())):
+        if len(batches) < self.size and any(map(_keeps_statistics, self._modules)):
             raise UsageError(
                 f"the step has {counted(len(batches), 'microbatch')}, and the model keeps running statistics",
                 expected=f"{self.size}: one that runs again would change these",
                 fix="leave incomplete steps out, or choose a dataset of a multiple of that many batches",
             )
         count = len(batches)  # the pipeline takes the mean over as many
-        self._begin(lambda model, batch: function(model, batch) * count, batches, step)
+        self._begin(lambda model, batch: function(model, batch) * count, batches, step, train=True)
         total: Tensor = self._run(self.pipe.step, holder).loss
         return total
 
     def evaluate(
         self, function: Callable[[Any, Any], T], batches: Sequence[Any], *, step: int = 0, holder: Any = None
     ) -> list[T | None]:
-        """Return what the function returns for each batch; None for each on ranks without the last stage."""
+        """Return what the function returns for each batch in eval mode; None for each where the last stage is not."""
         answers: dict[int | None, T] = {}
 
         def noted(model: Any, batch: Any) -> Tensor:
@@ -114,7 +116,7 @@ class FunctionSteps:
                 answers[self.number] = function(model, batch)
             return torch.zeros((), device=self.pipe.device)
 
-        self._begin(noted, batches, step)
+        self._begin(noted, batches, step, train=False)
         self._run(partial(self.pipe.eval_step, outputs=False), holder)
         return [answers.get(number) if self.has_loss else None for number in range(len(batches))]
 
@@ -144,12 +146,14 @@ class FunctionSteps:
         """Return what a call of the model with these arguments returns, of what the pipeline has computed."""
         return output
 
-    def _begin(self, function: LossFunction, batches: Sequence[Any], step: int) -> None:
+    def _begin(self, function: LossFunction, batches: Sequence[Any], step: int, *, train: bool) -> None:
         if not 0 < len(batches) <= self.size:
             raise BatchError(
                 f"the step has {counted(len(batches), 'batch')}", expected=f"1 to {self.size}, one a microbatch"
             )
         self._function, self._batches, self._step = function, batches, step
+        if any(module.training is not train for module in self._modules):  # else this would take long
+            self.model.train(train)
 
     def _run(self, run: Callable[..., Any], holder: Any) -> Any:
         """Run a step by what the functions ask of the model."""
@@ -174,9 +178,8 @@ class FunctionSteps:
         """Return what becomes of a microbatch's output at the last stage."""
         self.number = min(number, len(self._batches) - 1)
         output = _with_own_losses(mapped(output, _as_float) if self._is_autocast else output)
-        quiet = torch.autocast(torch.device(self.pipe.device).type, enabled=False)
         try:
-            with quiet, self._draws.again(self.number, self._step):
+            with self._outside_autocast(), self._draws.again(self.number, self._step):
                 return self._functions.answered(
                     lambda named: self.answered(output, named),
                     partial(self._on_copy, self._batches[self.number]),
@@ -184,6 +187,10 @@ class FunctionSteps:
                 )
         finally:
             self.number = None
+
+    def _outside_autocast(self) -> AbstractContextManager[Any]:
+        device = torch.device(self.pipe.device).type
+        return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _as_float(tensor: Tensor) -> Tensor:
