@@ -278,7 +278,7 @@ def lines(make: Making) -> Outcome:
     """Two replicas, each of which takes half of the microbatches of an update; trained, evaluated and resumed."""
     given: dict[str, Any] = {
         "train_sampling_strategy": "sequential", "train_dataset": texts(48), "save_strategy": "steps", "save_steps": 2,
-        "max_steps": 4, "weight_decay": 0.1,
+        "max_steps": 4, "weight_decay": 0.1, "include_num_input_tokens_seen": True,
     }  # fmt: skip
     if make.pipeline is not None:
         make = replace(make, pipeline={**make.pipeline, "mesh": {"dp": 2}})

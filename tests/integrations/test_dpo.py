@@ -15,7 +15,7 @@ from refused import refused
 
 peft: Any = needed("peft", extra="tune")
 trl: Any = needed("trl", extra="trainers")
-PipelineTrainer: Any = needed("drumline.integrations.trainer", extra="hf").PipelineTrainer
+Trainer: Any = needed("drumline.integrations.transformers", extra="hf").Trainer
 DPOTrainer: Any = needed("drumline.integrations.trl", extra="trainers").DPOTrainer
 
 pytestmark = MARKS
@@ -56,6 +56,6 @@ def test_another_kind_of_reference_is_refused_by_name(changes: dict[str, Any], m
 
 
 def test_trainers_of_trl_that_are_not_fitted_are_refused_by_name(tmp_path: Path) -> None:
-    mixed = type("Mixed", (PipelineTrainer, trl.DPOTrainer), {})
+    mixed = type("Mixed", (Trainer, trl.DPOTrainer), {})
     with refused(UsageError, "DPOTrainer is one of TRL's trainers, which ask more of a model"):
         trainer(mixed, tmp_path, data("preferences", 8), {}, pipeline=IN_ONE_PROCESS, ref_model=llama(seed=1))

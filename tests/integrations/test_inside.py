@@ -22,7 +22,6 @@ from some import some
 
 transformers: Any = needed("transformers", extra="hf")
 from drumline.core.timeline.idle import Cause  # noqa: E402
-from drumline.integrations.trainer import PipelineTrainer  # noqa: E402
 from drumline.integrations.transformers import Trainer  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -139,7 +138,7 @@ class Theirs(transformers.Trainer):
 
 
 def test_the_step_of_a_trainer_behind_the_mixin_is_made_for_every_microbatch(tmp_path: Path) -> None:
-    mixed = type("Mixed", (PipelineTrainer, Theirs), {})
+    mixed = type("Mixed", (Trainer, Theirs), {})
     trainer = Making(mixed, tmp_path / "mine", tmp_path, IN_PROCESS)(small())
     plain = Making(Theirs, tmp_path / "theirs", tmp_path)(small())
     trainer.train()

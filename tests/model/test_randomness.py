@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.placement import Placement
+from drumline.model import pythons_words
 from drumline.model.block import Block
 from drumline.model.numpys_words import _words_of, numpys_words
+from drumline.model.pythons_words import put_pythons_state, pythons_state
 from drumline.model.randomness import HostChance, Randomness
 from drumline.model.weights.tied import TiedCopies, Ties
 from drumline.pipeline.pipeline import Pipeline
@@ -109,6 +111,36 @@ def test_a_state_taken_since_another_is_the_same_as_one_taken_alone() -> None:
     second = HostChance(since=first)
     assert first.differs_from(second)
     assert not second.differs_from(HostChance())
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+@pytest.mark.parametrize("num_between", [0, 1, 2])
+def test_a_state_is_restored_with_the_number_that_was_in_store(num_before: int, num_between: int) -> None:
+    np.random.seed(0)
+    np.random.randn(num_before)
+    before, wanted = HostChance(), [*np.random.RandomState(0).randn(6)[num_before:]]
+    np.random.seed(1)
+    np.random.randn(num_between)
+    before.restore()
+    assert [*np.random.randn(6 - num_before)] == wanted
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_pythons_state_is_put_back_also_where_its_words_are_not_known(
+    knows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random.seed(0)
+    random.gauss()  # leaves a second number in store
+    before, wanted = pythons_state(), random.Random(0)
+    wanted.gauss()
+    assert isinstance(before[0], bytes)
+    random.seed(1)
+    if not knows:
+        monkeypatch.setattr(pythons_words, "_words", lambda: None)
+        put_pythons_state(random.getstate())
+    put_pythons_state(before)
+    assert [random.gauss(), random.random()] == [wanted.gauss(), wanted.random()]
+    assert random.getstate() == wanted.getstate()
 
 
 def test_words_of_another_generator_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import drumline as dl
-from drumline.core.errors import ModelError
+from drumline.core.errors import BatchError, DrumlineError, ModelError
+from drumline.pipeline.calls.ahead import Ahead
 from drumline.pipeline.calls.draws import TwiceDrawn
+from drumline.pipeline.calls.function_steps import FunctionSteps
 from drumline.pipeline.calls.functions import Functions, StandIn
 from refused import refused
 
@@ -69,6 +72,129 @@ def test_a_function_that_calls_the_model_trains_as_in_plain_pytorch() -> None:
     for row in rows():
         noisy_loss(row, plain)
     assert drawn == [torch.rand(()) for _ in range(2)]  # all go on as if the function had run once
+
+
+def steps_of(model: nn.Module, **settings: Any) -> FunctionSteps:
+    given: dict[str, Any] = {"num_ranks": 2, "transport": "in-process", "check_model": False, "num_microbatches": M}
+    return FunctionSteps(model, **{**given, **settings})
+
+
+@pytest.mark.parametrize("count", [M, M - 1])
+def test_steps_of_functions_train_on_the_sum_of_their_losses_also_with_fewer_batches(count: int) -> None:
+    plain, model = chain(), chain()
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(5)
+    wanted = sum((noisy_loss(row, plain) for row in rows()[:count]), torch.zeros(()))
+    wanted.backward()  # type: ignore[no-untyped-call]
+    steps = steps_of(model)
+    model.eval()
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(5)
+    loss = steps.train(lambda model, row: noisy_loss(row, model), rows()[:count])
+    assert model.training
+    torch.testing.assert_close(loss, wanted.detach())
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+
+
+def test_evaluations_return_what_the_function_makes_of_each_batch_and_draw_nothing() -> None:
+    model, drawn = chain(), []
+
+    def function(model: Any, row: dict[str, Tensor]) -> Any:
+        output = model(row["x"])
+        drawn.append(float(torch.rand(())))
+        return output.sum(), row
+
+    steps, states = steps_of(model), torch.get_rng_state()
+    outcomes = steps.evaluate(function, rows()[:3], step=7)
+    assert not model.training
+    assert torch.equal(torch.get_rng_state(), states)
+    for outcome, row in zip(outcomes, rows()[:3], strict=True):
+        assert outcome is not None
+        torch.testing.assert_close(outcome[0], model(row["x"]).sum())
+        torch.testing.assert_close(outcome[1], row)
+    assert len(set(drawn)) == 3
+    first = list(drawn)
+    steps.evaluate(function, rows()[:3], step=8)
+    assert not set(first) & set(drawn[3:])
+
+
+def test_steps_of_another_model_beside_train_nothing_and_have_the_same_settings() -> None:
+    steps = steps_of(chain(), schedule="zb-h1")
+    other = steps.beside(chain())
+    assert other.pipe.program.name == "zb-h1"
+    assert other.size == M
+    assert other.evaluate(lambda model, row: model(row["x"]).shape, rows()) == [
+        (number, 2) for number in range(1, M + 1)
+    ]
+
+
+def scaling(model: Any, row: dict[str, Tensor]) -> Any:
+    loss = model(row["x"])
+    loss *= 2
+    return loss
+
+
+class Summed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = super().forward(x).sum()
+        return total
+
+
+def test_a_loss_of_the_model_may_be_scaled_in_place() -> None:
+    model, plain = Summed(*chain()), chain()
+    loss = steps_of(model, example=torch.ones(2, 3)).train(scaling, rows())
+    torch.testing.assert_close(loss, 2 * sum(plain(row["x"]).sum() for row in rows()).detach())
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"), [({"schedule": "pipedream"}, "pipedream"), ({"schedule": "chimera"}, "chimera")]
+)
+def test_schedules_in_which_functions_cannot_run_are_refused(settings: dict[str, Any], named: str) -> None:
+    with refused(DrumlineError, named):
+        steps_of(chain(), **settings)
+
+
+@pytest.mark.parametrize("count", [0, M + 1])
+def test_other_numbers_of_batches_are_refused(count: int) -> None:
+    with refused(BatchError, f"the step has {count} batch", expected="1 to 4"):
+        steps_of(chain()).evaluate(lambda model, row: model(row["x"]), (rows() * 2)[:count])
+
+
+@pytest.mark.parametrize("again", ["same", "other"])
+def test_a_second_call_may_have_the_same_arguments_only(again: str) -> None:
+    def twice(model: Any) -> Any:
+        x = torch.ones(1)
+        return model(x=x, fused=True) + model(x=x if again == "same" else torch.ones(1), fused=False)
+
+    functions = Functions(chain(), "loss_of")
+    with refused(ModelError, "a second time") if again == "other" else nullcontext():
+        assert functions.answered(lambda named: int(named["fused"]), twice, differing=["fused"]) == 1
+    with refused(ModelError, "loss_of called the model a second time"):
+        functions.answered(lambda named: 1, twice)
+
+
+def test_a_stand_in_without_an_answer_refuses_calls() -> None:
+    with refused(ModelError, "a callback calls the model"):
+        StandIn(chain(), None, "a callback")(torch.ones(3))
+
+
+def test_a_loader_without_an_end_of_its_own_is_read_in_groups_to_its_end() -> None:
+    seen: list[list[int]] = []
+
+    def run(batches: list[list[int]]) -> list[int]:
+        seen.append([batch[0] for batch in batches])
+        return [batch[0] for batch in batches]
+
+    loader = [[number] for number in range(5)]
+    ahead = Ahead(loader, 2)
+    assert [ahead.outcome_of(batch, run) for batch in ahead] == list(range(5))
+    assert seen == [[0, 1], [2, 3], [4]]
+    assert ahead.outcome_of([9], run) == 9
+    iterator = iter(ahead)
+    next(iterator)
+    assert ahead.outcome_of(next(iterator), run) == 1  # the first of the group was not asked for
+    assert seen[-2:] == [[9], [1]]
 
 
 def test_calls_with_other_arguments_are_refused() -> None:

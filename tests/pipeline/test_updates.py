@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -123,6 +124,40 @@ def test_float32_copies_follow_each_their_own_optimizer() -> None:
     assert restored.param_groups[0]["lr"] == 1e-4
     with refused(UsageError, "no trainable parameter is named '0.biass'", fix="did you mean 0.bias"):
         pipe.optimizer(torch.optim.SGD, names=["0.biass"])
+
+
+@pytest.mark.parametrize("master_weights", [False, True])
+def test_groups_have_settings_of_their_own_and_what_is_left(master_weights: bool) -> None:
+    if master_weights and find_spec("drumline.features.precision") is None:
+        pytest.skip("needs precision")
+    model, plain = classifier(), classifier()
+    given: dict[str, Any] = {"master_weights": True} if master_weights else {}
+    model, plain = (each.to(torch.float16 if master_weights else torch.float32) for each in (model, plain))
+    pipe = Pipeline(model, loss_fn=functional.cross_entropy, num_microbatches=4, num_ranks=2, **given)
+    groups = [{"names": "*.bias", "weight_decay": 0.0}, {"names": "0.*t", "lr": 0.1}, {"weight_decay": 0.5}]
+    optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-2, groups=groups)
+    names = [["0.bias", "2.bias", "4.bias"], ["0.weight"], ["2.weight", "4.weight"]]
+    named = optimizer.state_dict()["param_groups"]
+    assert [group["params"] for group in named] == names
+    assert [(group["lr"], group["weight_decay"]) for group in named] == [(0.01, 0.0), (0.1, 0.01), (0.01, 0.5)]
+    held = dict(pipe.named_master_weights())
+    for group, each in some(zip(optimizer.param_groups, names, strict=True)):
+        assert [id(param) for param in group["params"]] == [id(held[name]) for name in each]
+
+
+def test_groups_that_are_not_clear_are_refused() -> None:
+    pipe = Pipeline(classifier(), loss_fn=functional.cross_entropy, num_microbatches=4, num_ranks=2)
+    for groups, error in some(
+        [
+            ([{"names": "*.bias"}, {"names": "0.*"}], "'0.bias' is in two groups"),
+            ([{"params": []}], "groups holds"),
+            ([{"names": "*.wight"}], "no trainable parameter is named"),
+        ]
+    ):
+        with refused(UsageError, error):
+            pipe.optimizer(torch.optim.SGD, lr=0.1, groups=groups)
+    with refused(UsageError, "names and groups"):
+        pipe.optimizer(torch.optim.SGD, lr=0.1, names="*.bias", groups=[{"lr": 1.0}])
 
 
 @pytest.mark.features("record")

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import drumline as dl
-from drumline.pipeline.whole import named_state, refresh, whole_state
+from drumline.pipeline.whole import load_whole_state, refresh, whole_state
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
-NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 STEPS = 3
 
 
@@ -47,16 +46,14 @@ def on_ranks(steps: int, state: dict[str, Any] | None) -> tuple[dict[str, Tensor
     pipe = dl.Pipeline(model, loss_fn=nn.functional.mse_loss, **settings)
     optimizer = pipe.optimizer(torch.optim.Adam, lr=0.1)
     if state is not None:
-        optimizer.load_state_dict(named_state(state["optimizer"], [NAMES]))
+        load_whole_state(pipe, model, optimizer, state["optimizer"])
     for step in range(STEPS - steps, STEPS):
         pipe.zero_grad()
         x, y = batch(step)
         pipe.step(x, target=y)
         optimizer.step()
     refresh(pipe, model)
-    named = optimizer.state_dict()
-    wanted = whole_state(pipe, named, [NAMES], is_wanted=True)
-    unwanted = whole_state(pipe, named, [NAMES], is_wanted=False)
+    wanted, unwanted = (whole_state(pipe, model, optimizer, is_wanted=wanted) for wanted in (True, False))
     return {name: value.clone() for name, value in model.state_dict().items()}, wanted, unwanted
 
 

@@ -143,6 +143,16 @@ def _refused(kind: type[DrumlineError], error: str, expected: str, fix: str) -> 
     return drumline_error
 
 
+def refuse(*rows: tuple[object, str, str, str], kind: type[DrumlineError] = UsageError) -> None:
+    """Raise the first row that holds: whether it does, what is wrong, what was expected, and how to fix it.
+
+    >>> refuse((False, "M is 0", "a count of 1 or more", "pass --microbatches 8"))
+    """
+    for holds, error, expected, fix in rows:
+        if holds:
+            raise kind(error, expected=expected, fix=fix)
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return a phrase that suggests the closest known word, or lists all of them.
 

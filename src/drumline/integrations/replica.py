@@ -13,24 +13,20 @@ there are.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 
-from drumline.channel.devices.visible import group_backend
+from drumline.model.patches import put_in
 
 _CPU = torch.device("cpu")
 
 
 def begin(args: Any) -> None:
-    """Let the accelerator that comes next see one replica; join the other processes, if accelerate has not."""
+    """Let the accelerator that comes next see one replica."""
     args._n_gpu = min(args.n_gpu, 1)  # else several cards of one process would become replicas
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        dist.init_process_group(group_backend())
     if args.device.type == "cpu":
         args._setup_devices = _CPU  # what `args.device` returns
     AcceleratorState._reset_state()
@@ -46,28 +42,18 @@ def declare(num_lines: int) -> None:
     ...     state.num_processes
     2
     """
-    _tell(
-        distributed_type=DistributedType.NO,
-        num_processes=num_lines,
-        process_index=int(os.environ.get("RANK", "0")),
-        local_process_index=int(os.environ.get("LOCAL_RANK", "0")),
-    )
-    if PartialState._shared_state.get("device", _CPU).type == "cpu":
-        _tell(device=_CPU)
+    rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    facts = {"num_processes": num_lines, "process_index": rank, "local_process_index": local_rank}
+    for state in _states():
+        state.update(distributed_type=DistributedType.NO, **facts)
+        if state.get("device", _CPU).type == "cpu":
+            state["device"] = _CPU
 
 
-@contextmanager
-def seen_as(**facts: Any) -> Iterator[None]:
+def seen_as(**facts: Any) -> AbstractContextManager[None]:
     """Let accelerate and transformers see another state for a while."""
-    before = {name: PartialState._shared_state[name] for name in facts}
-    _tell(**facts)
-    try:
-        yield
-    finally:
-        _tell(**before)
+    return put_in((state, name, value) for state in _states() for name, value in facts.items())
 
 
-def _tell(**facts: Any) -> None:
-    for state in (PartialState, AcceleratorState):
-        if state._shared_state:  # else it is not made yet, and reads the other one then
-            state._shared_state.update(facts)
+def _states() -> list[dict[str, Any]]:
+    return [kind._shared_state for kind in (PartialState, AcceleratorState) if kind._shared_state]

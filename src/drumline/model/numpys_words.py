@@ -1,4 +1,4 @@
-"""The numbers of NumPy's global generator as bytes: reading them takes a fiftieth of `np.random.get_state()`.
+"""The numbers of NumPy's global generator as bytes: reading and writing them takes a fiftieth of NumPy's own way.
 
 NumPy tells where its generators keep them, for code in C; that they are 624 words and a position is seen, not assumed.
 """
@@ -6,7 +6,7 @@ NumPy tells where its generators keep them, for code in C; that they are 624 wor
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import Array, c_uint32
+from ctypes import Array, c_uint32, memmove, sizeof
 from functools import cache
 from typing import Any
 
@@ -30,6 +30,22 @@ def numpys_words() -> bytes | None:
     generator = _get_generator()
     words = _words_of(id(generator))
     return None if words is None else bytes(words[0])
+
+
+def put_numpys_words(words: bytes) -> bool:
+    """Let NumPy's global generator draw from these words, with no second normal number in store; whether it could.
+
+    >>> before = numpys_words()
+    >>> drawn = np.random.rand()
+    >>> before is None or (put_numpys_words(before) and np.random.rand() == drawn)
+    True
+    """
+    known = _words_of(id(_get_generator()))
+    if known is None or len(words) != sizeof(known[0]):
+        return False
+    np.random.seed(0)  # which takes a number out of the store
+    memmove(known[0], words, len(words))
+    return True
 
 
 _get_generator: Callable[[], Any] = getattr(np.random, "get_bit_generator", lambda: None)  # since NumPy 1.24

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drumline.model.numpys_words import numpys_words
+from drumline.model.numpys_words import numpys_words, put_numpys_words
 from drumline.model.patches import put_in
+from drumline.model.pythons_words import put_pythons_state, pythons_state
 
 # Layers of torch.nn that may draw random numbers; all others of torch.nn draw none.
 _DRAWING = (
@@ -88,7 +89,7 @@ class HostChance:
 
     def __init__(self, since: HostChance | None = None) -> None:
         """Take the state; `since` an earlier one, after which nobody has set NumPy's state, it takes less time."""
-        self._python = random.getstate()
+        self._python = pythons_state()
         self._words = numpys_words()
         self._numpy: Any
         if since is not None and self._words is not None and since._words == self._words and not since._numpy[3]:
@@ -127,8 +128,9 @@ class HostChance:
 
     def restore(self) -> None:
         """Draw from this state again from now on."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
+        put_pythons_state(self._python)
+        if self._words is None or self._numpy[3] or not put_numpys_words(self._words):
+            np.random.set_state(self._numpy)
 
 
 class Randomness:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from drumline.channel.devices.rank_devices import RankDevices
 from drumline.channel.lines.axes import Axes
 from drumline.channel.lines.grid import AXES
-from drumline.core.errors import DrumlineError, UsageError, counted
+from drumline.core.errors import DrumlineError, UsageError, counted, refuse
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.engine.state.keeper import Keeper
-from drumline.engine.state.name_patterns import matching
+from drumline.engine.state.name_patterns import grouped
 from drumline.engine.state.put_back import kept_in
 from drumline.engine.updates.whole_matrices import by_element
 from drumline.pipeline.attached import AttachedMethods
@@ -345,6 +345,7 @@ class Pipeline(AttachedMethods):
         kind: type[torch.optim.Optimizer],
         *,
         names: str | Sequence[str] | None = None,
+        groups: Sequence[Mapping[str, Any]] = (),
         validated: str = "before",
         max_norm: float | None = None,
         **settings: Any,
@@ -353,6 +354,9 @@ class Pipeline(AttachedMethods):
 
         With `names`, it updates only parameters that match: names of the whole model, or patterns like `"*.bias"`. Its
         `state_dict` uses parameter names. Merge the states of all ranks to load them with any schedule and cut.
+
+        With `groups`, it has parameter groups with settings of their own: `[{"names": "*.bias", "weight_decay": 0.0}]`.
+        A group without names has all parameters that no other group has.
 
         With a schedule without a flush, it steps inside of `step`, and `max_norm` clips all gradients of every update
         together; with others, call `clip_grad_norm_`.
@@ -364,11 +368,13 @@ class Pipeline(AttachedMethods):
         whole = kind.__name__ if isinstance(kind, type) and not by_element(kind) else ""
         self._run.refuse(optimizer=whole, validated=validated, max_norm=max_norm)
         self._run.flow.clips(validated, max_norm)
+        refuse((bool(groups) and names is not None, "names and groups are both given", "one of the two", "name groups"))
         trained = [(name, param) for name, param in self.named_parameters() if param.requires_grad]
-        if names is not None:
-            chosen = matching(names, self.parameter_shapes(), others=self.parameter_aliases())
-            trained = [(name, param) for name, param in trained if name in chosen]
-        return self._updates.optimizer(kind, [param for _, param in trained], settings, self.named_master_weights)
+        listed: list[tuple[list[nn.Parameter], dict[str, Any]]] = [([param for _, param in trained], {})]
+        if groups or names is not None:
+            chosen = grouped(groups or [{"names": names}], self.parameter_shapes(), others=self.parameter_aliases())
+            listed = [([param for name, param in trained if name in each], group) for each, group in chosen]
+        return self._updates.optimizer(kind, listed, settings, self.named_master_weights)
 
     def parameter_shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the whole model's trainable parameters by name, those of other ranks too.

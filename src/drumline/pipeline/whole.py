@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from drumline.core.errors import refuse
 from drumline.pipeline.pipeline import Pipeline
 
 Name = TypeVar("Name", str, tuple[Any, str])
@@ -43,15 +45,19 @@ def refresh(pipe: Pipeline, model: nn.Module) -> None:
         whole[name].copy_(tensor)
 
 
-def whole_state(
-    pipe: Pipeline, state: Mapping[str, Any], names: list[list[Any]] | None, *, is_wanted: bool
-) -> dict[str, Any]:
+def need_folder(pipe: Pipeline, folder: str) -> None:
+    """Refuse a folder that only some ranks can see; call it on every rank."""
+    some = len(set(pipe.gather(os.path.isdir(folder)))) > 1
+    refuse((some, f"some ranks cannot see {folder}", "a folder that all hosts share", "save to such a folder"))
+
+
+def whole_state(pipe: Pipeline, model: nn.Module, optimizer: Any, *, is_wanted: bool) -> dict[str, Any]:
     """Return the state of an optimizer over the whole model by position, as one process would have it.
 
-    `names` are those of the whole model's parameters, by group; None where the state has positions already. Call it on
-    every rank; only those that want it keep what others send.
+    Call it on every rank; only those that want it keep what others send.
     """
-    names = names or [group["params"] for group in state["param_groups"]]
+    state = optimizer.state_dict()
+    names = _names_by_group(pipe, model, state) or [group["params"] for group in state["param_groups"]]
     positions = {name: position for position, name in enumerate(chain(*names))}
     merged: dict[Any, dict[str, Any]] = {}
     numbers = {
@@ -76,12 +82,33 @@ def whole_state(
     return {"state": {positions[name]: merged[name] for name in positions if name in merged}, "param_groups": groups}
 
 
-def named_state(state: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
-    """Return the state of an optimizer over the whole model by name, as `pipe.optimizer` takes it.
+def load_whole_state(pipe: Pipeline, model: nn.Module, optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Load the state of an optimizer over the whole model by position; call it on every rank.
 
-    >>> named_state({"state": {1: {"step": 4}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}, [["weight", "bias"]])
-    {'state': {'bias': {'step': 4}}, 'param_groups': [{'lr': 0.1, 'params': ['weight', 'bias']}]}
+    >>> model = nn.Linear(2, 1)
+    >>> pipe = Pipeline([model], num_microbatches=1)
+    >>> optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    >>> other = torch.optim.SGD(model.parameters(), lr=0.5)
+    >>> load_whole_state(pipe, nn.Sequential(model), optimizer, other.state_dict())
+    >>> optimizer.param_groups[0]["lr"]
+    0.5
     """
-    order = list(chain(*names))
-    groups = [{**group, "params": each} for group, each in zip(state["param_groups"], names, strict=True)]
-    return {"state": {order[position]: entry for position, entry in state["state"].items()}, "param_groups": groups}
+    if names := _names_by_group(pipe, model, optimizer.state_dict()):
+        order = list(chain(*names))
+        groups = [{**group, "params": each} for group, each in zip(state["param_groups"], names, strict=True)]
+        state = {"state": {order[at]: entry for at, entry in state["state"].items()}, "param_groups": groups}
+    optimizer.load_state_dict(state)
+
+
+def _names_by_group(pipe: Pipeline, model: nn.Module, state: Mapping[str, Any]) -> list[list[str]]:
+    """Return what each group has on all ranks, in the model's order; nothing if the state has positions."""
+    shapes = pipe.parameter_shapes()
+    refuse((
+        any(tensor.shape != shapes.get(name, tensor.shape) for name, tensor in pipe.named_master_weights()),
+        "lines of the mesh divide the optimizer's state", "a whole state on every line: zero=0",
+        "go on from weights alone, or save with pipe.save",
+    ))  # fmt: skip
+    ranks = pipe.gather([group["params"] for group in state["param_groups"]])
+    homes = {name: at for groups in ranks for at, names in enumerate(groups) for name in names}
+    order = [name for name, _ in model.named_parameters() if name in homes]
+    return [[name for name in order if homes[name] == at] for at in range(len(ranks[0]))] if order else []

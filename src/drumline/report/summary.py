@@ -114,3 +114,16 @@ def idle_by_cause(timeline: Timeline) -> dict[str, list[float]]:
     for idle in timeline.causes:
         total[idle.cause.value][idle.rank] += idle.seconds
     return total
+
+
+def idle_shares(timeline: Timeline, prefix: str = "") -> dict[str, float]:
+    r"""Return the bubble and its causes as shares of all ranks' time, by flat names for logs; causes sum to the bubble.
+
+    >>> from drumline.core.simulate.simulate import simulate
+    >>> shares = idle_shares(simulate(Program.parse("0F0,0B0\n1F0,1B0")), "pipeline_")
+    >>> {name: round(share, 3) for name, share in shares.items()}
+    {'pipeline_bubble': 0.5, 'pipeline_idle_fill': 0.083, 'pipeline_idle_drain': 0.167, 'pipeline_idle_wait': 0.25}
+    """
+    whole = timeline.num_ranks * timeline.makespan or 1.0
+    shares = {f"idle_{cause}": sum(seconds) / whole for cause, seconds in idle_by_cause(timeline).items()}
+    return {f"{prefix}{name}": share for name, share in {"bubble": timeline.bubble, **shares}.items()}

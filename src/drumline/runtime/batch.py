@@ -27,6 +27,7 @@ from drumline.runtime import user_batch
 # that returns how many of its rows belong to each row of the batch.
 How = int | None | Callable[[Mapping[Any, Any]], Any]
 Split = Mapping[str | int, How]
+Packed = tuple[tuple[Tensor, ...], Any]  # the tensors of a batch, and its form
 
 
 def cut(batch: Any, num_microbatches: int, *, what: str = "the batch", split: Split | None = None) -> list[Any]:
@@ -51,7 +52,7 @@ def cut_and_counted(
     """
     tensors, form = pack(batch)
     if form is not None and user_batch.is_apart(form):
-        return _cut_apart(batch, num_microbatches, what, split), sum(rows_apart(batch, split))
+        return _cut_apart(batch, (tensors, form), num_microbatches, what, split)
     rows = _rows_in(batch, tensors, what, split)
     if rows < num_microbatches:
         raise BatchError(
@@ -67,15 +68,17 @@ def cut_and_counted(
     return unpack_each(pieces, form, num_microbatches), rows
 
 
-def _cut_apart(batch: Any, num_microbatches: int, what: str, split: Split | None) -> list[Any]:
-    """Return the microbatches of what the user cut; tensors beside it get as many rows in each."""
-    tensors, form = pack(batch)
+def _cut_apart(
+    batch: Any, packed: Packed, num_microbatches: int, what: str, split: Split | None
+) -> tuple[list[Any], int]:
+    """Return the microbatches of what the user cut, and all rows; tensors beside it get as many rows in each."""
+    tensors, form = packed
     forms = user_batch.forms(tensors, form, num_microbatches, what)
+    each = rows_apart(batch, split, packed=packed)
     given_apart = user_batch.inside(form)
     if len(given_apart) == len(tensors):
-        return [unpack(tensors, shape) for shape in forms]
+        return [unpack(tensors, shape) for shape in forms], sum(each)
     hows, items = _hows(batch, split), _items(batch)
-    each = rows_apart(batch, split)
     pieces = []
     for place, tensor in enumerate(tensors):
         how = hows.get(id(tensor), _BY_ITSELF)
@@ -89,16 +92,16 @@ def _cut_apart(batch: Any, num_microbatches: int, what: str, split: Split | None
                 fix="pass Microbatches for it too, or split={'name': None} to give it whole to each",
             )
         pieces.append(list(_parts(tensor, how, each, items, what)))
-    return [unpack(part, shape) for part, shape in zip(zip(*pieces, strict=True), forms, strict=True)]
+    return [unpack(part, shape) for part, shape in zip(zip(*pieces, strict=True), forms, strict=True)], sum(each)
 
 
-def rows_apart(batch: Any, split: Split | None = None) -> list[int]:
+def rows_apart(batch: Any, split: Split | None = None, *, packed: Packed | None = None) -> list[int]:
     """Return how many rows each microbatch has that the user cut.
 
     >>> rows_apart({"x": Microbatches([torch.ones(2, 7), torch.ones(3, 4)])})
     [2, 3]
     """
-    tensors, form = pack(batch)
+    tensors, form = packed or pack(batch)
     hows = _hows(batch, split) if split else {}
     counts = []
     for lead in user_batch.lead_of(tensors, form):

@@ -31,7 +31,7 @@ def has_microbatches(value: Any) -> bool:
 
 def is_apart(form: Any) -> bool:
     """Whether a form has a part for each microbatch somewhere."""
-    return bool(_apart_in(form))
+    return isinstance(form, tuple) and bool(_apart_in(form))
 
 
 def _apart_in(form: Any) -> list[tuple[Any, ...]]:
@@ -99,8 +99,14 @@ def _of(form: Any, microbatch: int) -> Any:
 
 
 def _check_alike(tensors: Sequence[Tensor], each: Sequence[Any], what: str) -> None:
-    first = _kind(tensors, each[0])
+    tensor = tensors[each[0]] if isinstance(each[0], int) else None
+    first = ""
     for microbatch, form in enumerate(each):
+        if tensor is not None and isinstance(form, int):
+            other = tensors[form]
+            if other.dtype == tensor.dtype and other.dim() == tensor.dim():
+                continue  # as in most steps, without words
+        first = first or _kind(tensors, each[0])
         if is_apart(form):
             raise BatchError(f"{what} has Microbatches inside of Microbatches", expected="one value for a microbatch")
         if (kind := _kind(tensors, form)) != first:

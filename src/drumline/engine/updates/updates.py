@@ -198,11 +198,15 @@ class Updates:
     def optimizer(
         self,
         kind: type[Optimizer],
-        parameters: Sequence[nn.Parameter],
+        groups: Sequence[tuple[Sequence[nn.Parameter], Mapping[str, Any]]],
         settings: dict[str, Any],
         named: NamedTensors = tuple,
     ) -> Optimizer:
-        """Return an optimizer of the requested class, whose state uses the names of the tensors it updates."""
+        """Return an optimizer of the requested class, whose state uses the names of the tensors it updates.
+
+        `groups` are lists of parameters, each with settings of its own.
+        """
+        parameters = [param for listed, _ in groups for param in listed]
         if not isinstance(kind, type):
             raise RunError(
                 f"pipe.optimizer got {kind!r:.60}",
@@ -219,7 +223,8 @@ class Updates:
             settle_products()
         self.divided.divide([param for param in parameters if self.wholes.of(param) is None], kind)
         updated = [self.updated(param) for param in parameters]
-        optimizer = kind([{"params": updated}], **settings)
+        parts = [{**own_settings, "params": [*map(self.updated, listed)]} for listed, own_settings in groups]
+        optimizer = kind(parts, **settings)
         copied = any(param is not other for param, other in zip(updated, parameters, strict=True))
         StateByName(named).attach(optimizer)
         self._optimizers.append(ref(optimizer))

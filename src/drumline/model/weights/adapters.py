@@ -12,8 +12,10 @@ PEFT is recognised by what its modules have, and never imported: whoever has a m
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -51,6 +53,23 @@ def base_model(root: nn.Module) -> nn.Module:
     inner = getattr(root, "get_base_model", None)
     module = inner() if callable(inner) and hasattr(root, "peft_config") else root
     return module if isinstance(module, nn.Module) else root
+
+
+def without_adapters(model: Any, switched: ExitStack, *, instead: str = "ref") -> Any:
+    """Return a model that shares all tensors with one of PEFT, and has no adapters, or only the one named `instead`.
+
+    `switched` ends that; it must stay open as long as the model is used. What trains in the other model stays so.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    trained = [tensor.requires_grad for tensor in tensors]
+    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    if instead in twin.peft_config:
+        twin.set_adapter(instead)
+    else:
+        switched.enter_context(twin.disable_adapter())
+    for tensor, trains in zip(tensors, trained, strict=True):  # switching adapters decides that as well
+        tensor.requires_grad_(trains)
+    return twin
 
 
 def base_names(root: nn.Module, names: Collection[str]) -> dict[str, list[str]]:

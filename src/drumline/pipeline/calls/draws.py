@@ -32,6 +32,7 @@ class TwiceDrawn:
     def __init__(self, seed: int, device: torch.device) -> None:
         self._torch = Randomness(seed, device)
         self._before: dict[int, tuple[HostChance, list[Tensor]]] = {}
+        self._last: HostChance | None = None  # from which the next state is read in less time
 
     def noted(self, count: int) -> Iterator[int]:
         """Yield numbers of microbatches, and note from where each draws until the next one, if it does."""
@@ -63,7 +64,8 @@ class TwiceDrawn:
 
     def states(self) -> tuple[HostChance, list[Tensor]]:
         """Return the states of all generators, to be sent to other ranks."""
-        return HostChance(), self._torch.states()
+        self._last = HostChance(since=self._last)
+        return self._last, self._torch.states()
 
     def go_on(self, states: Any) -> None:
         """Draw from these states from now on."""

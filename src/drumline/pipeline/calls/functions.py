@@ -11,8 +11,9 @@ So a loss that some trainer computes, or a user's own, works as it is. What woul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,10 +36,24 @@ class _Called(BaseException):  # nobody catches it on its way
 
 
 class StandIn:
-    """A model whose calls are answered by a function; all else is the model's own, but for its weights."""
+    """A model whose calls are answered by a function, or refused; all else is the model's own, but for its weights.
 
-    def __init__(self, model: nn.Module, answer: Callable[..., Any], who: str = "compute_loss") -> None:
+    `own` has attributes that it has in place of the model's.
+
+    >>> stand_in = StandIn(nn.Linear(2, 1), lambda x: x + 1, own={"parameters": lambda: ["these"]})
+    >>> stand_in(2), stand_in.in_features, stand_in.parameters()
+    (3, 2, ['these'])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        answer: Callable[..., Any] | None = None,
+        who: str = "compute_loss",
+        own: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._model, self._answer, self._who = model, answer, who
+        vars(self).update(own)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -62,6 +77,12 @@ class StandIn:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Answer as the model would."""
+        if self._answer is None:
+            raise ModelError(
+                f"{self._who} calls the model, of which this rank trains a part",
+                expected="calls in functions that the pipeline runs",
+                fix="call it after the training, or let the trainer evaluate or predict",
+            )
         return self._answer(*args, **named)
 
 
@@ -100,19 +121,34 @@ class Functions:
         )
 
     def answered(
-        self, output: Callable[[dict[str, Any]], Any], function: Callable[[Any], Any], *, once: bool = True
+        self,
+        output: Callable[[dict[str, Any]], Any],
+        function: Callable[[Any], Any],
+        *,
+        differing: Collection[str] | None = None,
     ) -> Any:
-        """Return what a function returns, whose call of the model gets this output of its named arguments."""
-        left = [output]
+        """Return what a function returns, whose call of the model gets this output of its named arguments.
+
+        It may call the model again with the same arguments, if `differing` says by name which of them may differ.
+        """
+        earlier: list[dict[str, Any]] = []  # arguments of calls
 
         def answer(*_: Any, **named: Any) -> Any:
-            if left:
-                return (left.pop() if once else output)(named)
-            raise ModelError(
-                f"{self._who} called the model a second time",
-                expected="one call for each microbatch: the pipeline has run it once",
-                fix="compute all that the loss needs in one call",
-            )
+            rows = {name: value for name, value in named.items() if name not in (differing or ())}
+            if earlier and differing is None:
+                raise ModelError(
+                    f"{self._who} called the model a second time",
+                    expected="one call for each microbatch: the pipeline has run it once",
+                    fix="compute all that the loss needs in one call",
+                )
+            if earlier and not _are_same(rows, earlier[0]):
+                raise ModelError(
+                    f"{self._who} calls the model a second time with other arguments",
+                    expected="one call, or several with the same arguments",
+                    fix="compute all that the loss needs in one call",
+                )
+            earlier.append(rows)
+            return output(named)
 
         with self._alone():
             return function(StandIn(self._model, answer, self._who))
@@ -180,6 +216,10 @@ class Functions:
                     expected=f"attributes as they were: {self._who} runs twice",
                     fix="set it after the call, or outside of it",
                 )
+
+
+def _are_same(named: dict[str, Any], others: dict[str, Any]) -> bool:
+    return named.keys() == others.keys() and all(value is others[name] for name, value in named.items())
 
 
 def _versions(batch: Any) -> dict[str, int]:
