@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 from itertools import chain
 from operator import itemgetter
 
@@ -196,7 +197,7 @@ class NotCompilable(Exception):
     """The program breaks a rule; the validator says which one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Crossings:
     """The messages between ranks: who makes and uses them (as `work`), and their nodes, -1 if they have none.
 
@@ -234,9 +235,9 @@ class Waits:
     follows: Ints
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TimeGraph:
-    """The compiled form. `chains` bound consecutive nodes; the first ones are the ranks' rows.
+    """The compiled form. `chains` bound consecutive nodes (first, one after last); the first are the ranks' rows.
 
     `work` are the plain actions that take time, and `node` is where each of them runs.
 
@@ -248,7 +249,7 @@ class TimeGraph:
     num_stages: int
     num_microbatches: int
     num_nodes: int
-    chains: tuple[tuple[int, int], ...]
+    chains: Ints
     before: Ints
     need: Ints
     crossing: Ints
@@ -259,3 +260,26 @@ class TimeGraph:
     exchanges: Exchanges
     waits: Waits
     plain: bool
+
+    @cached_property
+    def only_work(self) -> bool:
+        """Whether every node is one plain action, so that nodes and plain actions have the same numbers."""
+        return self.num_nodes == len(self.node) and not self.work.paired.any()
+
+    @cached_property
+    def slot(self) -> Ints:
+        """The place of every plain action in a table of ops and stages, row by row."""
+        return self.work.code * self.num_stages + self.work.stage
+
+    @cached_property
+    def edges(self) -> tuple[list[tuple[int, int]], Ints]:
+        """The directed links that messages use, and the link of each message."""
+        coded, which = np.unique(self.crossings.source * self.num_ranks + self.crossings.target, return_inverse=True)
+        return [divmod(code, self.num_ranks) for code in coded.tolist()], which
+
+    @cached_property
+    def node_edge(self) -> Ints:
+        """The link of the message that each node waits for; for none, the number of links."""
+        edges, which = self.edges
+        links: Ints = np.append(which, len(edges))[self.crossing]
+        return links

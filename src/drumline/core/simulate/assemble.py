@@ -280,7 +280,7 @@ class GraphBuilder:
             num_stages,
             num_microbatches,
             self.num_nodes,
-            tuple(zip((last - counts).tolist(), last.tolist(), strict=True)),
+            np.stack((last - counts, last), axis=1),
             before,
             need,
             crossing,

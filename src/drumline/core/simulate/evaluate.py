@@ -1,154 +1,110 @@
-"""When every node of a graph starts and ends, for one set of costs or for many at once."""
+"""When every node of a graph starts and ends, for one set of costs or for many at once.
+
+The compiled kernel computes it, or the Python form if there is no kernel: with the same bits, some 100 times slower.
+"""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from drumline.core.graph import Floats, Ints, NotCompilable, TimeGraph
+from drumline.core.kernel.library import Kernel, kernel, pointer, slower
+from drumline.core.simulate.python_clock import Levels, ends_in_python, latest_in_python, levels_of, starts_in_python
 
-_UNKNOWN = math.inf
-_BLOCK = 200_000  # ends at a time: a processor's cache holds them
+_SIDE_BY_SIDE = 8  # samples, as in the kernel
 
 
-def evaluate(graph: TimeGraph, seconds: Floats, lag: Floats) -> Floats:
-    """Return every node's end; raise NotCompilable if nodes wait for each other.
+def evaluate(graph: TimeGraph, seconds: Floats, lag: Floats | None = None) -> Floats:
+    """Return every node's end; raise NotCompilable if nodes wait for each other."""
+    library = kernel()
+    if library is None:
+        slower(graph.num_nodes)
+        return ends_in_python(graph, seconds, lag)
+    return _ends(library, graph, seconds, lag, None)[0]
 
-    Sweeps over the chains repeatedly and advances every chain as far as its needs allow.
+
+def starts_of(graph: TimeGraph, ended: Floats, lag: Floats | None, nodes: Ints | None = None) -> Floats:
+    """Return the starts of all nodes, or of some, by the same maximum.
+
+    So a node that follows another without a gap starts at that exact end.
     """
-    ends = [_UNKNOWN] * graph.num_nodes + [0.0]
-    sweep, columns = _sweep, [graph.need.tolist(), seconds.tolist()]
-    if lag.any():
-        sweep, columns = _sweep_with_lag, [*columns, lag.tolist()]
-    halted = []
-    for low, high in graph.chains:
-        if low < high:
-            nodes = zip(range(low, high), *(column[low:high] for column in columns), strict=True)
-            halted.append((0.0, nodes, *next(nodes)))
-    while halted:
-        halted, moved = sweep(halted, ends)
-        if not moved:
-            raise NotCompilable
-        # Down the ranks and up again, like activations and gradients.
-        halted.reverse()
-    ends.pop()
-    return np.fromiter(ends, np.float64, graph.num_nodes)
-
-
-def starts_of(graph: TimeGraph, ended: Floats, lag: Floats) -> Floats:
-    """Return every node's start by the same maximum: a node that follows without a gap starts at that exact end."""
-    padded = np.append(ended, 0.0)
-    started: Floats = np.maximum(padded[graph.before], padded[graph.need] + lag)
-    return started
-
-
-def _sweep(chains: list[Any], ends: list[float]) -> tuple[list[Any], bool]:
-    """Advance every halted chain; return those that halt again, and whether any moved.
-
-    An unknown end is infinite, so a single comparison finds both a later input and a missing one.
-    """
-    halted, moved = [], False
-    for chain in chains:
-        time, nodes, node, need, cost = chain
-        ready = ends[need]
-        if ready == _UNKNOWN:
-            halted.append(chain)
-            continue
-        moved = True
-        ends[node] = time = (ready if ready > time else time) + cost
-        for node, need, cost in nodes:
-            ready = ends[need]
-            if ready > time:
-                if ready == _UNKNOWN:
-                    halted.append((time, nodes, node, need, cost))
-                    break
-                time = ready
-            ends[node] = time = time + cost
-    return halted, moved
-
-
-def _sweep_with_lag(chains: list[Any], ends: list[float]) -> tuple[list[Any], bool]:
-    """Do the same when needs take time to arrive; a separate function, because the lag costs a quarter of the speed."""
-    halted, moved = [], False
-    for chain in chains:
-        time, nodes, node, need, cost, lag = chain
-        ready = ends[need] + lag
-        if ready == _UNKNOWN:
-            halted.append(chain)
-            continue
-        moved = True
-        ends[node] = time = (ready if ready > time else time) + cost
-        for node, need, cost, lag in nodes:
-            ready = ends[need] + lag
-            if ready > time:
-                if ready == _UNKNOWN:
-                    halted.append((time, nodes, node, need, cost, lag))
-                    break
-                time = ready
-            ends[node] = time = time + cost
-    return halted, moved
+    library = kernel()
+    if library is None or nodes is not None:
+        return starts_in_python(graph, ended, lag, np.arange(graph.num_nodes) if nodes is None else nodes)
+    ends = np.empty(graph.num_nodes + 1)
+    ends[0], ends[1:] = 0.0, ended
+    starts = np.empty(graph.num_nodes)
+    late = None if lag is None else np.ascontiguousarray(lag)
+    library.starts(graph.num_nodes, *map(pointer, (graph.before, graph.need, late, ends, starts)))
+    return starts
 
 
 @dataclass(frozen=True, slots=True)
-class Levels:
-    """A graph's nodes in an order in which each comes after all that it waits for.
+class Order:
+    """A graph, and an order of its nodes in which each comes after all that it waits for.
 
-    Nodes at the end of equally long chains never wait for each other: they make a level, and lie side by side. `each`
-    are the levels: the first place, the place after the last, and the places of the nodes' needs, followed by those of
-    the nodes before them. The place after the last node is the start of time.
+    The kernel takes `runs` of consecutive nodes: the first, the one after the last, and the node before the first, or
+    -1. The Python form takes `levels`.
     """
 
-    order: Ints
-    each: tuple[tuple[int, int, Ints], ...]
-    last: Ints  # the places of the chains' last nodes
-    widest: int  # nodes of a level
+    graph: TimeGraph
+    runs: Ints | None
+    levels: Levels | None
 
 
-def levels_of(graph: TimeGraph) -> Levels:
-    """Return a graph's levels; raise NotCompilable if nodes wait for each other."""
-    level = evaluate(graph, np.ones(graph.num_nodes), np.zeros(graph.num_nodes)).astype(np.int64)
-    order = np.argsort(level, kind="stable")
-    starts = np.flatnonzero(np.diff(level[order], prepend=0)).tolist()
-    place = np.full(graph.num_nodes + 1, graph.num_nodes)
-    place[order] = np.arange(graph.num_nodes)
-    need, before = place[graph.need[order]], place[graph.before[order]]
-    bounds = zip(starts, [*starts[1:], graph.num_nodes], strict=True)
-    each = tuple((low, high, np.concatenate([need[low:high], before[low:high]])) for low, high in bounds)
-    last = np.array([high - 1 for low, high in graph.chains if low < high], dtype=np.int64)
-    return Levels(order, each, place[last], max((high - low for low, high, _ in each), default=0))
+def order_of(graph: TimeGraph) -> Order:
+    """Return the order of a graph's nodes; raise NotCompilable if nodes wait for each other."""
+    library = kernel()
+    if library is None:
+        return Order(graph, None, levels_of(graph))
+    runs = np.empty((graph.num_nodes, 3), dtype=np.int64)
+    _, count = _ends(library, graph, np.zeros(graph.num_nodes), None, runs)
+    return Order(graph, runs[:count].copy(), None)
 
 
-def latest_ends(levels: Levels, seconds: Floats, rows: Ints, lag: Floats | None = None) -> Floats:
-    """Return the end of the last node for many samples at once; `rows` are the nodes' rows of `seconds`.
+def latest_ends(order: Order, seconds: Floats, rows: Ints | None = None, lag: Floats | None = None) -> Floats:
+    """Return the end of the last node for many samples at once.
 
-    Arrays are (rows, samples), or (rows, 1) if shared; nodes are in the order of the levels, and so is `lag`. Each
-    level is one vector operation over many samples.
+    `seconds` and `lag` are (rows, samples), or (rows, 1) if shared. `rows` says which row of `seconds` each node takes;
+    without it, there is one for every node.
     """
+    library, graph, runs = kernel(), order.graph, order.runs
     samples = max(seconds.shape[1], 1 if lag is None else lag.shape[1])
-    latest = np.empty(samples)
-    number = max(_BLOCK // max(len(rows), 1), 16)
-    for first in range(0, samples, number):
-        block = slice(first, min(first + number, samples))
-        each = seconds if seconds.shape[1] == 1 else np.ascontiguousarray(seconds[:, block])
-        late = lag if lag is None or lag.shape[1] == 1 else lag[:, block]
-        latest[block] = _latest(levels, each, rows, late, block.stop - first)
+    if library is None or runs is None:
+        levels = order.levels or levels_of(graph)
+        slower(graph.num_nodes * samples // 100)  # many samples at once are a hundredth of the work
+        if rows is None:
+            rows = np.arange(graph.num_nodes)
+        return latest_in_python(levels, seconds, rows[levels.order], None if lag is None else lag[levels.order])
+    seconds, late = np.ascontiguousarray(seconds), None if lag is None else np.ascontiguousarray(lag)
+    latest, ends = np.empty(samples), np.empty((graph.num_nodes + 1) * _SIDE_BY_SIDE)
+    library.latest(
+        len(runs),
+        pointer(runs),
+        len(graph.chains),
+        *map(pointer, (graph.chains, graph.need, rows, seconds)),
+        seconds.shape[1],
+        pointer(late),
+        1 if late is None else late.shape[1],
+        samples,
+        pointer(ends),
+        pointer(latest),
+    )
     return latest
 
 
-def _latest(levels: Levels, seconds: Floats, rows: Ints, lag: Floats | None, samples: int) -> Floats:
-    ends = np.zeros((len(rows) + 1, samples))
-    waits, costs = np.empty((2 * levels.widest, samples)), np.empty((levels.widest, seconds.shape[1]))
-    for low, high, places in levels.each:
-        count = high - low
-        both = waits[: 2 * count]
-        ends.take(places, axis=0, out=both, mode="clip")
-        time = both[:count]
-        if lag is not None:
-            time += lag[low:high]
-        np.maximum(time, both[count:], out=time)
-        np.add(time, seconds.take(rows[low:high], axis=0, out=costs[:count], mode="clip"), out=ends[low:high])
-    result: Floats = ends[levels.last].max(axis=0, initial=0.0)
-    return result
+def _ends(
+    library: Kernel, graph: TimeGraph, seconds: Floats, lag: Floats | None, runs: Ints | None
+) -> tuple[Floats, int]:
+    """Return every node's end and the number of runs that it took."""
+    ends = np.empty(graph.num_nodes + 1)
+    late = None if lag is None else np.ascontiguousarray(lag)
+    arrays = graph.chains, graph.need, np.ascontiguousarray(seconds), late, ends, runs
+    count = library.clock(graph.num_nodes, len(graph.chains), *map(pointer, arrays))
+    if count == Kernel.OUT_OF_MEMORY:
+        raise MemoryError(f"no memory to time {graph.num_nodes} actions and messages")
+    if count < 0:
+        raise NotCompilable
+    return ends[1:], count

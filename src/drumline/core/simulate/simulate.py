@@ -25,7 +25,7 @@ from drumline.core.simulate.durations import (
     node_seconds,
     work_seconds,
 )
-from drumline.core.simulate.evaluate import Levels, evaluate, latest_ends, levels_of, starts_of
+from drumline.core.simulate.evaluate import Order, evaluate, latest_ends, order_of, starts_of
 from drumline.core.timeline.attribute import attribute
 from drumline.core.timeline.idle import Idle, Limit
 from drumline.core.timeline.spans import Span, SpanLane, Track, Transfer
@@ -44,7 +44,7 @@ class Simulation(Timeline):
     costs: Costs
     graph: TimeGraph
     ended: Floats
-    lag: Floats
+    lag: Floats | None
     limit: Limit | None = None
     work: Floats | None = None
     weighed: Sequence[Holding] | None = None
@@ -97,7 +97,10 @@ class Simulation(Timeline):
     @cached_property
     def start(self) -> float:
         """When the first action starts."""
-        return min((float(self.started[nodes[0]]) for nodes in self.graph.action_nodes if len(nodes)), default=0.0)
+        first = np.array([nodes[0] for nodes in self.graph.action_nodes if len(nodes)], dtype=np.int64)
+        if "started" in self.__dict__:
+            return float(self.started[first].min()) if len(first) else 0.0
+        return float(starts_of(self.graph, self.ended, self.lag, first).min()) if len(first) else 0.0
 
     @cached_property
     def end(self) -> float:
@@ -254,20 +257,20 @@ def makespans(program: Program, costs: Costs | Sequence[Costs], *, factors: Floa
     try:
         for cost in many:
             graph = compiled(program, cost)
-        order = levels(program, Messages.of(many[0]))
+        order = node_order(program, Messages.of(many[0]))
         seconds, lag = _samples(graph, many, factors)
-        return latest_ends(order, seconds, order.order, lag[order.order] if lag.any() else None)
+        return latest_ends(order, seconds, lag=lag)
     except NotCompilable:
         raise invalid(program) from None
 
 
 @once_per_program
-def levels(program: Program, messages: Messages) -> Levels:
-    """Return the levels of a program's graph; raise NotCompilable if its actions wait for each other."""
-    return levels_of(compile_program(program, messages))
+def node_order(program: Program, messages: Messages) -> Order:
+    """Return an order of the nodes of a program's graph; raise NotCompilable if its actions wait for each other."""
+    return order_of(compile_program(program, messages))
 
 
-def _samples(graph: TimeGraph, many: list[Costs], factors: Floats | None) -> tuple[Floats, Floats]:
+def _samples(graph: TimeGraph, many: list[Costs], factors: Floats | None) -> tuple[Floats, Floats | None]:
     """Return seconds and lag of every node, one column per sample."""
     if factors is None:
         plain = all(costs.overlapped is None and costs.reduce == costs.pack == 0.0 for costs in many)
@@ -313,5 +316,6 @@ def invalid(program: Program) -> InvalidProgram:
 
 
 def _timed(program: Program, costs: Costs, graph: TimeGraph, seconds: Floats, limit: Limit | None = None) -> Simulation:
-    lag = lags(graph, [costs], seconds[:, None])[:, 0]
+    late = lags(graph, [costs], seconds[:, None])
+    lag = None if late is None else late[:, 0]
     return Simulation(program, costs, graph, evaluate(graph, seconds, lag), lag, limit)
