@@ -139,7 +139,7 @@ OF_FILE = {
     "train/data/read/text.py": ("tests/train/test_read.py",),
     "train/config": ("tests/train/test_preflight.py", "tests/train/test_config.py"),
     "core/measured/account.py": ("tests/core/test_measured.py",),
-    "core/simulate/assemble.py": ("tests/core/test_simulate.py",),
+    "core/clock/assemble.py": ("tests/core/test_simulate.py",),
     "core/prove/exchanges.py": ("tests/core/test_validate.py",),
     "core/prove/queues.py": ("tests/core/test_channel.py",),
     "core/simulate/durations.py": ("tests/core/test_simulate.py",),

@@ -23,9 +23,9 @@ import numpy as np
 
 import drumline as dl
 from drumline.core.action import TIMED_OPS
+from drumline.core.clock import evaluate as clock
 from drumline.core.kernel.library import kernel
 from drumline.core.program import Program
-from drumline.core.simulate import evaluate as clock
 from drumline.core.simulate.durations import lags, node_seconds, work_seconds
 from drumline.core.simulate.simulate import compiled
 from drumline.report.draw.table import table

@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 import drumline as dl
+from drumline.core import memory
+from drumline.core.clock import evaluate as clock
+from drumline.core.clock import producers
 from drumline.core.costs import Costs, Edge
 from drumline.core.kernel import library
 from drumline.core.kernel.library import Kernel, pointer
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
-from drumline.core.simulate import evaluate as clock
 from drumline.core.simulate.durations import lags, node_seconds, work_seconds
 from drumline.core.simulate.simulate import compiled
 
+ASKING = (clock, memory, producers)
 NAMES = ("1f1b", "zb-h1", "zb-v", "chimera", "dualpipe", "pipedream")
 COSTS = (
     Costs(),
@@ -32,42 +38,55 @@ COSTS = (
 )
 
 
-def _return(kernel: Kernel | None) -> Kernel | None:
-    return kernel
+@contextmanager
+def using(kernel: Kernel | None) -> Iterator[None]:
+    """Let everything that asks for the kernel get this one."""
+
+    def asked() -> Kernel | None:
+        return kernel
+
+    for module in ASKING:
+        setattr(module, "kernel", asked)  # noqa: B010 - they import it, and do not define it
+    try:
+        yield
+    finally:
+        for module in ASKING:
+            setattr(module, "kernel", library.kernel)  # noqa: B010
 
 
 def compare(kernel: Kernel, program: Program, costs: Costs, seed: int, spelled: bool) -> None:
-    """Compare ends, starts and latest ends of a program under jitter, bit by bit."""
-    rng = np.random.default_rng(seed)
-    program = lower(program) if spelled else program
+    """Compare graphs, times and memory of a program under jitter, bit by bit."""
+    rows = (lower(program) if spelled else program).rows
+    costs = replace(costs, activation_bytes=0.3, held_until_weight_bytes=0.1, weight_bytes=0.7)
+    results: list[list[Any]] = []
+    for use in (kernel, None):
+        rng = np.random.default_rng(seed)
+        with using(use):
+            results.append(list(computed(Program(rows), costs, rng)))
+    for found, expected in zip(*results, strict=True):
+        assert found.tobytes() == expected.tobytes()
+
+
+def computed(program: Program, costs: Costs, rng: np.random.Generator) -> Iterator[Any]:
+    """Yield arrays that the kernel or the Python form computes."""
     graph = compiled(program, costs)
+    yield from (graph.need, graph.crossing, graph.before, graph.crossings.producer)
     work = work_seconds(graph, [costs])[:, 0] * rng.lognormal(0.0, 0.3, len(graph.node))
     seconds = node_seconds(graph, costs, work)
     late = lags(graph, [costs], seconds[:, None])
     lag = None if late is None else late[:, 0]
     samples = int(rng.integers(1, 20))
     many = seconds[:, None] * rng.lognormal(0.0, 0.3, (1, samples))
-    rows = rng.permutation(graph.num_nodes)
-    results = []
-    for use in (kernel, None):
-        setattr(clock, "kernel", partial(_return, use))  # noqa: B010 - it is imported there, not defined
-        try:
-            ends = clock.evaluate(graph, seconds, lag)
-            order = clock.order_of(graph)
-            results.append(
-                (
-                    ends,
-                    clock.starts_of(graph, ends, lag),
-                    clock.starts_of(graph, ends, lag, np.arange(0, graph.num_nodes, 3)),
-                    clock.latest_ends(order, many, lag=late),
-                    clock.latest_ends(order, many, rows, None if late is None else late * np.ones(samples)),
-                    clock.latest_ends(order, many[:, :1], lag=late),
-                )
-            )
-        finally:
-            setattr(clock, "kernel", library.kernel)  # noqa: B010
-    for found, expected in zip(*results, strict=True):
-        assert found.tobytes() == expected.tobytes()
+    ends = clock.evaluate(graph, seconds, lag)
+    yield ends
+    yield clock.starts_of(graph, ends, lag)
+    yield clock.starts_of(graph, ends, lag, np.arange(0, graph.num_nodes, 3))
+    order, mixed = clock.order_of(graph), rng.permutation(graph.num_nodes)
+    yield clock.latest_ends(order, many, lag=late)
+    yield clock.latest_ends(order, many, mixed, None if late is None else late * np.ones(samples))
+    yield clock.latest_ends(order, many[:, :1], lag=late)
+    for holding in memory.holdings(program, costs):
+        yield from (holding.byte_counts, holding.pair_counts)
 
 
 def main() -> None:

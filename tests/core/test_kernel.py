@@ -19,7 +19,7 @@ import kernel_cases
 from drumline.core.costs import Costs
 from drumline.core.kernel import build, library
 from drumline.core.program import Program
-from drumline.core.simulate import evaluate as clock
+from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.simulate import makespans, simulate
 from kernels import compiled
 from kernels import library as library_file
@@ -45,17 +45,13 @@ def test_every_time_has_the_bits_of_the_python_form(
 
 
 @pytest.mark.parametrize("use", [True, False], ids=["kernel", "python"])
-def test_ranks_that_wait_for_each_other_are_refused(
-    kernel: library.Kernel, monkeypatch: pytest.MonkeyPatch, use: bool
-) -> None:
-    from drumline.core.prove.violation import InvalidProgram
-
-    monkeypatch.setattr(clock, "kernel", lambda: kernel if use else None)
+def test_ranks_that_wait_for_each_other_are_refused(kernel: library.Kernel, use: bool) -> None:
     for text in ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "0F0,2F0,2B0,0B0\n3F0,3B0,1F0,1B0"):
-        with refused(InvalidProgram, "wait for each other"):
-            simulate(Program.parse(text))
-        with refused(InvalidProgram, "wait for each other"):
-            makespans(Program.parse(text), [Costs(), Costs(forward=2)])
+        with kernel_cases.using(kernel if use else None):
+            with refused(InvalidProgram, "wait for each other"):
+                simulate(Program.parse(text))
+            with refused(InvalidProgram, "wait for each other"):
+                makespans(Program.parse(text), [Costs(), Costs(forward=2)])
 
 
 def test_rows_in_any_order_run_in_steps_of_one_node_each(kernel: library.Kernel) -> None:
@@ -172,8 +168,7 @@ def test_the_time_of_many_samples_does_not_depend_on_how_many_there_are(kernel: 
     program = Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
     factors = np.random.default_rng(1).uniform(0.5, 2.0, (19, program.num_actions))
     for use in (kernel, None):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(clock, "kernel", lambda use=use: use)
+        with kernel_cases.using(use):
             each = [makespans(program, Costs(comm=0.1), factors=factors[:n])[-1] for n in range(1, 20)]
             assert each == makespans(program, Costs(comm=0.1), factors=factors).tolist()
             assert each == [simulate(program, Costs(comm=0.1), factors=row).makespan for row in factors]

@@ -21,10 +21,12 @@ _Count = ctypes.c_int64
 # The parameters of every function; what returns a count is named again below.
 _PARAMETERS = {
     "clock": (_Count, _Count, *[_Pointer] * 6),
+    "producers": (_Count, *[_Pointer] * 5, _Count, _Count, _Pointer, _Count, *[_Pointer] * 4),
+    "stash": (_Count, *[_Pointer] * 8),
     "starts": (_Count, *[_Pointer] * 5),
     "latest": (_Count, _Pointer, _Count, *[_Pointer] * 4, _Count, _Pointer, _Count, _Count, _Pointer, _Pointer),
 }
-_RETURN_COUNTS = ("clock",)
+_RETURN_COUNTS = ("clock", "producers")
 _WORTH_TELLING = 200_000  # nodes: the Python form takes a tenth of a second for them
 
 
@@ -34,7 +36,9 @@ class Kernel:
     OUT_OF_MEMORY = -2  # what functions that count may return
 
     clock: Callable[..., int]
+    producers: Callable[..., int]
     starts: Callable[..., None]
+    stash: Callable[..., None]
     latest: Callable[..., None]
 
     def __init__(self, library: ctypes.CDLL) -> None:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from drumline.core import rules
+from drumline.core.clock.evaluate import Order, latest_ends
 from drumline.core.costs import Costs
 from drumline.core.errors import CostsError
 from drumline.core.graph import PLACE, Flags, Floats, Ints, Messages, NotCompilable
 from drumline.core.program import Program, once_per_program
-from drumline.core.simulate.evaluate import Order, latest_ends
 from drumline.core.simulate.simulate import compiled, invalid, node_order
 
 STAGE_OPS = tuple(rules.NEEDS)

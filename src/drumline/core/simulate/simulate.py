@@ -10,6 +10,8 @@ import numpy as np
 
 from drumline.core import rules
 from drumline.core.action import Action, Op
+from drumline.core.clock.assemble import compile_program
+from drumline.core.clock.evaluate import Order, evaluate, latest_ends, order_of, starts_of
 from drumline.core.costs import Costs
 from drumline.core.errors import CostsError, ProgramError
 from drumline.core.graph import OPS, Columns, Floats, Ints, Messages, NotCompilable, TimeGraph
@@ -17,7 +19,6 @@ from drumline.core.memory import Holding, holdings
 from drumline.core.program import Program, once_per_program
 from drumline.core.prove.validate import misplaced_or_misused, validate
 from drumline.core.prove.violation import InvalidProgram
-from drumline.core.simulate.assemble import compile_program
 from drumline.core.simulate.durations import (
     lags,
     level_work,
@@ -25,7 +26,6 @@ from drumline.core.simulate.durations import (
     node_seconds,
     work_seconds,
 )
-from drumline.core.simulate.evaluate import Order, evaluate, latest_ends, order_of, starts_of
 from drumline.core.timeline.attribute import attribute
 from drumline.core.timeline.idle import Idle, Limit
 from drumline.core.timeline.spans import Span, SpanLane, Track, Transfer

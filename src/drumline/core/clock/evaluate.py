@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from drumline.core.clock.python_clock import Levels, ends_in_python, latest_in_python, levels_of, starts_in_python
 from drumline.core.graph import Floats, Ints, NotCompilable, TimeGraph
 from drumline.core.kernel.library import Kernel, kernel, pointer, slower
-from drumline.core.simulate.python_clock import Levels, ends_in_python, latest_in_python, levels_of, starts_in_python
 
 _SIDE_BY_SIDE = 8  # samples, as in the kernel
 
