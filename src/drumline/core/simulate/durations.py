@@ -38,6 +38,12 @@ def _table(graph: TimeGraph, costs: Costs) -> Floats:
     return table
 
 
+def all_alike(graph: TimeGraph, costs: Costs) -> bool:
+    """Whether these costs surely give the same seconds to all plain actions of an op."""
+    table = _table(graph, costs)
+    return costs.microbatch_factor == 1.0 and bool((table == table[:, :1]).all())
+
+
 def level_work(graph: TimeGraph, seconds: Floats) -> Floats:
     """Return the same work spread evenly: every plain action takes the mean of its op."""
     level = seconds.copy()

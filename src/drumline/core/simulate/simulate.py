@@ -20,6 +20,7 @@ from drumline.core.program import Program, once_per_program
 from drumline.core.prove.validate import misplaced_or_misused, validate
 from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.durations import (
+    all_alike,
     lags,
     level_work,
     message_bytes,
@@ -27,6 +28,7 @@ from drumline.core.simulate.durations import (
     work_seconds,
 )
 from drumline.core.timeline.attribute import attribute
+from drumline.core.timeline.causes import Arrivals, Times, causes_of
 from drumline.core.timeline.idle import Idle, Limit
 from drumline.core.timeline.spans import Span, SpanLane, Track, Transfer
 from drumline.core.timeline.timeline import Timeline
@@ -194,16 +196,32 @@ class Simulation(Timeline):
         return holdings(self.program, self.costs) if self.weighed is None else self.weighed
 
     @cached_property
-    def causes(self) -> tuple[Idle, ...]:
+    def causes(self) -> Sequence[Idle]:
         """Every idle interval with its cause; they sum to `idle`."""
-        return attribute(self, self.limit)
+        graph = self.graph
+        is_plain = not (self.limit or len(graph.exchanges.node) or len(graph.waits.node) or graph.work.paired.any())
+        if not is_plain or graph.messages is Messages.BLOCKING or not all(graph.work.lengths):
+            return attribute(self, self.limit)
+        maker = np.full(len(graph.node), -1)
+        maker[graph.crossings.consumer] = graph.crossings.producer
+        times, twin = self.times, self.balanced
+        last = np.cumsum(graph.work.lengths) - 1
+        arrivals = Arrivals(maker, int(last[times.ends[last].argmax()]))
+        return causes_of(graph.work, times, arrivals, twin.times if isinstance(twin, Simulation) else None)
+
+    @property
+    def times(self) -> Times:
+        """The times of all timed actions as arrays; the halves of an overlapped pair have the same."""
+        return Times(self.started[self.graph.node], self.ended[self.graph.node], self.start, self.end)
 
     @cached_property
     def balanced(self) -> Timeline | None:
         """The same program and work, as if all stages and microbatches cost the same; None if they do."""
+        if self.work is None and all_alike(self.graph, self.costs):
+            return None
         seconds = work_seconds(self.graph, [self.costs])[:, 0] if self.work is None else self.work
         level = level_work(self.graph, seconds)
-        if np.allclose(level, seconds, rtol=1e-12, atol=0.0):
+        if bool((np.abs(level - seconds) <= 1e-12 * np.abs(seconds)).all()):
             return None
         return _timed(self.program, self.costs, self.graph, node_seconds(self.graph, self.costs, level))
 
