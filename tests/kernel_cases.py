@@ -18,7 +18,7 @@ import numpy as np
 import drumline as dl
 from drumline.core import memory
 from drumline.core.clock import evaluate as clock
-from drumline.core.clock import producers
+from drumline.core.clock import plain_graph, producers
 from drumline.core.costs import Costs, Edge
 from drumline.core.kernel import library
 from drumline.core.kernel.library import Kernel, pointer
@@ -27,7 +27,7 @@ from drumline.core.program import Program
 from drumline.core.simulate.durations import lags, node_seconds, work_seconds
 from drumline.core.simulate.simulate import compiled
 
-ASKING = (clock, memory, producers)
+ASKING = (clock, memory, plain_graph, producers)
 NAMES = ("1f1b", "zb-h1", "zb-v", "chimera", "dualpipe", "pipedream")
 COSTS = (
     Costs(),
@@ -70,7 +70,7 @@ def compare(kernel: Kernel, program: Program, costs: Costs, seed: int, spelled: 
 def computed(program: Program, costs: Costs, rng: np.random.Generator) -> Iterator[Any]:
     """Yield arrays that the kernel or the Python form computes."""
     graph = compiled(program, costs)
-    yield from (graph.need, graph.crossing, graph.before, graph.crossings.producer)
+    yield from (graph.need, graph.crossing, graph.before, *vars(graph.crossings).values())
     work = work_seconds(graph, [costs])[:, 0] * rng.lognormal(0.0, 0.3, len(graph.node))
     seconds = node_seconds(graph, costs, work)
     late = lags(graph, [costs], seconds[:, None])

@@ -29,14 +29,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise, repeat
 from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from drumline.core import rules
-from drumline.core.action import TIMED_OPS, TRANSFER_OPS, WAIT_OPS, Action, Op
+from drumline.core.action import TIMED_OPS, TRANSFER_OPS, WAIT_OPS, Action, Op, overlap
 from drumline.core.costs import Costs
 from drumline.core.rules import Backward
 
@@ -94,6 +94,38 @@ class Columns:
             np.repeat(np.arange(len(lengths)), lengths)[cell],
             cell,
             paired,
+        )
+
+    @staticmethod
+    def plain(lengths: Sequence[int], stage: Ints, code: Ints, microbatch: Ints) -> Columns:
+        """Return the arrays of rows of these lengths without overlapped pairs.
+
+        >>> Columns.plain([1, 1], *np.array([[0, 1], [CODE[Op.FORWARD]] * 2, [0, 0]])).rows()
+        ((0F0,), (1F0,))
+        """
+        count = len(code)
+        rank = np.repeat(np.arange(len(lengths)), lengths)
+        return Columns(tuple(lengths), stage, code, microbatch, rank, np.arange(count), np.zeros(count, dtype=bool))
+
+    def rows(self) -> tuple[tuple[Action, ...], ...]:
+        """Return the rows of actions that these arrays stand for."""
+        ops, numbers = map(OPS.__getitem__, self.code.tolist()), self.microbatch.tolist()
+        microbatches = [None if number < 0 else number for number in numbers] if -1 in numbers else numbers
+        parts = zip(self.stage.tolist(), ops, microbatches, repeat(()), strict=False)
+        actions = [tuple.__new__(Action, part) for part in parts]
+        if self.paired.any():
+            first = np.flatnonzero(self.heads & self.paired).tolist()
+            for at in first:
+                actions[at] = overlap(actions[at], actions[at + 1])
+            actions = [actions[at] for at in np.flatnonzero(self.heads).tolist()]
+        bounds = np.cumsum((0, *self.lengths)).tolist()
+        return tuple(tuple(actions[low:high]) for low, high in pairwise(bounds))
+
+    def same(self, other: Columns) -> bool:
+        """Whether the rows are the same."""
+        names = ("stage", "code", "microbatch", "cell")
+        return self.lengths == other.lengths and all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in names
         )
 
     @property

@@ -43,6 +43,8 @@ def compile_program(program: Program, messages: Messages) -> TimeGraph:
     work = program.timed_columns
     num_stages, num_microbatches = int(work.stage.max(initial=-1)) + 1, int(work.microbatch.max(initial=-1)) + 1
     producer = producers(work, num_stages, num_microbatches)
+    if messages is Messages.LATENCY and work is program.columns and not work.paired.any():
+        return plain_graph(work, num_stages, num_microbatches, producer)
     consumer = np.flatnonzero(producer >= 0)
     crosses = work.rank[producer[consumer]] != work.rank[consumer]
     local, remote = consumer[~crosses], consumer[crosses]
@@ -53,8 +55,6 @@ def compile_program(program: Program, messages: Messages) -> TimeGraph:
     if len(halves) != 2 * num_pairs or np.any(np.sort(halves.reshape(-1, 2), axis=1) != overlapped):
         raise NotCompilable
 
-    if messages is Messages.LATENCY and work is program.columns and not num_pairs:
-        return plain_graph(program, num_stages, num_microbatches, producer, remote)
     builder = GraphBuilder(program, producer[remote], remote)
     spelled = bool(np.isin(builder.untimed.code, TRANSFERS).any())
     if messages is not Messages.BLOCKING:

@@ -11,24 +11,20 @@ from drumline.core.graph import (
     Exchanges,
     Ints,
     Messages,
+    NotCompilable,
     TimeGraph,
     Waits,
 )
-from drumline.core.program import Program
+from drumline.core.kernel.library import kernel, pointer
 
 
-def plain_graph(program: Program, num_stages: int, num_microbatches: int, producer: Ints, consumer: Ints) -> TimeGraph:
-    """Return the graph; `producer` makes the input of each action, and `consumer` are those that need it from afar."""
-    work = program.columns
+def plain_graph(work: Columns, num_stages: int, num_microbatches: int, producer: Ints) -> TimeGraph:
+    """Return the graph; `producer` makes the input of each action. Raise NotCompilable if a row has it too late."""
     count, lengths = len(work.code), np.array(work.lengths, dtype=np.int64)
     last = np.cumsum(lengths)
-    need, crossing = np.full((2, count), -1)
-    makers = producer[consumer]
-    need[consumer], crossing[consumer] = makers, np.arange(len(consumer))
+    before, need, crossing, crossings, plain = (_by_kernel if kernel() else _by_columns)(work, num_stages, producer)
     node = np.arange(count)
-    before = node - 1
-    before[(last - lengths)[lengths > 0]] = -1
-    nothing, nowhere = np.empty(0, dtype=np.int64), np.full(len(consumer), -1)
+    nothing = np.empty(0, dtype=np.int64)
     return TimeGraph(
         Messages.LATENCY,
         len(lengths),
@@ -42,11 +38,48 @@ def plain_graph(program: Program, num_stages: int, num_microbatches: int, produc
         tuple(np.split(node, last[:-1])),
         work,
         node,
-        Crossings(makers, consumer, work.rank[makers], work.rank[consumer], nowhere, nowhere),
+        crossings,
         Exchanges(nothing, nothing, nothing, nothing),
         Waits(nothing, nothing, nothing, nothing),
-        is_plain(work, num_stages),
+        plain,
     )
+
+
+_Parts = tuple[Ints, Ints, Ints, Crossings, bool]
+
+
+def _by_kernel(work: Columns, num_stages: int, producer: Ints) -> _Parts:
+    library, count = kernel(), len(work.code)
+    assert library is not None
+    before, need, crossing, *ends = np.empty((7, count), dtype=np.int64)
+    home, flags = np.empty(num_stages, dtype=np.int64), np.zeros(1, dtype=np.uint8)
+    columns = [pointer(column) for column in (work.code, work.stage, work.rank, PLACE)]
+    results = [pointer(each) for each in (producer, home, before, need, crossing, *ends)]
+    messages = library.plain_graph(count, *columns, num_stages, *results, pointer(flags))
+    if messages < 0:
+        raise NotCompilable
+    makers, takers, source, target = (
+        end[:messages] if 2 * messages > count else end[:messages].copy() for end in ends
+    )  # without what was room for more
+    nowhere = np.full(messages, -1)
+    return before, need, crossing, Crossings(makers, takers, source, target, nowhere, nowhere), bool(flags[0])
+
+
+def _by_columns(work: Columns, num_stages: int, producer: Ints) -> _Parts:
+    """Return the same, without a kernel."""
+    number = np.arange(len(work.code))
+    same_row = np.append(False, work.rank[1:] == work.rank[:-1])[: len(number)]
+    consumer = np.flatnonzero(producer >= 0)
+    crosses = work.rank[producer[consumer]] != work.rank[consumer]
+    local, remote = consumer[~crosses], consumer[crosses]
+    if np.any(producer[local] >= local):
+        raise NotCompilable
+    need, crossing = np.full((2, len(number)), -1)
+    makers = producer[remote]
+    need[remote], crossing[remote] = makers, np.arange(len(remote))
+    nowhere = np.full(len(remote), -1)
+    crossings = Crossings(makers, remote, work.rank[makers], work.rank[remote], nowhere, nowhere)
+    return np.where(same_row, number - 1, -1), need, crossing, crossings, is_plain(work, num_stages)
 
 
 def is_plain(work: Columns, num_stages: int) -> bool:

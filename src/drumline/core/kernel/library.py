@@ -22,11 +22,12 @@ _Count = ctypes.c_int64
 _PARAMETERS = {
     "clock": (_Count, _Count, *[_Pointer] * 6),
     "producers": (_Count, *[_Pointer] * 5, _Count, _Count, _Pointer, _Count, *[_Pointer] * 4),
+    "plain_graph": (_Count, *[_Pointer] * 4, _Count, *[_Pointer] * 10),
     "stash": (_Count, *[_Pointer] * 8),
     "starts": (_Count, *[_Pointer] * 5),
     "latest": (_Count, _Pointer, _Count, *[_Pointer] * 4, _Count, _Pointer, _Count, _Count, _Pointer, _Pointer),
 }
-_RETURN_COUNTS = ("clock", "producers")
+_RETURN_COUNTS = ("clock", "plain_graph", "producers")
 _WORTH_TELLING = 200_000  # nodes: the Python form takes a tenth of a second for them
 
 
@@ -36,6 +37,7 @@ class Kernel:
     OUT_OF_MEMORY = -2  # what functions that count may return
 
     clock: Callable[..., int]
+    plain_graph: Callable[..., int]
     producers: Callable[..., int]
     starts: Callable[..., None]
     stash: Callable[..., None]

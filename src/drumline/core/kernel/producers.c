@@ -67,3 +67,41 @@ int64_t drumline_producers(int64_t count, const int64_t *code, const int64_t *st
     }
     return 0;
 }
+
+/* Fills the graph of rows whose actions are its only nodes: the node before each, the one that it needs from another
+ * rank, and the number of that message, or -1. For every message it notes who makes and who takes it, and their ranks.
+ *
+ * `home` is scratch for a rank per stage. `flags` receives whether the actions only compute, each stage on one rank.
+ * Returns the number of messages, or -1 if an action needs a later one of its own row.
+ */
+int64_t drumline_plain_graph(int64_t count, const int64_t *code, const int64_t *stage, const int64_t *rank,
+                             const int64_t *place, int64_t num_stages, const int64_t *producer, int64_t *home,
+                             int64_t *before, int64_t *need, int64_t *crossing, int64_t *makers, int64_t *takers,
+                             int64_t *source, int64_t *target, uint8_t *flags)
+{
+    int64_t messages = 0;
+    flags[0] = 1;
+    for (int64_t number = 0; number < num_stages; number++)
+        home[number] = -1;
+    for (int64_t at = 0; at < count; at++) {
+        const int64_t maker = producer[at], here = rank[at];
+        before[at] = at > 0 && rank[at - 1] == here ? at - 1 : -1;
+        need[at] = crossing[at] = -1;
+        if (maker >= 0 && rank[maker] != here) {
+            need[at] = maker;
+            crossing[at] = messages;
+            makers[messages] = maker;
+            takers[messages] = at;
+            source[messages] = rank[maker];
+            target[messages] = here;
+            messages++;
+        } else if (maker >= at) {
+            return -1;
+        }
+        if (home[stage[at]] < 0)
+            home[stage[at]] = here;
+        if (home[stage[at]] != here || place[code[at]] < 0)
+            flags[0] = 0;
+    }
+    return messages;
+}

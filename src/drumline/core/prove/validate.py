@@ -7,8 +7,8 @@ needs something that another rank has not sent yet. If no rank can continue and 
 whom" leads round a cycle, which is the deadlock. With fewer queues, messages also wait for each other: see `queues.py`.
 
 The validator returns all violations, not only the first, but not those that merely follow from another. Most programs
-have none, and consist of plain computing. For these, compiling them to a graph whose nodes all end is the proof; the
-checks that name what is wrong look at every action by itself and take a hundred times as long.
+have none, and consist of plain computing. These are compiled to a graph. If all of its nodes end, that is the proof.
+The checks that name what is wrong look at every action by itself, which takes a hundred times as long.
 """
 
 from __future__ import annotations
