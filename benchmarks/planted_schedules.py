@@ -99,8 +99,8 @@ SCHEDULES = (
     Bug(
         "zb-v-one-more-down",
         "_row",
-        "for _ in range(2 * (num_ranks - rank) - 1):",
-        "for _ in range(2 * (num_ranks - rank)):",
+        "row.add(2 * (num_ranks - rank) - 1, forward_down)",
+        "row.add(2 * (num_ranks - rank), forward_down)",
         "Each rank runs one forward more before the first one comes back.",
     ),
     Bug(

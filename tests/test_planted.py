@@ -1,4 +1,4 @@
-"""The bugs that `benchmarks/planted.py` plants: each still finds its expression, and what comes of it in a Python file is Python."""
+"""The bugs that `benchmarks/planted.py` plants: each still finds its expression, and leaves Python to be Python."""
 
 from __future__ import annotations
 
