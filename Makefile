@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PURE := $(addprefix src/drumline/,core schedules plan report) tests/core tests/schedules tests/plan tests/report
+KERNEL := src/drumline/core/kernel
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test quick style lint floors matrices faults faults-short bench docs clean
+.PHONY: help kernel setup demo test quick style lint floors matrices faults faults-short bench docs clean
 
 help:
 	@echo "make demo    train a small model by several schedules on two ranks; ends with a report to open"
@@ -17,15 +18,24 @@ help:
 	@echo "make bench   the benchmarks beside their peers; prints tables, writes JSON to out/"
 	@echo "make docs    the documentation as HTML in docs/_build"
 	@echo "make setup   only the environment, .venv"
+	@echo "make kernel  the simulator's C library, in the source tree; needs a C compiler and no environment"
+
+# Without it, simulations run in Python with the same results: a compiler that is missing stops nothing here.
+$(KERNEL)/kernel.stamp: $(wildcard $(KERNEL)/*.c $(KERNEL)/*.h) $(KERNEL)/build.py
+	-@$(PYTHON) $(KERNEL)/build.py
+	@touch $@
+
+kernel:
+	$(PYTHON) $(KERNEL)/build.py
 
 # The package and the tools; torch comes on top of it where it is needed.
-$(VENV)/base.stamp: pyproject.toml constraints.txt
+$(VENV)/base.stamp: pyproject.toml hatch_build.py constraints.txt | $(KERNEL)/kernel.stamp
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --editable ".[dev]"
 	@touch $@
 
 # Other frameworks' config classes, which tests ask, stand beside it: each in a folder, without what it depends on.
-$(VENV)/full.stamp: pyproject.toml constraints.txt scripts/releases.py
+$(VENV)/full.stamp: pyproject.toml hatch_build.py constraints.txt scripts/releases.py | $(KERNEL)/kernel.stamp
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --editable ".[dev,train,hf,plan,viz,notebook,servetest,trainers,tunetest]"
 	$(BIN)/python scripts/releases.py
@@ -139,4 +149,4 @@ docs: $(VENV)/full.stamp
 	$(BIN)/sphinx-build --quiet --fail-on-warning docs docs/_build
 
 clean:
-	rm -rf $(VENV) .venv-floors .floors.txt out docs/_build
+	rm -rf $(VENV) .venv-floors .floors.txt out docs/_build $(KERNEL)/kernel.stamp $(KERNEL)/kernel-*.shared

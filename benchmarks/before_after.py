@@ -9,6 +9,7 @@ round with its quartiles, and whether that is slower by more than the spread.
     import             `import drumline`
     simulate, cold     `drumline simulate 1f1b --ranks 8 --microbatches 64`
     simulate           seconds to compile and time a program of 4,096 actions, and one of 24,576
+    makespan           seconds to time a program of 64,000 actions, compiled before, under new costs
     search             seconds of a search that ends by its own budget of timed actions
     step               seconds of a step of two ranks in one process, for schedules with whole and split backwards;
                        with blocks of an own class, which may keep state and do not
@@ -44,6 +45,16 @@ for _ in range(7):
     program = dl.generate({name!r}, num_ranks={ranks}, num_microbatches={microbatches})
     began = moment()
     assert dl.simulate(program, dl.Costs(forward=1.0, comm=0.01)).makespan > 0
+    taken.append(moment() - began)
+"""
+MAKESPAN = """
+import drumline as dl
+program = dl.generate({name!r}, num_ranks={ranks}, num_microbatches={microbatches})
+taken = []
+for turn in range(11):
+    costs = dl.Costs(forward=1.0 + turn / 7, backward_input=1.1, comm=0.01)
+    began = moment()
+    assert dl.simulate(program, costs).makespan > 0
     taken.append(moment() - began)
 """
 SEARCH = """
@@ -126,6 +137,8 @@ FIGURES = {
     "simulate, cold": COLD,
     "simulate 1f1b P8 M256": SIMULATE.format(name="1f1b", ranks=8, microbatches=256),
     "simulate zb-v P8 M512": SIMULATE.format(name="zb-v", ranks=8, microbatches=512),
+    "makespan 1f1b P8 M4000": MAKESPAN.format(name="1f1b", ranks=8, microbatches=4000),
+    "makespan zb-v P8 M1500": MAKESPAN.format(name="zb-v", ranks=8, microbatches=1500),
     "search P4 M10": SEARCH,
     "step 1f1b D64": STEP.format(name="1f1b"),
     "step zb-h1 D64": STEP.format(name="zb-h1"),

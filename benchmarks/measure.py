@@ -30,16 +30,18 @@ class Timing:
         return (quartiles[2] - quartiles[0]) / 2 / self.median
 
 
-def interleaved(contestants: dict[str, Callable[[], object]], *, rounds: int) -> dict[str, Timing]:
+def interleaved(
+    contestants: dict[str, Callable[[], object]], *, rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, Timing]:
     """Run all contestants in turn, `rounds` times after one round of warming up."""
     taken: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(rounds + 1):
         for name, contestant in contestants.items():
             gc.collect()
-            start = time.perf_counter()
+            start = clock()
             contestant()
             if turn:
-                taken[name].append(time.perf_counter() - start)
+                taken[name].append(clock() - start)
     return {name: Timing(tuple(seconds)) for name, seconds in taken.items()}
 
 

@@ -8,8 +8,8 @@ SCHEDULES = (
     Bug(
         "gpipe-last-in-first-out",
         "gpipe",
-        "yield [op(rank, m) for op in (F, B) for m in range(num_microbatches)]",
-        "yield [F(rank, m) for m in range(num_microbatches)] + [B(rank, m) for m in reversed(range(num_microbatches))]",
+        "joined(run(op, rank, num_microbatches) for op in (Op.FORWARD, Op.BACKWARD))",
+        "joined(run(op, rank, num_microbatches)[:: 1 - 2 * (op is Op.BACKWARD)] for op in (Op.FORWARD, Op.BACKWARD))",
         "Backwards run in the reverse order of the forwards.",
     ),
     Bug(
@@ -43,9 +43,23 @@ SCHEDULES = (
     Bug(
         "in-turn-until-the-last-forward",
         "in_turn.turns",
-        "turns = zip_longest(forwards[ahead:], backwards,",
-        "turns = zip(forwards[ahead:], backwards,",
+        "max(len(lane) + begin for lane, begin in lanes)",
+        "max(len(lanes[0][0]) + begin for lane, begin in lanes)",
         "Backwards and W that are owed when the forwards have run never run.",
+    ),
+    Bug(
+        "patterns-begin-again",
+        "Turns.add",
+        "self._taken[pair] += count",
+        "self._taken[pair] = count",
+        "After its second pattern a stage repeats microbatches.",
+    ),
+    Bug(
+        "trimmed-row-keeps-one-more",
+        "Cells.below",
+        "self.microbatch < num_microbatches",
+        "self.microbatch <= num_microbatches",
+        "With few microbatches a row has one too many.",
     ),
     Bug(
         "larger-groups-last",
@@ -57,8 +71,8 @@ SCHEDULES = (
     Bug(
         "looped-backwards-upwards",
         "looped_bfs",
-        "for stage in reversed(stages) for m",
-        "for stage in stages for m",
+        "for stage in reversed(stages)",
+        "for stage in (*stages,)",
         "A rank runs the backwards of its first stage first, which wait for the others.",
     ),
     Bug(
@@ -85,8 +99,8 @@ SCHEDULES = (
     Bug(
         "zb-v-one-more-down",
         "_row",
-        "for _ in range(2 * (num_ranks - rank) - 1):",
-        "for _ in range(2 * (num_ranks - rank)):",
+        "row.add(2 * (num_ranks - rank) - 1, forward_down)",
+        "row.add(2 * (num_ranks - rank), forward_down)",
         "Each rank runs one forward more before the first one comes back.",
     ),
     Bug(

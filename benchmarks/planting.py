@@ -139,7 +139,7 @@ OF_FILE = {
     "train/data/read/text.py": ("tests/train/test_read.py",),
     "train/config": ("tests/train/test_preflight.py", "tests/train/test_config.py"),
     "core/measured/account.py": ("tests/core/test_measured.py",),
-    "core/simulate/assemble.py": ("tests/core/test_simulate.py",),
+    "core/clock/assemble.py": ("tests/core/test_simulate.py",),
     "core/prove/exchanges.py": ("tests/core/test_validate.py",),
     "core/prove/queues.py": ("tests/core/test_channel.py",),
     "core/simulate/durations.py": ("tests/core/test_simulate.py",),
@@ -148,6 +148,11 @@ OF_FILE = {
     "core/measured/run.py": ("tests/pipeline/test_recording.py",),
     "core/measured/metrics.py": ("tests/core/test_measured.py", "tests/pipeline/test_recording.py"),
     "core/timeline/timeline.py": ("tests/core/test_simulate.py", "tests/core/test_attribute.py"),
+    "core/kernel": ("tests/core/test_kernel.py",),
+    "core/clock": ("tests/core/test_kernel.py", "tests/core/test_validate.py"),
+    "core/timeline/causes.py": ("tests/core/test_attribute.py",),
+    "core/graph.py": ("tests/core/test_columns.py",),
+    "core/program.py": ("tests/core/test_columns.py",),
     "core/memory.py": ("tests/core/test_memory.py",),
     "engine/ranks/elements.py": ("tests/pipeline/test_agreement.py",),
     "engine/stages/engine.py": ("tests/pipeline/test_captured.py",),
@@ -361,7 +366,9 @@ def differing(old: str, new: str) -> tuple[int, int]:
 def area_of(file: str, root: Path = ROOT) -> list[str]:
     """Return the tests of a file's area, the likeliest to notice first: its doctests, then test files."""
     folder, stem = file.partition("/")[0], Path(file).stem
-    wanted = [f"{PACKAGE}/{file}", f"tests/{folder}/test_{stem}.py", *UNEQUAL.get(folder, ())]
+    # What is changed in C is compiled by the kernel's tests alone.
+    own = [f"{PACKAGE}/{file}"] if file.endswith(".py") else ["tests/core/test_kernel.py"]
+    wanted = [*own, f"tests/{folder}/test_{stem}.py", *UNEQUAL.get(folder, ())]
     for place in (file, *(str(above) for above in Path(file).parents)):
         wanted += OF_FILE.get(place, ())
     found = []

@@ -14,6 +14,8 @@ PACKAGE = "src/drumline"
 _NAMED = re.compile(r"^ *(?:async def|def|class) +(\w+)|^ *(\w+)(?:: [^=\n]+)? = ", re.MULTILINE)
 _TOKEN = re.compile(r"""#[^\n]*|[A-Za-z_]\w*|\d[\w.]*|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|\S""")
 _CLOSES = ")]}"
+# A function of a C file, up to the bracket that closes it at the start of a line.
+_IN_C = re.compile(r"^\w[^;{}()]*?(\w+)\([^;{}]*\)\n\{\n.*?^\}", re.MULTILINE | re.DOTALL)
 
 
 @cache
@@ -22,6 +24,9 @@ def _files() -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
         for name in {value or other for value, other in _NAMED.findall(path.read_text(encoding="utf-8"))}:
+            found.setdefault(name, []).append(path)
+    for path in sorted((ROOT / PACKAGE).rglob("*.c")):
+        for name in spans_of(path.read_text(encoding="utf-8")):
             found.setdefault(name, []).append(path)
     return found
 
@@ -70,7 +75,11 @@ def spans_of(text: str) -> dict[str, list[tuple[int, int]]]:
 
     >>> spans_of("class A:\n    b = 1\n    def c(self): return 2\n")
     {'A': [(0, 44)], 'A.b': [(13, 18)], 'A.c': [(23, 44)]}
+    >>> spans_of("/* C. */\nint add(int x)\n{\n    return x;\n}\n")
+    {'add': [(9, 41)]}
     """
+    if text.startswith("/*"):
+        return {match[1]: [match.span()] for match in _IN_C.finditer(text)}
     lines = text.splitlines(keepends=True)
     starts = [0]
     for line in lines:

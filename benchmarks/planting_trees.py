@@ -23,6 +23,7 @@ from planting import ROOT
 COPIED = ("src", "tests", "benchmarks", "scripts", "docs", "notebooks", "deploy", "examples", ".github")
 COPIED_FILES = (
     "conftest.py",
+    "hatch_build.py",
     "pyproject.toml",
     "constraints.txt",
     "Makefile",

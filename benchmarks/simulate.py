@@ -4,6 +4,9 @@
 
 "times alone" starts from the program's rows, compiling included; "new costs" reuses the compiled form, as a search
 does; "with attribution and memory" adds the cause of every idle interval and every rank's memory.
+
+The clock is timed by itself, too: the compiled kernel beside the Python form, in processor time, with the graph, the
+seconds and the lags given. `benchmarks/before_after.py` compares with an earlier state of the tree.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +23,13 @@ import numpy as np
 
 import drumline as dl
 from drumline.core.action import TIMED_OPS
+from drumline.core.clock import evaluate as clock
+from drumline.core.kernel.library import kernel
 from drumline.core.program import Program
+from drumline.core.simulate.durations import lags, node_seconds, work_seconds
+from drumline.core.simulate.simulate import compiled
 from drumline.report.draw.table import table
-from measure import interleaved, machine
+from measure import Timing, interleaved, machine
 
 CASES = [
     ("1f1b", 8, 256, None),
@@ -33,6 +42,8 @@ COSTS = dl.Costs()
 OTHER = dl.Costs(forward=1.0, backward_input=1.1, backward_weight=0.8)
 LATENCY = dl.Costs(comm=0.1)
 SAMPLES = 256
+# Schedule, ranks, microbatches: 64,000 actions each, or a little more.
+CLOCKED = [("1f1b", 8, 4000), ("1f1b", 32, 1000), ("zb-h1", 8, 3000), ("zb-v", 8, 1500)]
 
 
 def torch_dry_run(program: Program) -> Any | None:
@@ -87,6 +98,61 @@ def measure(name: str, ranks: int, microbatches: int, stages: int | None, rounds
     return result
 
 
+def repeated(work: Callable[[], object], times: int) -> Callable[[], object]:
+    """Return a call that works so many times: what takes a fraction of a millisecond is timed in bulk."""
+
+    def many() -> None:
+        for _ in range(times):
+            work()
+
+    return many
+
+
+def in_python(work: Callable[[], object]) -> Callable[[], object]:
+    """Return a call that works as an installation without a kernel does."""
+
+    def without() -> None:
+        clock.kernel = lambda: None  # type: ignore[attr-defined]
+        try:
+            work()
+        finally:
+            clock.kernel = kernel  # type: ignore[attr-defined]
+
+    return without
+
+
+def clocked(name: str, ranks: int, microbatches: int, costs: dl.Costs) -> dict[str, tuple[Callable[[], object], int]]:
+    """Return what both forms of the clock are timed at, and how often the kernel does it in a round."""
+    program = dl.generate(name, num_ranks=ranks, num_microbatches=microbatches)
+    graph = compiled(program, costs)
+    jitter = np.random.default_rng(0).lognormal(0.0, 0.1, (len(graph.node), 32))
+    work = work_seconds(graph, [costs])
+    seconds = node_seconds(graph, costs, work[:, 0] * jitter[:, 0])
+    many = node_seconds(graph, costs, work * jitter)
+    late = lags(graph, [costs], seconds[:, None])
+    lag = None if late is None else late[:, 0]
+    return {
+        "evaluate": (lambda: clock.evaluate(graph, seconds, lag), 50),
+        "simulate(program, costs).makespan": (lambda: dl.simulate(program, costs).makespan, 20),
+        "32 samples": (lambda: clock.latest_ends(clock.order_of(graph), many, lag=late), 2),
+    }
+
+
+def measure_clock(name: str, ranks: int, microbatches: int, rounds: int) -> list[dict[str, Any]]:
+    """Return how many times faster the kernel is than the Python form, in processor time."""
+    results = []
+    for costs in (OTHER, LATENCY):
+        for way, (work, times) in clocked(name, ranks, microbatches, costs).items():
+            contestants = {"kernel": repeated(work, times), "Python": in_python(work)}
+            timings = interleaved(contestants, rounds=rounds, clock=time.process_time)
+            pairs = zip(timings["Python"].seconds, timings["kernel"].seconds, strict=True)
+            ratios = Timing(tuple(python / compiled * times for python, compiled in pairs))
+            seconds = timings["kernel"].median / times
+            facts = {"schedule": name, "ranks": ranks, "microbatches": microbatches, "latency": costs.comm, "way": way}
+            results.append({**facts, "seconds": seconds, "times_faster": ratios.median, "spread": ratios.spread})
+    return results
+
+
 def measure_samples(rounds: int) -> dict[str, Any]:
     """Return how much faster many cost samples at once are than one by one."""
     program = dl.generate("zb-h1", num_ranks=8, num_microbatches=32)
@@ -116,6 +182,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     print(f"{machine()}; medians of {args.rounds} interleaved rounds, ± half the distance between the quartiles\n")
+    clocks = [result for case in CLOCKED for result in measure_clock(*case, rounds=args.rounds)] if kernel() else []
+    print("the kernel beside the Python form, processor time; the kernel's milliseconds, and how many times faster")
+    rows = [
+        [
+            f"{each['schedule']} P{each['ranks']} M{each['microbatches']}{', latency' if each['latency'] else ''}",
+            each["way"],
+            f"{each['seconds'] * 1e3:.2f}",
+            f"{each['times_faster']:.0f}",
+            f"±{each['spread']:.0%}",
+        ]
+        for each in clocks
+    ]
+    print(table(["", "", "ms", "x", ""], rows) if rows else "there is no kernel", "\n")
     results = []
     for case in CASES:
         results.append(measure(*case, rounds=args.rounds))
@@ -137,7 +216,7 @@ def main() -> None:
         )
     )
     if args.json:
-        report = {"machine": machine(), "cases": results, "samples": samples}
+        report = {"machine": machine(), "clock": clocks, "cases": results, "samples": samples}
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         print(f"\nwrote {args.json}")
 

@@ -1,4 +1,4 @@
-"""The bugs that `benchmarks/planted.py` plants: each still finds its expression, and what comes of it is Python."""
+"""The bugs that `benchmarks/planted.py` plants: each still finds its expression, and leaves Python to be Python."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ AT_ONCE = 50  # bugs of one test: files that several change are read once
 @pytest.mark.parametrize("first", range(0, len(BUGS), AT_ONCE))
 def test_planted_bugs_still_apply(first: int) -> None:
     for bug in some(BUGS[first : first + AT_ONCE]):
-        compile(bug.planted_in((ROOT / bug.path).read_text(encoding="utf-8")), bug.path, "exec")
+        planted = bug.planted_in((ROOT / bug.path).read_text(encoding="utf-8"))
+        if bug.path.endswith(".py"):
+            compile(planted, bug.path, "exec")
         assert bug.breaks.endswith("."), bug.name
         assert any(test.startswith("tests/") for test in bug.tests()), bug.name
 

@@ -33,10 +33,11 @@ def test_the_newest_section_of_a_changelog_is_found(changelog: str, top: str) ->
 
 
 def test_a_wheel_is_compared_with_the_source_file_by_file(tmp_path: Path) -> None:
-    wheel = tmp_path / "drumline-0.1.0-py3-none-any.whl"
+    wheel = tmp_path / "drumline-0.1.0-py3-none-linux_x86_64.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for name in ("drumline/__init__.py", "drumline/notes.txt", "drumline-0.1.0.dist-info/METADATA"):
             archive.writestr(name, "")
+        archive.writestr("drumline/core/kernel/kernel-linux-x86_64.shared", "")
     source = ["src/drumline/__init__.py", "src/drumline/py.typed"]
     assert CHECK["differences"](wheel, source) == [
         "drumline/py.typed is missing",

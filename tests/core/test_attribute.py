@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,11 +16,12 @@ from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.attribute import attribute
 from drumline.core.timeline.idle import Cause, Idle, Limit
+from drumline.report.summary import idle_by_cause
 from matrices import examples
 from programs import build, costs_for, programs
 
 
-def seconds_by_cause(intervals: tuple[Idle, ...]) -> dict[str, float]:
+def seconds_by_cause(intervals: Sequence[Idle]) -> dict[str, float]:
     total: dict[str, float] = {}
     for idle in intervals:
         total[idle.cause.value] = total.get(idle.cause.value, 0.0) + idle.seconds
@@ -34,6 +37,22 @@ def test_causes_sum_to_the_idle_time_of_every_rank(program: Program, data: st.Da
     for rank in range(program.num_ranks):
         idle = math.fsum(interval.seconds for interval in intervals if interval.rank == rank)
         assert idle == pytest.approx(timeline.idle[rank], abs=1e-9)
+
+
+@settings(max_examples=examples(80))
+@given(programs(), st.data(), st.integers(0, 2**32 - 1), st.booleans())
+def test_arrays_find_the_intervals_that_are_found_action_by_action(
+    program: Program, data: st.DataObject, seed: int, jitter: bool
+) -> None:
+    factors = np.random.default_rng(seed).lognormal(0.0, 0.3, len(program.timed_columns.code))
+    timeline = simulate(program, data.draw(costs_for(program)), factors=factors if jitter else None)
+    expected = attribute(timeline)
+    assert tuple(timeline.causes) == expected
+    assert timeline.causes[1:3] == expected[1:3]
+    by_cause: dict[str, list[float]] = {}
+    for idle in expected:
+        by_cause.setdefault(idle.cause.value, [0.0] * program.num_ranks)[idle.rank] += idle.seconds
+    assert idle_by_cause(timeline) == by_cause
 
 
 @settings(max_examples=examples(100))

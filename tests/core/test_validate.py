@@ -14,7 +14,7 @@ from drumline.core.costs import Costs
 from drumline.core.lower.lower import lower
 from drumline.core.placement import Placement
 from drumline.core.program import Program
-from drumline.core.prove.validate import validate
+from drumline.core.prove.validate import surely_runs, validate
 from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
@@ -320,6 +320,29 @@ def test_damaged_messages_are_caught(program: Program, rng: random.Random) -> No
     elif damage == "move":
         rows[rank].insert(0 if action.op in SEND_OPS else len(rows[rank]), action)
     assert validate(Program.of(rows)) != []
+
+
+@settings(max_examples=examples(150))
+@given(programs(max_ranks=4, max_microbatches=4), st.randoms(use_true_random=False), st.integers(0, 3))
+def test_what_arrays_prove_no_check_refuses(program: Program, rng: random.Random, swaps: int) -> None:
+    """And all plain computing that the checks admit is proven by arrays."""
+    rows = [list(row) for row in program.rows]
+    for _ in range(swaps):
+        row = rng.choice(rows)
+        first, second = rng.randrange(len(row)), rng.randrange(len(row))
+        row[first], row[second] = row[second], row[first]
+    damaged = Program.of(rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("drumline.core.prove.validate.surely_runs", lambda program: False)
+        violations = validate(damaged)
+    plain = damaged.columns.ops <= COMPUTE_OPS and damaged.agreed_placement and not damaged.placement.mirrored
+    assert surely_runs(damaged) == bool(plain and not violations)
+    assert bool(validate(damaged)) == bool(violations)
+
+
+def test_a_stage_below_zero_is_refused() -> None:
+    with pytest.raises(InvalidProgram):
+        simulate(Program.of([[Action(-1, Op.FORWARD, 0), Action(0, Op.FORWARD, 0)]]))
 
 
 @settings(max_examples=examples(150))

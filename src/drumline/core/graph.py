@@ -28,14 +28,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import chain
+from functools import cached_property
+from itertools import chain, pairwise, repeat
 from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from drumline.core import rules
-from drumline.core.action import TIMED_OPS, TRANSFER_OPS, WAIT_OPS, Action, Op
+from drumline.core.action import TIMED_OPS, TRANSFER_OPS, WAIT_OPS, Action, Op, overlap
 from drumline.core.costs import Costs
 from drumline.core.rules import Backward
 
@@ -93,6 +94,38 @@ class Columns:
             np.repeat(np.arange(len(lengths)), lengths)[cell],
             cell,
             paired,
+        )
+
+    @staticmethod
+    def plain(lengths: Sequence[int], stage: Ints, code: Ints, microbatch: Ints) -> Columns:
+        """Return the arrays of rows of these lengths without overlapped pairs.
+
+        >>> Columns.plain([1, 1], *np.array([[0, 1], [CODE[Op.FORWARD]] * 2, [0, 0]])).rows()
+        ((0F0,), (1F0,))
+        """
+        count = len(code)
+        rank = np.repeat(np.arange(len(lengths)), lengths)
+        return Columns(tuple(lengths), stage, code, microbatch, rank, np.arange(count), np.zeros(count, dtype=bool))
+
+    def rows(self) -> tuple[tuple[Action, ...], ...]:
+        """Return the rows of actions that these arrays stand for."""
+        ops, numbers = map(OPS.__getitem__, self.code.tolist()), self.microbatch.tolist()
+        microbatches = [None if number < 0 else number for number in numbers] if -1 in numbers else numbers
+        parts = zip(self.stage.tolist(), ops, microbatches, repeat(()), strict=False)
+        actions = [tuple.__new__(Action, part) for part in parts]
+        if self.paired.any():
+            first = np.flatnonzero(self.heads & self.paired).tolist()
+            for at in first:
+                actions[at] = overlap(actions[at], actions[at + 1])
+            actions = [actions[at] for at in np.flatnonzero(self.heads).tolist()]
+        bounds = np.cumsum((0, *self.lengths)).tolist()
+        return tuple(tuple(actions[low:high]) for low, high in pairwise(bounds))
+
+    def same(self, other: Columns) -> bool:
+        """Whether the rows are the same."""
+        names = ("stage", "code", "microbatch", "cell")
+        return self.lengths == other.lengths and all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in names
         )
 
     @property
@@ -196,7 +229,7 @@ class NotCompilable(Exception):
     """The program breaks a rule; the validator says which one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Crossings:
     """The messages between ranks: who makes and uses them (as `work`), and their nodes, -1 if they have none.
 
@@ -234,9 +267,9 @@ class Waits:
     follows: Ints
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TimeGraph:
-    """The compiled form. `chains` bound consecutive nodes; the first ones are the ranks' rows.
+    """The compiled form. `chains` bound consecutive nodes (first, one after last); the first are the ranks' rows.
 
     `work` are the plain actions that take time, and `node` is where each of them runs.
 
@@ -248,7 +281,7 @@ class TimeGraph:
     num_stages: int
     num_microbatches: int
     num_nodes: int
-    chains: tuple[tuple[int, int], ...]
+    chains: Ints
     before: Ints
     need: Ints
     crossing: Ints
@@ -259,3 +292,26 @@ class TimeGraph:
     exchanges: Exchanges
     waits: Waits
     plain: bool
+
+    @cached_property
+    def only_work(self) -> bool:
+        """Whether every node is one plain action, so that nodes and plain actions have the same numbers."""
+        return self.num_nodes == len(self.node) and not self.work.paired.any()
+
+    @cached_property
+    def slot(self) -> Ints:
+        """The place of every plain action in a table of ops and stages, row by row."""
+        return self.work.code * self.num_stages + self.work.stage
+
+    @cached_property
+    def edges(self) -> tuple[list[tuple[int, int]], Ints]:
+        """The directed links that messages use, and the link of each message."""
+        coded, which = np.unique(self.crossings.source * self.num_ranks + self.crossings.target, return_inverse=True)
+        return [divmod(code, self.num_ranks) for code in coded.tolist()], which
+
+    @cached_property
+    def node_edge(self) -> Ints:
+        """The link of the message that each node waits for; for none, the number of links."""
+        edges, which = self.edges
+        links: Ints = np.append(which, len(edges))[self.crossing]
+        return links

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -27,35 +29,46 @@ from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
 from drumline.core.graph import CODE, OPS, Floats, Ints
+from drumline.core.kernel.library import kernel, pointer
 from drumline.core.program import Program, once_per_program
 from drumline.core.rules import Backward
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Holding:
-    """One rank's memory: pairs and bytes while each timed action runs, and after it.
+    """One rank's memory: pairs and bytes while each timed action runs, and after it; a row of two for each.
 
     Bytes are None if unknown. They include the stash, `static_bytes` (weights, gradients, optimizer), and the memory of
     further weight versions and gradient buffers.
     """
 
-    pairs: Sequence[tuple[int, int]]
-    bytes: Sequence[tuple[float, float]] | None
+    pair_counts: Ints
+    byte_counts: Floats | None
     static_bytes: float
     peak_versions: int
     peak_stash_bytes: float | None
 
+    @cached_property
+    def pairs(self) -> list[tuple[int, int]]:
+        """The pairs as plain numbers."""
+        return list(zip(*self.pair_counts.T.tolist(), strict=True))
+
+    @cached_property
+    def bytes(self) -> list[tuple[float, float]] | None:
+        """The bytes as plain numbers."""
+        return None if self.byte_counts is None else list(zip(*self.byte_counts.T.tolist(), strict=True))
+
     @property
     def peak_pairs(self) -> int:
         """The most pairs held at once."""
-        return max((during for during, _ in self.pairs), default=0)
+        return int(self.pair_counts[:, 0].max(initial=0))
 
     @property
     def peak_bytes(self) -> float | None:
         """The most bytes held at once, or None if unknown."""
-        if self.bytes is None:
+        if self.byte_counts is None:
             return None
-        return max((during for during, _ in self.bytes), default=self.static_bytes)
+        return float(self.byte_counts[:, 0].max()) if len(self.byte_counts) else self.static_bytes
 
 
 def holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
@@ -69,15 +82,35 @@ def holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
     if not costs.knows_bytes:
         return counted
     sizes, extra = Sizes.of(program, costs), versions(program, costs)
+    columns = program.timed_columns
+    stashes = np.split(_stash(program, sizes), np.cumsum(columns.lengths)[:-1])
+    stages: list[list[int]] = [[] for _ in range(columns.num_ranks)]
+    for place in np.unique(columns.rank * program.num_stages + columns.stage).tolist():
+        rank, stage = divmod(place, program.num_stages)
+        stages[rank].append(stage)
     found_holdings = []
-    for rank, (timed, plain) in enumerate(zip(program.timed_rows, counted, strict=True)):
-        static = sum(sizes.static[stage] for stage in {part.stage for action in timed for part in action.work})
-        stash = sizes.stash(timed)
-        beside = [(0.0, 0.0)] * len(stash) if extra is None else extra[rank].bytes
-        total = [(static + a + more, static + b + after) for (a, b), (more, after) in zip(stash, beside, strict=True)]
-        peak_stash = max((during for during, _ in stash), default=0.0)
-        found_holdings.append(Holding(plain.pairs, total, static, plain.peak_versions, peak_stash))
+    for rank, (stash, plain) in enumerate(zip(stashes, counted, strict=True)):
+        static = sum(sizes.static[stage] for stage in stages[rank])
+        total = static + stash + (0.0 if extra is None else extra[rank].bytes)
+        peak_stash = float(stash[:, 0].max(initial=0.0))
+        found_holdings.append(Holding(plain.pair_counts, total, static, plain.peak_versions, peak_stash))
     return tuple(found_holdings)
+
+
+def _stash(program: Program, sizes: Sizes) -> Floats:
+    """Return the activation bytes held while each timed action runs, and after it: a row of two for each, all ranks."""
+    columns, library = program.timed_columns, kernel()
+    stash = np.zeros((sum(columns.lengths), 2))
+    if library is None:
+        rows = [sizes.stash(timed) for timed in program.timed_rows]
+        return np.array(list(chain.from_iterable(rows))).reshape(-1, 2)
+    changes = np.zeros((2, len(OPS), program.num_stages))
+    for (op, stage), change in sizes.change.items():
+        changes[:, CODE[op], stage] = change
+    factors, slot = np.array(sizes.factors), columns.code * program.num_stages + columns.stage
+    numbers = map(pointer, (columns.rank, columns.cell, slot, columns.microbatch, changes[0], changes[1], factors))
+    library.stash(len(slot), *numbers, pointer(stash))
+    return stash
 
 
 def weighed_holdings(program: Program, weighed: Sequence[Sequence[tuple[int, int]]]) -> tuple[Holding, ...]:
@@ -89,9 +122,9 @@ def weighed_holdings(program: Program, weighed: Sequence[Sequence[tuple[int, int
     """
     found_holdings = []
     for plain, each in zip(holdings(program, Costs()), weighed, strict=True):
-        sizes = [(float(during), float(after)) for during, after in each]
-        peak = max((during for during, _ in sizes), default=0.0)
-        found_holdings.append(Holding(plain.pairs, sizes, 0.0, plain.peak_versions, peak))
+        sizes = np.array([tuple(pair) for pair in each], dtype=np.float64).reshape(-1, 2)
+        peak = float(sizes[:, 0].max(initial=0.0))
+        found_holdings.append(Holding(plain.pair_counts, sizes, 0.0, plain.peak_versions, peak))
     return tuple(found_holdings)
 
 
@@ -134,8 +167,8 @@ def _counted(program: Program) -> tuple[Holding, ...]:
     return tuple(Holding(pairs, None, 0.0, peak, None) for pairs, peak in zip(_pairs(program), peaks, strict=True))
 
 
-def _pairs(program: Program) -> Iterator[list[tuple[int, int]]]:
-    """Yield, rank by rank, the pairs held while each timed action runs, and after it."""
+def _pairs(program: Program) -> Iterator[Ints]:
+    """Yield, rank by rank, the pairs held while each timed action runs, and after it: a row of two for each."""
     columns = program.timed_columns
     begun = np.where(columns.code == CODE[Op.FORWARD], 1, 0)
     ended = -_releasing(program)[columns.code, columns.stage]
@@ -144,7 +177,7 @@ def _pairs(program: Program) -> Iterator[list[tuple[int, int]]]:
     bounds = np.cumsum(columns.lengths)[:-1]
     for begins, ends in zip(np.split(more, bounds), np.split(less, bounds), strict=True):
         after = np.cumsum(begins + ends)
-        yield list(zip((after - ends).tolist(), after.tolist(), strict=True))
+        yield np.stack((after - ends, after), axis=1)
 
 
 def _releasing(program: Program) -> Ints:
@@ -214,7 +247,7 @@ _RELEASES = np.array([op in rules.RELEASES for op in OPS])
 class VersionMemory:
     """What versions and second gradient buffers add, during and after each timed action; and the most versions."""
 
-    bytes: Sequence[tuple[float, float]]
+    bytes: Floats
     peak: int
 
 
@@ -236,9 +269,7 @@ def versions(program: Program, costs: Costs) -> list[VersionMemory] | None:
         old, buffers = _old_versions(*row), _gradient_buffers(*row)
         extra[rank] += weight[stage] * old + gradient[stage] * np.maximum(buffers - 1, 0)
         peaks[rank] = max(peaks[rank], 1 + int(old[:, 0].max(initial=0)))
-    return [
-        VersionMemory(list(zip(*each.T.tolist(), strict=True)), peak) for each, peak in zip(extra, peaks, strict=True)
-    ]
+    return [VersionMemory(each, peak) for each, peak in zip(extra, peaks, strict=True)]
 
 
 def _old_versions(code: Ints, microbatch: Ints, position: Ints, length: int) -> Floats:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from itertools import islice
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from drumline.core import placement
 from drumline.core.action import COMPUTE_OPS, TIMED_OPS, TRANSFER_OPS, WAIT_OPS, Action, Op
@@ -47,6 +47,36 @@ class Program:
     name: str = field(default="custom", compare=False)
 
     @staticmethod
+    def of_columns(columns: Columns, name: str = "custom") -> Program:
+        """Build a program from arrays; its rows are made when somebody looks at them.
+
+        >>> program = Program.of_columns(Program.parse("0F0,0B0").columns)
+        >>> program.num_actions, print(program)
+        0F0,0B0
+        (2, None)
+        """
+        program = object.__new__(Program)
+        program.__dict__.update(name=name, columns=columns)
+        return program
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "rows" or "columns" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        self.__dict__["rows"] = rows = self.columns.rows()
+        return rows
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Program):
+            return NotImplemented
+        if "rows" in self.__dict__ and "rows" in other.__dict__:
+            return self.rows == other.rows
+        return self.columns.same(other.columns)
+
+    def __hash__(self) -> int:
+        columns = self.columns
+        return hash((columns.lengths, *(each.tobytes() for each in (columns.stage, columns.code, columns.microbatch))))
+
+    @staticmethod
     def of(rows: Iterable[Iterable[Action]], name: str = "custom") -> Program:
         """Build a program from any nested iterable of actions.
 
@@ -58,7 +88,7 @@ class Program:
     @cached_property
     def num_ranks(self) -> int:
         """Number of ranks, that is rows."""
-        return len(self.rows)
+        return len(self.rows) if "rows" in self.__dict__ else self.columns.num_ranks
 
     @cached_property
     def columns(self) -> Columns:
@@ -88,7 +118,7 @@ class Program:
     @cached_property
     def num_actions(self) -> int:
         """Number of actions in all rows; an overlapped pair counts as one."""
-        return sum(map(len, self.rows))
+        return sum(map(len, self.rows)) if "rows" in self.__dict__ else sum(self.columns.lengths)
 
     @cached_property
     def placement(self) -> Placement:

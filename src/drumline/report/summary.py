@@ -9,6 +9,7 @@ from drumline.core.errors import DrumlineError, counted
 from drumline.core.measured.endless import num_begun
 from drumline.core.program import Program
 from drumline.core.prove.violation import Violation
+from drumline.core.timeline.causes import Causes
 from drumline.core.timeline.idle import Cause
 from drumline.core.timeline.timeline import Timeline
 
@@ -109,6 +110,9 @@ def refused(error: DrumlineError) -> dict[str, str]:
 
 def idle_by_cause(timeline: Timeline) -> dict[str, list[float]]:
     """Return the idle seconds of every rank, by cause."""
+    if isinstance(timeline.causes, Causes):
+        seconds = timeline.causes.seconds(timeline.num_ranks)
+        return {cause.value: seconds[cause] for cause in Cause if cause in seconds}
     present = {idle.cause for idle in timeline.causes}
     total = {cause.value: [0.0] * timeline.num_ranks for cause in Cause if cause in present}
     for idle in timeline.causes:

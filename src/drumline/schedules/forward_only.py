@@ -14,14 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drumline.core.action import Action, F
+from drumline.core.action import Op
+from drumline.schedules.cells import Cells, cells
 from drumline.schedules.orders import visits
 from drumline.schedules.registry import schedule
 
 
 @schedule("forward-only", summary="inference: forwards only, nothing stashed", stages_per_rank=1, stage_counts="any")
-def forward_only(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 1) -> Iterator[list[Action]]:
+def forward_only(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 1) -> Iterator[Cells]:
     """Run the forwards in groups, like interleaved schedules."""
-    order = list(visits(num_ranks, num_microbatches, stages_per_rank))
+    local, microbatches = visits(num_ranks, num_microbatches, stages_per_rank)
     for rank in range(num_ranks):
-        yield [F(local * num_ranks + rank, m) for local, m in order]
+        yield cells(Op.FORWARD, local * num_ranks + rank, microbatches)

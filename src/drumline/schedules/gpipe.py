@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drumline.core.action import Action, B, F
+from drumline.core.action import Op
+from drumline.schedules.cells import Cells, joined, run
 from drumline.schedules.formulas import fill_and_drain, flush_bubble
 from drumline.schedules.registry import schedule
 
@@ -27,7 +28,7 @@ from drumline.schedules.registry import schedule
     makespan=fill_and_drain,
     bubble=flush_bubble,
 )
-def gpipe(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
+def gpipe(num_ranks: int, *, num_microbatches: int) -> Iterator[Cells]:
     """Run all forwards, then all backwards."""
     for rank in range(num_ranks):
-        yield [op(rank, m) for op in (F, B) for m in range(num_microbatches)]
+        yield joined(run(op, rank, num_microbatches) for op in (Op.FORWARD, Op.BACKWARD))

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drumline.core.action import Action, F, I, W
+from drumline.core.action import Op
+from drumline.schedules.cells import Cells, cells
 from drumline.schedules.orders import group_sizes, in_turn, visits
 from drumline.schedules.registry import schedule
 
@@ -26,12 +27,12 @@ from drumline.schedules.registry import schedule
     stages_per_rank=2,
     stage_counts="any",
 )
-def interleaved_zb(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterator[list[Action]]:
+def interleaved_zb(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterator[Cells]:
     """Alternate the grouped forwards and input halves, with weight halves delayed by r."""
-    order = list(visits(num_ranks, num_microbatches, stages_per_rank))
+    local, microbatches = visits(num_ranks, num_microbatches, stages_per_rank)
     for rank in range(num_ranks):
-        forwards = [F(local * num_ranks + rank, m) for local, m in order]
-        back = [((stages_per_rank - 1 - local) * num_ranks + rank, m) for local, m in order]
+        forwards = cells(Op.FORWARD, local * num_ranks + rank, microbatches)
+        back = (stages_per_rank - 1 - local) * num_ranks + rank
         round_trip = (stages_per_rank - 1) * group_sizes(num_ranks, num_microbatches)[0]
-        halves = ([op(*pair) for pair in back] for op in (I, W))
+        halves = (cells(op, back, microbatches) for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
         yield in_turn(forwards, *halves, ahead=round_trip + num_ranks - 1 - rank, delay=rank)

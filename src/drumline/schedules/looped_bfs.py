@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drumline.core.action import Action, B, F
+from drumline.core.action import Op
+from drumline.schedules.cells import Cells, joined, run
 from drumline.schedules.formulas import fill_and_drain, flush_bubble
 from drumline.schedules.registry import schedule
 
@@ -27,9 +28,9 @@ from drumline.schedules.registry import schedule
     makespan=fill_and_drain,
     bubble=flush_bubble,
 )
-def looped_bfs(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterator[list[Action]]:
+def looped_bfs(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterator[Cells]:
     """Run every local stage's forwards, then every local stage's backwards in reverse."""
     for rank in range(num_ranks):
         stages = range(rank, num_ranks * stages_per_rank, num_ranks)
-        row = [F(stage, m) for stage in stages for m in range(num_microbatches)]
-        yield row + [B(stage, m) for stage in reversed(stages) for m in range(num_microbatches)]
+        forwards = [run(Op.FORWARD, stage, num_microbatches) for stage in stages]
+        yield joined([*forwards, *(run(Op.BACKWARD, stage, num_microbatches) for stage in reversed(stages))])

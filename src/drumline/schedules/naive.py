@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drumline.core.action import Action, B, F
+from drumline.core.action import Op
+from drumline.schedules.cells import Cells, Turns
 from drumline.schedules.formulas import Paces
 from drumline.schedules.registry import schedule
 
@@ -31,7 +32,7 @@ def _makespan(paces: Paces) -> float:
     peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: 1,
     makespan=_makespan,
 )
-def naive(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
+def naive(num_ranks: int, *, num_microbatches: int) -> Iterator[Cells]:
     """Run F then B of every microbatch before the next one starts."""
     for rank in range(num_ranks):
-        yield [op(rank, m) for m in range(num_microbatches) for op in (F, B)]
+        yield Turns().add(num_microbatches, (rank, Op.FORWARD), (rank, Op.BACKWARD)).cells()

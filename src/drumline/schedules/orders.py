@@ -14,36 +14,45 @@ No action depends on another microbatch, so removing microbatches from a legal p
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import zip_longest
 
-from drumline.core.action import Action, B, F, I, W
+import numpy as np
 
-Row = list[Action]
+from drumline.core.action import Action, B, F, I, Op, W
+from drumline.core.graph import Ints
+from drumline.schedules.cells import Cells, joined, run
 
 
-def in_turn(forwards: Row, backwards: Row, weights: Iterable[Action] = (), *, ahead: int, delay: int = 0) -> Row:
+def in_turn(forwards: Cells, backwards: Cells, weights: Cells | None = None, *, ahead: int, delay: int = 0) -> Cells:
     """Alternate forwards and backwards, with forwards `ahead` of backwards and weight halves `delay` behind.
 
-    >>> stage = [[op(1, m) for m in range(3)] for op in (F, I, W)]
-    >>> in_turn(*stage, ahead=0, delay=1)
+    >>> stage = [run(op, 1, 3) for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
+    >>> list(in_turn(*stage, ahead=0, delay=1))
     [1F0, 1I0, 1F1, 1I1, 1W0, 1F2, 1I2, 1W1, 1W2]
     """
-    turns = zip_longest(forwards[ahead:], backwards, [*[None] * delay, *weights])
-    return [*forwards[:ahead], *(action for turn in turns for action in turn if action is not None)]
+    lanes = [(forwards[ahead:], 0), (backwards, 0), *([] if weights is None else [(weights, delay)])]
+    turns = np.full((max(len(lane) + begin for lane, begin in lanes), len(lanes)), -1)
+    first = min(ahead, len(forwards))
+    number = first
+    for at, (lane, begin) in enumerate(lanes):
+        turns[begin : begin + len(lane), at] = np.arange(number, number + len(lane))
+        number += len(lane)
+    every = joined([forwards[:ahead], *(lane for lane, _ in lanes)])
+    return every[np.concatenate((np.arange(first), turns[turns >= 0]))]
 
 
-def alternating(stage: int, num_microbatches: int, *, ahead: int) -> Row:
+def alternating(stage: int, num_microbatches: int, *, ahead: int) -> Cells:
     """Alternate one stage's forwards and backwards, with forwards `ahead` microbatches ahead.
 
-    >>> alternating(0, 3, ahead=1)
+    >>> list(alternating(0, 3, ahead=1))
     [0F0, 0F1, 0B0, 0F2, 0B1, 0B2]
     """
-    return in_turn(*([op(stage, m) for m in range(num_microbatches)] for op in (F, B)), ahead=ahead)
+    return in_turn(*(run(op, stage, num_microbatches) for op in (Op.FORWARD, Op.BACKWARD)), ahead=ahead)
 
 
-def delayed_weights(stage: int, num_microbatches: int, *, ahead: int, delay: int) -> Row:
+def delayed_weights(stage: int, num_microbatches: int, *, ahead: int, delay: int) -> Cells:
     """Alternate one stage's F and I, with F `ahead` microbatches ahead and W `delay` behind."""
-    return in_turn(*([op(stage, m) for m in range(num_microbatches)] for op in (F, I, W)), ahead=ahead, delay=delay)
+    ops = Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
+    return in_turn(*(run(op, stage, num_microbatches) for op in ops), ahead=ahead, delay=delay)
 
 
 def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
@@ -59,18 +68,17 @@ def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
     return [size + 1] * rest + [size] * (count - rest)
 
 
-def visits(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Iterator[tuple[int, int]]:
-    """Yield (local stage, microbatch) in forward order; backwards visit the local stages in reverse.
+def visits(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> tuple[Ints, Ints]:
+    """Return local stages and microbatches in forward order; backwards visit the local stages in reverse.
 
-    >>> list(visits(2, 2, 2))
-    [(0, 0), (0, 1), (1, 0), (1, 1)]
+    >>> [column.tolist() for column in visits(2, 2, 2)]
+    [[0, 0, 1, 1], [0, 1, 0, 1]]
     """
-    first = 0
-    for size in group_sizes(num_ranks, num_microbatches):
-        for local in range(stages_per_rank):
-            for m in range(first, first + size):
-                yield local, m
-        first += size
+    sizes = np.array(group_sizes(num_ranks, num_microbatches))
+    runs = np.repeat(sizes, stages_per_rank)  # a run for each group and local stage
+    local = np.repeat(np.tile(np.arange(stages_per_rank), len(sizes)), runs)
+    first = np.repeat(np.cumsum(sizes) - sizes, stages_per_rank)
+    return local, np.arange(len(local)) + np.repeat(first - (np.cumsum(runs) - runs), runs)
 
 
 class StageFlow:

@@ -16,8 +16,10 @@ from typing import Any
 
 from drumline.core.action import Action, Op
 from drumline.core.errors import DrumlineError, ScheduleError, counted, nearest
+from drumline.core.graph import Columns
 from drumline.core.placement import Placement
 from drumline.core.program import MAX_ACTIONS, Program
+from drumline.schedules.cells import Cells, joined
 from drumline.schedules.formulas import Counts, IdleShare, Makespan, PeakPairs
 
 Rows = Iterable[Iterable[Action]]
@@ -181,8 +183,13 @@ class Schedule:
         if "stages_per_rank" in accepted:
             options["stages_per_rank"] = stages
         try:
-            actions = self.recipe(num_ranks, num_microbatches=num_microbatches, **options)
-            return Program(tuple(_checked(actions, self.name)), self.name)
+            rows = list(_checked(self.recipe(num_ranks, num_microbatches=num_microbatches, **options), self.name))
+            regular = [row for row in rows if isinstance(row, Cells)]
+            if rows and len(regular) == len(rows):
+                every = joined(regular)
+                lengths = [len(row) for row in regular]
+                return Program.of_columns(Columns.plain(lengths, every.stage, every.code, every.microbatch), self.name)
+            return Program(tuple(map(tuple, rows)), self.name)
         except DrumlineError:
             raise
         except Exception as error:
@@ -195,14 +202,17 @@ def _near(odd: int) -> str:
     return f"use {' or '.join(str(count) for count in (odd - 1, odd + 1) if count)}"
 
 
-def _checked(rows: Rows, name: str) -> Iterator[tuple[Action, ...]]:
+def _checked(rows: Rows, name: str) -> Iterator[Cells | tuple[Action, ...]]:
     """Yield a recipe's rows; raise an error if it yields something else or never ends."""
     left = MAX_ACTIONS
     for row in rows:
-        actions = tuple(islice(row, left + 1))
+        actions = row if isinstance(row, Cells) else tuple(islice(row, left + 1))
         left -= max(len(actions), 1)
         if left < 0:
             raise ScheduleError(f"the recipe of {name} yields more than {MAX_ACTIONS} actions", fix="make sure it ends")
+        if isinstance(actions, Cells):
+            yield actions
+            continue
         for kind in set(map(type, actions)):
             if not issubclass(kind, Action):
                 wrong = next(action for action in actions if type(action) is kind)
@@ -320,6 +330,6 @@ def recipe_of(program: Program) -> Program:
     """
     for name in schedules():
         new_program = made_by(name, program)
-        if new_program is not None and new_program.rows == program.rows:
+        if new_program is not None and new_program == program:
             return replace(program, name=name)
     return program

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drumline.core.action import Action
+from drumline.core.action import Op
+from drumline.schedules.cells import Cells, Turns
 from drumline.schedules.formulas import Pace, idling
-from drumline.schedules.orders import StageFlow, trim
 from drumline.schedules.registry import schedule
 
 
@@ -37,41 +37,32 @@ def _idle(pace: Pace, num_ranks: int) -> float:
     planned_with=(2,),
     titan="ZBVZeroBubble",
 )
-def zb_v(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
+def zb_v(num_ranks: int, *, num_microbatches: int) -> Iterator[Cells]:
     """Run the recipe's three phases; with fewer than 2P-1 microbatches, use part of a full run."""
     full = max(num_microbatches, 2 * num_ranks - 1)
     for rank in range(num_ranks):
-        yield list(trim(_row(rank, num_ranks, full), num_microbatches))
+        yield _row(rank, num_ranks, full).cells().below(num_microbatches)
 
 
-def _row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-    every = range(num_microbatches)
-    down, up = StageFlow(rank, every), StageFlow(2 * num_ranks - 1 - rank, every)
+def _row(rank: int, num_ranks: int, num_microbatches: int) -> Turns:
+    forward_down, *back_down = ((rank, op) for op in _OPS)
+    forward_up, *back_up = ((2 * num_ranks - 1 - rank, op) for op in _OPS)
+    row = Turns()
     # Fill: forwards on the way down until the first one comes back up, then F I W on the way up.
-    for _ in range(2 * (num_ranks - rank) - 1):
-        yield down.forward()
-    for _ in range(rank):
-        yield up.forward()
-        yield down.forward()
-    for _ in range(num_ranks - rank):
-        yield up.forward()
-        yield from up.split()
+    row.add(2 * (num_ranks - rank) - 1, forward_down)
+    row.add(rank, forward_up, forward_down)
+    row.add(num_ranks - rank, forward_up, *back_up)
     # Steady: alternate F I W of both stages; the way down finishes its forwards before the way up.
-    for turn in range(num_microbatches - num_ranks):
-        if turn + 2 * num_ranks - rank - 1 < num_microbatches:
-            yield down.forward()
-        yield from down.split()
-        yield up.forward()
-        yield from up.split()
+    left, forwards = num_microbatches - num_ranks, num_microbatches - (2 * num_ranks - rank - 1)
+    row.add(forwards, forward_down, *back_down, forward_up, *back_up)
+    row.add(left - forwards, *back_down, forward_up, *back_up)
     # Drain: input gradients as they arrive, weight gradients when there is nothing else to do.
-    owed: dict[StageFlow, list[Action]] = {up: [], down: []}
-    for flow in (down, up) * rank:
-        first, second = flow.split()
-        owed[flow].append(second)
-        yield first
-    for _ in range(num_ranks - rank):
-        first, second = down.split()
-        owed[down].append(second)
-        yield first
-        yield owed[down].pop(0)
-    yield from owed[up] + owed[down]
+    (input_down, weight_down), (input_up, weight_up) = back_down, back_up
+    row.add(rank, input_down, input_up)
+    row.add(num_ranks - rank, input_down, weight_down)
+    row.add(rank, weight_up)
+    row.add(rank, weight_down)
+    return row
+
+
+_OPS = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)

@@ -128,7 +128,7 @@ def held_in_part(program: Program, in_flight: Sequence[int]) -> tuple[Holding, .
     """
     timeline, own_flags = whole(program, in_flight)
     return tuple(
-        replace(holding, pairs=[pairs for pairs, mine in zip(holding.pairs, flags, strict=True) if mine])
+        replace(holding, pair_counts=holding.pair_counts[np.array(flags, dtype=bool)])
         for holding, flags in zip(holdings(timeline, Costs()), own_flags, strict=True)
     )
 

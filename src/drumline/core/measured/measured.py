@@ -126,7 +126,9 @@ class Measured(Timeline):
         if self.in_flight is None:
             return memory
         known = held_in_part(self.program, self.in_flight)
-        return tuple(replace(holding, bytes=weighed.bytes) for holding, weighed in zip(known, memory, strict=True))
+        return tuple(
+            replace(holding, byte_counts=weighed.byte_counts) for holding, weighed in zip(known, memory, strict=True)
+        )
 
     @cached_property
     def in_flight(self) -> Sequence[int] | None:

@@ -1,1 +1,1 @@
-"""When every action of a program runs: a graph, and the times of its nodes."""
+"""When every action of a program runs under given costs, as a timeline."""

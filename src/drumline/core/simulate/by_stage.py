@@ -13,25 +13,25 @@ from dataclasses import dataclass
 import numpy as np
 
 from drumline.core import rules
+from drumline.core.clock.evaluate import Order, latest_ends
 from drumline.core.costs import Costs
 from drumline.core.errors import CostsError
 from drumline.core.graph import PLACE, Flags, Floats, Ints, Messages, NotCompilable
 from drumline.core.program import Program, once_per_program
-from drumline.core.simulate.evaluate import Levels, latest_ends
-from drumline.core.simulate.simulate import compiled, invalid, levels
+from drumline.core.simulate.simulate import compiled, invalid, node_order
 
 STAGE_OPS = tuple(rules.NEEDS)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """For every node in the order of the levels: the row of its seconds, and whether it waits for a message.
+    """For every node: the row of its seconds, and whether it waits for a message.
 
     The row after those of ops and stages holds zeros. The rows after that are the sums of these `pairs` of rows, for
     overlapped pairs.
     """
 
-    levels: Levels
+    order: Order
     row: Ints
     pairs: Ints
     crosses: Flags
@@ -62,13 +62,13 @@ def makespans_by_stage(program: Program, seconds: Floats, *, comm: float = 0.0) 
     if len(rows.pairs):
         table = np.concatenate([table, table[rows.pairs].sum(axis=1)])
     lag = np.where(rows.crosses, comm, 0.0)[:, None] if comm and rows.crosses.any() else None
-    return latest_ends(rows.levels, table, rows.row, lag)
+    return latest_ends(rows.order, table, rows.row, lag)
 
 
 @once_per_program
 def _rows(program: Program) -> _Rows:
     graph = compiled(program, Costs())
-    order = levels(program, Messages.LATENCY)
+    order = node_order(program, Messages.LATENCY)
     place = PLACE[graph.work.code]
     nothing = len(STAGE_OPS) * program.num_stages
     row_of_work = np.where(place >= 0, place * program.num_stages + graph.work.stage, nothing)
@@ -77,4 +77,4 @@ def _rows(program: Program) -> _Rows:
     halves = np.flatnonzero(graph.work.paired).reshape(-1, 2)
     pairs, which = np.unique(row_of_work[halves], axis=0, return_inverse=True)
     row[graph.node[halves[:, 0]]] = nothing + 1 + which.reshape(-1)
-    return _Rows(order, row[order.order], pairs, (graph.crossing >= 0)[order.order])
+    return _Rows(order, row, pairs, graph.crossing >= 0)

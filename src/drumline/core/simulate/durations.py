@@ -17,7 +17,7 @@ _FIELDS = {op: op.name.lower() for op in (*rules.NEEDS, Op.UPDATE)}
 def work_seconds(graph: TimeGraph, many: Sequence[Costs]) -> Floats:
     """Return the seconds of every plain action, one column per costs; a microbatch's factor does not affect updates."""
     tables = np.stack([_table(graph, costs) for costs in many], axis=2)
-    seconds: Floats = tables[graph.work.code, graph.work.stage]
+    seconds: Floats = tables.reshape(-1, len(many)).take(graph.slot, axis=0)
     if any(costs.microbatch_factor != 1.0 for costs in many):
         factors = np.array([costs.factors(graph.num_microbatches) for costs in many]).T
         computes = np.isin(graph.work.code, [CODE[op] for op in rules.NEEDS])
@@ -38,6 +38,12 @@ def _table(graph: TimeGraph, costs: Costs) -> Floats:
     return table
 
 
+def all_alike(graph: TimeGraph, costs: Costs) -> bool:
+    """Whether these costs surely give the same seconds to all plain actions of an op."""
+    table = _table(graph, costs)
+    return costs.microbatch_factor == 1.0 and bool((table == table[:, :1]).all())
+
+
 def level_work(graph: TimeGraph, seconds: Floats) -> Floats:
     """Return the same work spread evenly: every plain action takes the mean of its op."""
     level = seconds.copy()
@@ -53,6 +59,8 @@ def node_seconds(graph: TimeGraph, costs: Costs, work: Floats) -> Floats:
 
     `work` may have a second axis for samples; then the result has it too.
     """
+    if graph.only_work:
+        return work
     seconds = np.zeros((graph.num_nodes, *work.shape[1:]))
     fused, halves = _pairs(graph)
     seconds[graph.node] = work
@@ -64,7 +72,7 @@ def node_seconds(graph: TimeGraph, costs: Costs, work: Floats) -> Floats:
             seconds[fused] = (together * factor).reshape(-1, *[1] * (work.ndim - 1))
     crossings = graph.crossings
     if len(crossings.node) and graph.messages is not Messages.LATENCY:
-        edges, which = _edges(graph)
+        edges, which = graph.edges
         speed = np.array([costs.edge(source, target).bytes_per_second for source, target in edges])[which]
         moving = (message_bytes(graph, costs) / speed).reshape(-1, *[1] * (work.ndim - 1))
         seconds[crossings.node] = moving
@@ -86,24 +94,22 @@ def message_bytes(graph: TimeGraph, costs: Costs) -> Floats:
     return sizes
 
 
-def lags(graph: TimeGraph, many: Sequence[Costs], seconds: Floats) -> Floats:
-    """Return how long after its need every node may start, one column per costs; `seconds` are those of the nodes."""
+def lags(graph: TimeGraph, many: Sequence[Costs], seconds: Floats) -> Floats | None:
+    """Return how long after its need every node may start, one column per costs; None if none has to wait.
+
+    `seconds` are those of the nodes.
+    """
     blocks = graph.messages is Messages.BLOCKING
     if not len(graph.crossings.node) or (not blocks and all(costs.comm == 0 and not costs.edges for costs in many)):
-        return np.zeros((graph.num_nodes, 1))
-    latency = _latencies(graph, many)
-    if blocks:
-        # A receive runs alongside its send, `latency` later, and not only after it.
-        latency = latency - seconds[graph.crossings.node]
-    waits: Floats = np.vstack([latency, np.zeros(len(many))])[graph.crossing]
+        return None
+    edges, which = graph.edges
+    latencies = np.array([[costs.edge(*edge).latency for costs in many] for edge in edges])
+    nothing = np.zeros((1, len(many)))
+    if not blocks:
+        return np.concatenate([latencies, nothing]).take(graph.node_edge, axis=0)
+    # A receive runs alongside its send, `latency` later, and not only after it.
+    waits: Floats = np.vstack([latencies[which] - seconds[graph.crossings.node], nothing])[graph.crossing]
     return waits
-
-
-def _latencies(graph: TimeGraph, many: Sequence[Costs]) -> Floats:
-    """Return the latency of every message, one column per costs."""
-    edges, which = _edges(graph)
-    latencies: Floats = np.array([[costs.edge(*edge).latency for costs in many] for edge in edges])[which]
-    return latencies
 
 
 def _pairs(graph: TimeGraph) -> tuple[Ints, Ints]:
@@ -112,9 +118,3 @@ def _pairs(graph: TimeGraph) -> tuple[Ints, Ints]:
     forward_first = graph.work.code[halves[:, 0]] == CODE[Op.FORWARD]
     halves = np.where(forward_first[:, None], halves, halves[:, ::-1])
     return graph.node[halves[:, 0]], halves
-
-
-def _edges(graph: TimeGraph) -> tuple[list[tuple[int, int]], Ints]:
-    """Return the directed links that messages use, and the link of each message."""
-    coded, which = np.unique(graph.crossings.source * graph.num_ranks + graph.crossings.target, return_inverse=True)
-    return [divmod(code, graph.num_ranks) for code in coded.tolist()], which

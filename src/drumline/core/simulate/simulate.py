@@ -10,6 +10,8 @@ import numpy as np
 
 from drumline.core import rules
 from drumline.core.action import Action, Op
+from drumline.core.clock.assemble import compile_program
+from drumline.core.clock.evaluate import Order, evaluate, latest_ends, order_of, starts_of
 from drumline.core.costs import Costs
 from drumline.core.errors import CostsError, ProgramError
 from drumline.core.graph import OPS, Columns, Floats, Ints, Messages, NotCompilable, TimeGraph
@@ -17,16 +19,16 @@ from drumline.core.memory import Holding, holdings
 from drumline.core.program import Program, once_per_program
 from drumline.core.prove.validate import misplaced_or_misused, validate
 from drumline.core.prove.violation import InvalidProgram
-from drumline.core.simulate.assemble import compile_program
 from drumline.core.simulate.durations import (
+    all_alike,
     lags,
     level_work,
     message_bytes,
     node_seconds,
     work_seconds,
 )
-from drumline.core.simulate.evaluate import Levels, evaluate, latest_ends, levels_of, starts_of
 from drumline.core.timeline.attribute import attribute
+from drumline.core.timeline.causes import Arrivals, Times, causes_of
 from drumline.core.timeline.idle import Idle, Limit
 from drumline.core.timeline.spans import Span, SpanLane, Track, Transfer
 from drumline.core.timeline.timeline import Timeline
@@ -44,7 +46,7 @@ class Simulation(Timeline):
     costs: Costs
     graph: TimeGraph
     ended: Floats
-    lag: Floats
+    lag: Floats | None
     limit: Limit | None = None
     work: Floats | None = None
     weighed: Sequence[Holding] | None = None
@@ -97,7 +99,10 @@ class Simulation(Timeline):
     @cached_property
     def start(self) -> float:
         """When the first action starts."""
-        return min((float(self.started[nodes[0]]) for nodes in self.graph.action_nodes if len(nodes)), default=0.0)
+        first = np.array([nodes[0] for nodes in self.graph.action_nodes if len(nodes)], dtype=np.int64)
+        if "started" in self.__dict__:
+            return float(self.started[first].min()) if len(first) else 0.0
+        return float(starts_of(self.graph, self.ended, self.lag, first).min()) if len(first) else 0.0
 
     @cached_property
     def end(self) -> float:
@@ -191,16 +196,32 @@ class Simulation(Timeline):
         return holdings(self.program, self.costs) if self.weighed is None else self.weighed
 
     @cached_property
-    def causes(self) -> tuple[Idle, ...]:
+    def causes(self) -> Sequence[Idle]:
         """Every idle interval with its cause; they sum to `idle`."""
-        return attribute(self, self.limit)
+        graph = self.graph
+        is_plain = not (self.limit or len(graph.exchanges.node) or len(graph.waits.node) or graph.work.paired.any())
+        if not is_plain or graph.messages is Messages.BLOCKING or not all(graph.work.lengths):
+            return attribute(self, self.limit)
+        maker = np.full(len(graph.node), -1)
+        maker[graph.crossings.consumer] = graph.crossings.producer
+        times, twin = self.times, self.balanced
+        last = np.cumsum(graph.work.lengths) - 1
+        arrivals = Arrivals(maker, int(last[times.ends[last].argmax()]))
+        return causes_of(graph.work, times, arrivals, twin.times if isinstance(twin, Simulation) else None)
+
+    @property
+    def times(self) -> Times:
+        """The times of all timed actions as arrays; the halves of an overlapped pair have the same."""
+        return Times(self.started[self.graph.node], self.ended[self.graph.node], self.start, self.end)
 
     @cached_property
     def balanced(self) -> Timeline | None:
         """The same program and work, as if all stages and microbatches cost the same; None if they do."""
+        if self.work is None and all_alike(self.graph, self.costs):
+            return None
         seconds = work_seconds(self.graph, [self.costs])[:, 0] if self.work is None else self.work
         level = level_work(self.graph, seconds)
-        if np.allclose(level, seconds, rtol=1e-12, atol=0.0):
+        if bool((np.abs(level - seconds) <= 1e-12 * np.abs(seconds)).all()):
             return None
         return _timed(self.program, self.costs, self.graph, node_seconds(self.graph, self.costs, level))
 
@@ -254,20 +275,20 @@ def makespans(program: Program, costs: Costs | Sequence[Costs], *, factors: Floa
     try:
         for cost in many:
             graph = compiled(program, cost)
-        order = levels(program, Messages.of(many[0]))
+        order = node_order(program, Messages.of(many[0]))
         seconds, lag = _samples(graph, many, factors)
-        return latest_ends(order, seconds, order.order, lag[order.order] if lag.any() else None)
+        return latest_ends(order, seconds, lag=lag)
     except NotCompilable:
         raise invalid(program) from None
 
 
 @once_per_program
-def levels(program: Program, messages: Messages) -> Levels:
-    """Return the levels of a program's graph; raise NotCompilable if its actions wait for each other."""
-    return levels_of(compile_program(program, messages))
+def node_order(program: Program, messages: Messages) -> Order:
+    """Return an order of the nodes of a program's graph; raise NotCompilable if its actions wait for each other."""
+    return order_of(compile_program(program, messages))
 
 
-def _samples(graph: TimeGraph, many: list[Costs], factors: Floats | None) -> tuple[Floats, Floats]:
+def _samples(graph: TimeGraph, many: list[Costs], factors: Floats | None) -> tuple[Floats, Floats | None]:
     """Return seconds and lag of every node, one column per sample."""
     if factors is None:
         plain = all(costs.overlapped is None and costs.reduce == costs.pack == 0.0 for costs in many)
@@ -313,5 +334,6 @@ def invalid(program: Program) -> InvalidProgram:
 
 
 def _timed(program: Program, costs: Costs, graph: TimeGraph, seconds: Floats, limit: Limit | None = None) -> Simulation:
-    lag = lags(graph, [costs], seconds[:, None])[:, 0]
+    late = lags(graph, [costs], seconds[:, None])
+    lag = None if late is None else late[:, 0]
     return Simulation(program, costs, graph, evaluate(graph, seconds, lag), lag, limit)

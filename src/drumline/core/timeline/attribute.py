@@ -40,7 +40,7 @@ def attribute(timeline: Timeline, limit: Limit | None = None) -> tuple[Idle, ...
     rank 1 idle 2 from 4: the pipeline drains; 0B0 of rank 0 ends last
     """
     if timeline.says_causes:
-        return timeline.causes
+        return tuple(timeline.causes)
     return tuple(idle for rank in range(timeline.num_ranks) for idle in _Track(timeline, rank, limit).intervals())
 
 

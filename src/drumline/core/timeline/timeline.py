@@ -53,7 +53,7 @@ class Timeline(ABC):
 
     @property
     @abstractmethod
-    def causes(self) -> tuple[Idle, ...]:
+    def causes(self) -> Sequence[Idle]:
         """Every idle interval with its cause; they sum to `idle`."""
 
     @cached_property

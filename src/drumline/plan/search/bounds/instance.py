@@ -18,12 +18,12 @@ from functools import cached_property
 
 from drumline.core import rules
 from drumline.core.action import Action, Op
+from drumline.core.clock.assemble import compile_program
 from drumline.core.costs import Costs
 from drumline.core.graph import OPS, Messages
 from drumline.core.memory import Sizes
 from drumline.core.placement import Placement
 from drumline.core.program import Program
-from drumline.core.simulate.assemble import compile_program
 from drumline.core.simulate.durations import message_bytes, work_seconds
 from drumline.core.timeline.idle import Limit
 

@@ -1,4 +1,4 @@
-"""When every node of a graph starts and ends, for one set of costs or for many at once."""
+"""The clock in Python: what the kernel computes, with the same bits, where no kernel was compiled."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _UNKNOWN = math.inf
 _BLOCK = 200_000  # ends at a time: a processor's cache holds them
 
 
-def evaluate(graph: TimeGraph, seconds: Floats, lag: Floats) -> Floats:
+def ends_in_python(graph: TimeGraph, seconds: Floats, lag: Floats | None) -> Floats:
     """Return every node's end; raise NotCompilable if nodes wait for each other.
 
     Sweeps over the chains repeatedly and advances every chain as far as its needs allow.
     """
     ends = [_UNKNOWN] * graph.num_nodes + [0.0]
     sweep, columns = _sweep, [graph.need.tolist(), seconds.tolist()]
-    if lag.any():
+    if lag is not None and lag.any():
         sweep, columns = _sweep_with_lag, [*columns, lag.tolist()]
     halted = []
-    for low, high in graph.chains:
+    for low, high in graph.chains.tolist():
         if low < high:
             nodes = zip(range(low, high), *(column[low:high] for column in columns), strict=True)
             halted.append((0.0, nodes, *next(nodes)))
@@ -36,13 +36,6 @@ def evaluate(graph: TimeGraph, seconds: Floats, lag: Floats) -> Floats:
         halted.reverse()
     ends.pop()
     return np.fromiter(ends, np.float64, graph.num_nodes)
-
-
-def starts_of(graph: TimeGraph, ended: Floats, lag: Floats) -> Floats:
-    """Return every node's start by the same maximum: a node that follows without a gap starts at that exact end."""
-    padded = np.append(ended, 0.0)
-    started: Floats = np.maximum(padded[graph.before], padded[graph.need] + lag)
-    return started
 
 
 def _sweep(chains: list[Any], ends: list[float]) -> tuple[list[Any], bool]:
@@ -92,6 +85,16 @@ def _sweep_with_lag(chains: list[Any], ends: list[float]) -> tuple[list[Any], bo
     return halted, moved
 
 
+def starts_in_python(graph: TimeGraph, ended: Floats, lag: Floats | None, nodes: Ints) -> Floats:
+    """Return when these nodes start."""
+    before, need = graph.before[nodes], graph.need[nodes]
+    arrived = np.where(need < 0, 0.0, ended[need])
+    if lag is not None:
+        arrived = arrived + lag[nodes]
+    started: Floats = np.maximum(np.where(before < 0, 0.0, ended[before]), arrived)
+    return started
+
+
 @dataclass(frozen=True, slots=True)
 class Levels:
     """A graph's nodes in an order in which each comes after all that it waits for.
@@ -109,7 +112,7 @@ class Levels:
 
 def levels_of(graph: TimeGraph) -> Levels:
     """Return a graph's levels; raise NotCompilable if nodes wait for each other."""
-    level = evaluate(graph, np.ones(graph.num_nodes), np.zeros(graph.num_nodes)).astype(np.int64)
+    level = ends_in_python(graph, np.ones(graph.num_nodes), None).astype(np.int64)
     order = np.argsort(level, kind="stable")
     starts = np.flatnonzero(np.diff(level[order], prepend=0)).tolist()
     place = np.full(graph.num_nodes + 1, graph.num_nodes)
@@ -117,11 +120,11 @@ def levels_of(graph: TimeGraph) -> Levels:
     need, before = place[graph.need[order]], place[graph.before[order]]
     bounds = zip(starts, [*starts[1:], graph.num_nodes], strict=True)
     each = tuple((low, high, np.concatenate([need[low:high], before[low:high]])) for low, high in bounds)
-    last = np.array([high - 1 for low, high in graph.chains if low < high], dtype=np.int64)
+    last = np.array([high - 1 for low, high in graph.chains.tolist() if low < high], dtype=np.int64)
     return Levels(order, each, place[last], max((high - low for low, high, _ in each), default=0))
 
 
-def latest_ends(levels: Levels, seconds: Floats, rows: Ints, lag: Floats | None = None) -> Floats:
+def latest_in_python(levels: Levels, seconds: Floats, rows: Ints, lag: Floats | None = None) -> Floats:
     """Return the end of the last node for many samples at once; `rows` are the nodes' rows of `seconds`.
 
     Arrays are (rows, samples), or (rows, 1) if shared; nodes are in the order of the levels, and so is `lag`. Each

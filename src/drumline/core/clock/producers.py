@@ -6,6 +6,7 @@ import numpy as np
 
 from drumline.core import rules
 from drumline.core.graph import CODE, PLACE, Columns, Flags, Ints, NotCompilable
+from drumline.core.kernel.library import kernel, pointer
 from drumline.core.rules import Backward
 
 
@@ -19,14 +20,38 @@ def _complete(kind: Backward) -> Flags:
 _COMPLETE = {kind: _complete(kind) for kind in Backward}
 
 
+def _listed_needs() -> Ints:
+    """Return what every compute op needs as the kernel reads it."""
+    numbers = []
+    for needed in rules.NEEDS.values():
+        numbers.append(len(needed))
+        for need in needed:
+            numbers += [need.stage_offset, len(need.ops), *(int(PLACE[CODE[op]]) for op in need.ops)]
+    return np.array(numbers, dtype=np.int64)
+
+
 def producers(work: Columns, num_stages: int, num_microbatches: int) -> Ints:
     """Return, per plain action, the action that makes its input from a neighbouring stage (-1: no such input).
 
     Also checks what the simulator relies on: nothing missing or repeated, own-stage inputs earlier in the row.
     """
+    library, count, size = kernel(), len(work.code), num_stages * num_microbatches
+    if library is not None and count >= size and work.stage.min(initial=0) >= 0:
+        needs = _listed_needs()
+        makers, where = np.empty(count, dtype=np.int64), np.empty(len(rules.NEEDS) * size, dtype=np.int32)
+        columns = map(pointer, (work.code, work.stage, work.microbatch, work.rank, work.cell))
+        tables = map(pointer, (_COMPLETE[Backward.WHOLE], needs, where, makers))
+        counts = num_stages, num_microbatches, pointer(PLACE), len(rules.NEEDS)
+        if library.producers(count, *columns, *counts, *tables) == 0:
+            return makers
+    return _producers(work, num_stages, num_microbatches)
+
+
+def _producers(work: Columns, num_stages: int, num_microbatches: int) -> Ints:
+    """Return the same, also for programs with frozen stages, or say that the program breaks a rule."""
     place = PLACE[work.code]
     computing = np.flatnonzero(place >= 0)
-    if len(computing) < num_stages * num_microbatches or np.any(work.microbatch[computing] < 0):
+    if len(computing) < num_stages * num_microbatches or np.any(work.microbatch[computing] < 0) or work.stage.min() < 0:
         raise NotCompilable
     size = num_stages * num_microbatches
     where = np.full(len(rules.NEEDS) * size, -1, dtype=np.int64)

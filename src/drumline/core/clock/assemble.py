@@ -10,10 +10,11 @@ import numpy as np
 
 from drumline.core import rules
 from drumline.core.action import AWAITED, Action, Op
+from drumline.core.clock.plain_graph import is_plain, plain_graph
+from drumline.core.clock.producers import producers
 from drumline.core.graph import (
     CODE,
     OPS,
-    PLACE,
     TRANSFERS,
     WAITS,
     Columns,
@@ -26,7 +27,6 @@ from drumline.core.graph import (
     Waits,
 )
 from drumline.core.program import Program, once_per_program
-from drumline.core.simulate.producers import producers
 
 # By the code of the op that makes a message: its send, its receive, and whether it leaves an overlapped pair second.
 _SEND, _RECV = (np.array([CODE[rules.SPELLED[op][end]] if op in rules.SPELLED else -1 for op in OPS]) for end in (0, 1))
@@ -43,6 +43,8 @@ def compile_program(program: Program, messages: Messages) -> TimeGraph:
     work = program.timed_columns
     num_stages, num_microbatches = int(work.stage.max(initial=-1)) + 1, int(work.microbatch.max(initial=-1)) + 1
     producer = producers(work, num_stages, num_microbatches)
+    if messages is Messages.LATENCY and work is program.columns and not work.paired.any():
+        return plain_graph(work, num_stages, num_microbatches, producer)
     consumer = np.flatnonzero(producer >= 0)
     crosses = work.rank[producer[consumer]] != work.rank[consumer]
     local, remote = consumer[~crosses], consumer[crosses]
@@ -280,7 +282,7 @@ class GraphBuilder:
             num_stages,
             num_microbatches,
             self.num_nodes,
-            tuple(zip((last - counts).tolist(), last.tolist(), strict=True)),
+            np.stack((last - counts, last), axis=1),
             before,
             need,
             crossing,
@@ -290,17 +292,5 @@ class GraphBuilder:
             Crossings(self.producer, self.consumer, self.source, self.target, new[self.node], new[self.recv_node]),
             Exchanges(*exchanged, new[self.pack_node], new[self.exchange_node]),
             Waits(self.untimed.rank[waits], new[self.gate], new[self.awaited], self.follows[waits]),
-            self._is_plain(num_stages),
+            not len(self.exchanges) and not len(self.waits) and is_plain(self.work, num_stages),
         )
-
-    def _is_plain(self, num_stages: int) -> bool:
-        """Whether compiling has checked all of the program's rules.
-
-        The rest is rare and small and left to the validator: exchanges, updates, parameter state, and stages on several
-        ranks.
-        """
-        work = self.work
-        home = np.full(num_stages, -1)
-        home[work.stage] = work.rank
-        computes_only = bool((PLACE[work.code] >= 0).all()) and not len(self.exchanges) and not len(self.waits)
-        return computes_only and bool((home[work.stage] == work.rank).all())

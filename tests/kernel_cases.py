@@ -1,0 +1,107 @@
+"""Compares the kernel with the Python form; as a program, for a kernel whose path it is given.
+
+python tests/kernel_cases.py PATH              prints how many cases it compared
+python tests/kernel_cases.py PATH "too short"  lets the kernel write past the end of an array
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+import drumline as dl
+from drumline.core import memory
+from drumline.core.clock import evaluate as clock
+from drumline.core.clock import plain_graph, producers
+from drumline.core.costs import Costs, Edge
+from drumline.core.kernel import library
+from drumline.core.kernel.library import Kernel, pointer
+from drumline.core.lower.lower import lower
+from drumline.core.program import Program
+from drumline.core.simulate.durations import lags, node_seconds, work_seconds
+from drumline.core.simulate.simulate import compiled
+
+ASKING = (clock, memory, plain_graph, producers)
+NAMES = ("1f1b", "zb-h1", "zb-v", "chimera", "dualpipe", "pipedream")
+COSTS = (
+    Costs(),
+    Costs(comm=0.3),
+    Costs(edges={(1, 0): Edge(0.7)}, reduce=2.0, pack=0.5),
+    Costs(bytes_per_second=3.0, message_bytes=2.0),
+    Costs(bytes_per_second=3.0, message_bytes=2.0, overlap=False, comm=0.1),
+)
+
+
+@contextmanager
+def using(kernel: Kernel | None) -> Iterator[None]:
+    """Let everything that asks for the kernel get this one."""
+
+    def asked() -> Kernel | None:
+        return kernel
+
+    for module in ASKING:
+        setattr(module, "kernel", asked)  # noqa: B010 - they import it, and do not define it
+    try:
+        yield
+    finally:
+        for module in ASKING:
+            setattr(module, "kernel", library.kernel)  # noqa: B010
+
+
+def compare(kernel: Kernel, program: Program, costs: Costs, seed: int, spelled: bool) -> None:
+    """Compare graphs, times and memory of a program under jitter, bit by bit."""
+    rows = (lower(program) if spelled else program).rows
+    costs = replace(costs, activation_bytes=0.3, held_until_weight_bytes=0.1, weight_bytes=0.7)
+    results: list[list[Any]] = []
+    for use in (kernel, None):
+        rng = np.random.default_rng(seed)
+        with using(use):
+            results.append(list(computed(Program(rows), costs, rng)))
+    for found, expected in zip(*results, strict=True):
+        assert found.tobytes() == expected.tobytes()
+
+
+def computed(program: Program, costs: Costs, rng: np.random.Generator) -> Iterator[Any]:
+    """Yield arrays that the kernel or the Python form computes."""
+    graph = compiled(program, costs)
+    yield from (graph.need, graph.crossing, graph.before, *vars(graph.crossings).values())
+    work = work_seconds(graph, [costs])[:, 0] * rng.lognormal(0.0, 0.3, len(graph.node))
+    seconds = node_seconds(graph, costs, work)
+    late = lags(graph, [costs], seconds[:, None])
+    lag = None if late is None else late[:, 0]
+    samples = int(rng.integers(1, 20))
+    many = seconds[:, None] * rng.lognormal(0.0, 0.3, (1, samples))
+    ends = clock.evaluate(graph, seconds, lag)
+    yield ends
+    yield clock.starts_of(graph, ends, lag)
+    yield clock.starts_of(graph, ends, lag, np.arange(0, graph.num_nodes, 3))
+    order, mixed = clock.order_of(graph), rng.permutation(graph.num_nodes)
+    yield clock.latest_ends(order, many, lag=late)
+    yield clock.latest_ends(order, many, mixed, None if late is None else late * np.ones(samples))
+    yield clock.latest_ends(order, many[:, :1], lag=late)
+    for holding in memory.holdings(program, costs):
+        yield from (holding.byte_counts, holding.pair_counts)
+
+
+def main() -> None:
+    """Compare all cases with the kernel at the path."""
+    kernel = Kernel(ctypes.CDLL(sys.argv[1]))
+    if sys.argv[2:]:
+        short, index = np.empty(100), np.full(40_000, -1)
+        kernel.starts(len(index), *map(pointer, (index, index, None, short, np.empty(10_000))))
+        return
+    cases = [(name, costs) for name in NAMES for costs in COSTS]
+    for seed, (name, costs) in enumerate(cases):
+        program = dl.generate(name, num_ranks=4, num_microbatches=6)
+        compare(kernel, program, costs, seed, spelled=seed % 2 == 0 and name != "pipedream")
+    print(f"compared {len(cases)}")
+
+
+if __name__ == "__main__":
+    main()
