@@ -36,7 +36,8 @@ import numpy as np
 
 from drumline.plan.cluster.estimate import estimate
 from drumline.plan.cluster.hardware import MACHINES, Machine
-from drumline.plan.cluster.layout import Layout, Practice
+from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.practice import Practice
 from drumline.plan.cluster.transformer import Transformer
 from published_runs import MEGATRON_2021, sc21
 

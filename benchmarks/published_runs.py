@@ -25,7 +25,8 @@ from dataclasses import dataclass, replace
 
 from drumline.plan.cluster.estimate import Estimate, estimate
 from drumline.plan.cluster.hardware import Cluster, cluster
-from drumline.plan.cluster.layout import PRACTICE, Layout, Practice
+from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.practice import PRACTICE, Practice
 from drumline.plan.cluster.models import model
 from drumline.plan.cluster.transformer import Transformer, attention_flops, layer_weights, model_flops
 

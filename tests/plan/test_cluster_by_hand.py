@@ -23,7 +23,8 @@ from drumline.plan.cluster.kernels import (
     reduce_seconds,
 )
 from drumline.plan.cluster.layers import fp8_weights, keys_of, ring_bytes, routed_bytes, tokens_of
-from drumline.plan.cluster.layout import WHOLE, Layout, Practice, recomputed_ops
+from drumline.plan.cluster.layout import WHOLE, Layout, recomputed_ops
+from drumline.plan.cluster.practice import Practice
 from drumline.plan.cluster.loads import data_exchange, device_volumes, hop_seconds, message_bytes, tied_exchange
 from drumline.plan.cluster.stages import Alike, alike, counts_of, head_weight, slices_of
 from drumline.plan.cluster.transformer import ExpertShape, LatentAttention, Transformer, model_flops

@@ -45,5 +45,5 @@ def _flops(op: Operation, recomputed: Sequence[str], more: float) -> float:
     products = sum(2.0 * p.rows * p.columns * p.depth * p.times for p in op.products)
     scores = sum(2.0 * p.rows * p.columns * p.depth * p.times for p in op.scores)
     forward = products + scores + op.flops[0]
-    repeats = recomputed == WHOLE or op.repeats(recomputed)
-    return forward * (2 if repeats else 1) + (1 + more) * products + 2 * scores + op.flops[1]
+    again = forward if recomputed == WHOLE or op.repeats(recomputed) else op.again(recomputed) * products
+    return forward + again + (1 + more) * products + 2 * scores + op.flops[1]

@@ -8,15 +8,14 @@ from typing import NamedTuple
 
 from drumline.core.errors import PlanError, nearest
 from drumline.plan.cluster.layout import (
+    BY_OPERATION,
     OPS,
-    OVERLAPS,
-    PRACTICE,
     RECOMPUTE,
     Layout,
-    Practice,
     check_recomputation,
     is_recomputation,
 )
+from drumline.plan.cluster.practice import OPTIMIZERS, OVERLAPS, Practice
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.frameworks import FRAMEWORKS, ZERO, Runs, runs_of
 from drumline.schedules import schedules
@@ -93,7 +92,7 @@ class Pins:
         if self.zero is not None and self.zero not in ZERO:
             raise PlanError(f"zero is pinned to {self.zero}", expected="0, 1, 2 or 3")
         if self.recompute is not None and not is_recomputation(self.recompute):
-            fix = nearest(self.recompute, (*RECOMPUTE, *OPS))
+            fix = nearest(self.recompute, (*RECOMPUTE, BY_OPERATION, *OPS))
             raise PlanError(f"recompute is pinned to {self.recompute!r}", fix=fix)
         for name in self.schedules:
             if name not in tried_schedules():
