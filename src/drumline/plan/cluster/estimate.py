@@ -226,13 +226,13 @@ def _seconds(
         pipeline=times * busiest.waiting,
         data_exposed=times * (exchange.forward + exchange.backward) + once,
         bubble=_beyond(taken, times * busiest.pace.total),
-        optimizer=memory_seconds(cluster.device, states.stepped * stepped + CAST_TWICE * cast) + orthogonal,
+        optimizer=memory_seconds(cluster.device, states.stepped * stepped + CAST_TWICE * cast)
+        + orthogonal
+        + layout.practice.step_seconds,
     )
 
 
-def orthogonal_seconds(
-    transformer: Transformer, cluster: Cluster, layout: Layout, loads: Sequence[Load]
-) -> float:
+def orthogonal_seconds(transformer: Transformer, cluster: Cluster, layout: Layout, loads: Sequence[Load]) -> float:
     """Return the seconds in which Muon makes the updates of a device's weights orthogonal: five steps of three products.
 
     For a weight of m x n with m <= n these are X X', its square, and their product with X. With ZeRO, ranks take turns.

@@ -23,6 +23,7 @@ from drumline.plan.cluster.hardware import Cluster, Device, DeviceLink
 from drumline.plan.cluster.layers import (
     WORD,
     AxisMessage,
+    Layer,
     Operation,
     Product,
     exchange,
@@ -30,6 +31,7 @@ from drumline.plan.cluster.layers import (
     tokens_of,
 )
 from drumline.plan.cluster.layout import WHOLE, Share, StageLayers
+from drumline.plan.cluster.practice import ATTENTION
 from drumline.plan.cluster.transformer import Transformer
 
 CONTENTION = 0.15  # of a hidden message's seconds: it runs on 16 of an A100's 108 processors
@@ -194,16 +196,17 @@ class KernelTimes(NamedTuple):
 def device_of(cluster: Cluster, share: Share) -> Device:
     """Return the device with what the kernels of this software reach on it."""
     practice = share.practice
-    if practice.product_share == practice.attention_share == 1:
+    if practice.product_share == 1 and practice.attention_kernels == max(ATTENTION):
         return cluster.device
-    return _reaching(cluster.device, practice.product_share, practice.attention_share)
+    return _reaching(cluster.device, practice.product_share, practice.attention_kernels)
 
 
 @lru_cache(maxsize=64)
-def _reaching(device: Device, product_share: float, attention_share: float) -> Device:
-    reach = device.reach
-    product, attention = min(reach.product * product_share, 1.0), min(reach.attention * attention_share, 1.0)
-    return replace(device, reach=replace(reach, product=product, attention=attention))
+def _reaching(device: Device, product_share: float, attention_kernels: int) -> Device:
+    before, hopper = ATTENTION[attention_kernels]
+    reach, of_best = device.reach, hopper if device.fp8_flops_per_second else before
+    product = min(reach.product * product_share, 1.0)
+    return replace(device, reach=replace(reach, product=product, attention=reach.attention * of_best))
 
 
 def operation_times(
@@ -317,13 +320,22 @@ def layer_ops(
     if base is not None:
         parameters *= base.trainable_share
     added = Spent(memory_seconds(cluster.device, share.practice.accumulation_bytes * parameters))
-    forward = _hosted(ops.forward, share)
+    again = ops.again
+    if recomputed == WHOLE:
+        again = _hosted(ops.forward + _not_again(cluster, share, layer), share)
     return Ops(
-        forward,
-        forward if recomputed == WHOLE else ops.again,
+        _hosted(ops.forward, share),
+        again,
         _hosted(ops.backward_input, share),
         _hosted(ops.backward_weight + added, share),
     )
+
+
+def _not_again(cluster: Cluster, share: Share, layer: Layer) -> Spent:
+    """Return the seconds, below 0, that a whole layer's recomputation saves by ending before its last product."""
+    if not share.practice.stops_early or layer.operations[-2].name != "feed-forward":
+        return Spent()
+    return Spent(-product_times(cluster, share, layer.operations[-2].products[-1:])[0])
 
 
 def _operation_ops(

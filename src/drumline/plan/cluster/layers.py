@@ -351,7 +351,9 @@ def _feedforward(transformer: Transformer, share: Share) -> list[Operation]:
     products, kept = _up_down(transformer, tokens, width), _up_bytes(transformer) * tokens * width
     return [
         Operation("feed-forward", products, kept_bytes=kept, by_second=saved),
-        _activation(transformer, tokens * width, kept_bytes=_input_bytes(share) * tokens * width, eager=share.practice.eager),
+        _activation(
+            transformer, tokens * width, kept_bytes=_input_bytes(share) * tokens * width, eager=share.practice.eager
+        ),
     ]
 
 

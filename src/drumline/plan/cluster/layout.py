@@ -289,7 +289,9 @@ def _check_values(layout: Layout) -> None:
     if layout.zero not in (0, 1, 2, 3):
         raise PlanError(f"zero is {layout.zero!r}", expected="0, 1, 2 or 3")
     if not is_recomputation(str(layout.recompute)):
-        raise PlanError(f"recompute is {layout.recompute!r}", fix=nearest(str(layout.recompute), (*RECOMPUTE, BY_OPERATION, *OPS)))
+        raise PlanError(
+            f"recompute is {layout.recompute!r}", fix=nearest(str(layout.recompute), (*RECOMPUTE, BY_OPERATION, *OPS))
+        )
 
 
 def check_recomputation(transformer: Transformer, recompute: str) -> None:

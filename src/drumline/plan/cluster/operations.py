@@ -16,6 +16,9 @@ from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules import DEFAULT
 
 
+LAST = "feed-forward"  # the operation with a dense layer's last product
+
+
 def device_flops(transformer: Transformer, layout: Layout) -> float:
     """Return the operations of a step on a device, in the mean of all.
 
@@ -35,6 +38,9 @@ def device_flops(transformer: Transformer, layout: Layout) -> float:
         for count, experts, recomputed in slice_.parts(layout):
             every = (_flops(op, recomputed, again + by_weight) for op in layers[experts].operations)
             total += count * sum(every)
+            if recomputed == WHOLE and layout.practice.stops_early and layers[experts].operations[-2].name == LAST:
+                last = layers[experts].operations[-2].products[-1]
+                total -= count * 2.0 * last.rows * last.columns * last.depth
     head = 2.0 * tokens_of(transformer, layout) * transformer.hidden * transformer.vocabulary / layout.tensor
     total += (2.0 if base is not None else 3.0) * head
     return total * layout.num_microbatches / layout.pipeline

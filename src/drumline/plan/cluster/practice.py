@@ -19,8 +19,15 @@ PARALLEL_LOSS = 52
 # One kernel each way, in 32-bit registers: to 32 bits (6), largest and sum in one read (4), softmax in place (8), back
 # (6).
 FUSED_LOSS = 24
+# The kernel of apex and flash-attention on 16-bit logits: read twice (4), read and written in place backward (4).
+IN_PLACE_LOSS = 8
 # Bytes held per logit at the peak. Eager: 16 bits, a copy in 32, log-softmax, its gradient. Otherwise 16 and 32 bits.
-EAGER_LOGIT, FUSED_LOGIT = 14, 6
+EAGER_LOGIT, FUSED_LOGIT, IN_PLACE_LOGIT = 14, 6, 2
+
+# What generations of fused attention reach of a device's best, before Hopper and on it, by the figures of their papers
+# for causal heads of 128, forward and backward: FlashAttention (arXiv 2205.14135), its second version (2307.08691) and
+# its third (2407.08608), with cuDNN 9, for Hopper alone.
+ATTENTION = {1: (0.55, 0.35), 2: (1.0, 0.65), 3: (1.0, 1.0)}
 
 
 class OptimizerKind(NamedTuple):
@@ -75,10 +82,12 @@ class Practice:
     - `fp8`: products with a layer's weights take 8-bit inputs, cast from 16-bit ones. With `keeps_fp8_inputs`, inputs
       are kept in 8 bits until their backward; otherwise they are kept in 16 and cast again. With `keeps_fp8_weights`,
       weights are cast once in a step and held beside the 16-bit ones; otherwise they are cast for every pass.
-    - `product_share`, `attention_share`: the share of what a device's products and fused attention reach that the
-      libraries of this release reach.
+    - `product_share`: the share of what a device's products reach that the libraries of this release reach.
+    - `attention_kernels`: the generation of the kernels of fused attention (`ATTENTION`).
     - `eager`: every operation is a kernel of its own: a norm without biases, positions, and a gated activation function
       pass over memory several times, in 32 bits.
+    - `stops_early`: full recomputation ends before a dense layer's last product, whose output no backward needs.
+    - `step_seconds`: what the host takes between two steps, with nothing for the device to do.
     - `optimizer`: what the optimizer holds and steps through (`OPTIMIZERS`).
     """
 
@@ -103,11 +112,15 @@ class Practice:
     keeps_fp8_inputs: bool = True
     keeps_fp8_weights: bool = True
     product_share: float = 1.0
-    attention_share: float = 1.0
+    attention_kernels: int = 3
     eager: bool = False
+    stops_early: bool = False
+    step_seconds: float = 0.0
     optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
+        if self.attention_kernels not in ATTENTION:
+            raise PlanError(f"attention_kernels is {self.attention_kernels}", expected="1, 2 or 3")
         if self.optimizer not in OPTIMIZERS:
             raise PlanError(f"optimizer is {self.optimizer!r}", fix=nearest(self.optimizer, OPTIMIZERS))
 
