@@ -142,7 +142,8 @@ NETWORK_REACH = 0.74
 # been published for a B200, so it is assumed to behave the same.
 HOPPER = replace(REACH, product=0.581)
 # The same held at 500 W. From one row of torchtitan's tables of 2024: Llama 3.1 8B on 8, compiled, 16 bits.
-HELD_HOPPER = replace(HOPPER, product=0.488)
+HELD = 0.87
+HELD_HOPPER = replace(HOPPER, product=HELD * HOPPER.product, attention=HELD * HOPPER.attention)
 _KIND = FileKind("machine", PlanError, "a JSON file that describes a machine")
 # What a collective of a current library takes at least, by its own benchmarks; not fitted.
 NODE_START = 15e-6

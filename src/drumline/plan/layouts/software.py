@@ -141,15 +141,15 @@ PRESETS = {
         ),
         Software(
             "torchtitan@2024",
-            _TITAN,
-            "FSDP, compiled; tensor-parallel messages are waited for, FP8 keeps inputs in 16 bits",
-            "benchmarks/llama3_h100_202412_torchtitan.md of pytorch/torchtitan",
+            replace(_TITAN, loss_bytes=EAGER_LOSS, logit_bytes=EAGER_LOGIT),
+            "FSDP, layers are compiled and the loss is not, FP8 keeps inputs in 16 bits",
+            "pytorch/torchtitan at 9dec370, December 2024",
         ),
         Software(
             "torchtitan@0.2",
             _TITAN,
-            "as in 2024: FSDP, compiled; tensor-parallel messages are waited for, FP8 keeps inputs in 16 bits",
-            "torchtitan v0.2.0",
+            "FSDP, layers and the loss are compiled, FP8 keeps inputs in 16 bits",
+            "pytorch/torchtitan at e7c0cae and v0.2.0",
         ),
         Software("megatron@0.13", PRACTICE, "as 0.14", "core_v0.13.1"),
         Software(
