@@ -21,8 +21,8 @@ from typing import Any
 from drumline.plan.cluster.estimate import estimate
 from drumline.plan.cluster.hardware import Cluster, cluster
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.practice import OVERLAPS
 from drumline.plan.cluster.models import model
+from drumline.plan.cluster.practice import OVERLAPS
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.pins import Degrees, Pins

@@ -1,18 +1,18 @@
-"""Runs of 2023 and later, from `data/published_rows.csv`: every row of a few public tables, by a rule set before reading.
+"""Runs of 2023 and later, from `data/published_rows.csv`: all rows of a few public tables, by a rule set in advance.
 
-The column `set` says what a row is for. From rows of `fit`, constants were taken, or presets made with them in sight. No
-constant comes from rows of `held`: presets were committed before any of them was compared. Rows of `experts` have
+The column `set` says what a row is for. From rows of `fit`, constants were taken, or presets made with them in sight.
+No constant comes from rows of `held`: presets were committed before any of them was compared. Rows of `experts` have
 experts; they were set apart before comparing, too.
 
-- llm-foundry (`scripts/train/benchmarking/README.md`): models of 1 to 70 billion parameters, 1,024 to 8,192 tokens, all
-  but FP8. On at least 128 H100 they are for fitting. Each microbatch reduces its gradients.
-- fms-fsdp (README, commit 5a296af): 400 Gb/s a node of A100, 800 of H100. Which layers are recomputed follows from HFU
-  over MFU.
-- torchtitan (`benchmarks`, commit b5bcd76): all rows of December 2024 and those of H200 in June 2025. A pipeline runs as
-  many microbatches as ranks, its default.
-- InternEvo (`doc/en/train_performance.md`, commit c628a8c): the tables of FLOPS, with samples packed into one sequence.
+- llm-foundry (`scripts/train/benchmarking/README.md`, commit 4952183): models of 1 to 70 billion parameters, 1,024 to
+  8,192 tokens, all but FP8. Those on at least 128 H100 are for fitting. Every microbatch reduces its gradients.
+- fms-fsdp (README, commit 5a296af): 400 Gb/s a node of A100, 800 of H100. HFU over MFU says how many layers are
+  recomputed.
+- torchtitan (`benchmarks`, commit b5bcd76): all rows of December 2024, and those of H200 in June 2025. A pipeline runs
+  as many microbatches as it has ranks, the default then.
+- InternEvo (`doc/en/train_performance.md`, commit c628a8c): the tables of FLOPS. Packed samples do not see each other.
 - NeMo 25.11 and 26.02 (Megatron Bridge, `docs/performance-summary-archive.md`, commit 067f987): H100. What these tables
-  recompute is not said; nothing is assumed.
+  recompute is not said; nothing is assumed. Two rows with experts over tensor-parallel ranks are left out.
 """
 
 from __future__ import annotations
@@ -147,7 +147,12 @@ def _found(row: dict[str, str]) -> Found:
     practice = replace(software(row["software"]).practice, **given)
     copy = numbers["tensor"] * numbers["pipeline"] * numbers["context"]
     layout = Layout(
-        **numbers,
+        batch=numbers["batch"],
+        microbatch=numbers["microbatch"],
+        tensor=numbers["tensor"],
+        pipeline=numbers["pipeline"],
+        context=numbers["context"],
+        expert=numbers["expert"],
         data=int(row["devices"]) // copy,
         stages_per_rank=int(row["virtual"]),
         schedule=row["schedule"],

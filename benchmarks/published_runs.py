@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 from drumline.plan.cluster.estimate import Estimate, estimate
 from drumline.plan.cluster.hardware import Cluster, cluster
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.practice import PRACTICE, Practice
 from drumline.plan.cluster.models import model
+from drumline.plan.cluster.practice import PRACTICE, Practice
 from drumline.plan.cluster.transformer import Transformer, attention_flops, layer_weights, model_flops
 from drumline.plan.layouts.software import software
 

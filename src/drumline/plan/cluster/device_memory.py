@@ -135,7 +135,9 @@ def device_bytes(transformer: Transformer, layout: Layout, rank: Alike) -> Bytes
 
 
 def state_bytes(transformer: Transformer, layout: Layout, rank: Alike, layers: Sequence[Layer] = ()) -> float:
-    """Return the bytes of the optimizer's state per parameter of a device: Muon leaves the embedding and the head to AdamW.
+    """Return the bytes of the optimizer's state per parameter of a device.
+
+    Muon leaves the embedding and the head to AdamW.
 
     >>> gpt = Transformer("tiny", 4, hidden=64, num_heads=4, vocabulary=10, sequence=8)
     >>> plain = Layout(batch=1)

@@ -233,7 +233,7 @@ def _seconds(
 
 
 def orthogonal_seconds(transformer: Transformer, cluster: Cluster, layout: Layout, loads: Sequence[Load]) -> float:
-    """Return the seconds in which Muon makes the updates of a device's weights orthogonal: five steps of three products.
+    """Return the seconds in which Muon makes a device's updates orthogonal: five steps of three products.
 
     For a weight of m x n with m <= n these are X X', its square, and their product with X. With ZeRO, ranks take turns.
     """

@@ -205,7 +205,8 @@ def device_of(cluster: Cluster, share: Share) -> Device:
 def _reaching(device: Device, product_share: float, attention_kernels: int) -> Device:
     before, hopper = ATTENTION[attention_kernels]
     reach, of_best = device.reach, hopper if device.fp8_flops_per_second else before
-    product = min(reach.product * product_share, 1.0)
+    # Shares are fitted on Hopper; before it, no row says what a release reaches.
+    product = min(reach.product * (product_share if device.fp8_flops_per_second else 1.0), 1.0)
     return replace(device, reach=replace(reach, product=product, attention=reach.attention * of_best))
 
 

@@ -39,8 +39,8 @@ from drumline.plan.cluster.transformer import ExpertShape, Transformer
 
 WORD = 2  # bytes of a 16-bit number
 # Bytes per number, forward and backward, if every operation is a kernel of its own. A norm without biases: to 32 bits
-# (6), square (8), mean (4), scale (8), back (6), times the weight (4); backward reads and writes twice as much. Positions:
-# to 32 bits, turned, back (20). A gate: the activation function (4), times the other (6); backward 6 and 12.
+# (6), square (8), mean (4), scale (8), back (6), times the weight (4); backward reads and writes twice as much.
+# Positions: to 32 bits, turned, back (20). A gate: the activation function (4), times the other (6); backward 6 and 12.
 EAGER_NORM = (36.0, 72.0)
 EAGER_ROTATION = 20.0
 EAGER_GATE = (10.0, 18.0)

@@ -167,9 +167,9 @@ def recomputed_ops(layout: Layout | Share) -> tuple[str, ...]:
     """Return the operations of every layer that a layout recomputes, each by itself; full recomputation is not here.
 
     "selective" means what is cheap to compute and large to keep: the scores of attention if it is not fused, otherwise
-    the norms and the activation function. "ops" is torchtitan's per operation: outputs of every second product, of
-    attention and of messages are kept, all else is computed again. Other sets are written with a plus: "norms+experts". "projections" are those
-    of latent attention up to queries, keys and values.
+    the norms and the activation function. "ops" is torchtitan's, by operation: outputs of every second product, of
+    attention and of messages are kept, all else is computed again. Other sets are written with a plus: "norms+experts".
+    "projections" are those of latent attention up to queries, keys and values.
 
     >>> recomputed_ops(Layout(batch=8, recompute="selective")), recomputed_ops(Layout(batch=8, recompute="experts"))
     (('norms', 'activation'), ('experts',))

@@ -15,7 +15,6 @@ from drumline.plan.cluster.stages import counts_of, slices_of
 from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules import DEFAULT
 
-
 LAST = "feed-forward"  # the operation with a dense layer's last product
 
 

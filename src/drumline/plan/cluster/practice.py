@@ -1,4 +1,4 @@
-"""What software does while it trains: what it overlaps, fuses, keeps, and what its optimizer holds and steps through."""
+"""What software does while it trains: what it overlaps, fuses and keeps, and what its optimizer holds."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Practice:
     - `fp8`: products with a layer's weights take 8-bit inputs, cast from 16-bit ones. With `keeps_fp8_inputs`, inputs
       are kept in 8 bits until their backward; otherwise they are kept in 16 and cast again. With `keeps_fp8_weights`,
       weights are cast once in a step and held beside the 16-bit ones; otherwise they are cast for every pass.
-    - `product_share`: the share of what a device's products reach that the libraries of this release reach.
+    - `product_share`: what the libraries of this release reach of a product's usual share, on Hopper.
     - `attention_kernels`: the generation of the kernels of fused attention (`ATTENTION`).
     - `eager`: every operation is a kernel of its own: a norm without biases, positions, and a gated activation function
       pass over memory several times, in 32 bits.
