@@ -25,8 +25,8 @@ from drumline.plan.cluster.models import model
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.pins import Degrees, Pins
-from drumline.plan.layouts.software import PRESETS
 from drumline.plan.layouts.planner import HEADROOM, limit_of, plan
+from drumline.plan.layouts.software import PRESETS
 from published_runs import fp8
 
 _LLAMA = {"tensor": 8, "pipeline": 16, "stages_per_rank": 8, "zero": 1, "sequence_parallel": True}

@@ -21,6 +21,7 @@ import csv
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from drumline.plan.cluster.estimate import Estimate, estimate
@@ -172,3 +173,29 @@ def _found(row: dict[str, str]) -> Found:
         seconds,
         float(row["memory_gib"] or 0),
     )
+
+
+def found_table(use: str = "held") -> str:
+    """Return a line for every source, preset and kind of device: how many rows, the mean error and the worst."""
+    groups: dict[tuple[str, str, str], list[float]] = {}
+    for row in found(use):
+        groups.setdefault((row.source, row.software, row.hardware), []).append(row.error)
+    lines = [f"{'':12} {'':17} {'':9} {'rows':>5} {'mean error':>11} {'worst':>7}"]
+    together = [error for errors in groups.values() for error in errors]
+    for names, errors in (*groups.items(), (("all", "", ""), together)):
+        worst = max(errors, key=abs)
+        name = f"{names[0]:12} {names[1]:17} {names[2]:9}"
+        lines.append(f"{name} {len(errors):5} {fmean(map(abs, errors)):11.1%} {worst:+7.1%}")
+    return "\n".join(lines)
+
+
+def reserved_table() -> str:
+    """Return the memory that torchtitan's runs reserved, beside what their layouts are counted to hold, in GiB."""
+    lines = [f"{'':42} {'devices':>7} {'reserved':>9} {'ours':>6}"]
+    errors = []
+    for row in (row for use in ("fit", "held") for row in found(use) if row.memory):
+        ours = row.estimate().bytes.total / 2**30
+        errors.append(ours / row.memory - 1)
+        lines.append(f"{row.name:42} {row.layout.num_devices:7} {row.memory:9.1f} {ours:6.1f} {errors[-1]:+7.1%}")
+    lines.append(f"{'mean error':67} {fmean(map(abs, errors)):7.1%}")
+    return "\n".join(lines)
