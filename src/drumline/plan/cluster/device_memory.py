@@ -21,7 +21,7 @@ from drumline.plan.cluster.stages import Alike, alike, counts_of, pairs_held
 from drumline.plan.cluster.transformer import Transformer
 
 WEIGHT_BYTES = 2
-OPTIMIZER_BYTES = OPTIMIZERS["adamw"].held  # the weight in 32 bits, and Adam's two averages
+OPTIMIZER_BYTES = OPTIMIZERS["adamw"].state_bytes  # the weight in 32 bits, and Adam's two averages
 FP8_BYTES = 2  # a weight in 8 bits, and once more transposed
 
 
@@ -147,11 +147,11 @@ def state_bytes(transformer: Transformer, layout: Layout, rank: Alike, layers: S
     """
     states = layout.practice.states
     if not states.muon:
-        return states.held
+        return states.state_bytes
     layers = layers or layers_of(transformer, layout.share)
     of_layers = sum(_weights(layers, rank, flag) for flag in (False, True))
     share = of_layers / sum(device_parameters(transformer, layout, rank, layers))
-    return states.held * share + OPTIMIZER_BYTES * (1 - share)
+    return states.state_bytes * share + OPTIMIZER_BYTES * (1 - share)
 
 
 def held_fp8(transformer: Transformer, layout: Layout, rank: Alike) -> float:

@@ -93,7 +93,7 @@ class Estimate:
         return self.flops_per_device / self.seconds.total
 
 
-STEP_BYTES = OPTIMIZERS["adamw"].stepped  # per parameter: the norm, the scale, Adam in 32 bits, and the new weight
+STEP_BYTES = OPTIMIZERS["adamw"].step_bytes  # per parameter: the norm, the scale, Adam in 32 bits, and the new weight
 
 
 def estimate(
@@ -226,7 +226,7 @@ def _seconds(
         pipeline=times * busiest.waiting,
         data_exposed=times * (exchange.forward + exchange.backward) + once,
         bubble=_beyond(taken, times * busiest.pace.total),
-        optimizer=memory_seconds(cluster.device, states.stepped * stepped + CAST_TWICE * cast)
+        optimizer=memory_seconds(cluster.device, states.step_bytes * stepped + CAST_TWICE * cast)
         + orthogonal
         + layout.practice.step_seconds,
     )

@@ -284,8 +284,8 @@ def _projections(transformer: Transformer, share: Share) -> list[Operation]:
         product = Product(tokens, width, hidden)
         keys = keys_of(transformer, share) / 2  # the second product of a layer gives keys
         saved = (keys / width, WORD * tokens * (width - keys))
-        kept = WORD * tokens * width
-        return [Operation("heads", [product], bytes=rearranged, num_kernels=2, kept_bytes=kept, by_second=saved)]
+        size = WORD * tokens * width
+        return [Operation("heads", [product], bytes=rearranged, num_kernels=2, kept_bytes=size, by_second=saved)]
     down = [Product(tokens, outputs, inputs) for inputs, outputs in latent.down(hidden)]
     up = [Product(tokens, transformer.num_heads / share.tensor * each, inputs) for inputs, each in latent.up(hidden)]
     kept_bytes = WORD * tokens * (width - latent.rotary_head)
@@ -348,9 +348,9 @@ def _feedforward(transformer: Transformer, share: Share) -> list[Operation]:
     tokens, width = tokens_of(transformer, share), transformer.feedforward / share.tensor
     # Gated, the gate's product is kept and the other is not; otherwise the product down runs again, for nothing.
     saved = (1 / 3 if transformer.gated else 1 / 2, WORD * tokens * width)
-    products, kept = _up_down(transformer, tokens, width), _up_bytes(transformer) * tokens * width
+    products, size = _up_down(transformer, tokens, width), _up_bytes(transformer) * tokens * width
     return [
-        Operation("feed-forward", products, kept_bytes=kept, by_second=saved),
+        Operation("feed-forward", products, kept_bytes=size, by_second=saved),
         _activation(
             transformer, tokens * width, kept_bytes=_input_bytes(share) * tokens * width, eager=share.practice.eager
         ),

@@ -10,38 +10,38 @@ from drumline.core.errors import PlanError, nearest
 OVERLAPS = ("forward", "experts", "context")  # what software may hide beyond what plans assume
 
 # Bytes that a loss reads and writes per logit, forward and backward, counted kernel by kernel.
-# PyTorch in eager mode: to 32 bits (2 + 4), log-softmax reads twice and writes (12), the gradient of the choice is
-# written (4), log-softmax backward reads twice two tensors and writes (20), back to 16 bits (4 + 2).
+# PyTorch in eager mode: to 32 bits (2 + 4), and log-softmax reads twice and writes (12). Backward, the gradient of the
+# choice is written (4). Then log-softmax reads two tensors twice and writes (20), and it is back to 16 bits (4 + 2).
 EAGER_LOSS = 48
-# Megatron-LM: to 32 bits (6), the largest (4), subtract (8), exponential (8), sum (4), divide (8), scale the gradient
-# (8), back to 16 bits (6).
+# Megatron-LM: to 32 bits (6), the largest (4), subtract (8), exponential (8), sum (4), divide (8). Backward: scale the
+# gradient (8), back to 16 bits (6).
 PARALLEL_LOSS = 52
-# One kernel each way, in 32-bit registers: to 32 bits (6), largest and sum in one read (4), softmax in place (8), back
-# (6).
+# One kernel each way: to 32 bits (6), largest and sum in one read (4), softmax in place (8), back (6).
 FUSED_LOSS = 24
 # The kernel of apex and flash-attention on 16-bit logits: read twice (4), read and written in place backward (4).
 IN_PLACE_LOSS = 8
 # Bytes held per logit at the peak. Eager: 16 bits, a copy in 32, log-softmax, its gradient. Otherwise 16 and 32 bits.
 EAGER_LOGIT, FUSED_LOGIT, IN_PLACE_LOGIT = 14, 6, 2
 
-# What generations of fused attention reach of a device's best, before Hopper and on it, by the figures of their papers
-# for causal heads of 128, forward and backward: FlashAttention (arXiv 2205.14135), its second version (2307.08691) and
-# its third (2407.08608), with cuDNN 9, for Hopper alone.
+# What generations of fused attention reach of a device's best, before Hopper and on it. From figures of papers, for
+# causal heads of 128, forward and backward: FlashAttention (arXiv 2205.14135) and its second version (2307.08691). The
+# third (2407.08608), with cuDNN 9, is for Hopper alone.
 ATTENTION = {1: (0.55, 0.35), 2: (1.0, 0.65), 3: (1.0, 1.0)}
 
 
 class OptimizerKind(NamedTuple):
-    """Bytes per parameter that an optimizer holds and that its step reads and writes; `muon` for weights of layers.
+    """Bytes per parameter of an optimizer's state, and those that its step reads and writes.
 
-    `held` includes the weight in 32 bits. A step reads gradients and state and writes state and weights.
+    `muon` makes the updates of layers' weights orthogonal. The state includes the weight in 32 bits. A step reads
+    gradients and state, and writes state and weights.
     """
 
-    held: float
-    stepped: float
+    state_bytes: float
+    step_bytes: float
     muon: bool = False
 
 
-# The norm of gradients and their scale take 12 bytes, the new 16-bit weight 2; AdamW reads the gradient (4), and reads
+# The norm of gradients and their scale take 12 bytes, the new 16-bit weight 2. AdamW reads the gradient (4). It reads
 # and writes two averages and the weight in 32 bits (24). Averages in 16 bits save 8 bytes of 16, in 8 bits 12 (with one
 # scale in 32 bits for 256 of them, which is 0.03 bytes). Muon has one average.
 OPTIMIZERS = {
@@ -128,7 +128,7 @@ class Practice:
     def states(self) -> OptimizerKind:
         """Return what the optimizer holds and steps through.
 
-        >>> Practice(optimizer="adamw-bf16").states.held
+        >>> Practice(optimizer="adamw-bf16").states.state_bytes
         8.0
         """
         return OPTIMIZERS[self.optimizer]

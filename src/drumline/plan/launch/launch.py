@@ -174,8 +174,8 @@ def other_states(layout: Layout, framework: str) -> list[str]:
     """
     if (name := layout.practice.optimizer) == PRACTICE.optimizer:
         return []
-    held = layout.practice.states.held
-    return [f"optimizer states {name}, {held:g} bytes a parameter: choose the optimizer of {framework} that holds them"]
+    size = layout.practice.states.state_bytes
+    return [f"optimizer states {name}, {size:g} bytes a parameter: choose the optimizer of {framework} that holds them"]
 
 
 def train_command(cluster: Cluster) -> str:

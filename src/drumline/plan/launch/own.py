@@ -128,7 +128,9 @@ def more_bytes(transformer: Transformer, layout: Layout) -> float:
         return 0.0
     held_totals, whole, counts = [], replace(layout, zero=0), counts_of(transformer, layout)
     for twin in alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank):
-        saved = layout.practice.states.held * sum(trained_parameters(transformer, layout, twin)) * (1 - 1 / lines)
+        saved = (
+            layout.practice.states.state_bytes * sum(trained_parameters(transformer, layout, twin)) * (1 - 1 / lines)
+        )
         held_totals.append(device_bytes(transformer, whole, twin).total - saved)
     return max(held_totals) - peak_bytes(transformer, layout)
 

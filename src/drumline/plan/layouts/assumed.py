@@ -54,15 +54,15 @@ def assumed(plan: ClusterPlan) -> Assumed:
     pins, chosen = plan.pins, plan.chosen
     preset, named = pins.assumed, bool(pins.software or pins.framework)
     missed = MISSED.get(preset.name, EVERY)
-    own = estimate(plan.transformer, plan.cluster, chosen.layout).seconds.total
+    before = estimate(plan.transformer, plan.cluster, chosen.layout).seconds.total
     others = {}
     for name in OTHERS if not named else ():
         if name != preset.name:
             layout = replace(chosen.layout, practice=pins.practice_of(software(name)))
             try:
-                taken = estimate(plan.transformer, plan.cluster, layout).seconds.total
+                after = estimate(plan.transformer, plan.cluster, layout).seconds.total
             except PlanError:
                 continue
-            others[name] = chosen.seconds * taken / own
+            others[name] = chosen.seconds * after / before
     between = (chosen.seconds * (1 - missed.mean), chosen.seconds * (1 + missed.mean))
     return Assumed(preset, named, missed, missed is not EVERY, between, others)

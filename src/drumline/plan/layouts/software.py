@@ -1,8 +1,8 @@
 """Presets of software by framework and release: what each overlaps, fuses, keeps and reaches, and how far off it was.
 
 A release stands for the years until the next one. `plan --software NAME` takes one; `--launch` implies its own. What a
-preset says is public, from the release's code, its documentation or the paper that describes the runs (`read`), but for
-shares that libraries reach, which are fitted to the rows that `docs/cluster-method.md` names.
+preset says is public, and `read` says where: a release's code, its documentation, or the paper that describes the runs.
+Shares that libraries reach are fitted, to the rows that `docs/cluster-method.md` names.
 """
 
 from __future__ import annotations
