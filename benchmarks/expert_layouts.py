@@ -20,12 +20,13 @@ from typing import Any
 
 from drumline.plan.cluster.estimate import estimate
 from drumline.plan.cluster.hardware import Cluster, cluster
-from drumline.plan.cluster.layout import OVERLAPS, Layout
+from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.models import model
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.pins import Degrees, Pins
 from drumline.plan.layouts.planner import HEADROOM, limit_of, plan
+from drumline.plan.layouts.software import PRESETS
 from published_runs import fp8
 
 _LLAMA = {"tensor": 8, "pipeline": 16, "stages_per_rank": 8, "zero": 1, "sequence_parallel": True}
@@ -38,15 +39,15 @@ EXPERTS = (
     ("gpt-175b", "a100-80", Layout(1536, 1, 8, 8, 16, 1, 1, 2, INTERLEAVED, zero=1, recompute="full")),
     ("bloom-176b", "jean-zay", Layout(2048, 2, 4, 12, 8, zero=1, recompute="full")),
     ("mt-nlg-530b", "a100-80", Layout(1920, 1, 8, 35, 8, recompute="full")),
-    ("deepseek-v3", "h800", fp8()[-1].layout),
+    ("deepseek-v3", "h800", replace(fp8()[-1].layout, counts=(3, *(4,) * 14, 2))),
 )
 
 
 def planned(item: Transformer, machines: Cluster, layout: Layout, limit: float, pins: Pins | None = None) -> Choice:
     """Return the plan for devices that may hold so many bytes."""
     roomier = replace(machines.device, memory_bytes=limit / (1 - HEADROOM))
-    overlaps = tuple(name for name in OVERLAPS if getattr(layout.practice, f"overlap_{name}"))
-    pins = replace(pins or Pins(), overlaps=overlaps, precision="fp8" if layout.practice.fp8 else "bf16")
+    assumed = next(name for name, preset in PRESETS.items() if preset.practice == layout.practice)
+    pins = replace(pins or Pins(), software=assumed, precision="fp8" if layout.practice.fp8 else "bf16")
     return plan(item, replace(machines, device=roomier), batch=layout.batch, pins=pins, top=1).chosen
 
 

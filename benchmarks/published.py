@@ -1,6 +1,6 @@
 """Steps that were published against what the cluster model says of them, every row.
 
-    python benchmarks/published.py [--exact] [--fit] [--json FILE]
+    python benchmarks/published.py [--exact] [--fit] [--found] [--json FILE]
 
 The A100's constants are from the ten rows of Megatron-LM's SC'21 paper. `--fit` takes them from there once more: the
 three of them that are free, by least squares of the relative errors. The rows of the second table were not used for
@@ -25,7 +25,6 @@ from pathlib import Path
 from drumline.plan.cluster.estimate import Estimate, estimate
 from drumline.plan.cluster.hardware import MACHINES, NODE_REACH, REACH, cluster
 from published_compared import (
-    Row,
     best_constant,
     compared,
     errors_of,
@@ -33,6 +32,8 @@ from published_compared import (
     practices_table,
     table,
 )
+from published_left_out import table as left_out_table
+from published_rows import found_table, reserved_table
 from published_runs import Run, fp8, held_out, holdings, llama3, sc21, sc21_scaling, sc21_sharded
 
 START = (0.7, 0.7, 0.7)
@@ -62,48 +63,11 @@ def fit(runs: Sequence[Run]) -> tuple[list[float], float]:
     return best, math.sqrt(least / len(runs))
 
 
-def left_out() -> dict[str, tuple[Row, ...]]:
-    """Return, by paper, its rows with the three constants fitted to the rows of the other papers.
-
-    Rows of ZeRO 3 give no constant. What the host takes and what a loss passes over stay as they are.
-    """
-    every = [*sc21(), *sc21_scaling(), *held_out()]
-    found = {}
-    for source in dict.fromkeys(run.source for run in every):
-        constants, _ = fit([run for run in every if run.source != source])
-        own = [*(run for run in every if run.source == source), *(sc21_sharded() if source == "SC'21" else ())]
-        found[source] = tuple(Row(run, _estimated(run, constants)) for run in own)
-    # The one constant of Hopper devices is from the first of these rows, so that one is not held out.
-    found["2407.21783"] = compared(llama3()[1:])
-    return found
-
-
 def _estimated(run: Run, constants: Sequence[float], *, rough: bool = False) -> Estimate:
     machine = MACHINES[run.hardware]
     reach = replace(machine.device.reach, product=constants[0], memory=constants[1])
     tried = replace(machine, device=replace(machine.device, reach=reach), node_reach=constants[2])
     return estimate(run.transformer, tried.cluster(run.layout.num_devices), run.layout, rough=rough)
-
-
-def left_out_table(found: dict[str, tuple[Row, ...]]) -> str:
-    """Return every held-out row with its preset and its error, then the means and the worst.
-
-    Rows of ZeRO 3 are counted apart too: they are far worse than the rest.
-    """
-    rows = [row for rows in found.values() for row in rows]
-    lines = [
-        f"{row.run.source:10} {row.run.name:19} {row.run.preset:20} {row.run.seconds:7.2f} s"
-        f" {row.estimate.seconds.total:7.2f} s {row.error:+7.1%}"
-        for row in rows
-    ]
-    for name, some in (
-        ("all rows", rows),
-        ("without ZeRO 3", [row for row in rows if row.run.layout.zero < 3]),
-    ):
-        worst = max(some, key=lambda row: abs(row.error))
-        mean, _ = errors_of(some)
-        lines.append(f"{name}: mean error {mean:.1%}, worst {worst.error:+.1%} ({worst.run.source} {worst.run.name})")
-    return "\n".join(lines)
 
 
 def held() -> list[tuple[str, float, float, float, float]]:
@@ -120,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--exact", action="store_true", help="simulate every microbatch")
     parser.add_argument("--fit", action="store_true", help="take the three free constants from the SC'21 rows again")
-    parser.add_argument("--left-out", action="store_true", help="fit without each paper and show its rows")
+    parser.add_argument("--found", action="store_true", help="also rows of 2023 and later, and each source left out")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     written: dict[str, object] = {}
@@ -137,8 +101,8 @@ def main() -> None:
         ("No constant comes from these rows", held_out()),
         ("Found when all was settled", sc21_scaling()),
         ("The same with sharded weights, where the model fails", sc21_sharded()),
-        ("H100: one constant comes from the first of these rows", llama3()),
-        ("FP8: no constant comes from these rows", fp8()),
+        ("H100: one constant comes from these rows and others", llama3()),
+        ("FP8: a share of NeMo 24.07 and one of 25.09 come from these rows", fp8()),
     ):
         print(f"{title}\n\n{table(runs, exact=options.exact)}\n")
         rows = compared(runs, (best_constant(sc21()), best_constant(runs)), exact=options.exact)
@@ -146,8 +110,11 @@ def main() -> None:
         written[title] = {"rows": [row.to_json() for row in rows], "mean": mean, "worst": worst}
     print(f"The twelve rows that gave no constant\n\n{practices_table(held_out(), exact=options.exact)}\n")
     written["practices"] = practice_errors(held_out(), exact=options.exact)
-    if options.left_out:
-        print(f"Each paper's rows, with constants from the other papers\n\n{left_out_table(left_out())}\n")
+    if options.found:
+        print(f"Rows of 2023 and later that gave no constant\n\n{found_table()}\n")
+        print(f"The same with experts\n\n{found_table('experts')}\n")
+        print(f"Each source left out\n\n{left_out_table()}\n")
+        print(f"Memory that torchtitan reserved, GiB\n\n{reserved_table()}\n")
     print("GiB of a device, arXiv 2205.05198 and ours\n")
     for name, weights, ours, kept, our_kept in held():
         print(f"{name:16} weights {weights:6.2f} {ours:6.2f}   activations {kept:6.2f} {our_kept:6.2f}")

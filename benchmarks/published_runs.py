@@ -25,33 +25,21 @@ from dataclasses import dataclass, replace
 
 from drumline.plan.cluster.estimate import Estimate, estimate
 from drumline.plan.cluster.hardware import Cluster, cluster
-from drumline.plan.cluster.layout import PRACTICE, Layout, Practice
+from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.models import model
+from drumline.plan.cluster.practice import PRACTICE, Practice
 from drumline.plan.cluster.transformer import Transformer, attention_flops, layer_weights, model_flops
+from drumline.plan.layouts.software import software
 
-MEGATRON_2021 = Practice(
-    flash_attention=False,
-    accumulation_bytes=6,
-    gradient_bytes=2,
-    overlap_tensor=False,
-    overlap_pipeline=False,
-    overlap_staged=False,
-    host_seconds=1.007e-3,
-    host_meets=0.043,
-    meet_seconds=124e-6,
-    loss_bytes=128.0,
-    logit_bytes=6,
-)
-MEGATRON_2022 = replace(MEGATRON_2021, accumulation_bytes=0, gradient_bytes=4, overlap_tensor=True)
-DEEPSPEED = replace(MEGATRON_2021, accumulation_bytes=18, gradient_bytes=4, duplex=False)
+MEGATRON_2021, MEGATRON_2022 = (software(f"megatron@{year}").practice for year in (2021, 2022))
+DEEPSPEED, NEMO, BRIDGE = (software(name).practice for name in ("deepspeed@2022", "nemo@24.07", "nemo@25.09"))
+LLAMA3, DEEPSEEK = software("meta@2024").practice, software("deepseek@2024").practice
 PRACTICES = {
     "Megatron-LM of 2022": MEGATRON_2022,
     "Megatron-LM of 2021": MEGATRON_2021,
     "drumline plan": PRACTICE,  # what the planner assumes unless it is told otherwise
     "DeepSpeed": DEEPSPEED,
 }
-MEGATRON_FP8 = replace(PRACTICE, fp8=True, overlap_forward=True, overlap_context=True)
-DUALPIPE_FP8 = replace(PRACTICE, fp8=True, overlap_experts=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +178,7 @@ def llama3() -> tuple[Run, ...]:
         zero=1,
         sequence_parallel=True,
         counts=counts,
+        practice=LLAMA3,
     )
     plain = model("llama-3-405b")
     rows = (
@@ -208,13 +197,17 @@ def fp8() -> tuple[Run, ...]:
     found = []
     for source, name, transformer, layout, rate in _FP8:
         seconds = layout.batch * transformer.sequence / rate / layout.num_devices
-        found.append(Run(source, name, transformer, "h100", replace(layout, practice=MEGATRON_FP8), seconds))
+        practice = NEMO if source == "NeMo 24.07" else BRIDGE
+        found.append(Run(source, name, transformer, "h100", replace(layout, practice=practice), seconds))
     # The report recomputes norms, what follows the activation function's inputs, and projections of latents.
     again = "norms+activation+projections"
     layout = Layout(15360, 1, 1, 16, 128, 1, 64, 1, "dualpipe", 1, False, again, (3, *(4,) * 14, 2))
     hours = 180e3 / 1e12 * 15360 * 4096 / 2048
-    last = Run("2412.19437", "deepseek-v3", model("deepseek-v3"), "h800", layout, 3600 * hours)
-    return (*found, last.under(DUALPIPE_FP8))
+    # It predicts a further token: one more layer on the last rank, and the head twice.
+    plain = model("deepseek-v3")
+    twice = replace(plain, num_layers=62, vocabulary=2 * plain.vocabulary)
+    last = Run("2412.19437", "deepseek-v3", twice, "h800", replace(layout, counts=(3, *(4,) * 14, 3)), 3600 * hours)
+    return (*found, last.under(DEEPSEEK))
 
 
 def holdings() -> tuple[Holding, ...]:

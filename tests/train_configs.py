@@ -8,7 +8,8 @@ from typing import Any
 
 from drumline.core.errors import PlanError, nearest
 from drumline.core.parsed import shown
-from drumline.plan.cluster.layout import Layout, Practice
+from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.practice import Practice
 from drumline.plan.launch.launch import FORMAT, VERSION
 
 Kinds = dict[str, type]

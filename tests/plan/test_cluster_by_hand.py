@@ -23,8 +23,9 @@ from drumline.plan.cluster.kernels import (
     reduce_seconds,
 )
 from drumline.plan.cluster.layers import fp8_weights, keys_of, ring_bytes, routed_bytes, tokens_of
-from drumline.plan.cluster.layout import WHOLE, Layout, Practice, recomputed_ops
+from drumline.plan.cluster.layout import WHOLE, Layout, recomputed_ops
 from drumline.plan.cluster.loads import data_exchange, device_volumes, hop_seconds, message_bytes, tied_exchange
+from drumline.plan.cluster.practice import Practice
 from drumline.plan.cluster.stages import Alike, alike, counts_of, head_weight, slices_of
 from drumline.plan.cluster.transformer import ExpertShape, LatentAttention, Transformer, model_flops
 from refused import refused
@@ -393,11 +394,11 @@ def test_state_by_zero(zero: int, pipeline: int, weights: float, gradients: floa
 
 
 def test_buffers() -> None:
-    logits, head = 128 * 14 * 1024, 128 * 4 * 256
+    logits, head = 128 * 6 * 1024, 128 * 4 * 256
     alone = Layout(batch=4, practice=BARE)
     assert device_bytes(GPT, alone, rank_of(GPT, alone)).buffers == logits + head
-    fused = replace(alone, practice=replace(BARE, logit_bytes=6))
-    assert device_bytes(GPT, fused, rank_of(GPT, fused)).buffers == 128 * 6 * 1024 + head
+    eager = replace(alone, practice=replace(BARE, logit_bytes=14))
+    assert device_bytes(GPT, eager, rank_of(GPT, eager)).buffers == 128 * 14 * 1024 + head
     staged = Layout(batch=4, pipeline=2, practice=BARE)
     message = 4 * 128 * 256
     assert device_bytes(GPT, staged, rank_of(GPT, staged)).buffers == message

@@ -15,9 +15,10 @@ from drumline.core.errors import DrumlineError, PlanError
 from drumline.plan.cluster.estimate import Estimate, estimate, least_seconds
 from drumline.plan.cluster.hardware import MACHINES, Cluster, Device, DeviceLink, cluster
 from drumline.plan.cluster.kernels import CONTENTION, product_seconds
-from drumline.plan.cluster.layout import Layout, Practice
+from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.loads import data_exchange
 from drumline.plan.cluster.models import model
+from drumline.plan.cluster.practice import Practice
 from drumline.plan.cluster.stages import even_counts
 from drumline.plan.cluster.transformer import ExpertShape, Transformer
 from drumline.plan.layouts.pins import tried_schedules

@@ -51,16 +51,27 @@ def test_sharded_weights_stop_scaling_where_messages_take_longer_than_computing(
     assert taken[2] == pytest.approx(taken[1], rel=0.15)
 
 
-def test_runs_in_fp8_that_gave_no_constant_are_within_eight_percent_on_average() -> None:
-    *dense, experts = compared(fp8())
-    mean, worst = errors_of(dense)
+def test_runs_in_fp8_take_less_time_than_in_16_bits() -> None:
+    *dense, _ = compared(fp8())
     assert len(dense) == 10
-    assert mean <= 0.08
-    assert worst <= 0.18
-    # Processors that only send, and the layer that predicts a further token, are missing: see docs/published.md.
-    assert -0.27 < experts.error < -0.21
+    mean, worst = errors_of(dense)
+    assert mean <= 0.03
+    assert worst <= 0.08
     plain = [row.run.under(replace(row.run.layout.practice, fp8=False)).estimate() for row in dense]
     assert all(some(row.estimate.seconds.total < item.seconds.total for row, item in zip(dense, plain, strict=True)))
+
+
+def test_deepseek_v3_without_a_constant_of_its_own_is_within_six_percent() -> None:
+    *_, experts = compared(fp8())
+    assert abs(experts.error) < 0.06
+
+
+def test_all_rows_but_zero_3_of_2021_by_framework_and_release() -> None:
+    rows = compared([*sc21(), *held_out(), *sc21_scaling(), *llama3(), *fp8()])
+    mean, worst = errors_of(rows)
+    assert len(rows) == 42
+    assert mean <= 0.04
+    assert worst <= 0.13
 
 
 def test_no_constant_rate_comes_near_even_if_it_knows_the_answers() -> None:
@@ -79,19 +90,6 @@ def test_the_best_constant_is_the_best() -> None:
     assert min(means) == means[2]
 
 
-@pytest.mark.slow
-def test_one_set_of_constants_gives_the_sc21_rows_and_small_models_on_one_node() -> None:
-    rows = one_node.samples()
-    assert len(rows) == 788
-    found = one_node.shown(rows, one_node.predicted(one_node.default(), rows))
-    assert found.error <= 0.07
-    assert found.regret <= 0.05
-    rule = one_node.regrets_of(rows, one_node.trivial)
-    assert found.regret < sum(rule) / len(rule)
-    assert found.worst < 0.3 * max(rule)
-    assert errors_of(compared(sc21()))[0] < 0.02
-
-
 def test_the_rows_of_one_node_are_sums_of_pieces() -> None:
     triples, linear = one_node.additivity()
     assert triples == linear == 82
@@ -104,10 +102,10 @@ def test_sc21_rates_are_the_papers() -> None:
     assert run.seconds == pytest.approx(flops / 2520 / 163e12)
 
 
-def test_one_hopper_constant_holds_for_the_rows_that_it_is_not_from() -> None:
-    rows = compared(llama3())
-    assert abs(rows[0].error) < 0.01
-    assert errors_of(rows[1:])[1] < 0.06
+def test_llama_3_is_within_five_percent() -> None:
+    mean, worst = errors_of(compared(llama3()))
+    assert mean <= 0.03
+    assert worst <= 0.05
 
 
 @pytest.mark.parametrize("holding", holdings(), ids=lambda value: value.name)

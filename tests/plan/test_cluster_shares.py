@@ -6,7 +6,8 @@ import pytest
 
 from cluster_models import small_cluster, small_transformer
 from drumline.plan.cluster.estimate import estimate
-from drumline.plan.cluster.layout import Layout, Practice
+from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.practice import Practice
 from drumline.plan.cluster.stages import slices_of
 from drumline.plan.cluster.transformer import ExpertShape, model_flops
 from some import some

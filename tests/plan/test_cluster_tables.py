@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from drumline.core.errors import PlanError
 from drumline.plan.cluster.hardware import MACHINES, cluster, load, machine
-from drumline.plan.cluster.layout import RECOMPUTE, Layout, Practice
+from drumline.plan.cluster.layout import RECOMPUTE, Layout
+from drumline.plan.cluster.practice import Practice
 from refused import refused, saying
 from train_configs import layout_of
 

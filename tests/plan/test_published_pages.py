@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import published
-from drumline.plan.cluster.layout import PRACTICE
+from drumline.plan.cluster.practice import PRACTICE
 from figures import without_comments
 from matrices import long
 from published_compared import practices_table, table

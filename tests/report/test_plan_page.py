@@ -16,6 +16,7 @@ from cluster_models import GIB, Rough, small_cluster, small_transformer
 from drumline.core.errors import UsageError
 from drumline.core.units import duration, size_text
 from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.practice import Practice
 from drumline.plan.layouts.explain import Explanation, brief, drawing, explain
 from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import plan
@@ -137,6 +138,8 @@ MARKUP = "</pre></script><b id='planted'>&amp;\"'"
 
 def with_markup(value: Any) -> Any:
     """Return a value with markup at the end of every text in it."""
+    if isinstance(value, Practice):  # it takes no other text
+        return value
     if is_dataclass(value) and not isinstance(value, type):
         kept = {field.name: with_markup(getattr(value, field.name)) for field in fields(value) if field.init}
         return replace(value, **kept)

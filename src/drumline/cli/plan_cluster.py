@@ -24,6 +24,7 @@ FORMATS = TEXTS | PICTURES | {".toml": "config", ".args": "config", ".csv": "pro
 _SUBJECT = "a JSON file that `drumline profile --out FILE.json` wrote, or a Hugging Face model's folder or config.json"
 _ENDINGS = {"drumline": ".toml", "torchtitan": ".toml", "megatron": ".args"}
 _RELEASES = {"torchtitan": ("0.2",), "megatron": ("0.14", "0.13")}  # as in `plan.launch.releases`
+STATES = ("adamw", "adamw-bf16", "adamw-8bit", "muon")  # as in `plan.cluster.practice`
 BASES = ("bf16", "int8", "float8", "int4", "nf4")
 _DEGREES = {
     "tensor": "degree of tensor parallelism",
@@ -47,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--brief", "print only the plan, without what-ifs, scaling and traffic")
     whose = "plan only what this framework runs (default: anything, and the command and config of drumline)"
     add("--launch", whose, (*_ENDINGS, *(name for framework in _RELEASES for name in _releases(framework))))
+    what = "software to assume by framework and release, like megatron@0.14, nemo@25.09 or torchtitan@0.2"
+    add("--software NAME", f"{what} (default: --launch's, or megatron@0.14)")
     also = "messages that your software also hides behind compute: forward (tensor-parallel ones), experts, context"
     add("--overlap WHAT,...", also, flags.names)
     add(
@@ -54,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     numbers = "precision of products with weights: bf16, or fp8 on devices that have it"
     add("--precision", numbers, ("bf16", "fp8"), "bf16")
+    states = "what the optimizer holds: AdamW in 32 bits, its averages in 16 or 8 bits, or Muon"
+    add("--optimizer-states", states, STATES, "adamw")
     add = flags.adder(parser, "adapters on a frozen model")
     add("--adapter", "train only an adapter of this kind", ("lora",))
     add("--adapter-rank N", "rank of the adapter's matrices (default 8)", whole)
@@ -67,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, meaning in _DEGREES.items():
         add(f"--{name} N", meaning, whole)
     add("--zero N", "ZeRO stage: 0, 1, 2 or 3", whole)
-    add("--recompute HOW", "activations to recompute: none, selective, full, full:N or operations")
+    add("--recompute HOW", "activations to recompute: none, selective, ops, full, full:N or operations")
     add("--no-sequence-parallel", "plan tensor parallelism without sequence parallelism")
 
 
@@ -247,6 +252,8 @@ def _pins(args: argparse.Namespace) -> Pins:
         release=args.release,
         overlaps=tuple(args.overlap or ()),
         precision=args.precision,
+        software=args.software or "",
+        optimizer=args.optimizer_states,
     )
 
 

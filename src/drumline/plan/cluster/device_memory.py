@@ -16,11 +16,12 @@ from drumline.plan.cluster.layers import (
     wide_of,
 )
 from drumline.plan.cluster.layout import WHOLE, Layout, StageLayers, recomputed_ops
+from drumline.plan.cluster.practice import OPTIMIZERS
 from drumline.plan.cluster.stages import Alike, alike, counts_of, pairs_held
 from drumline.plan.cluster.transformer import Transformer
 
 WEIGHT_BYTES = 2
-OPTIMIZER_BYTES = 12  # the weight in 32 bits, and Adam's two averages
+OPTIMIZER_BYTES = OPTIMIZERS["adamw"].state_bytes  # the weight in 32 bits, and Adam's two averages
 FP8_BYTES = 2  # a weight in 8 bits, and once more transposed
 
 
@@ -127,10 +128,30 @@ def device_bytes(transformer: Transformer, layout: Layout, rank: Alike) -> Bytes
         + frozen
         + FP8_BYTES * held_fp8(transformer, layout, rank),
         gradients=layout.practice.gradient_bytes * (whole if whole_gradients else part),
-        optimizer=OPTIMIZER_BYTES * (part if layout.zero >= 1 else whole),
+        optimizer=state_bytes(transformer, layout, rank, layers) * (part if layout.zero >= 1 else whole),
         activations=pairs * kept_bytes,
         buffers=_buffers(transformer, layout, rank, layers),
     )
+
+
+def state_bytes(transformer: Transformer, layout: Layout, rank: Alike, layers: Sequence[Layer] = ()) -> float:
+    """Return the bytes of the optimizer's state per parameter of a device.
+
+    Muon leaves the embedding and the head to AdamW.
+
+    >>> gpt = Transformer("tiny", 4, hidden=64, num_heads=4, vocabulary=10, sequence=8)
+    >>> plain = Layout(batch=1)
+    >>> rank = alike(gpt, (4,), "1f1b", 1, 1)[0]
+    >>> state_bytes(gpt, plain, rank)
+    12.0
+    """
+    states = layout.practice.states
+    if not states.muon:
+        return states.state_bytes
+    layers = layers or layers_of(transformer, layout.share)
+    of_layers = sum(_weights(layers, rank, flag) for flag in (False, True))
+    share = of_layers / sum(device_parameters(transformer, layout, rank, layers))
+    return states.state_bytes * share + OPTIMIZER_BYTES * (1 - share)
 
 
 def held_fp8(transformer: Transformer, layout: Layout, rank: Alike) -> float:
@@ -169,7 +190,7 @@ def _kept_bytes(layer: Layer, recomputed: Sequence[str]) -> float:
     """Return the bytes that a layer keeps for one microbatch, if these operations are `recomputed`."""
     if recomputed == WHOLE:
         return layer.input_bytes
-    return sum(op.kept_bytes for op in layer.operations if not op.repeats(recomputed) and op.within not in recomputed)
+    return sum(op.stays(recomputed) for op in layer.operations)
 
 
 def _buffers(transformer: Transformer, layout: Layout, rank: Alike, layers: Sequence[Layer]) -> float:

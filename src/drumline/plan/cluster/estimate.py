@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from drumline.plan.cluster.device_memory import Bytes, device_bytes, sharded
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.kernels import CAST_TWICE, memory_seconds
+from drumline.plan.cluster.kernels import CAST_TWICE, memory_seconds, product_seconds
+from drumline.plan.cluster.layers import layers_of, product_weights
 from drumline.plan.cluster.layout import Layout, check
 from drumline.plan.cluster.loads import (
     Load,
@@ -26,6 +27,7 @@ from drumline.plan.cluster.loads import (
     pipeline_seconds,
     tied_exchange,
 )
+from drumline.plan.cluster.practice import OPTIMIZERS
 from drumline.plan.cluster.stages import stages_of
 from drumline.plan.cluster.transformer import Transformer, model_flops
 from drumline.schedules import find
@@ -91,7 +93,7 @@ class Estimate:
         return self.flops_per_device / self.seconds.total
 
 
-STEP_BYTES = 42  # per parameter: the norm, the scale, Adam in 32 bits, and the new weight
+STEP_BYTES = OPTIMIZERS["adamw"].step_bytes  # per parameter: the norm, the scale, Adam in 32 bits, and the new weight
 
 
 def estimate(
@@ -119,7 +121,7 @@ def estimate(
     taken = pipeline_seconds(transformer, cluster, layout, loads, exact=exact, rough=rough)
     memory = max((device_bytes(transformer, layout, load.alike) for load in loads), key=lambda memory: memory.total)
     return Estimate(
-        _seconds(cluster, layout, loads, taken, tied.once),
+        _seconds(transformer, cluster, layout, loads, taken, tied.once),
         memory,
         volumes,
         model_flops(transformer, layout.batch, causal=True) / layout.num_devices,
@@ -150,7 +152,7 @@ def least_seconds(transformer: Transformer, cluster: Cluster, layout: Layout) ->
     tied = tied_exchange(transformer, cluster, layout)
     work = sum(len(load.alike.ranks) * load.ops.total.total for load in loads)
     return Least(
-        _seconds(cluster, layout, loads, _least_taken(layout, loads, hop), tied.once).total,
+        _seconds(transformer, cluster, layout, loads, _least_taken(layout, loads, hop), tied.once).total,
         layout.num_microbatches * work / layout.pipeline,
     )
 
@@ -203,7 +205,9 @@ def _ends(schedule: str, ranks: tuple[int, ...], num_ranks: int, stages_per_rank
     return [(min(row), max(row)) for row in every]
 
 
-def _seconds(cluster: Cluster, layout: Layout, loads: Sequence[Load], taken: float, tied: float) -> Seconds:
+def _seconds(
+    transformer: Transformer, cluster: Cluster, layout: Layout, loads: Sequence[Load], taken: float, tied: float
+) -> Seconds:
     """Return the items of a step whose pipeline takes so long; `tied` is the exchange of a tied embedding."""
     times, busiest = layout.num_microbatches, max(loads, key=lambda load: load.pace.total)
     ops, exchange = busiest.ops, busiest.exchange
@@ -211,6 +215,8 @@ def _seconds(cluster: Cluster, layout: Layout, loads: Sequence[Load], taken: flo
     once = max(load.exchange.once for load in loads) + tied
     stepped = max(sharded(layout, load.parameters) if layout.zero else sum(load.parameters) for load in loads)
     cast = max(load.cast for load in loads)
+    states = layout.practice.states
+    orthogonal = orthogonal_seconds(transformer, cluster, layout, loads) if states.muon else 0.0
     return Seconds(
         compute=times * work.compute,
         recompute=times * ops.again.total,
@@ -220,8 +226,29 @@ def _seconds(cluster: Cluster, layout: Layout, loads: Sequence[Load], taken: flo
         pipeline=times * busiest.waiting,
         data_exposed=times * (exchange.forward + exchange.backward) + once,
         bubble=_beyond(taken, times * busiest.pace.total),
-        optimizer=memory_seconds(cluster.device, STEP_BYTES * stepped + CAST_TWICE * cast),
+        optimizer=memory_seconds(cluster.device, states.step_bytes * stepped + CAST_TWICE * cast)
+        + orthogonal
+        + layout.practice.step_seconds,
     )
+
+
+def orthogonal_seconds(transformer: Transformer, cluster: Cluster, layout: Layout, loads: Sequence[Load]) -> float:
+    """Return the seconds in which Muon makes a device's updates orthogonal: five steps of three products.
+
+    For a weight of m x n with m <= n these are X X', its square, and their product with X. With ZeRO, ranks take turns.
+    """
+    layers, group = layers_of(transformer, layout.share), layout.data * layout.context if layout.zero else 1
+    every = []
+    for layer in layers:
+        seconds = 0.0
+        for routed in (False, True):
+            turns = max(group // layout.expert, 1) if routed else group
+            for inputs, outputs, times in product_weights(layer, experts=routed):
+                m, n = sorted((inputs, outputs))
+                sizes = ((m, m, n), (m, m, m), (m, n, m))
+                seconds += 5 * sum(product_seconds(cluster.device, *size, times) for size in sizes) / turns
+        every.append(seconds)
+    return max(sum(s.dense * every[0] + s.experts * every[1] for s, _ in load.alike.slices) for load in loads)
 
 
 def _beyond(taken: float, work: float) -> float:

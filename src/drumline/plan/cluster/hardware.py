@@ -68,7 +68,7 @@ class Reach:
 
 
 # Fitted to the ten rows of Table 1 of Megatron-LM's SC'21 paper and to small models on one node: see docs/published.md.
-REACH = Reach(product=0.78, depth=128.0, memory=0.673, attention=0.5, launch_seconds=4e-6)
+REACH = Reach(product=0.803, depth=128.0, memory=0.637, attention=0.5, launch_seconds=4e-6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +136,14 @@ class Cluster:
 _GIB = 2.0**30
 # The first is fitted like REACH. The second is from the SC'21 paper's largest run, which
 # reports 892 GB/s between the two halves of a pipeline over 8 x 6 adapters of 25 GB/s each.
-NODE_REACH = 0.778
+NODE_REACH = 0.645
 NETWORK_REACH = 0.74
 # A Hopper's tensor cores exceed its power limit. From one row of Llama 3's table, 430 TFLOP/s on 8192 H100. No row has
 # been published for a B200, so it is assumed to behave the same.
-HOPPER = replace(REACH, product=0.575)
+HOPPER = replace(REACH, product=0.581)
+# The same held at 500 W. From one row of torchtitan's tables of 2024: Llama 3.1 8B on 8, compiled, 16 bits.
+HELD = 0.87
+HELD_HOPPER = replace(HOPPER, product=HELD * HOPPER.product, attention=HELD * HOPPER.attention)
 _KIND = FileKind("machine", PlanError, "a JSON file that describes a machine")
 # What a collective of a current library takes at least, by its own benchmarks; not fitted.
 NODE_START = 15e-6
@@ -194,6 +197,8 @@ MACHINES = {
     "rtx-5090": Machine(Device("RTX 5090", 209.5e12, 31.8 * _GIB, 1.792e12, 170), 64e9, 1.25e9),
     "l40s": Machine(Device("L40S", 362e12, 45 * _GIB, 0.864e12, 142), 32e9, 25e9),
     # The machine that trained BLOOM: four Omni-Path links of 100 Gb/s for the eight devices of a node.
+    # H100 of 96 GB, held at 500 W: https://github.com/pytorch/torchtitan/blob/main/benchmarks (2.4 TB/s, 400 Gb/s).
+    "h100-96": Machine(Device("H100 96 GB", 989e12, 94 * _GIB, 2.4e12, 132, HELD_HOPPER, 1979e12), 450e9, 50e9),
     "jean-zay": Machine(Device("A100 80 GB", 312e12, 80 * _GIB, 2.039e12, 108), 300e9, 6.25e9),
 }
 

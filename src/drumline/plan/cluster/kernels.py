@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from drumline.plan.cluster.hardware import Cluster, Device, DeviceLink
 from drumline.plan.cluster.layers import (
     WORD,
     AxisMessage,
+    Layer,
     Operation,
     Product,
     exchange,
@@ -29,6 +31,7 @@ from drumline.plan.cluster.layers import (
     tokens_of,
 )
 from drumline.plan.cluster.layout import WHOLE, Share, StageLayers
+from drumline.plan.cluster.practice import ATTENTION
 from drumline.plan.cluster.transformer import Transformer
 
 CONTENTION = 0.15  # of a hidden message's seconds: it runs on 16 of an A100's 108 processors
@@ -190,11 +193,28 @@ class KernelTimes(NamedTuple):
     products: float
 
 
+def device_of(cluster: Cluster, share: Share) -> Device:
+    """Return the device with what the kernels of this software reach on it."""
+    practice = share.practice
+    if practice.product_share == 1 and practice.attention_kernels == max(ATTENTION):
+        return cluster.device
+    return _reaching(cluster.device, practice.product_share, practice.attention_kernels)
+
+
+@lru_cache(maxsize=64)
+def _reaching(device: Device, product_share: float, attention_kernels: int) -> Device:
+    before, hopper = ATTENTION[attention_kernels]
+    reach, of_best = device.reach, hopper if device.fp8_flops_per_second else before
+    # Shares are fitted on Hopper; before it, no row says what a release reaches.
+    product = min(reach.product * (product_share if device.fp8_flops_per_second else 1.0), 1.0)
+    return replace(device, reach=replace(reach, product=product, attention=reach.attention * of_best))
+
+
 def operation_times(
     cluster: Cluster, share: Share, operation: Operation, base: FrozenBase | None = None
 ) -> KernelTimes:
     """Return the compute seconds of an operation of a layer, of whose weights perhaps nothing but adapters trains."""
-    device = cluster.device
+    device = device_of(cluster, share)
     products, by_input, by_weight = product_times(cluster, share, operation.products, trains=base is None)
     if base is not None:
         more = [_adapted(device, base, product) for product in operation.products]
@@ -216,12 +236,13 @@ def product_times(
 ) -> tuple[float, float, float]:
     """Return the seconds of products: forward, gradients of their inputs, gradients of their weights if these train."""
     forward = by_input = by_weight = 0.0
+    device = device_of(cluster, share)
     for product in products:
         rows, columns, depth, times, _ = product
         fp8 = product.fp8 and share.practice.fp8
-        forward += product_seconds(cluster.device, rows, columns, depth, times, fp8=fp8)
-        by_input += product_seconds(cluster.device, rows, depth, columns, times, fp8=fp8)
-        by_weight += product_seconds(cluster.device, depth, columns, rows, times, fp8=fp8)
+        forward += product_seconds(device, rows, columns, depth, times, fp8=fp8)
+        by_input += product_seconds(device, rows, depth, columns, times, fp8=fp8)
+        by_weight += product_seconds(device, depth, columns, rows, times, fp8=fp8)
         if fp8:
             casts = _casts(cluster, share, product)
             forward, by_input, by_weight = forward + casts[0], by_input + casts[1], by_weight + casts[2]
@@ -295,25 +316,42 @@ def layer_ops(
     times = [operation_times(cluster, share, operation, base) for operation in layer.operations]
     whole = KernelTimes(*map(sum, zip(*times, strict=True)))
     for operation, own_times in zip(layer.operations, times, strict=True):
-        ops = ops + _operation_ops(cluster, share, operation, own_times, whole, repeats=operation.repeats(recomputed))
+        ops = ops + _operation_ops(cluster, share, operation, own_times, whole, recomputed)
     parameters = layer.parameters + layer.expert_parameters
     if base is not None:
         parameters *= base.trainable_share
     added = Spent(memory_seconds(cluster.device, share.practice.accumulation_bytes * parameters))
-    forward = _hosted(ops.forward, share)
+    again = ops.again
+    if recomputed == WHOLE:
+        again = _hosted(ops.forward + _not_again(cluster, share, layer), share)
     return Ops(
-        forward,
-        forward if recomputed == WHOLE else ops.again,
+        _hosted(ops.forward, share),
+        again,
         _hosted(ops.backward_input, share),
         _hosted(ops.backward_weight + added, share),
     )
 
 
+def _not_again(cluster: Cluster, share: Share, layer: Layer) -> Spent:
+    """Return the seconds, below 0, that a whole layer's recomputation saves by ending before its last product."""
+    if not share.practice.stops_early or layer.operations[-2].name != "feed-forward":
+        return Spent()
+    return Spent(-product_times(cluster, share, layer.operations[-2].products[-1:])[0])
+
+
 def _operation_ops(
-    cluster: Cluster, share: Share, op: Operation, own_times: KernelTimes, whole: KernelTimes, *, repeats: bool
+    cluster: Cluster,
+    share: Share,
+    op: Operation,
+    own_times: KernelTimes,
+    whole: KernelTimes,
+    recomputed: Sequence[str],
 ) -> Ops:
     """Return an operation's seconds with its messages; `own_times` and `whole` are its compute and the layer's."""
     forward, again, back = Spent(own_times.forward), Spent(own_times.forward), Spent(own_times.by_input)
+    part, repeats = op.again(recomputed), op.repeats(recomputed)
+    if part and not repeats:  # of its products this part runs again, of its passes all
+        again = Spent(own_times.forward - (1 - part) * own_times.products)
     if (message := op.message) is not None:
         seconds = message_seconds(cluster, share, message)
         hidden, hidden_back = _hidden(share, message, own_times, whole)
@@ -321,10 +359,11 @@ def _operation_ops(
         sent = exposed(there, hidden)
         sent_back = exposed(message.backward * seconds, hidden_back) + message.waited * seconds
         forward, back = forward + Spent(**{message.axis: sent}), back + Spent(**{message.axis: sent_back})
-        again = again + Spent(**{message.axis: there if message.axis == "expert" else sent})
+        repeated = there if message.axis == "expert" else sent
+        again = again + Spent(**{message.axis: repeated if repeats else part * repeated})
     if op.output and share.practice.fp8 and share.practice.keeps_fp8_inputs:
         again = again + Spent(cast_seconds(cluster, op.output))
-    return Ops(forward, again if repeats else Spent(), back, Spent(own_times.by_weight))
+    return Ops(forward, again if part else Spent(), back, Spent(own_times.by_weight))
 
 
 def _hidden(share: Share, message: AxisMessage, own_times: KernelTimes, whole: KernelTimes) -> tuple[float, float]:

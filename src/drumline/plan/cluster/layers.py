@@ -34,10 +34,16 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from drumline.plan.cluster.layout import PARTS, Layout, Share
+from drumline.plan.cluster.layout import EVERY_SECOND, PARTS, Layout, Share
 from drumline.plan.cluster.transformer import ExpertShape, Transformer
 
 WORD = 2  # bytes of a 16-bit number
+# Bytes per number, forward and backward, if every operation is a kernel of its own. A norm without biases: to 32 bits
+# (6), square (8), mean (4), scale (8), back (6), times the weight (4); backward reads and writes twice as much.
+# Positions: to 32 bits, turned, back (20). A gate: the activation function (4), times the other (6); backward 6 and 12.
+EAGER_NORM = (36.0, 72.0)
+EAGER_ROTATION = 20.0
+EAGER_GATE = (10.0, 18.0)
 
 
 class Product(NamedTuple):
@@ -71,7 +77,8 @@ class Operation(NamedTuple):
 
     It multiplies `products` with weights and `scores` without, runs `flops` of fused attention in one kernel, and reads
     and writes `bytes` in `num_kernels` more. Until the backward it leaves `kept_bytes`, unless it is recomputed or lies
-    `within` something that is. `output` is how many numbers a recomputation casts to 8 bits again.
+    `within` something that is. `output` is how many numbers a recomputation casts to 8 bits again. `by_second` is for
+    recomputation of every second product: the share of its products that run again, and the bytes that stay.
     """
 
     name: str
@@ -84,6 +91,28 @@ class Operation(NamedTuple):
     kept_bytes: float = 0.0
     within: str = ""
     output: float = 0.0
+    by_second: tuple[float, float] | None = None
+
+    def again(self, recomputed: Sequence[str]) -> float:
+        """Return the share of its products that is computed again where these operations are.
+
+        >>> up = Operation("feed-forward", by_second=(0.5, 8.0))
+        >>> up.again(("norms",)), up.again(("norms", "every second product")), up.again(("feed-forward",))
+        (0.0, 0.5, 1.0)
+        """
+        if self.repeats(recomputed):
+            return 1.0
+        return self.by_second[0] if self.by_second is not None and EVERY_SECOND in recomputed else 0.0
+
+    def stays(self, recomputed: Sequence[str]) -> float:
+        """Return the bytes that it keeps until the backward.
+
+        >>> Operation("out", kept_bytes=2.0).stays(("norms",)), Operation("out", kept_bytes=2.0).stays(("out",))
+        (2.0, 0.0)
+        """
+        if self.repeats(recomputed) or self.within in recomputed:
+            return 0.0
+        return self.by_second[1] if self.by_second is not None and EVERY_SECOND in recomputed else self.kept_bytes
 
     def repeats(self, recomputed: Sequence[str]) -> bool:
         """Whether it is computed again where these operations are.
@@ -204,6 +233,8 @@ def _between(transformer: Transformer, share: Share) -> list[Operation]:
             num_kernels=6,
             message=exchange(transformer, share),
             kept_bytes=(4.0 + 2.0 * masks) * wide,
+            # The layer's input stays, and the output of the last product, which is not needed.
+            by_second=(0.5, 4.0 * wide),
         ),
     ]
 
@@ -220,6 +251,8 @@ def _normed(name: str, share: Share, numbers: float, output: float, *, num_kerne
     Its output is kept, which is the input of products. Its input is kept by the sum before it.
     """
     moved = (WORD * 2 * numbers, WORD * 3 * numbers)
+    if share.practice.eager:
+        moved = (EAGER_NORM[0] * numbers, EAGER_NORM[1] * numbers)
     stays = _input_bytes(share) * numbers
     return Operation(name, bytes=moved, num_kernels=num_kernels, kept_bytes=stays, output=output)
 
@@ -245,9 +278,14 @@ def _projections(transformer: Transformer, share: Share) -> list[Operation]:
     tokens, hidden = tokens_of(transformer, share), transformer.hidden
     width = transformer.num_heads * transformer.head_width / share.tensor + keys_of(transformer, share)
     rearranged = (WORD * 2 * tokens * width, WORD * 2 * tokens * width)
+    if share.practice.eager and not transformer.learned_positions:
+        rearranged = (EAGER_ROTATION * tokens * width, EAGER_ROTATION * tokens * width)
     if (latent := transformer.latent) is None:
         product = Product(tokens, width, hidden)
-        return [Operation("heads", [product], bytes=rearranged, num_kernels=2, kept_bytes=WORD * tokens * width)]
+        keys = keys_of(transformer, share) / 2  # the second product of a layer gives keys
+        saved = (keys / width, WORD * tokens * (width - keys))
+        size = WORD * tokens * width
+        return [Operation("heads", [product], bytes=rearranged, num_kernels=2, kept_bytes=size, by_second=saved)]
     down = [Product(tokens, outputs, inputs) for inputs, outputs in latent.down(hidden)]
     up = [Product(tokens, transformer.num_heads / share.tensor * each, inputs) for inputs, each in latent.up(hidden)]
     kept_bytes = WORD * tokens * (width - latent.rotary_head)
@@ -282,7 +320,7 @@ def _attention(transformer: Transformer, share: Share) -> list[Operation]:
             kept_bytes=(2.0 if word == 2.0 else 2.0 + word) * width + 4.0 * tokens * heads,
             output=width,
         )
-        return [attention, Operation("out", [out])]
+        return [attention, Operation("out", [out], by_second=(1.0, 0.0))]
     size, masked = WORD * num_scored * rows * columns, 2.5 if transformer.dropout else 0.0
     attention = Operation(
         "attention",
@@ -308,11 +346,14 @@ def _ring(transformer: Transformer, share: Share) -> AxisMessage:
 def _feedforward(transformer: Transformer, share: Share) -> list[Operation]:
     """Return the feed-forward block of a dense layer."""
     tokens, width = tokens_of(transformer, share), transformer.feedforward / share.tensor
+    # Gated, the gate's product is kept and the other is not; otherwise the product down runs again, for nothing.
+    saved = (1 / 3 if transformer.gated else 1 / 2, WORD * tokens * width)
+    products, size = _up_down(transformer, tokens, width), _up_bytes(transformer) * tokens * width
     return [
-        Operation(
-            "feed-forward", _up_down(transformer, tokens, width), kept_bytes=_up_bytes(transformer) * tokens * width
+        Operation("feed-forward", products, kept_bytes=size, by_second=saved),
+        _activation(
+            transformer, tokens * width, kept_bytes=_input_bytes(share) * tokens * width, eager=share.practice.eager
         ),
-        _activation(transformer, tokens * width, kept_bytes=_input_bytes(share) * tokens * width),
     ]
 
 
@@ -353,9 +394,12 @@ def _activation(
     name: str = "activation",
     num_kernels: int = 2,
     within: str = "",
+    eager: bool = False,
 ) -> Operation:
     reads = 2 if transformer.gated else 1
     passes = WORD * (reads + 1) * inner, WORD * (2 * reads + 1) * inner
+    if eager and transformer.gated:
+        passes = EAGER_GATE[0] * inner, EAGER_GATE[1] * inner
     return Operation(name, bytes=passes, num_kernels=num_kernels, kept_bytes=kept_bytes, within=within, output=inner)
 
 

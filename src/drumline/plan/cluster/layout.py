@@ -11,10 +11,13 @@ from typing import NamedTuple
 
 from drumline.core.errors import PlanError, counted, nearest
 from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.cluster.practice import PRACTICE, Practice
 from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules import find
 
 RECOMPUTE = ("none", "selective", "full")
+BY_OPERATION = "ops"  # torchtitan's selective recomputation per operation
+EVERY_SECOND = "every second product"  # in a list of what is recomputed: so is all that these do not give
 WHOLE = ("full",)  # what a layer recomputes of which only the input is kept
 # Parts of what can be recomputed, and of what: a layer's first norm, those of latents, the one before experts.
 PARTS = {
@@ -35,65 +38,6 @@ _NAMED = {
     "expert-norms": "norms before experts",
     "expert-activation": "activation functions of experts",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Practice:
-    """What the software that runs a layout overlaps, fuses, or leaves out.
-
-    - `flash_attention`: one kernel for attention; it never stores the scores, and computes only half of them.
-    - `accumulation_bytes`: bytes read and written per parameter and microbatch to add a gradient to its sum; 0 if the
-      product that makes the gradient adds it directly.
-    - `gradient_bytes`: bytes of a gradient's sum over the microbatches, which is also what ranks exchange.
-    - `overlap_tensor`: in backward, tensor-parallel messages travel while weight gradients are computed. A schedule
-      that computes these later, by themselves, leaves nothing to travel behind.
-    - `overlap_forward`: in forward, tensor-parallel messages travel while products compute other pieces of the tokens.
-    - `overlap_experts`: tokens travel to experts and back while another microbatch computes, as in pairs of DualPipe.
-    - `overlap_context`: keys and values travel round a ring while attention computes with those that are there;
-      otherwise every layer gathers them first, again in backward, and sums their gradients.
-    - `overlap_pipeline`: a rank computes while messages between stages travel; otherwise it waits for each.
-    - `scatter_gather`: each tensor-parallel rank sends only its part of a message between stages, and the receivers
-      gather it over the faster links of their node.
-    - `duplex`: messages between two ranks travel both ways at once.
-    - `overlap_data`: ranks exchange gradients during the last backward, and weights during the next forward; in a
-      pipeline only with `overlap_staged`.
-    - `host_seconds`: how long the host takes to launch the kernels of one layer in one pass (forward, gradients of
-      inputs, gradients of weights). A pass cannot be shorter, however small its products are.
-    - `host_meets`: the share by which that grows with every further tensor-parallel rank: ranks that meet in a
-      collective wait for the slowest host.
-    - `meet_seconds`: how long tensor-parallel ranks wait for each other at every collective.
-    - `loss_bytes`: bytes that the loss reads and writes per logit, forward and backward together.
-    - `logit_bytes`: bytes that the loss holds per logit at its peak. PyTorch's cross entropy holds the logits in 16
-      bits, a copy in 32, their log-softmax and its gradient: 14. A fused loss holds 6.
-    - `fp8`: products with a layer's weights take 8-bit inputs, cast from 16-bit ones. With `keeps_fp8_inputs`, inputs
-      are kept in 8 bits until their backward; otherwise they are kept in 16 and cast again. With `keeps_fp8_weights`,
-      weights are cast once in a step and held beside the 16-bit ones; otherwise they are cast for every pass.
-    """
-
-    flash_attention: bool = True
-    accumulation_bytes: int = 0
-    gradient_bytes: int = 4
-    overlap_tensor: bool = True
-    overlap_forward: bool = False
-    overlap_experts: bool = False
-    overlap_context: bool = False
-    overlap_pipeline: bool = True
-    scatter_gather: bool = True
-    duplex: bool = True
-    overlap_data: bool = True
-    overlap_staged: bool = True
-    host_seconds: float = 3e-4
-    host_meets: float = 0.03
-    meet_seconds: float = 2e-5
-    loss_bytes: float = 50.0
-    logit_bytes: int = 14
-    fp8: bool = False
-    keeps_fp8_inputs: bool = True
-    keeps_fp8_weights: bool = True
-
-
-PRACTICE = Practice()
-OVERLAPS = ("forward", "experts", "context")  # what software may hide beyond what plans assume
 
 
 class Share(NamedTuple):
@@ -189,6 +133,8 @@ class Layout:
         >>> Layout(batch=8, recompute="norms+activation+projections").recomputation
         'recomputation of norms, activation functions and projections of latents'
         """
+        if self.recompute == BY_OPERATION:
+            return "recomputation by operation"
         if self.recompute in RECOMPUTE:
             return f"{'no' if self.recompute == 'none' else self.recompute} recomputation"
         if self.recompute.startswith("full:"):
@@ -210,24 +156,33 @@ class Layout:
             "zero": f"ZeRO {self.zero}",
             "recompute": self.recomputation,
         }
-        return {**settings, "precision": "FP8 products"} if self.practice.fp8 else settings
+        if self.practice.fp8:
+            settings["precision"] = "FP8 products"
+        if self.practice.optimizer != PRACTICE.optimizer:
+            settings["optimizer"] = self.practice.optimizer
+        return settings
 
 
 def recomputed_ops(layout: Layout | Share) -> tuple[str, ...]:
     """Return the operations of every layer that a layout recomputes, each by itself; full recomputation is not here.
 
     "selective" means what is cheap to compute and large to keep: the scores of attention if it is not fused, otherwise
-    the norms and the activation function. Other sets are written with a plus: "norms+experts". "projections" are those
-    of latent attention up to queries, keys and values.
+    the norms and the activation function. "ops" is torchtitan's, by operation: outputs of every second product, of
+    attention and of messages are kept, all else is computed again. Other sets are written with a plus: "norms+experts".
+    "projections" are those of latent attention up to queries, keys and values.
 
     >>> recomputed_ops(Layout(batch=8, recompute="selective")), recomputed_ops(Layout(batch=8, recompute="experts"))
     (('norms', 'activation'), ('experts',))
+    >>> recomputed_ops(Layout(batch=8, recompute="ops"))
+    ('norms', 'activation', 'every second product')
     """
     how = layout.recompute
     if how == "none" or how.startswith("full"):
         return ()
     if how == "selective":
         return ("norms", "activation") if layout.practice.flash_attention else ("attention",)
+    if how == BY_OPERATION:
+        return ("norms", "activation", EVERY_SECOND)
     return tuple(how.split("+"))
 
 
@@ -297,7 +252,7 @@ def is_recomputation(name: str) -> bool:
     if name.startswith("full:"):
         return name[5:].isdecimal() and name[5:].isascii() and 0 < int(name[5:]) <= _MOST_LAYERS
     ops = name.split("+")
-    return name in RECOMPUTE or (set(ops) <= set(OPS) and len(set(ops)) == len(ops))
+    return name in (*RECOMPUTE, BY_OPERATION) or (set(ops) <= set(OPS) and len(set(ops)) == len(ops))
 
 
 _MOST_LAYERS = 10_000
@@ -334,7 +289,9 @@ def _check_values(layout: Layout) -> None:
     if layout.zero not in (0, 1, 2, 3):
         raise PlanError(f"zero is {layout.zero!r}", expected="0, 1, 2 or 3")
     if not is_recomputation(str(layout.recompute)):
-        raise PlanError(f"recompute is {layout.recompute!r}", fix=nearest(str(layout.recompute), (*RECOMPUTE, *OPS)))
+        raise PlanError(
+            f"recompute is {layout.recompute!r}", fix=nearest(str(layout.recompute), (*RECOMPUTE, BY_OPERATION, *OPS))
+        )
 
 
 def check_recomputation(transformer: Transformer, recompute: str) -> None:

@@ -64,7 +64,7 @@ def data_exchange(
     ):
         if size > 1 and count:
             link = cluster.link(size, stride)
-            if layout.zero == 3:
+            if layout.zero >= 2:  # layer by layer
                 start, late = num_layers * link.start_seconds, num_layers * link.latency_seconds
                 link = replace(link, start_seconds=start, latency_seconds=late)
             reduce += gather_seconds(link, size, there * count)

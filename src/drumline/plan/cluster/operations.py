@@ -15,6 +15,8 @@ from drumline.plan.cluster.stages import counts_of, slices_of
 from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules import DEFAULT
 
+LAST = "feed-forward"  # the operation with a dense layer's last product
+
 
 def device_flops(transformer: Transformer, layout: Layout) -> float:
     """Return the operations of a step on a device, in the mean of all.
@@ -35,6 +37,9 @@ def device_flops(transformer: Transformer, layout: Layout) -> float:
         for count, experts, recomputed in slice_.parts(layout):
             every = (_flops(op, recomputed, again + by_weight) for op in layers[experts].operations)
             total += count * sum(every)
+            if recomputed == WHOLE and layout.practice.stops_early and layers[experts].operations[-2].name == LAST:
+                last = layers[experts].operations[-2].products[-1]
+                total -= count * 2.0 * last.rows * last.columns * last.depth
     head = 2.0 * tokens_of(transformer, layout) * transformer.hidden * transformer.vocabulary / layout.tensor
     total += (2.0 if base is not None else 3.0) * head
     return total * layout.num_microbatches / layout.pipeline
@@ -45,5 +50,5 @@ def _flops(op: Operation, recomputed: Sequence[str], more: float) -> float:
     products = sum(2.0 * p.rows * p.columns * p.depth * p.times for p in op.products)
     scores = sum(2.0 * p.rows * p.columns * p.depth * p.times for p in op.scores)
     forward = products + scores + op.flops[0]
-    repeats = recomputed == WHOLE or op.repeats(recomputed)
-    return forward * (2 if repeats else 1) + (1 + more) * products + 2 * scores + op.flops[1]
+    again = forward if recomputed == WHOLE or op.repeats(recomputed) else op.again(recomputed) * products
+    return forward + again + (1 + more) * products + 2 * scores + op.flops[1]

@@ -33,6 +33,7 @@ from drumline.core.errors import PlanError, nearest
 from drumline.plan.cluster.frozen_base import FrozenBase
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.practice import PRACTICE
 from drumline.plan.cluster.transformer import PLAIN, Transformer
 from drumline.plan.launch.megatron import connections, megatron
 from drumline.plan.launch.own import differs, drops_less, not_run, said_of_model, zero_of
@@ -120,6 +121,7 @@ def launch(
 
 def _titan(transformer: Transformer, cluster: Cluster, layout: Layout, facts: Release) -> Config:
     tables, missing = titan(transformer, layout)
+    missing += other_states(layout, facts.name)
     refused = facts.refusals({**flattened(tables), "$WORLD_SIZE": cluster.num_devices})
     command = f"{torchrun(cluster)} -m torchtitan.train --job.config_file plan.toml"
     reasons = _refused(facts, refused)
@@ -129,6 +131,7 @@ def _titan(transformer: Transformer, cluster: Cluster, layout: Layout, facts: Re
 
 def _megatron(transformer: Transformer, cluster: Cluster, layout: Layout, facts: Release) -> Config:
     lines, missing = megatron(transformer, layout, facts)
+    missing += other_states(layout, facts.name)
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections(layout)}
     known = {"WORLD_SIZE": cluster.num_devices, **environment}
     refused = facts.refusals({**arguments("\n".join(lines)), **{f"${name}": value for name, value in known.items()}})
@@ -154,13 +157,25 @@ def _head(facts: Release, reasons: Sequence[str], missing: Sequence[str]) -> lis
 def _own_config(transformer: Transformer, cluster: Cluster, layout: Layout, source: str, program_file: str) -> Config:
     """Return what Drumline itself is told."""
     reasons = tuple(not_run(transformer, cluster, layout, source=source))
-    others = tuple(differs(transformer, layout, source=source))
+    others = (*differs(transformer, layout, source=source), *other_states(layout, "drumline"))
     said = [f"Not run by `drumline train`: {name}" for name in reasons] or [f"Not expressed: {name}" for name in others]
     text = train_config(transformer, layout, source=source, said=said, program_file=program_file)
     if reasons:
         shown = f"drumline show {program_file}" if program_file else show_command(layout)
         return Config("drumline", shown, "plan.toml", text, reasons, starts=False)
     return Config("drumline", train_command(cluster), "plan.toml", text, others)
+
+
+def other_states(layout: Layout, framework: str) -> list[str]:
+    """Return what to say if a plan counts on another optimizer than AdamW with state in 32 bits.
+
+    >>> other_states(Layout(batch=8), "torchtitan")
+    []
+    """
+    if (name := layout.practice.optimizer) == PRACTICE.optimizer:
+        return []
+    size = layout.practice.states.state_bytes
+    return [f"optimizer states {name}, {size:g} bytes a parameter: choose the optimizer of {framework} that holds them"]
 
 
 def train_command(cluster: Cluster) -> str:

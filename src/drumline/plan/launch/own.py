@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from drumline.core.units import size_text
-from drumline.plan.cluster.device_memory import OPTIMIZER_BYTES, device_bytes, peak_bytes, trained_parameters
+from drumline.plan.cluster.device_memory import device_bytes, peak_bytes, trained_parameters
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.stages import alike, counts_of
@@ -128,7 +128,9 @@ def more_bytes(transformer: Transformer, layout: Layout) -> float:
         return 0.0
     held_totals, whole, counts = [], replace(layout, zero=0), counts_of(transformer, layout)
     for twin in alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank):
-        saved = OPTIMIZER_BYTES * sum(trained_parameters(transformer, layout, twin)) * (1 - 1 / lines)
+        saved = (
+            layout.practice.states.state_bytes * sum(trained_parameters(transformer, layout, twin)) * (1 - 1 / lines)
+        )
         held_totals.append(device_bytes(transformer, whole, twin).total - saved)
     return max(held_totals) - peak_bytes(transformer, layout)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from drumline.core.lower.torch_text import titan_by_placement
-from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.layout import BY_OPERATION, Layout
 from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules import find
 
@@ -37,6 +37,7 @@ def titan(transformer: Transformer, layout: Layout) -> tuple[dict[str, Any], lis
     mode: dict[str, Any] = {"mode": layout.recompute}
     if layout.recompute not in ("none", "full"):
         mode = {"mode": "selective", "selective_ac_option": "op"}
+    if layout.recompute not in ("none", BY_OPERATION, "full"):
         missing.append(f"{layout.recomputation}: torchtitan keeps other operations than the plan assumes")
     # Without a pipeline, a forward takes the whole local batch and the rest is accumulated.
     local = layout.batch // layout.data if layout.pipeline > 1 else layout.microbatch
@@ -48,7 +49,7 @@ def titan(transformer: Transformer, layout: Layout) -> tuple[dict[str, Any], lis
         "training": {"seq_len": transformer.sequence, "local_batch_size": local, "global_batch_size": layout.batch},
         "parallelism": parallelism,
         "activation_checkpoint": mode,
-        **({"compile": {"enable": True}} if asynchronous or layout.practice.fp8 else {}),
+        "compile": {"enable": True},  # as its preset assumes
     }
     return tables, missing
 

@@ -16,6 +16,7 @@ from drumline.plan.cluster.stages import simulated
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.device.advice import Remedy
 from drumline.plan.launch.launch import AXES, Launch, first_places, launch, links
+from drumline.plan.layouts.assumed import Assumed, assumed
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.planner import OBJECTIVE, ClusterPlan
 from drumline.plan.layouts.program_search import LayoutProgram, costs_of
@@ -82,6 +83,7 @@ class Explanation:
     plan: ClusterPlan
     best: list[Alternative]
     launch: Launch
+    software: Assumed
     objective: str = OBJECTIVE
     reasons: Reasons | None = None
 
@@ -104,6 +106,7 @@ class Explanation:
             "chosen": _layout_json(plan, plan.chosen),
             "band": [_layout_json(plan, choice) for choice in plan.band],
             "searched": [_searched_json(plan, program) for program in plan.searched],
+            "software": self.software.to_json(),
             "best": [{**_layout_json(plan, rival.choice), "why": rival.sentence} for rival in self.best],
             "ranks": {
                 "order": list(AXES),
@@ -127,7 +130,7 @@ def brief(plan: ClusterPlan, *, source: str = "", program_file: str = "plan.csv"
     pins = plan.pins
     chosen = {pins.framework: pins.release} if pins.release else {}
     how = launch(plan.transformer, plan.cluster, plan.chosen.layout, source=source, program_file=file, releases=chosen)
-    return Explanation(plan, best, how)
+    return Explanation(plan, best, how, assumed(plan))
 
 
 def explain(plan: ClusterPlan, *, source: str = "", program_file: str = "plan.csv") -> Explanation:

@@ -7,6 +7,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from drumline.core.errors import PlanError
+from drumline.plan.cluster.layout import BY_OPERATION
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.releases import RELEASES, Release, release
 from drumline.schedules import find
@@ -129,9 +130,9 @@ def _megatron(facts: Release) -> Runs:
 
 
 # `drumline train` recomputes nothing or everything. It runs ZeRO 3 too, but gathers whole stages: only if it is pinned.
-# torchtitan shards by FSDP, whose optimizer state is always sharded; its expert parallelism takes all context-parallel
-# ranks first. Its FP8 (torchao) keeps inputs in 16 bits and casts weights in every pass; Megatron-LM's (Transformer
-# Engine) keeps both.
+# torchtitan recomputes every second product too, with all that is cheap. It shards by FSDP, whose optimizer state is
+# always sharded; its expert parallelism takes all context-parallel ranks first. Its FP8 (torchao) keeps inputs in 16
+# bits and casts weights in every pass; Megatron-LM's (Transformer Engine) keeps both.
 FRAMEWORKS = {
     "": Runs(
         ("none", "norms", "activation", "selective", "full"),
@@ -144,7 +145,7 @@ FRAMEWORKS = {
     "drumline": Runs(("none", "full"), False, (1,), (1,), shares_along_data=True, fp8=False),
     "megatron": _megatron(release("megatron")),
     "torchtitan": Runs(
-        ("none", "full"),
+        ("none", BY_OPERATION, "full"),
         False,
         (2, 3),
         (2, 3),

@@ -26,6 +26,7 @@ from drumline.plan.cut.cuts import Counts
 from drumline.schedules import find
 
 _ROUNDS = 2  # microbatches per rank that show what a cut does
+_LEAST = 8  # microbatches that show it on few ranks
 _Seconds = tuple[float, float, float]  # of the forward and of both halves of the backward
 
 
@@ -58,13 +59,18 @@ class MovedLayers:
     def program(self) -> Program:
         """The program that all cuts run, with as many microbatches as show what they do."""
         layout = self.layout
-        few = min(layout.num_microbatches, _ROUNDS * layout.pipeline)
+        few = min(layout.num_microbatches, max(_ROUNDS * layout.pipeline, _LEAST))
         return find(layout.schedule).build(layout.pipeline, few, layout.stages_per_rank)
 
     def actions(self, counts: Counts) -> int:
         """Return how many actions are simulated to time all `moves` of a cut."""
         sources = sum(count > 1 for count in counts)
-        return sources * (len(counts) - 1) * sum(map(len, self.program.rows))
+        return sources * (len(counts) - 1) * self.each
+
+    @cached_property
+    def each(self) -> int:
+        """How many actions are simulated to time one cut."""
+        return sum(map(len, self.program.rows))
 
     def seconds(self, many: Sequence[Counts]) -> list[float]:
         """Return the seconds of the pipeline with each of these cuts; what was asked before is not timed again."""

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from drumline.core.errors import PlanError, nearest
 from drumline.plan.cluster.layout import (
+    BY_OPERATION,
     OPS,
-    OVERLAPS,
-    PRACTICE,
     RECOMPUTE,
     Layout,
-    Practice,
     check_recomputation,
     is_recomputation,
 )
+from drumline.plan.cluster.practice import OPTIMIZERS, OVERLAPS, Practice
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.frameworks import FRAMEWORKS, ZERO, Runs, runs_of
+from drumline.plan.layouts.software import DEFAULT, NEWEST, Software, software
 from drumline.schedules import schedules
 
 MICROBATCHES = (1, 2, 4, 8, 16)
@@ -64,8 +64,9 @@ class Pins:
 
     `framework` restricts the choice to what `drumline train` ("drumline"), Megatron-LM ("megatron") or torchtitan runs,
     and `release` to what that release of it does (default: the newest whose facts are known). `overlaps` names messages
-    that the software hides beyond what plans assume (`OVERLAPS`). `precision` is "bf16", or "fp8" for products with a
-    layer's weights that take 8-bit inputs.
+    that the software hides beyond what its preset says (`OVERLAPS`). `software` names the preset (default: the
+    framework's own, or `software.DEFAULT`), `optimizer` what the optimizer holds (`OPTIMIZERS`). `precision` is "bf16",
+    or "fp8" for products with a layer's weights that take 8-bit inputs.
     """
 
     tensor: int | None = None
@@ -83,6 +84,8 @@ class Pins:
     release: str = ""
     overlaps: tuple[str, ...] = ()
     precision: str = PRECISIONS[0]
+    software: str = ""
+    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         counts = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "stages_per_rank")
@@ -93,7 +96,7 @@ class Pins:
         if self.zero is not None and self.zero not in ZERO:
             raise PlanError(f"zero is pinned to {self.zero}", expected="0, 1, 2 or 3")
         if self.recompute is not None and not is_recomputation(self.recompute):
-            fix = nearest(self.recompute, (*RECOMPUTE, *OPS))
+            fix = nearest(self.recompute, (*RECOMPUTE, BY_OPERATION, *OPS))
             raise PlanError(f"recompute is pinned to {self.recompute!r}", fix=fix)
         for name in self.schedules:
             if name not in tried_schedules():
@@ -103,9 +106,31 @@ class Pins:
                 raise PlanError(f"overlap is set to {name!r}", fix=nearest(name, OVERLAPS))
         if self.precision not in PRECISIONS:
             raise PlanError(f"precision is {self.precision!r}", fix=nearest(self.precision, PRECISIONS))
+        if self.optimizer not in OPTIMIZERS:
+            raise PlanError(f"optimizer is {self.optimizer!r}", fix=nearest(self.optimizer, OPTIMIZERS))
         if self.framework not in FRAMEWORKS:
             raise PlanError(f"framework is pinned to {self.framework!r}", fix=nearest(self.framework, FRAMEWORKS))
         self._check_framework()
+        self._check_software()
+
+    def _check_software(self) -> None:
+        """Refuse a preset that is unknown, or another framework's than the one that is to run the plan."""
+        family = software(self.software).name.partition("@")[0] if self.software else self.framework
+        if self.framework and family != self.framework:
+            raise PlanError(
+                f"software is {self.software}, but {self.framework} is to run the plan",
+                expected=f"no software, which assumes {NEWEST[self.framework]}",
+            )
+
+    @property
+    def assumed(self) -> Software:
+        """Return the preset of the software that the plan is for.
+
+        >>> Pins().assumed.name, Pins(framework="torchtitan").assumed.name, Pins(software="megatron@2021").assumed.name
+        ('megatron@0.14', 'torchtitan@0.2', 'megatron@2021')
+        """
+        own_release = f"{self.framework}@{self.release}" if self.release else NEWEST.get(self.framework, DEFAULT)
+        return software(self.software or own_release)
 
     def _check_framework(self) -> None:
         """Refuse pins that the framework does not run."""
@@ -140,18 +165,21 @@ class Pins:
 
     @property
     def practice(self) -> Practice:
-        """What the software does: what plans assume, with the named `overlaps` and the precision.
+        """What the software does: what its preset says, with the named `overlaps`, the precision and the optimizer.
 
         >>> Pins(overlaps=("experts",)).practice.overlap_experts, Pins().practice.overlap_experts
         (True, False)
         >>> Pins(precision="fp8", framework="torchtitan").practice.keeps_fp8_inputs
         False
         """
-        changes = {f"overlap_{name}": True for name in self.overlaps}
-        if self.is_fp8:
-            kept_keeps_fp8 = self.runs.keeps_fp8
-            changes |= {"fp8": True, "keeps_fp8_inputs": kept_keeps_fp8, "keeps_fp8_weights": kept_keeps_fp8}
-        return replace(PRACTICE, **changes) if changes else PRACTICE
+        return self.practice_of(self.assumed)
+
+    def practice_of(self, preset: Software) -> Practice:
+        """Return what the software of a preset does, with the named `overlaps`, the precision and the optimizer."""
+        changes: dict[str, Any] = {f"overlap_{name}": True for name in self.overlaps}
+        if self.is_fp8 and self.framework:
+            changes |= {"keeps_fp8_inputs": self.runs.keeps_fp8, "keeps_fp8_weights": self.runs.keeps_fp8}
+        return replace(preset.practice, fp8=self.is_fp8, optimizer=self.optimizer, **changes)
 
     @property
     def is_fp8(self) -> bool:

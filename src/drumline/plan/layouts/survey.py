@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
@@ -30,6 +30,7 @@ from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout, includes
 from drumline.plan.cluster.stages import even_counts, layer_counts
 from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.cut.cuts import Counts
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.layer_moves import MovedLayers, moves
 from drumline.plan.layouts.pins import Degrees, Pins
@@ -186,7 +187,7 @@ class Survey:
         return min(best, self.exact(self._moved(best.layout, limit_bytes)), key=order)
 
     def _moved(self, layout: Layout, limit_bytes: float) -> Layout:
-        """Return the layout with its layers moved one by one as long as its pipeline gets shorter and fits.
+        """Return the layout with its layers moved, one or two at once, while its pipeline gets shorter and fits.
 
         What is counted is how many actions to simulate for it, so that it is the same on every machine.
         """
@@ -196,19 +197,29 @@ class Survey:
             timed, left, layout_found, now = self._timed[layout], _MOVED, layout, math.inf
             while (tried := moves(layout_found.counts)) and (left := left - timed.actions(layout_found.counts)) >= 0:
                 now = min(now, timed.seconds([layout_found.counts])[0])
-                shorter = sorted(zip(timed.seconds(tried), tried, strict=True))
-                within = (
-                    (took, other)
-                    for took, counts in shorter
-                    if took < now * (1 - _GAIN)
-                    and self.weigh(self.transformer, other := replace(layout_found, counts=counts)) <= limit_bytes
-                )
-                better = next(within, None)
+                better = self._shorter(timed, tried, layout_found, now, limit_bytes)
+                if better is None:  # perhaps two at once are shorter
+                    pairs = list(dict.fromkeys(both for counts in tried for both in moves(counts)))
+                    if (left := left - len(pairs) * timed.each) < 0:
+                        break
+                    better = self._shorter(timed, pairs, layout_found, now, limit_bytes)
                 if better is None:
                     break
                 now, layout_found = better
             self._cuts[layout, limit_bytes] = layout_found
         return self._cuts[layout, limit_bytes]
+
+    def _shorter(
+        self, timed: MovedLayers, tried: Sequence[Counts], layout: Layout, now: float, limit_bytes: float
+    ) -> tuple[float, Layout] | None:
+        """Return the shortest of these cuts that fits, if it gains enough."""
+        within = (
+            (took, other)
+            for took, counts in sorted(zip(timed.seconds(tried), tried, strict=True))
+            if took < now * (1 - _GAIN)
+            and self.weigh(self.transformer, other := replace(layout, counts=counts)) <= limit_bytes
+        )
+        return next(within, None)
 
     @property
     def num_layouts(self) -> int:

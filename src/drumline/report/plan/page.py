@@ -93,7 +93,8 @@ def _cards(explanation: Explanation) -> str:
         ("bubble", f"{chosen.estimate.bubble:.1%}", "idle share of all ranks"),
         ("memory", size_text(chosen.bytes), f"of {size_text(plan.limit_bytes)}, {plan.headroom:.0%} headroom"),
     ]
-    return cards(figures) + f'<p class="note">The objective: {safe(explanation.objective)}.</p>'
+    assumed = " ".join(f"{safe(line)}." for line in explanation.software.lines())
+    return cards(figures) + f'<p class="note">The objective: {safe(explanation.objective)}. {assumed}</p>'
 
 
 def _seconds(plan: ClusterPlan) -> str:

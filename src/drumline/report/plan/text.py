@@ -46,6 +46,7 @@ def plan_text(explanation: Explanation, *, width: int = 100, framework: str = "d
     parts = [
         _wrapped(headline(explanation.plan), width),
         _items(explanation.plan.chosen, width),
+        _wrapped(list(explanation.software.lines()), width),
         _best(explanation, width),
     ]
     if explanation.reasons is not None:
