@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from drumline.plan.calibrated.tape import Tape
+from drumline.plan.calibrated.step_tape import StepTape
 from drumline.plan.cluster.transformer import Transformer
 
 _SAVED = ("n1", "r1", "qr", "kr", "v", "o", "lse", "h", "n2", "r2", "g", "s", "u", "p")
@@ -59,7 +59,7 @@ class LayerList:
         """Return the bytes of so many numbers for each token."""
         return self.tokens * numbers * self.width
 
-    def norm(self, tape: Tape, out: str, root: str, *, keep: bool = True, again: bool = False) -> None:
+    def norm(self, tape: StepTape, out: str, root: str, *, keep: bool = True, again: bool = False) -> None:
         """Normalise the residual stream; `again` where something else holds its input, too."""
         size = self.bytes(self.shape.hidden)
         tape.new(**{root: 4 * self.tokens, out: size})
@@ -72,7 +72,7 @@ class LayerList:
             if not self.fused_norms:
                 tape.free(f"{root}-wide")
 
-    def norm_backward(self, tape: Tape, gradient: str, root: str, towards: str) -> None:
+    def norm_backward(self, tape: StepTape, gradient: str, root: str, towards: str) -> None:
         """Take a gradient back through a norm; frees it and what the norm kept, but not its input."""
         size = self.bytes(self.shape.hidden)
         if not self.fused_norms:  # a dozen kernels, with up to three more copies in float32
@@ -83,25 +83,25 @@ class LayerList:
         tape.run("norm-backward", self.tokens, self.shape.hidden)
         tape.free(gradient, root)
 
-    def weight(self, tape: Tape, name: str, numbers: int) -> None:
+    def weight(self, tape: StepTape, name: str, numbers: int) -> None:
         """Keep a weight's gradient, in a step's end."""
         count = 0
         while tape.holds(f"grad-{name}-{count}"):
             count += 1
         tape.new(**{f"grad-{name}-{count}": numbers * self.width})
 
-    def _linear(self, tape: Tape, out: str, columns: int, depth: int) -> None:
+    def _linear(self, tape: StepTape, out: str, columns: int, depth: int) -> None:
         tape.new(**{out: self.bytes(columns)})
         tape.run("product", self.tokens, columns, depth)
 
-    def _linear_backward(self, tape: Tape, name: str, gradient: str, towards: str, columns: int, depth: int) -> None:
+    def _linear_backward(self, tape: StepTape, name: str, gradient: str, towards: str, columns: int, depth: int) -> None:
         """Make the weight's gradient, then that of the input; the gradient of the output stays."""
         self.weight(tape, name, columns * depth)
         tape.run("product-weight", columns, depth, self.tokens)
         tape.new(**{towards: self.bytes(depth)})
         tape.run("product-input", self.tokens, depth, columns)
 
-    def _rotate(self, tape: Tape, name: str, out: str, numbers: int) -> None:
+    def _rotate(self, tape: StepTape, name: str, out: str, numbers: int) -> None:
         size, count = self.bytes(numbers), self.tokens * numbers
         tape.new(cosine=size)
         tape.run("scale", count)
@@ -117,7 +117,7 @@ class LayerList:
         tape.run("add", count)
         tape.free("sine", "cosine", name)
 
-    def _rotate_backward(self, tape: Tape, gradient: str, towards: str, numbers: int) -> None:
+    def _rotate_backward(self, tape: StepTape, gradient: str, towards: str, numbers: int) -> None:
         size, count = self.bytes(numbers), self.tokens * numbers
         tape.new(sine=size)
         tape.run("scale", count)
@@ -140,7 +140,7 @@ class LayerList:
         tape.free("cosine")
         tape.rename(left=towards)
 
-    def forward(self, tape: Tape, x: str, y: str, *, keep: bool, stop: bool = False) -> None:
+    def forward(self, tape: StepTape, x: str, y: str, *, keep: bool, stop: bool = False) -> None:
         """Run the layer from `x` to `y`. `keep` holds what the backward needs; `stop` ends with the last of that."""
         shape, q, kv = self.shape, self.queries, self.keys
         self.norm(tape, "n1", "r1", keep=keep, again=stop or not keep)
@@ -166,7 +166,7 @@ class LayerList:
         tape.free("a")
         self._feedforward(tape, y, keep=keep, stop=stop)
 
-    def _feedforward(self, tape: Tape, y: str, *, keep: bool, stop: bool) -> None:
+    def _feedforward(self, tape: StepTape, y: str, *, keep: bool, stop: bool) -> None:
         shape, numbers = self.shape, self.tokens * self.shape.feedforward
         self.norm(tape, "n2", "r2", keep=keep)
         self._linear(tape, "g", shape.feedforward, shape.hidden)
@@ -190,18 +190,18 @@ class LayerList:
         if not keep:
             tape.free("h")
 
-    def keep_for(self, tape: Tape, number: int) -> None:
+    def keep_for(self, tape: StepTape, number: int) -> None:
         """Name what a layer keeps after it, so that the next one can run."""
         tape.rename(**{name: f"{name}.{number}" for name in self._kept()})
 
-    def take_back(self, tape: Tape, number: int) -> None:
+    def take_back(self, tape: StepTape, number: int) -> None:
         """Undo `keep_for`."""
         tape.rename(**{f"{name}.{number}": name for name in self._kept()})
 
     def _kept(self) -> tuple[str, ...]:
         return _SAVED if self.fused_norms else (*_SAVED, "r1-wide", "r2-wide")
 
-    def backward(self, tape: Tape, gradient: str, x: str, towards: str) -> None:
+    def backward(self, tape: StepTape, gradient: str, x: str, towards: str) -> None:
         """Take a gradient back through the layer; frees it, what the layer kept, and `x`, its input."""
         shape, q, kv = self.shape, self.queries, self.keys
         numbers, hidden = self.tokens * shape.feedforward, self.tokens * shape.hidden
@@ -260,7 +260,7 @@ class LayerList:
         tape.free("dx")
         tape.rename(**{gradient: towards})
 
-    def _packed(self, tape: Tape, name: str, numbers: int) -> None:
+    def _packed(self, tape: StepTape, name: str, numbers: int) -> None:
         """Copy a gradient from the order of heads into that of tokens."""
         tape.new(packed=self.bytes(numbers))
         tape.run("copy", self.tokens * numbers)

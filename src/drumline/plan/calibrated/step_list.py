@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from drumline.plan.calibrated.layer_list import LayerList
 from drumline.plan.calibrated.setting import LOSS_ROWS, StepSetting
-from drumline.plan.calibrated.tape import Tape, Work
+from drumline.plan.calibrated.step_tape import StepTape, Work
 from drumline.plan.cluster.transformer import Transformer
 
 _LABEL = 8  # bytes of a token's number
@@ -23,7 +23,7 @@ def step_tape(
     rounding: int = 1,
     workspace: Callable[[Work], float] = lambda work: 0.0,
     update: bool = True,
-) -> Tape:
+) -> StepTape:
     """Return the tape of a step; `update` adds the optimizer. It starts with parameters and the optimizer's states.
 
     >>> shape = Transformer("m", 2, 64, 4, vocabulary=100, sequence=16, gated=True, tied=False, biased=False)
@@ -31,8 +31,9 @@ def step_tape(
     >>> tape.works[Work("silu", "fp32", (3 * 16 * 256,))], tape.live == 4 * 4 * sum(parameter_sizes(shape))
     (2, False)
     """
-    tape = Tape(setting.dtype, rounding=rounding, workspace=workspace)
+    tape = StepTape(setting.dtype, rounding=rounding, workspace=workspace)
     _standing(tape, shape, setting)
+    tape.standing = tape.live
     layer = LayerList(shape, setting.rows, setting.width, fused_norms)
     keep = setting.recompute == "none"
     tape.new(tokens=_LABEL * layer.tokens, target=_LABEL * layer.tokens, x0=layer.bytes(shape.hidden))
@@ -88,7 +89,7 @@ def parameter_sizes(shape: Transformer) -> list[int]:
     return layer * shape.num_layers + ends + [shape.hidden]
 
 
-def _standing(tape: Tape, shape: Transformer, setting: StepSetting) -> None:
+def _standing(tape: StepTape, shape: Transformer, setting: StepSetting) -> None:
     """Add what is there from step to step: parameters, tables of positions, states of the optimizer."""
     sizes = parameter_sizes(shape)
     tables = 2 * setting.width * shape.sequence * shape.head_width
@@ -106,7 +107,7 @@ def _standing(tape: Tape, shape: Transformer, setting: StepSetting) -> None:
                 tape.new(**{f"count-{at}": _SINGLE})
 
 
-def _plain_loss(tape: Tape, layer: LayerList) -> None:
+def _plain_loss(tape: StepTape, layer: LayerList) -> None:
     """Make all logits, in float32 too, and take the loss back through them."""
     shape, count = layer.shape, layer.tokens * layer.shape.vocabulary
     rows, columns = layer.tokens, shape.vocabulary
@@ -143,7 +144,7 @@ def _plain_loss(tape: Tape, layer: LayerList) -> None:
     tape.free("towards", "n", "loss", "weight")
 
 
-def _fused_loss(tape: Tape, layer: LayerList) -> None:
+def _fused_loss(tape: StepTape, layer: LayerList) -> None:
     """Make the logits of some tokens at a time, and both gradients from them."""
     shape = layer.shape
     head = shape.vocabulary * shape.hidden * layer.width
@@ -160,7 +161,7 @@ def _fused_loss(tape: Tape, layer: LayerList) -> None:
     tape.free("towards", "into", "seed", "loss")
 
 
-def _piece(tape: Tape, layer: LayerList, rows: int) -> None:
+def _piece(tape: StepTape, layer: LayerList, rows: int) -> None:
     hidden, columns = layer.shape.hidden, layer.shape.vocabulary
     count = rows * columns
     tape.new(logits=count * layer.width)
@@ -187,7 +188,7 @@ def _piece(tape: Tape, layer: LayerList, rows: int) -> None:
     tape.free("shares")
 
 
-def _update(tape: Tape, shape: Transformer, setting: StepSetting) -> None:
+def _update(tape: StepTape, shape: Transformer, setting: StepSetting) -> None:
     """Add the optimizer's works, and what it holds meanwhile."""
     sizes = parameter_sizes(shape)
     if setting.optimizer == "adamw-loop":
@@ -203,12 +204,12 @@ def _update(tape: Tape, shape: Transformer, setting: StepSetting) -> None:
             for _ in range(shape.num_layers):
                 tape.run("muon", max(rows, columns), min(rows, columns))
         kind, numbers = "adamw", numbers - shape.num_layers * sum(rows * columns for rows, columns in each)
-    if kind == "adamw-foreach":  # two lists as large as all parameters
-        _held(tape, kind, 2 * numbers * setting.width)
+    if kind == "adamw-foreach":  # a list of roots, as large as all parameters
+        _held(tape, kind, numbers * setting.width)
     tape.run(kind, numbers)
 
 
-def _held(tape: Tape, name: str, size: int) -> None:
+def _held(tape: StepTape, name: str, size: int) -> None:
     tape.new(**{name: size})
     tape.free(name)
 

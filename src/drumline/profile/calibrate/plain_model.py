@@ -40,7 +40,7 @@ def rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return heads * cosines + torch.cat((-heads[..., half:], heads[..., :half]), -1) * sines
 
 
-class Attention(nn.Module):
+class PlainAttention(nn.Module):
     """Causal attention, in which several heads may share keys and values."""
 
     def __init__(self, shape: Transformer) -> None:
@@ -74,7 +74,7 @@ class Attention(nn.Module):
         return wide.reshape(rows, number * self.shared, length, width)
 
 
-class FeedForward(nn.Module):
+class GatedFeedForward(nn.Module):
     """The gated feed-forward block."""
 
     def __init__(self, shape: Transformer) -> None:
@@ -88,14 +88,14 @@ class FeedForward(nn.Module):
         return self.down(functional.silu(self.gate(hidden)) * self.up(hidden))  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
+class PlainLayer(nn.Module):
     """One layer."""
 
     def __init__(self, shape: Transformer, normalise: Normalise) -> None:
         super().__init__()
         self.normalise = normalise
         self.first, self.second = (nn.Parameter(torch.ones(shape.hidden)) for _ in range(2))
-        self.attention, self.feedforward = Attention(shape), FeedForward(shape)
+        self.attention, self.feedforward = PlainAttention(shape), GatedFeedForward(shape)
 
     def forward(self, hidden: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         """Return the tokens after this layer."""
@@ -141,7 +141,7 @@ class PlainModel(nn.Module):
         super().__init__()
         self.loss, self.recompute, self.normalise = loss, recompute, normalise
         self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(Block(shape, normalise) for _ in range(shape.num_layers))
+        self.layers = nn.ModuleList(PlainLayer(shape, normalise) for _ in range(shape.num_layers))
         self.last = nn.Parameter(torch.ones(shape.hidden))
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
         if shape.tied:

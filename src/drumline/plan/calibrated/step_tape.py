@@ -23,10 +23,10 @@ class Work(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Tape:
+class StepTape:
     """Works and live bytes. `rounding` is the unit of the allocator; `workspace` says what a work needs meanwhile.
 
-    >>> tape = Tape("fp32", workspace=lambda work: 100)
+    >>> tape = StepTape("fp32", workspace=lambda work: 100)
     >>> tape.new(a=40, b=60)
     >>> tape.run("add", 10)
     >>> tape.free("a")
@@ -39,13 +39,15 @@ class Tape:
         self.works: Counter[Work] = Counter()
         self.live = 0
         self.peak = 0
+        self.standing = 0  # bytes that are there from step to step, gradients apart
         self._rounding, self._workspace = rounding, workspace
         self._sizes: dict[str, int] = {}
         self._needs: dict[Work, int] = {}
 
     def run(self, kind: str, *shape: int, dtype: str = "") -> None:
         """Add a work."""
-        work = Work(kind, dtype or self.dtype, shape)
+        usual = "fp32" if self.dtype == "tf32" and not kind.startswith("product") else self.dtype
+        work = Work(kind, dtype or usual, shape)
         self.works[work] += 1
         if work not in self._needs:
             self._needs[work] = int(self._workspace(work))
