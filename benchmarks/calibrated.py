@@ -75,6 +75,9 @@ HOST: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
 )
 
 
+_NAMED = ("dtype", "optimizer", "loss", "recompute")
+
+
 class Case(NamedTuple):
     """A model and its setting."""
 
@@ -119,7 +122,7 @@ def cases(kind: str) -> list[Case]:
     usual = {"dtype": "fp32" if kind == "cpu" else "bf16"}
     return [
         Case(
-            f"{at + 1:02d}-{sizes[0]}x{sizes[1]}-{setting.dtype}-{setting.optimizer}-{setting.loss}-{setting.recompute}",
+            "-".join((f"{at + 1:02d}", f"{sizes[0]}x{sizes[1]}", *(str(getattr(setting, key)) for key in _NAMED))),
             plain_shape("step", **dict(zip(names, sizes, strict=True))),
             setting,
         )
@@ -131,9 +134,9 @@ def cases(kind: str) -> list[Case]:
 def device_of(name: str | None) -> Any:
     import torch
 
-    if name is None and torch.accelerator.is_available():
-        return torch.device(torch.accelerator.current_accelerator(), 0)  # type: ignore[arg-type]
-    return torch.device(name or "cpu")
+    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    usual = "cpu" if present is None else f"{present.type}:0"
+    return torch.device(name or usual)
 
 
 def calibrate(folder: Path, name: str | None, seconds: float, threads: int | None) -> None:

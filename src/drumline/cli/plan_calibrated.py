@@ -63,7 +63,11 @@ def _setting(args: argparse.Namespace) -> Any:
 
     optimizer = "adamw" if args.optimizer == "adam" else args.optimizer
     return StepSetting(
-        args.batch, args.dtype or _DEFAULTS["dtype"], args.loss or _DEFAULTS["loss"], optimizer, args.recompute or "none"
+        args.batch,
+        args.dtype or _DEFAULTS["dtype"],
+        args.loss or _DEFAULTS["loss"],
+        optimizer,
+        args.recompute or "none",
     )
 
 

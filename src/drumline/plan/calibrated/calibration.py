@@ -105,13 +105,13 @@ class Calibration(Saved):
     @classmethod
     def _read(cls, table: Parsed) -> Calibration:
         device = table["device"].only(entry.name for entry in fields(CalibratedDevice))
-        texts = {name: device[name].text() for name in ("name", "kind", "torch", "python")}
-        counts = {name: device[name].whole() for name in ("num_processors", "memory_bytes", "workspace_bytes")}
+        values: dict[str, Any] = {name: device[name].text() for name in ("name", "kind", "torch", "python")}
+        values |= {name: device[name].whole() for name in ("num_processors", "memory_bytes", "workspace_bytes")}
         works = tuple(map(_work_from, table["works"].each()))
         if not works:
             raise PlanError("the calibration has no measured works", expected="one or more", fix="calibrate again")
         return cls(
-            CalibratedDevice(**texts, **counts),
+            CalibratedDevice(**values),
             table["date"].text(),
             table["seconds"].number(),
             works,
@@ -161,7 +161,7 @@ _SHAPE = ("num_layers", "hidden", "num_heads", "vocabulary", "sequence", "num_ke
 _SETTING = ("dtype", "loss", "optimizer", "recompute")
 
 
-def plain_shape(name: str, **sizes: int) -> Transformer:
+def plain_shape(name: str, **sizes: Any) -> Transformer:
     """Return a model like Llama of these sizes.
 
     >>> plain_shape("m", num_layers=2, hidden=64, num_heads=4, vocabulary=100, sequence=16).gated

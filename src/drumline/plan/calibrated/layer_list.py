@@ -3,8 +3,10 @@
 Letters for sizes: T tokens; hidden, q, kv, f numbers of a token: in the residual stream, all queries, all keys, and the
 feed-forward block. A product is (rows, columns, depth of the sum). Names of tensors on the tape::
 
-    x ──norm── n1 ──q0,k0,v0── rotate ── qr,kr ── attention ── o ── a ──add── h ──norm── n2 ── g,u ── s ── p ── d ──add── y
-    └──────────────────────────────────────────────────────────────────┘    └─────────────────────────────────────┘
+    x ── norm ── n1 ── q, k, v ── rotate ── qr, kr ── attention ── o ── a ── add ── h
+    └──────────────────────────────────────────────────────────────────────────┘
+    h ── norm ── n2 ── g, u ── s ── p ── d ── add ── y
+    └───────────────────────────────────────────┘
 
 With recomputation, the forward keeps x alone. The backward runs it again up to p: what comes after is not needed.
 """
@@ -94,7 +96,9 @@ class LayerList:
         tape.new(**{out: self.bytes(columns)})
         tape.run("product", self.tokens, columns, depth)
 
-    def _linear_backward(self, tape: StepTape, name: str, gradient: str, towards: str, columns: int, depth: int) -> None:
+    def _linear_backward(
+        self, tape: StepTape, name: str, gradient: str, towards: str, columns: int, depth: int
+    ) -> None:
         """Make the weight's gradient, then that of the input; the gradient of the output stays."""
         self.weight(tape, name, columns * depth)
         tape.run("product-weight", columns, depth, self.tokens)
@@ -149,7 +153,7 @@ class LayerList:
         self._rotate(tape, "q", "qr", q)
         self._rotate(tape, "k", "kr", kv)
         if self.repeats:
-            for name, wide in (("kr", "kw"), ("v", "vw")):
+            for wide in ("kw", "vw"):
                 tape.new(**{wide: self.bytes(q)})
                 tape.run("repeat", self.tokens * q)
             tape.free("kr", "v")

@@ -72,9 +72,8 @@ def matrices(shape: Transformer) -> list[tuple[int, int]]:
     """
     queries, keys = shape.num_heads * shape.head_width, shape.num_key_value_heads * shape.head_width
     hidden, inner = shape.hidden, shape.feedforward
-    return [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)] + [
-        (inner, hidden), (inner, hidden), (hidden, inner)
-    ]  # fmt: skip
+    attention = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
+    return [*attention, (inner, hidden), (inner, hidden), (hidden, inner)]
 
 
 def parameter_sizes(shape: Transformer) -> list[int]:

@@ -17,8 +17,8 @@ def captured(call: Callable[[], Any], times: int, device: torch.device) -> Calla
     with torch.cuda.stream(side):
         call()
     torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
-    with torch.cuda.graph(graph):  # type: ignore[no-untyped-call]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         for _ in range(times):
             call()
-    return graph.replay  # type: ignore[no-any-return]
+    return graph.replay

@@ -23,7 +23,7 @@ SIZES = (2**14, 2**18, 2**22, 2**26)  # bytes that a device gives
 def messages(kind: str, num_devices: int, seconds: float) -> list[MeasuredSize]:
     """Return the times of collectives, and of a message there and back, by bytes."""
     with tempfile.TemporaryDirectory() as folder:
-        processes.spawn(_rank, (kind, num_devices, folder, seconds), nprocs=num_devices)  # type: ignore[no-untyped-call]
+        processes.spawn(_rank, (kind, num_devices, folder, seconds), nprocs=num_devices)  # type: ignore[no-untyped-call, attr-defined]
         rows = json.loads(Path(folder, "times.json").read_text(encoding="utf-8"))
     return [MeasuredSize(**row) for row in rows]
 

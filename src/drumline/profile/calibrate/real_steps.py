@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def step_seconds(step: Callable[[], Any], device: torch.device, count: int) -> T
         step()
         mark.record()
     torch.accelerator.synchronize(device)
-    return summed_up([before.elapsed_time(after) / 1e3 for before, after in zip(marks, marks[1:], strict=False)])
+    return summed_up([before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)])
 
 
 def _rounds(step: Callable[[], Any], count: int) -> Iterator[float]:

@@ -90,7 +90,8 @@ def _product_fp8(maker: _Maker) -> CallOfWork:
 
 def _attention(maker: _Maker) -> CallOfWork:
     rows, length, heads, keys, width = maker.shape
-    queries, others, values = (maker.random(rows, length, count, width).transpose(1, 2) for count in (heads, keys, keys))
+    given = [maker.random(rows, length, count, width).transpose(1, 2) for count in (heads, keys, keys)]
+    queries, others, values = given
 
     def forward() -> Tensor:
         return functional.scaled_dot_product_attention(
@@ -99,7 +100,8 @@ def _attention(maker: _Maker) -> CallOfWork:
 
     if maker.work.kind == "attention":
         return CallOfWork(forward)
-    given = [tensor.requires_grad_() for tensor in (queries, others, values)]
+    for tensor in given:
+        tensor.requires_grad_()
     towards = maker.random(rows, length, heads, width).transpose(1, 2)
     besides = maker.work._replace(kind="attention")
     return CallOfWork(lambda: torch.autograd.grad(forward(), given, towards), besides)

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -90,7 +91,7 @@ class DeviceWatch:
             mark.record()
         torch.accelerator.synchronize(self._device)
         return [
-            before.elapsed_time(after) / 1e3 / times for before, after in zip(marks, marks[1:], strict=False)
+            before.elapsed_time(after) / 1e3 / times for before, after in pairwise(marks)
         ]  # fmt: skip
 
     def timed(self, call: Call, seconds: float) -> Timed:

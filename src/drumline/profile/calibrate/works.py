@@ -14,8 +14,8 @@ from itertools import chain, product, zip_longest
 from drumline.plan.calibrated.prices import demand
 from drumline.plan.calibrated.step_tape import Work
 
-_SINGLES = ("add", "mul", "scale", "neg", "cat", "silu", "silu-backward", "copy", "fill", "repeat", "repeat-backward")
-_SINGLES += ("times",)
+_MIXES = ("add", "mul", "scale", "neg", "cat", "silu", "silu-backward", "times")
+_MOVES = ("copy", "fill", "repeat", "repeat-backward")
 _CASTS = ("cast-up", "cast-down")
 _ALSO = ("tf32", "fp8")  # formats that products alone have
 _RATES = {"fp32": 0.1, "tf32": 0.5}  # of operations, against bf16: about, so that no work takes long
@@ -110,7 +110,7 @@ def _grids(sizes: Sizes, dtype: str) -> Iterator[list[Work]]:
     tables = list(product(sizes.tokens, sizes.widths, sizes.vocabularies))
     for kind in ("embedding", "embedding-backward"):
         yield [Work(kind, dtype, triple) for triple in tables[:: 1 if len(tables) < 20 else 3]]
-    for kind in (*_SINGLES, *(_CASTS if dtype == "bf16" else ())):
+    for kind in (*_MIXES, *_MOVES, *(_CASTS if dtype == "bf16" else ())):
         yield [Work(kind, dtype, (count,)) for count in sizes.singles]
     for kind in ("softmax", "softmax-backward", "nll", "nll-backward"):
         yield [Work(kind, "fp32", pair) for pair in product(sizes.tokens, sizes.vocabularies)]
