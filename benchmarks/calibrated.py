@@ -9,6 +9,8 @@ each: medians of 30 steps, the share of a step in which the device computes, and
 goes on where it stopped, and stops after S seconds. No model or setting is one of those that `drumline calibrate`
 trains itself. `--judge` forecasts each from the calibration alone and compares.
 
+`--processor-time` counts, on a CPU with one thread, the process's own time: for machines that others use as well.
+
 Needs PyTorch and a source tree: PYTHONPATH=src.
 """
 
@@ -19,6 +21,7 @@ import gc
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -28,6 +31,7 @@ from drumline.plan.calibrated.forecast import Forecaster, StepForecast
 from drumline.plan.calibrated.setting import StepSetting
 from drumline.plan.cluster.transformer import Transformer
 
+Clock = Callable[[], float]
 STEPS = 30
 BUSY = 0.9  # from this share on, the device counts as busy
 # Mean and worst error of seconds where the device is busy, where it is not, and of bytes; coverage; half of a width.
@@ -139,7 +143,7 @@ def device_of(name: str | None) -> Any:
     return torch.device(name or usual)
 
 
-def calibrate(folder: Path, name: str | None, seconds: float, threads: int | None) -> None:
+def calibrate(folder: Path, name: str | None, seconds: float, threads: int | None, now: Clock) -> None:
     from drumline.profile.calibrate.start import calibrated
 
     path = folder / "calibration.json"
@@ -151,12 +155,13 @@ def calibrate(folder: Path, name: str | None, seconds: float, threads: int | Non
     def say(text: str) -> None:
         print(f"{time.monotonic() - begun:6.1f} s  {text}", flush=True)
 
-    found = calibrated(name, seconds=seconds, num_threads=threads, say=say)
+    dtypes = ["fp32"] if device_of(name).type == "cpu" else None  # what its cases are in
+    found = calibrated(name, seconds=seconds, dtypes=dtypes, num_threads=threads, say=say, clock=now)
     found.save(path)
     print(f"wrote {path}: {len(found.works)} works, {len(found.steps)} real steps; missing: {list(found.missing)}")
 
 
-def measure(folder: Path, name: str | None, seconds: float, threads: int | None) -> bool:
+def measure(folder: Path, name: str | None, seconds: float, threads: int | None, now: Clock) -> bool:
     """Measure the cases that have no file yet; return whether all have one."""
     import torch
 
@@ -175,7 +180,7 @@ def measure(folder: Path, name: str | None, seconds: float, threads: int | None)
             print(f"stopped after {seconds:g} s; {left} of {len(listed)} are left: run it again")
             return False
         try:
-            step = measured_step(case.shape, case.setting, device, STEPS)
+            step = measured_step(case.shape, case.setting, device, STEPS, now)
         except torch.OutOfMemoryError as error:
             print(f"{case.name}: {str(error).splitlines()[0]}")
             path.write_text(json.dumps({"error": str(error).splitlines()[0]}) + "\n", encoding="utf-8")
@@ -268,16 +273,18 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="of this run; 200 to calibrate, else 500")
     parser.add_argument("--device")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--processor-time", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     folder = args.calibrate or args.measure or args.judge
     if args.judge:
         return 0 if judge(folder, args.json) else 1
+    now = time.process_time if args.processor_time else time.perf_counter
     folder.mkdir(parents=True, exist_ok=True)
     if args.calibrate:
-        calibrate(folder, args.device, args.seconds or 200.0, args.threads)
+        calibrate(folder, args.device, args.seconds or 200.0, args.threads, now)
         return 0
-    return 0 if measure(folder, args.device, args.seconds or 500.0, args.threads) else 1
+    return 0 if measure(folder, args.device, args.seconds or 500.0, args.threads, now) else 1
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from functools import cached_property
 from statistics import median
 from typing import NamedTuple
 
@@ -29,6 +27,8 @@ from drumline.plan.calibrated.step_tape import Work
 _NEAREST = 14  # points that a plane goes through
 _CLOSE = 0.15  # in octaves: points nearer than this count the same
 _BEYOND = 1.5  # octaves outside of the points up to which a plane is followed
+_OVER = 0.3  # how far a plane may leave the range of its points
+_UNKNOWN = 0.25  # error of a price from one or two points
 _LARGE = 16  # works of at least this part of the largest's bytes say how fast memory is
 _MUON_STEPS = 5
 
@@ -84,114 +84,107 @@ def demand(work: Work) -> Demand:
     return Demand(0.0, float(width * math.prod(shape) * _PASSES[work.kind]))
 
 
+class _Points(NamedTuple):
+    """The measured works of a kind and a format: where they are, and the logarithms of their factors."""
+
+    places: np.ndarray
+    factors: np.ndarray
+    entries: list[MeasuredWork]
+
+
 class Prices:
     """The prices of works on a calibrated device."""
 
     def __init__(self, calibration: Calibration) -> None:
-        self._points: dict[tuple[str, str], list[MeasuredWork]] = defaultdict(list)
+        groups: dict[tuple[str, str], list[MeasuredWork]] = defaultdict(list)
         for entry in calibration.works:
-            self._points[entry.work.kind, entry.work.dtype].append(entry)
+            groups[entry.work.kind, entry.work.dtype].append(entry)
+        self.start = min(entry.seconds for entry in calibration.works)  # of a kernel
+        self._bytes_per_second = _bytes_rate(calibration)
+        self._flops_per_second = {
+            key: max(demand(entry.work).flops / entry.seconds for entry in entries) for key, entries in groups.items()
+        }
+        self._points = {key: self._located(entries) for key, entries in groups.items()}
         self._known: dict[Work, Price] = {}
-        self._device = calibration.device
         self._errors: dict[tuple[str, str], float] = {}
 
-    @cached_property
-    def start(self) -> float:
-        """The least seconds of any work that was measured: a kernel's start."""
-        return min(entry.seconds for points in self._points.values() for entry in points)
-
-    @cached_property
-    def _bytes_per_second(self) -> float:
-        """Return the best rate of large works; small ones stay in caches."""
-        passes = [(demand(entry.work), entry.seconds) for points in self._points.values() for entry in points]
-        sizes = [need.bytes for need, _ in passes if not need.flops]
-        least = max(sizes, default=0.0) / _LARGE
-        return max((need.bytes / took for need, took in passes if not need.flops and need.bytes >= least), default=1e9)
-
-    def _flops_per_second(self, kind: str, dtype: str) -> float:
-        rates = (demand(entry.work).flops / entry.seconds for entry in self._points[kind, dtype])
-        return max(rates, default=0.0) or 1.0
+    def _located(self, entries: list[MeasuredWork]) -> _Points:
+        factors = [math.log(entry.seconds / self.ideal(entry.work)) for entry in entries]
+        return _Points(np.array([_place(entry.work) for entry in entries]), np.array(factors), entries)
 
     def ideal(self, work: Work) -> float:
         """Return the seconds of a work at the best rates that were measured."""
         need = demand(work)
         seconds = need.bytes / self._bytes_per_second
         if need.flops:
-            seconds = max(seconds, need.flops / self._flops_per_second(work.kind, work.dtype))
+            seconds = max(seconds, need.flops / self._flops_per_second[work.kind, work.dtype])
         return self.start + seconds
 
     def of(self, work: Work) -> Price:
         """Return the price of a work; an error names a kind that was not measured."""
         if work not in self._known:
-            points = self._points.get((work.kind, work.dtype))
-            if not points:
+            key = work.kind, work.dtype
+            if key not in self._points:
                 raise PlanError(
                     f"the calibration has no {work.kind} in {work.dtype}",
                     expected="measurements of everything that the step launches",
                     fix=f"calibrate again, with {work.dtype} among --dtypes and more --seconds",
                 )
-            self._known[work] = Price(self._seconds(work, points), self._error(work.kind, work.dtype))
+            places, factors, _ = self._points[key]
+            seconds = self.ideal(work) * math.exp(plane(_place(work), places, factors))
+            self._known[work] = Price(seconds, self._error(key))
         return self._known[work]
 
-    def _seconds(self, work: Work, points: Sequence[MeasuredWork]) -> float:
-        return self.ideal(work) * math.exp(_plane(_place(work), [(_place(e.work), self._factor(e)) for e in points]))
-
-    def _factor(self, entry: MeasuredWork) -> float:
-        return math.log(entry.seconds / self.ideal(entry.work))
-
-    def _error(self, kind: str, dtype: str) -> float:
+    def _error(self, key: tuple[str, str]) -> float:
         """Return the median error of points that are left out, each forecast from the others."""
-        key = (kind, dtype)
         if key not in self._errors:
-            points = self._points[key]
-            inner = points if len(points) > 2 else []
+            places, factors, entries = self._points[key]
             errors = [
-                abs(math.log(self._seconds(entry.work, [other for other in points if other is not entry]))
-                    - math.log(entry.seconds))
-                for entry in inner[:: max(len(inner) // 24, 1)]
-            ]  # fmt: skip
-            self._errors[key] = median(errors) if errors else 0.25
+                abs(plane(places[at], np.delete(places, at, 0), np.delete(factors, at)) - factors[at])
+                for at in range(0, len(entries), max(len(entries) // 24, 1))
+                if len(entries) > 2
+            ]
+            self._errors[key] = float(median(errors)) if errors else _UNKNOWN
         return self._errors[key]
 
     def workspace(self, work: Work) -> float:
         """Return the bytes that a work needs while it runs, by those of the nearest point and its bytes."""
         points = self._points.get((work.kind, work.dtype))
-        if not points:
+        if points is None:
             return 0.0
-        place = _place(work)
-        nearest = min(points, key=lambda entry: _distance(place, _place(entry.work)))
+        nearest = points.entries[int(np.argmin(((points.places - _place(work)) ** 2).sum(1)))]
         return nearest.workspace * demand(work).bytes / max(demand(nearest.work).bytes, 1.0)
 
 
-def _place(work: Work) -> tuple[float, ...]:
-    return tuple(math.log2(size) for size in work.shape)
+def _bytes_rate(calibration: Calibration) -> float:
+    """Return the best rate of large works; small ones stay in caches."""
+    passes = [(demand(entry.work), entry.seconds) for entry in calibration.works]
+    passes = [(need, took) for need, took in passes if not need.flops]
+    least = max((need.bytes for need, _ in passes), default=0.0) / _LARGE
+    return max((need.bytes / took for need, took in passes if need.bytes >= least), default=1e9)
 
 
-def _distance(place: Sequence[float], other: Sequence[float]) -> float:
-    return math.dist(place, other)
+def _place(work: Work) -> np.ndarray:
+    return np.log2(np.array(work.shape, dtype=float))
 
 
-def _plane(place: Sequence[float], points: Sequence[tuple[Sequence[float], float]]) -> float:
+def plane(place: np.ndarray, places: np.ndarray, values: np.ndarray) -> float:
     """Return the value at a place of a plane through the nearest points, near ones counting more.
 
     A point at the place itself decides alone. Far outside of the points, the plane is followed only some way.
 
-    >>> line = [((x,), 2.0 * x) for x in (0.0, 1.0, 2.0, 4.0)]
-    >>> _plane((1.0,), line), round(_plane((3.0,), line), 3)
-    (2.0, 6.0)
+    >>> places = np.array([[0.0], [1.0], [2.0], [4.0]])
+    >>> [round(plane(np.array([at]), places, 2 * places[:, 0]), 2) for at in (1.0, 3.0, 9.0)]
+    [2.0, 6.0, 8.3]
     """
-    ranked = sorted(((_distance(place, where), where, value) for where, value in points), key=lambda each: each[0])
-    if ranked[0][0] < 1e-9:
-        return ranked[0][2]
-    near = ranked[:_NEAREST]
-    low = np.min([where for _, where, _ in near], axis=0) - _BEYOND
-    high = np.max([where for _, where, _ in near], axis=0) + _BEYOND
-    target = np.clip(np.array(place), low, high)
-    weights = np.array([1.0 / (distance**2 + _CLOSE**2) for distance, _, _ in near])
-    offsets = np.array([where for _, where, _ in near]) - target
-    values = np.array([value for _, _, value in near])
-    design = np.hstack([np.ones((len(near), 1)), offsets])
+    squares = ((places - place) ** 2).sum(1)
+    near = np.argsort(squares, kind="stable")[:_NEAREST]
+    if squares[near[0]] < 1e-18:
+        return float(values[near[0]])
+    inside = np.clip(place, places[near].min(0) - _BEYOND, places[near].max(0) + _BEYOND)
+    weights = 1.0 / (squares[near] + _CLOSE**2) ** 2
+    design = np.hstack([np.ones((len(near), 1)), places[near] - inside])
     # A little is taken off slopes, so that few points on a line still determine a plane.
-    ridge = np.diag([0.0] + [1e-3 * weights.sum()] * offsets.shape[1])
-    solved = np.linalg.solve(design.T @ (weights[:, None] * design) + ridge, design.T @ (weights * values))
-    return float(np.clip(solved[0], values.min() - 0.3, values.max() + 0.3))
+    ridge = np.diag([0.0] + [1e-6 * weights.sum()] * places.shape[1])
+    solved = np.linalg.solve(design.T @ (weights[:, None] * design) + ridge, design.T @ (weights * values[near]))
+    return float(np.clip(solved[0], values[near].min() - _OVER, values[near].max() + _OVER))

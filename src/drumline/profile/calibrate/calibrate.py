@@ -40,14 +40,17 @@ def calibrate(
     num_devices: int = 1,
     say: Callable[[str], None] = lambda text: None,
     now: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
-    """Measure a device in about so many seconds. What fails or does not fit is listed as missing, with the reason.
+    """Measure a device in about so many seconds, by `now`; `clock` times what the host does.
+
+    What fails or does not fit is listed as missing, with the reason.
 
     >>> calibration = calibrate(torch.device("cpu"), seconds=0.01, dtypes=["fp32"])
     >>> calibration.device.kind, {"adamw", "layers"} <= {entry.kind for entry in calibration.host}
     ('cpu', True)
     """
-    return _Run(device, seconds, list(dtypes or dtypes_of(device)), num_devices, say, now).done()
+    return _Run(device, seconds, list(dtypes or dtypes_of(device)), num_devices, say, now, clock).done()
 
 
 def dtypes_of(device: torch.device) -> list[str]:
@@ -71,6 +74,7 @@ class _Run:
     num_devices: int
     say: Callable[[str], None]
     now: Callable[[], float]
+    clock: Callable[[], float]
     missing: list[str] = field(default_factory=list)
     works: dict[Work, MeasuredWork] = field(default_factory=dict)
     begun: float = 0.0
@@ -79,10 +83,12 @@ class _Run:
 
     def done(self) -> Calibration:
         """Measure everything, in order."""
-        self.begun, self.watch = self.now(), watch_of(self.device)
+        self.begun, self.watch = self.now(), watch_of(self.device, self.clock)
         self._warm_up()
         self.say("host: layers, losses, optimizers")
-        host = list(self._whatever("host times", real_steps.host_times, self.device, 10 if self.seconds > 5 else 3))
+        host = list(
+            self._whatever("host times", real_steps.host_times, self.device, 10 if self.seconds > 5 else 3, self.clock)
+        )
         self.workspace = self._left_by_products()  # before captures, which leave workspaces of their own
         copies = list(self._whatever("copies", transfers.copies, self.device, self.watch, self.seconds / 4000))
         if self.num_devices > 1:
@@ -144,7 +150,7 @@ class _Run:
             self.say(name)
             count = 10 if self.device.type == "cpu" else 20
             entries += self._whatever(name, lambda *args: [real_steps.measured_step(*args)], shape, setting,
-                                      self.device, count)  # fmt: skip
+                                      self.device, count, self.clock)  # fmt: skip
             self._cleared()
         return entries
 

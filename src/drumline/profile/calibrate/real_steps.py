@@ -69,12 +69,14 @@ def optimizers(model: PlainModel, name: str) -> list[torch.optim.Optimizer]:
     return [*adamw, torch.optim.Muon(matrices)] if matrices else adamw
 
 
-def step_seconds(step: Callable[[], Any], device: torch.device, count: int) -> Timed:
+def step_seconds(
+    step: Callable[[], Any], device: torch.device, count: int, now: Callable[[], float] = time.perf_counter
+) -> Timed:
     """Return the time of a step among others: on an accelerator the host does not wait between them."""
     for _ in range(_WARM_UPS):
         step()
     if device.type == "cpu":
-        return summed_up(list(_rounds(step, count)))
+        return summed_up(list(_rounds(step, count, now)))
     torch.accelerator.synchronize(device)
     marks = [torch.Event(device, enable_timing=True) for _ in range(count + 1)]
     marks[0].record()
@@ -85,11 +87,11 @@ def step_seconds(step: Callable[[], Any], device: torch.device, count: int) -> T
     return summed_up([before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)])
 
 
-def _rounds(step: Callable[[], Any], count: int) -> Iterator[float]:
+def _rounds(step: Callable[[], Any], count: int, now: Callable[[], float]) -> Iterator[float]:
     for _ in range(count):
-        begun = time.perf_counter()
+        begun = now()
         step()
-        yield time.perf_counter() - begun
+        yield now() - begun
 
 
 def peak_bytes(step: RealStep, device: torch.device) -> int:
@@ -149,40 +151,48 @@ def covered(spans: list[tuple[int, int]]) -> int:
     return total
 
 
-def host_times(device: torch.device, count: int = 10) -> Iterator[MeasuredSize]:
+def host_times(
+    device: torch.device, count: int = 10, now: Callable[[], float] = time.perf_counter
+) -> Iterator[MeasuredSize]:
     """Measure what the host takes for layers, pieces of a fused loss, and tensors of an optimizer."""
     for recompute, ending in (("none", ""), ("full", "-recomputed")):
         for layers in (2, 6):
             setting = StepSetting(rows=1, dtype="fp32", recompute=recompute)
             step = RealStep(plain_shape("tiny", num_layers=layers, **TINY), setting, device)
             step.optimizers = []
-            yield MeasuredSize(f"layers{ending}", layers, *step_seconds(step, device, count))
+            yield MeasuredSize(f"layers{ending}", layers, *step_seconds(step, device, count, now))
     if device.type != "cpu":  # there, a piece takes what its works take
         for pieces in (1, 5):
             shape = plain_shape("tiny", num_layers=1, **{**TINY, "sequence": LOSS_ROWS})
             step = RealStep(shape, StepSetting(rows=pieces, dtype="fp32", loss="fused"), device)
             step.optimizers = []
-            yield MeasuredSize("pieces", pieces, *step_seconds(step, device, count))
+            yield MeasuredSize("pieces", pieces, *step_seconds(step, device, count, now))
     for kind in ("adamw", "adamw-foreach", "adamw-loop", "muon"):
         for tensors in (10, 50):
-            yield MeasuredSize(kind, tensors, *_update_seconds(kind, tensors, device, count))
+            yield MeasuredSize(kind, tensors, *_update_seconds(kind, tensors, device, count, now))
 
 
-def _update_seconds(kind: str, tensors: int, device: torch.device, count: int) -> Timed:
+def _update_seconds(kind: str, tensors: int, device: torch.device, count: int, now: Callable[[], float]) -> Timed:
     width = TINY["hidden"]
     parameters = [nn.Parameter(torch.randn(width, width, device=device)) for _ in range(tensors)]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     if kind == "muon":
-        return step_seconds(torch.optim.Muon(parameters).step, device, count)
+        return step_seconds(torch.optim.Muon(parameters).step, device, count, now)
     how: dict[str, Any] = {"fused": True} if kind == "adamw" else {"foreach": kind == "adamw-foreach"}
-    return step_seconds(torch.optim.AdamW(parameters, **how).step, device, count)
+    return step_seconds(torch.optim.AdamW(parameters, **how).step, device, count, now)
 
 
-def measured_step(shape: Transformer, setting: StepSetting, device: torch.device, count: int = 30) -> MeasuredStep:
+def measured_step(
+    shape: Transformer,
+    setting: StepSetting,
+    device: torch.device,
+    count: int = 30,
+    now: Callable[[], float] = time.perf_counter,
+) -> MeasuredStep:
     """Train a model for some steps, and return their median, their spread, the peak and the busy share."""
     step = RealStep(shape, setting, device)
-    timed = step_seconds(step, device, count)
+    timed = step_seconds(step, device, count, now)
     return MeasuredStep(shape, setting, *timed, peak_bytes(step, device), busy_share(step, device, timed.seconds))
 
 

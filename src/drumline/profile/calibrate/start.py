@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,6 +20,7 @@ def calibrated(
     num_devices: int | None = None,
     num_threads: int | None = None,
     say: Callable[[str], None] = lambda text: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
     """Measure a device by its name; without one, this machine's accelerator or its CPU.
 
@@ -34,7 +36,7 @@ def calibrated(
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     try:
-        return calibrate(device, seconds=seconds, dtypes=dtypes, num_devices=num_devices or there, say=say)
+        return calibrate(device, seconds=seconds, dtypes=dtypes, num_devices=num_devices or there, say=say, clock=clock)
     finally:
         torch.set_num_threads(before)
 

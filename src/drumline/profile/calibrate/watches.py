@@ -113,10 +113,10 @@ def _count(seconds: float, each: float) -> int:
     return min(max(int(seconds / each), _FEWEST if each < _LONG else _FEW), _MOST)
 
 
-def watch_of(device: torch.device) -> Watch:
-    """Return the watch of a device.
+def watch_of(device: torch.device, now: Callable[[], float] = time.perf_counter) -> Watch:
+    """Return the watch of a device; `now` is the host's clock.
 
     >>> type(watch_of(torch.device("cpu"))).__name__
     'HostWatch'
     """
-    return HostWatch() if device.type == "cpu" else DeviceWatch(device)
+    return HostWatch(now) if device.type == "cpu" else DeviceWatch(device)

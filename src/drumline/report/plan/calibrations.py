@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
 
+from drumline.core.errors import PlanError
 from drumline.core.units import duration, percent, size_text
 from drumline.plan.calibrated.calibration import Calibration, MeasuredSize, MeasuredWork
 from drumline.plan.calibrated.forecast import Forecaster, Interval, StepForecast
@@ -68,16 +69,26 @@ def _sizes(name: str, entries: Sequence[MeasuredSize]) -> tuple[list[str], list[
 
 
 def _steps(calibration: Calibration) -> tuple[list[str], list[list[str]]]:
-    """Return real steps beside their forecasts, each without what that step itself said of the interval."""
-    rows = []
+    """Return real steps beside their forecasts, which they have themselves moved."""
+    rows, forecaster = [], Forecaster(calibration)
     for step in calibration.steps:
-        forecast = Forecaster(calibration).forecast(step.shape, step.setting)
         shape = step.shape
-        rows.append([
-            f"{shape.num_layers} x {shape.hidden}, {step.setting.rows} x {shape.sequence}, {step.setting.dtype}",
-            duration(step.seconds), percent(step.spread), percent(step.busy), duration(forecast.seconds.middle),
-            size_text(step.peak_bytes), size_text(forecast.peak_bytes.middle),
-        ])  # fmt: skip
+        try:
+            forecast = forecaster.forecast(shape, step.setting)
+            numbers = duration(forecast.seconds.middle), size_text(forecast.peak_bytes.middle)
+        except PlanError:  # works that it launches were not measured
+            numbers = "", ""
+        rows.append(
+            [
+                f"{shape.num_layers} x {shape.hidden}, {step.setting.rows} x {shape.sequence}, {step.setting.dtype}",
+                duration(step.seconds),
+                percent(step.spread),
+                percent(step.busy),
+                numbers[0],
+                size_text(step.peak_bytes),
+                numbers[1],
+            ]
+        )
     return ["real step", "takes", "spread", "busy", "forecast", "peak", "forecast peak"], rows
 
 
