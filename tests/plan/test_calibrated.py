@@ -26,6 +26,7 @@ from refused import refused, saying
 
 pytest.importorskip("torch", reason="the list of works to measure is beside the code that measures")
 FULL = calibration()
+ALONE = Forecaster(FULL)
 
 
 def off(found: float, wanted: float) -> float:
@@ -69,7 +70,7 @@ def test_a_kind_without_measurements_is_named() -> None:
 
 
 def test_the_device_takes_the_sum_of_its_works_and_the_host_is_shorter() -> None:
-    forecast = Forecaster(FULL).forecast(LARGE, SETTING)
+    forecast = ALONE.forecast(LARGE, SETTING)
     tape = step_tape(LARGE, SETTING)
     assert not forecast.host_bound
     assert forecast.kernels == sum(tape.works.values())
@@ -87,7 +88,7 @@ def test_the_device_takes_the_sum_of_its_works_and_the_host_is_shorter() -> None
     ],
 )
 def test_a_step_that_the_host_launches_too_slowly_is_called_host_bound(setting: dict[str, Any], wanted: float) -> None:
-    forecast = Forecaster(FULL).forecast(SMALL, replace(StepSetting(rows=1), **setting))
+    forecast = ALONE.forecast(SMALL, replace(StepSetting(rows=1), **setting))
     assert forecast.host_bound
     assert forecast.seconds.middle == forecast.host_seconds == pytest.approx(wanted)
 
@@ -104,7 +105,7 @@ def real_steps(factors: list[float], bytes_factors: list[float]) -> list[Measure
     steps = []
     for number, (factor, size) in enumerate(zip(factors, bytes_factors, strict=True)):
         shape = replace(LARGE, num_layers=2 + number)
-        forecast = Forecaster(FULL).forecast(shape, SETTING)
+        forecast = ALONE.forecast(shape, SETTING)
         peak = round(size * forecast.peak_bytes.middle)
         steps.append(MeasuredStep(shape, SETTING, factor * forecast.seconds.middle, 0.01, peak))
     return steps
@@ -113,7 +114,7 @@ def real_steps(factors: list[float], bytes_factors: list[float]) -> list[Measure
 def test_the_middle_moves_by_the_median_of_real_steps_and_the_width_by_their_scatter() -> None:
     factors = [1.02, 1.05, 1.05, 1.05, 1.08]
     found = Forecaster(calibration(steps=real_steps(factors, [1.01] * 5))).forecast(LARGE, SETTING)
-    alone = Forecaster(FULL).forecast(LARGE, SETTING)
+    alone = ALONE.forecast(LARGE, SETTING)
     assert found.seconds.middle == pytest.approx(1.05 * alone.seconds.middle)
     logs = [math.log(factor) for factor in factors]
     scatter = math.sqrt(sum((value - sum(logs) / 5) ** 2 for value in logs) / 4)
@@ -131,13 +132,13 @@ def test_device_bound_steps_do_not_judge_host_bound_ones() -> None:
 
 
 def test_without_real_steps_the_interval_is_wide() -> None:
-    interval = Forecaster(FULL).forecast(LARGE, SETTING).seconds
+    interval = ALONE.forecast(LARGE, SETTING).seconds
     assert (interval.low / interval.middle, interval.high / interval.middle) == pytest.approx((0.75, 1.25))
 
 
 def test_memory_grows_by_what_a_setting_keeps() -> None:
     def peak(**setting: Any) -> float:
-        return Forecaster(FULL).forecast(LARGE, replace(SETTING, **setting)).peak_bytes.middle
+        return ALONE.forecast(LARGE, replace(SETTING, **setting)).peak_bytes.middle
 
     assert peak(recompute="full") < peak()
     assert peak(loss="fused") < peak()
@@ -147,7 +148,7 @@ def test_memory_grows_by_what_a_setting_keeps() -> None:
 
 def test_the_workspace_of_the_device_and_its_rounding_count() -> None:
     plain = step_tape(LARGE, SETTING, rounding=512).peak
-    assert Forecaster(FULL).forecast(LARGE, SETTING).peak_bytes.middle == plain + 64 * 2**20
+    assert ALONE.forecast(LARGE, SETTING).peak_bytes.middle == plain + 64 * 2**20
     tape = StepTape("fp32", rounding=512, workspace=lambda work: 100.0)
     tape.new(a=1, b=513)
     tape.run("add", 8)

@@ -71,7 +71,7 @@ class PlainAttention(nn.Module):
     def _repeated(self, heads: Tensor) -> Tensor:
         rows, number, length, width = heads.shape
         wide = heads[:, :, None].expand(rows, number, self.shared, length, width)
-        return wide.reshape(rows, number * self.shared, length, width)
+        return wide.reshape(rows, number * self.shared, length, width).contiguous()  # a view of one head
 
 
 class GatedFeedForward(nn.Module):
