@@ -119,7 +119,7 @@ def test_the_middle_moves_by_the_median_of_real_steps_and_the_width_by_their_sca
     logs = [math.log(factor) for factor in factors]
     scatter = math.sqrt(sum((value - sum(logs) / 5) ** 2 for value in logs) / 4)
     least = 2.13 * scatter * math.sqrt(1.2)  # Student's t of five values, for 90%
-    assert least <= math.log(found.seconds.high / found.seconds.middle) < least + 0.01
+    assert math.log(found.seconds.high / found.seconds.middle) == pytest.approx(least)
     assert found.peak_bytes.middle == pytest.approx(1.01 * alone.peak_bytes.middle, rel=1e-6)
     assert found.peak_bytes.half == pytest.approx(math.sinh(2.13 * 0.01 * math.sqrt(1.2)), rel=1e-6)
     assert (found.num_judges, alone.num_judges) == (5, 0)

@@ -209,7 +209,7 @@ def test_the_first_works_cover_every_kind(sizes: Any) -> None:
     listed = works(sizes, ["bf16", "fp32", "tf32", "fp8"])
     assert len(set(listed)) == len(listed)
     kinds = {(work.kind, work.dtype) for work in listed if work.dtype in ("bf16", "fp32")}
-    assert {(work.kind, work.dtype) for work in listed[:100]} == kinds
+    assert {(work.kind, work.dtype) for work in listed[:130]} == kinds
     products = [demand(work).flops for work in listed[:300] if work.kind == "product" and work.dtype == "bf16"]
     assert max(products) > 1000 * min(products)
     assert all(math.prod(work.shape) > 0 for work in listed)

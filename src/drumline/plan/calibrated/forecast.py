@@ -152,12 +152,11 @@ class Forecaster:
         value = raw.seconds if what == "seconds" else raw.bytes
         ratios = [math.log(ratio) for step in self._calibration.steps if (ratio := self._ratio(what, step, raw)) > 0]
         if len(ratios) < 2:
-            return Interval(value * (1 - _UNKNOWN), value, value * (1 + _UNKNOWN)), len(ratios)
+            half = max(_UNKNOWN, min(raw.error, 0.9)) if what == "seconds" else _UNKNOWN
+            return Interval(value * (1 - half), value, value * (1 + half)), len(ratios)
         middle = value * math.exp(median(ratios))
         scatter = max(stdev(ratios), _LEAST[what]) * math.sqrt(1 + 1 / len(ratios))
         half = _STUDENT[min(len(ratios) - 2, len(_STUDENT) - 1)] * scatter
-        if what == "seconds" and not raw.host_bound:
-            half = math.hypot(half, raw.error)
         return Interval(middle * math.exp(-half), middle, middle * math.exp(half)), len(ratios)
 
     def _ratio(self, what: str, step: MeasuredStep, raw: _Raw) -> float:

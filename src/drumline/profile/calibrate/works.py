@@ -17,6 +17,7 @@ from drumline.plan.calibrated.step_tape import Work
 _MIXES = ("add", "mul", "scale", "neg", "cat", "silu", "silu-backward", "times")
 _MOVES = ("copy", "fill", "repeat", "repeat-backward")
 _CASTS = ("cast-up", "cast-down")
+_TURNS = {"product": 4, "attention": 2}  # works that take most of a step have several at a time
 _ALSO = ("tf32", "fp8")  # formats that products alone have
 _RATES = {"fp32": 0.1, "tf32": 0.5}  # of operations, against bf16: about, so that no work takes long
 
@@ -75,7 +76,7 @@ def works(sizes: Sizes, dtypes: Sequence[str], *, seed: int = 0) -> list[Work]:
 
 
 def _mixed(grids: Sequence[list[Work]], sizes: Sizes, shuffler: random.Random) -> Iterator[Work]:
-    """Yield the works of all grids in turn: of each a few far-apart ones first."""
+    """Yield the works of all grids in turn, of products and attention several: of each a few far-apart ones first."""
     ordered = []
     for grid in grids:
         fitting = [work for work in grid if _fits(work, sizes)]
@@ -83,8 +84,14 @@ def _mixed(grids: Sequence[list[Work]], sizes: Sizes, shuffler: random.Random) -
         first = list(dict.fromkeys([corners[at * (len(corners) - 1) // 3] for at in range(4)])) if corners else []
         rest = [work for work in fitting if work not in set(first)]
         shuffler.shuffle(rest)
-        ordered.append(first + rest)
-    yield from (work for work in chain.from_iterable(zip_longest(*ordered)) if work is not None)
+        ordered.append(list(_by(_TURNS.get(grid[0].kind.partition("-")[0], 1), first + rest)))
+    for turns in zip_longest(*ordered, fillvalue=()):
+        yield from chain.from_iterable(turns)
+
+
+def _by(count: int, listed: Sequence[Work]) -> Iterator[Sequence[Work]]:
+    """Yield so many works at a time."""
+    return (listed[at : at + count] for at in range(0, len(listed), count))
 
 
 def _fits(work: Work, sizes: Sizes) -> bool:
