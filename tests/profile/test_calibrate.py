@@ -29,7 +29,7 @@ from drumline.profile.calibrate.plain_model import FusedLoss, PlainLayer, normal
 from drumline.profile.calibrate.real_steps import RealStep, covered, host_times, measured_step, peak_bytes  # noqa: E402
 from drumline.profile.calibrate.recipes import DTYPES, call_of  # noqa: E402
 from drumline.profile.calibrate.start import calibrated  # noqa: E402
-from drumline.profile.calibrate.watches import HostWatch  # noqa: E402
+from drumline.profile.calibrate.watches import HostWatch, Timed  # noqa: E402
 from drumline.profile.calibrate.works import ACCELERATOR, HOST, works  # noqa: E402
 from refused import refused  # noqa: E402
 
@@ -266,6 +266,23 @@ def test_what_a_device_cannot_do_is_listed_and_the_rest_goes_on(monkeypatch: pyt
     assert [entry.work.kind for entry in found.works] == ["add", "norm", "norm-backward"]
     assert found.missing[0] == "silu in fp32: silu is not implemented"
     assert len(found.missing) == 2
+
+
+class Known:
+    """A watch that knows what calls take: those with a backward 5 seconds, others 2."""
+
+    def timed(self, call: Any, seconds: float) -> Timed:
+        return Timed(5.0 if "grad" in call.__code__.co_names else 2.0, 0.0)
+
+
+def test_a_backward_is_measured_without_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("host_times", "judges"):
+        monkeypatch.setattr(module.real_steps, name, lambda *args: iter(()))
+    monkeypatch.setattr(module.transfers, "copies", lambda *args: iter(()))
+    monkeypatch.setattr(module, "watch_of", lambda *args: Known())
+    monkeypatch.setattr(module, "works", lambda *args: [Work("norm-backward", "fp32", (8, 16))])
+    found = calibrate(CPU, seconds=1e3, dtypes=["fp32"])
+    assert [(entry.work.kind, entry.seconds) for entry in found.works] == [("norm", 2.0), ("norm-backward", 3.0)]
 
 
 def test_a_real_step_is_measured_whole() -> None:
