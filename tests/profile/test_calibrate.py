@@ -24,7 +24,7 @@ from drumline.plan.calibrated.step_list import step_tape  # noqa: E402
 from drumline.plan.calibrated.step_tape import StepTape, Work  # noqa: E402
 from drumline.profile.calibrate import calibrate as module  # noqa: E402
 from drumline.profile.calibrate.calibrate import calibrate  # noqa: E402
-from drumline.profile.calibrate.graphs import captured  # noqa: E402
+from drumline.profile.calibrate.cuda import captured  # noqa: E402
 from drumline.profile.calibrate.plain_model import FusedLoss, PlainLayer, normalised  # noqa: E402
 from drumline.profile.calibrate.real_steps import RealStep, covered, host_times, measured_step, peak_bytes  # noqa: E402
 from drumline.profile.calibrate.recipes import DTYPES, call_of  # noqa: E402

@@ -21,6 +21,7 @@ from drumline.plan.calibrated.calibration import (
 )
 from drumline.plan.calibrated.step_tape import Work
 from drumline.profile.calibrate import messages, real_steps, transfers
+from drumline.profile.calibrate.cuda import dtypes_of
 from drumline.profile.calibrate.recipes import CallOfWork, call_of, precise
 from drumline.profile.calibrate.watches import Watch, watch_of
 from drumline.profile.calibrate.works import ACCELERATOR, HOST, works
@@ -51,19 +52,6 @@ def calibrate(
     ('cpu', True)
     """
     return _Run(device, seconds, list(dtypes or dtypes_of(device)), num_devices, say, now, clock).done()
-
-
-def dtypes_of(device: torch.device) -> list[str]:
-    """Return the number formats to measure on a device.
-
-    >>> dtypes_of(torch.device("cpu"))
-    ['fp32', 'bf16']
-    """
-    if device.type != "cuda":
-        return ["fp32", "bf16"]
-    capability = torch.cuda.get_device_capability(device)
-    known = ["bf16", "fp32"] + (["tf32"] if capability >= (8, 0) else [])
-    return known + (["fp8"] if capability >= (8, 9) else [])
 
 
 @dataclass(slots=True)

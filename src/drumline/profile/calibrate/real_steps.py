@@ -127,14 +127,16 @@ def busy_share(step: Callable[[], Any], device: torch.device, seconds: float, co
     """Return the share of a step in which the device computes, by the profiler; 1 on a CPU."""
     if device.type == "cpu":
         return 1.0
-    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    activity = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.CPU)
     with profile(activities=[activity]) as profiled:
         for _ in range(count):
             step()
         torch.accelerator.synchronize(device)
     assert profiled.profiler is not None
     events: Any = profiled.profiler.kineto_results.events()
-    spans = sorted((event.start_ns(), event.end_ns()) for event in events if "CUDA" in str(event.device_type()))
+    spans = sorted(
+        (event.start_ns(), event.end_ns()) for event in events if not str(event.device_type()).endswith("CPU")
+    )
     return min(covered(spans) / 1e9 / count / seconds, 1.0) if spans else 1.0
 
 

@@ -150,7 +150,7 @@ def _adamw(maker: _Maker) -> CallOfWork:
     count = 1 if kind == "loop" else _TENSORS
     parameters = [_parameter(maker, math.ceil(maker.shape[0] / count)) for _ in range(count)]
     how: dict[str, Any] = {"fused": True} if kind == "fused" else {"foreach": kind == "foreach"}
-    optimizer = torch.optim.AdamW(parameters, capturable=kind == "fused" and maker.device.type == "cuda", **how)
+    optimizer = torch.optim.AdamW(parameters, capturable=kind == "fused" and maker.device.type != "cpu", **how)
     return CallOfWork(optimizer.step)
 
 

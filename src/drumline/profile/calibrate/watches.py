@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from drumline.profile.calibrate.graphs import captured
+from drumline.profile.calibrate.cuda import captured
 
 Call = Callable[[], Any]
 _FEWEST, _MOST = 5, 40  # rounds

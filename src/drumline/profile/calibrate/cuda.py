@@ -1,4 +1,4 @@
-"""Capture calls, so that the device repeats their works without the host."""
+"""What has no general form: graphs, by which the device repeats works without the host, and formats of numbers."""
 
 from __future__ import annotations
 
@@ -22,3 +22,16 @@ def captured(call: Callable[[], Any], times: int, device: torch.device) -> Calla
         for _ in range(times):
             call()
     return graph.replay
+
+
+def dtypes_of(device: torch.device) -> list[str]:
+    """Return the number formats to measure on a device.
+
+    >>> dtypes_of(torch.device("cpu"))
+    ['fp32', 'bf16']
+    """
+    if device.type != "cuda":
+        return ["fp32", "bf16"]
+    capability = torch.cuda.get_device_capability(device)
+    known = ["bf16", "fp32"] + (["tf32"] if capability >= (8, 0) else [])
+    return known + (["fp8"] if capability >= (8, 9) else [])
