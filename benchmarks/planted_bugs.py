@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planted_adapt import ADAPT
 from planted_axes import AXES
+from planted_calibrated import CALIBRATED
 from planted_core import CORE
 from planted_followed import FOLLOWED
 from planted_losses import LOSSES
@@ -23,6 +24,7 @@ BUGS = (
     *CORE,
     *SCHEDULES,
     *PLAN,
+    *CALIBRATED,
     *REPORT,
     *RUNTIME,
     *FOLLOWED,

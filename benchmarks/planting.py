@@ -225,6 +225,9 @@ OF_FILE = {
     "plan/cut/peaks.py": ("tests/plan/test_partition.py", "tests/core/test_frozen.py", "tests/plan/test_planner.py"),
     "plan/device/ranks.py": ("tests/plan/test_planner.py",),
     "plan/device/stages.py": ("tests/plan/test_planner.py",),
+    "plan/calibrated": ("tests/plan/test_calibrated.py", "tests/profile/test_calibrate.py"),
+    "profile/calibrate": ("tests/profile/test_calibrate.py",),
+    "cli/plan_calibrated.py": ("tests/cli/test_calibrate.py",),
     "plan/cluster": (
         "tests/plan/test_cluster_by_hand.py",
         "tests/plan/test_cluster_estimate.py",

@@ -102,6 +102,7 @@ WRITING = {
     "search": ("search -r 2 -m 2", ".txt .json .svg .html .csv"),
     "search --pareto": ("search -r 2 -m 2 --pareto --tries 5", ".txt .json .svg .html"),
     "profile": ("profile profile.json", ".txt .json .svg .html"),
+    "calibrate": ("calibrate profiles/calibration.json", ".txt .json"),
     "plan": ("plan profile.json -r 2 --batch 4 --seconds 0 --schedules 1f1b", ".txt .json .svg .html"),
     "check": ("check 1f1b", ".txt .json"),
     "report": ("report runs/first", ".txt .json .html .gz"),
@@ -272,6 +273,7 @@ KEPT = {
     "report runs --format text": {"idle", "makespan", "bubble"},
     "search -r 2 -m 2 --pareto --tries 5": {"bubble", "bound"},
     "plan --list": {"layers", "memory"},
+    "calibrate profiles/calibration.json": {"work", "numbers", "forecast"},
 }
 
 
@@ -305,6 +307,7 @@ def test_the_example_of_every_verb_runs(
 ) -> None:
     monkeypatch.setattr(ExploreServer, "serve_forever", lambda self: None)
     command = example(verb).partition(" > ")[0].replace("train.py:make", "profiles/llama.json")  # measured before
+    command = command.replace("calibrate --out", "calibrate profiles/calibration.json --out")
     assert command.split()[:2] == ["drumline", verb]
     small = " --width 8 --epochs 1" if verb == "demo" else ""  # as fast as it can be
     code, out, err = run(capsys, command.removeprefix("drumline ") + small)

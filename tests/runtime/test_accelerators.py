@@ -16,6 +16,7 @@ MAY_NAME_IT = {
     "features/capture/cuda.py": "CUDA graphs, which have no general form",
     "runtime/clocks.py": "events that know their time, which have no general form",
     "runtime/backward/facts.py": "facts that are known of CUDA alone",
+    "profile/calibrate/cuda.py": "CUDA graphs, and which number formats a GPU multiplies",
     "model/watch/surroundings.py": "torch's settings, whose names begin so",
     "model/loss/terms.py": "a list of a tensor's methods, `cpu` and `cuda` among them",
 }

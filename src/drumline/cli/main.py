@@ -33,6 +33,7 @@ VERBS = {
     "compare": "compare all schedules, or those you name, for one model, best first",
     "search": "find the best schedule within a memory limit, and say how far from optimal it can be",
     "profile": "measure a model's blocks and the links between ranks on this machine",
+    "calibrate": "measure this device, kernel by kernel, for forecasts of training steps on it",
     "plan": "choose what to run, for a profiled model on this machine or for a model on a cluster",
     "train": "train a model through a pipeline: a built-in one, a Hugging Face model or your own",
     "check": "prove that a schedule can run, or list every violation",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from drumline.cli import flags, plan_cluster, plan_profile
+from drumline.cli import flags, plan_calibrated, plan_cluster, plan_profile
 from drumline.cli.output import TEXTS, Paper, deliver
 from drumline.core.errors import UsageError
 from drumline.plan.device.model_profile import is_profile
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_json(parser)
     plan_profile.add_arguments(parser)
     plan_cluster.add_arguments(parser)
+    plan_calibrated.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,6 +41,9 @@ def run(args: argparse.Namespace) -> int:
     if args.subject is None:
         fix = "run `drumline plan --list` to list the models"
         raise UsageError("SUBJECT is missing", expected="a profile, or the name of a model", fix=fix)
+    if not is_profile(args.subject) and plan_calibrated.is_for(args):
+        return plan_calibrated.run(args, plan_cluster.model_of(args))
+    _refuse(args, plan_calibrated.add_arguments, "a device that `drumline calibrate` measured")
     if is_profile(args.subject):
         _refuse(args, plan_cluster.add_arguments, "a model on a cluster, but this is a profile")
         return plan_profile.run(args)

@@ -1,0 +1,77 @@
+"""What a step launches and keeps, in its order: a work for every kernel, and the bytes that live between them.
+
+::
+
+    tape.new(gate=2048)            a tensor is there from here
+    tape.run("silu", 1024)         a kernel runs; the bytes that it needs meanwhile come on top
+    tape.free("gate")              nobody holds the tensor any more
+    tape.peak                      the most bytes that were there at once
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Work(NamedTuple):
+    """A kernel, or a few that always run together: what it does, on which numbers, and its sizes."""
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class StepTape:
+    """Works and live bytes. `rounding` is the unit of the allocator; `workspace` says what a work needs meanwhile.
+
+    >>> tape = StepTape("fp32", workspace=lambda work: 100)
+    >>> tape.new(a=40, b=60)
+    >>> tape.run("add", 10)
+    >>> tape.free("a")
+    >>> tape.live, tape.peak, dict(tape.works)
+    (60, 200, {Work(kind='add', dtype='fp32', shape=(10,)): 1})
+    """
+
+    def __init__(self, dtype: str, *, rounding: int = 1, workspace: Callable[[Work], float] = lambda work: 0.0) -> None:
+        self.dtype = dtype
+        self.works: Counter[Work] = Counter()
+        self.live = 0
+        self.peak = 0
+        self.standing = 0  # bytes that are there from step to step, gradients apart
+        self._rounding, self._workspace = rounding, workspace
+        self._sizes: dict[str, int] = {}
+        self._needs: dict[Work, int] = {}
+
+    def run(self, kind: str, *shape: int, dtype: str = "") -> None:
+        """Add a work."""
+        usual = "fp32" if self.dtype == "tf32" and not kind.startswith("product") else self.dtype
+        work = Work(kind, dtype or usual, shape)
+        self.works[work] += 1
+        if work not in self._needs:
+            self._needs[work] = int(self._workspace(work))
+        self.peak = max(self.peak, self.live + self._needs[work])
+
+    def new(self, **sizes: int) -> None:
+        """Add tensors of so many bytes."""
+        for name, size in sizes.items():
+            assert name not in self._sizes, f"{name} is there already"
+            rounded = -(-size // self._rounding) * self._rounding
+            self._sizes[name] = rounded
+            self.live += rounded
+        self.peak = max(self.peak, self.live)
+
+    def free(self, *names: str) -> None:
+        """Take tensors away."""
+        for name in names:
+            self.live -= self._sizes.pop(name)
+
+    def rename(self, **names: str) -> None:
+        """Give tensors other names: `rename(old="new")`."""
+        for old, name in names.items():
+            self._sizes[name] = self._sizes.pop(old)
+
+    def holds(self, name: str) -> bool:
+        """Whether a tensor is there."""
+        return name in self._sizes
