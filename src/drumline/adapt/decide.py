@@ -278,7 +278,7 @@ class Decider:
         trial = self._trial
         assert trial is not None
         if trial.is_trial:
-            return self._tried(step) if self._numbers.is_tried else None
+            return self._tried(step)
         if len(self._recent) < _RECENT:
             return None
         real, onward = np.array(self._taken), None
@@ -312,9 +312,11 @@ class Decider:
         return Proposal(step, trial.kind, why, self.now, trial.before, measured, alone, is_back=True)
 
     def _tried(self, step: int) -> Proposal | None:
-        """Take the best number after another one was tried."""
+        """Take the best number once another one was tried for long enough."""
+        is_over, proposal = self._numbers.after_trial(step, self.now, self._seconds)
+        if not is_over:
+            return None
         self._trial = None
-        proposal = self._numbers.best(step, self.now, self._seconds)
         if proposal is not None and (proposal.is_trial or self._paying(proposal) is not None):
             return replace(proposal, why=f"{self.now.words} was tried")
         self._numbers.settled(self.now, step)

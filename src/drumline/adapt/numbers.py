@@ -1,9 +1,10 @@
 """Choose the number of microbatches of a running pipeline: which to try, and after how many steps that can be said.
 
-    steps since the last change or drift ──► enough of them for this noise? ──► costs ──► best number, or one to try
+    steps since the last change or drift ──► costs ──► best number, or one to try ──► is that sure in this noise?
 
 A few steps say little in noise: the costs of two numbers then differ by chance, and a line through them leads far away.
-So the noisier the steps, the more of them count, up to 24.
+So a number is taken once its gain is twice the error of the steps' mean, or once that error is below the least gain.
+That takes up to 24 steps. The first try waits for nine at most: nothing is known yet.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from drumline.core.simulate.simulate import simulate
 
 _FEWEST = 3  # steps by which costs are judged
 _MOST = 24
+_MOST_TRIED = 9  # steps of a number that is tried, and before the first one is
+_SURE = 2.0  # errors by which a gain is sure
 
 
 class Numbers:
@@ -40,7 +43,7 @@ class Numbers:
         self._groups: Groups | None = None
         self._tries = Tries(settings.cooldown, first=now.program)
         self._steps: deque[Measured] = deque(maxlen=_MOST)  # since the last change of the pipeline, or of what it costs
-        self._needed = 1  # steps of a number that is tried
+        self._noise = np.inf  # of steps, as a share
         self.has_untried = False  # whether the number may change, and no other was tried
 
     # ---- what is seen ------------------------------------------------------------------------------------------------
@@ -64,7 +67,8 @@ class Numbers:
         self.has_untried = True
 
     def begin_again(self) -> None:
-        """Hear that the pipeline has changed: what follows are other steps."""
+        """Hear that the pipeline has changed: what follows are other steps, probably as noisy."""
+        self._noise = self._noise_now()
         self._steps.clear()
 
     def drifted(self, since: int) -> None:
@@ -91,22 +95,35 @@ class Numbers:
             return False
         return not self._tries.are_due(step) or len(self._steps) < max(_FEWEST, self._enough())
 
-    @property
-    def is_tried(self) -> bool:
-        """Whether a number that is tried has run long enough."""
-        return len(self._steps) >= self._needed
+    def _noise_now(self) -> float:
+        seconds = np.array([step.makespan for step in self._steps])
+        return float(noise_of(seconds / np.median(seconds))) if len(seconds) >= _FEWEST else self._noise
 
     def _enough(self) -> int:
         """Return after how many steps the error of their mean is below the least gain."""
-        seconds = np.array([step.makespan for step in self._steps])
-        if len(seconds) < _FEWEST:
-            return _FEWEST
-        noise = float(noise_of(seconds / np.median(seconds)))
-        return min(math.ceil((noise / self._settings.least_gain) ** 2), _MOST)
+        return math.ceil(min((self._noise_now() / self._settings.least_gain) ** 2, _MOST))
+
+    def _is_sure(self, proposal: Proposal) -> bool:
+        return proposal.gain >= _SURE * self._noise_now() / math.sqrt(len(self._steps))
 
     def proposed(self, step: int, now: Arrangement, seconds: float) -> Proposal | None:
         """Return another number that takes less, or that is worth a try, if one is due and enough is known."""
-        return None if self.are_early(step) else self.best(step, now, seconds)
+        if self.are_kept or not self._tries.are_due(step) or len(self._steps) < _FEWEST:
+            return None
+        proposal = self.best(step, now, seconds)
+        if proposal is None or not self.are_early(step):
+            return proposal
+        is_first = self.has_untried and len(self._steps) >= _MOST_TRIED
+        is_known = is_first if proposal.is_trial else self._is_sure(proposal)
+        return proposal if is_known else None
+
+    def after_trial(self, step: int, now: Arrangement, seconds: float) -> tuple[bool, Proposal | None]:
+        """Return whether a number was tried for long enough, and the one that takes less."""
+        proposal, num_steps = self.best(step, now, seconds), len(self._steps)
+        is_over = num_steps >= min(self._enough(), _MOST_TRIED)
+        if proposal is not None and not is_over:
+            is_over = not proposal.is_trial and self._is_sure(proposal)
+        return is_over, proposal if is_over else None
 
     def best(self, step: int, now: Arrangement, seconds: float) -> Proposal | None:
         """Return the number that takes least, or one to try; `seconds` is what a step takes now."""
@@ -121,8 +138,6 @@ class Numbers:
         program, times = self._sizing.program(number), [self._sizing.seconds(index) for index in (number_now, number)]
         if number == number_now or program is None or None in times:
             return None
-        if is_trial:
-            self._needed = max(1, self._enough() if len(self._steps) > 1 else 1)
         scale = seconds / (times[0] or 1.0)
         after = Arrangement(program, now.counts)
         predicted = scale * (times[1] or 0.0)
