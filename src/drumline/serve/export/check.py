@@ -156,14 +156,14 @@ class StageCheck:
         if not all(np.isfinite(array).all() for array in wanted):
             return
         arrays: Arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
-        one = {name: array[:1] for name, array in arrays.items()}
+        single = {name: array[:1] for name, array in arrays.items()}
         self.difference = max(self.difference, largest_difference(self._computed(arrays), wanted))
-        self.alone = max(self.alone, largest_difference(_repeated(self._computed(one), rows), wanted))
-        self._compare_decided(self._decided(one), self._decided(arrays), rows, slice(rows))
+        self.alone = max(self.alone, largest_difference(_repeated(self._computed(single), rows), wanted))
+        self._compare_decided(self._decided(single), self._decided(arrays), rows, slice(rows))
 
-    def _compare_decided(self, one: Sequence[Array], together: Sequence[Array], rows: int, at: slice) -> None:
+    def _compare_decided(self, single: Sequence[Array], together: Sequence[Array], rows: int, at: slice) -> None:
         """Compare what discrete outputs of a row alone are decided by with some of the rows of a batch."""
-        for mine, theirs in zip(one, together, strict=True):
+        for mine, theirs in zip(single, together, strict=True):
             if mine.shape[:1] == (1,) and theirs.shape[:1] == (rows,):
                 largest_value = np.abs(theirs[np.isfinite(theirs)]).max(initial=0.0) or 1.0
                 some = theirs[at]

@@ -58,13 +58,13 @@ async def host_stage(
     try:
         with with_libraries(log):
             await asyncio.to_thread(home.hold, folder, manifest)
-            await _kept(keeper, stopped)
+            await _keep(keeper, stopped)
     finally:
         home.remove()
         log.close()
 
 
-async def _kept(keeper: StageKeeper, stopped: asyncio.Event) -> None:
+async def _keep(keeper: StageKeeper, stopped: asyncio.Event) -> None:
     """Keep a stage until told to stop; raises why it could not be kept."""
     keeping = asyncio.create_task(keeper.keep())
     telling = asyncio.create_task(_tell_ready(keeper))
