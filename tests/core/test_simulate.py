@@ -287,6 +287,8 @@ def test_what_is_computed_on_arrays_is_what_a_plain_timeline_says(program: Progr
     for computed, expected in zip(timeline.latest_inputs, plain["latest_inputs"].func(timeline), strict=True):
         assert ends(timeline, computed) == ends(timeline, expected)
     assert timeline.columns.code.tolist() == plain["columns"].func(timeline).code.tolist()
+    assert timeline.busy == plain["busy"].func(timeline)
+    assert timeline.span == plain["span"].func(timeline)
 
 
 def ends(timeline: Timeline, inputs: Sequence[tuple[int, int]]) -> list[float | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -95,6 +96,23 @@ class Simulation(Timeline):
             Span(rank, Action(stage, Op.REDUCE_GRAD), self.starts[node], self.ends[node], SpanLane.EXCHANGE)
             for rank, stage, node in zip(*(column.tolist() for column in columns), strict=True)
         ]
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds each rank computed."""
+        times = ((self.started[nodes].tolist(), self.ended[nodes].tolist()) for nodes in self.graph.action_nodes)
+        return tuple(math.fsum(ends) - math.fsum(starts) for starts, ends in times)
+
+    @cached_property
+    def span(self) -> float:
+        """The longest rank's own first start to last end."""
+        longest = 0.0
+        for nodes in self.graph.action_nodes:
+            starts, ends = self.started[nodes], self.ended[nodes]
+            works = np.flatnonzero(ends > starts)
+            if len(works):
+                longest = max(longest, float(ends[-1] - starts[works[0]]))
+        return longest
 
     @cached_property
     def start(self) -> float:
