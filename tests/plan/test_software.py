@@ -121,7 +121,7 @@ def test_a_plan_says_which_software_it_assumed_and_what_others_would_take() -> N
     told = brief(plan(LLAMA, ONE, batch=64, pins=Pins(tensor=1, pipeline=1, data=8, zero=3)))
     text = " ".join(plan_text(told, width=400).split())
     assert f"Software: {DEFAULT}, assumed:" in text
-    assert f"Held-out error: {EVERY.mean:.1%} on average and {EVERY.worst:.0%} at worst on {EVERY.rows} rows" in text
+    assert f"Held-out error: {EVERY.mean:.1%} on average and {EVERY.worst:.1%} at worst on {EVERY.rows} rows" in text
     others = told.to_json()["software"]["others"]
     assert list(others) == [name for name in OTHERS if name != DEFAULT]
     slow = replace(told.plan.chosen.layout, practice=replace(software("deepspeed@2022").practice))
@@ -134,7 +134,7 @@ def test_a_plan_for_named_software_says_its_own_error_and_no_others() -> None:
     told = brief(plan(LLAMA, ONE, batch=64, pins=pins))
     text, said = " ".join(plan_text(told, width=400).split()), MISSED["composer@2023-10"]
     assert "Software: composer@2023-10: " in text
-    assert f"{said.mean:.1%} on average and {said.worst:.0%} at worst on {said.rows} rows, its own" in text
+    assert f"{said.mean:.1%} on average and {said.worst:.1%} at worst on {said.rows} rows, its own" in text
     assert "--software names another" not in text
     low, high = told.to_json()["software"]["seconds"]
     assert (low, high) == pytest.approx([told.plan.chosen.seconds * (1 + sign * said.mean) for sign in (-1, 1)])

@@ -41,7 +41,7 @@ class Assumed:
         yield f"Software: {self.preset.name}{'' if self.is_named else ', assumed'}: {self.preset.does}"
         whose = "its own" if self.is_own else "all presets', for it has no row of its own"
         yield (
-            f"Held-out error: {missed.mean:.1%} on average and {missed.worst:.0%} at worst on {missed.rows} rows, "
+            f"Held-out error: {missed.mean:.1%} on average and {missed.worst:.1%} at worst on {missed.rows} rows, "
             f"{whose} ({missed.source}). So expect {duration(low)} to {duration(high)}"
         )
         if self.others:
