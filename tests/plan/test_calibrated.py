@@ -195,7 +195,7 @@ def test_a_calibration_is_told_with_its_rates_and_even_if_it_is_short() -> None:
     steps = real_steps([1.0, 1.1], [1.0, 1.0])
     assert "2 x 3072" in calibration_text(calibration(every=100, steps=steps), width=100)
     told = calibration_text(calibration(steps=steps), width=100)
-    assert told.startswith("Imaginary 1 (cuda), 132 processors, 140 GiB\nPyTorch 2.11.0, Python 3.12.0; measured 2026")
+    assert told.startswith("Imaginary 1 (cuda), 132 processors, 140 GiB\nPyTorch 2.11.0, Python 3.12.0\nmeasured 2026")
     assert max(map(len, told.splitlines())) <= 100
     assert "missing:\n- messages: one device" in told
     for part in ("product-weight", "layers-recomputed", "to-device", "2 x 3072"):
