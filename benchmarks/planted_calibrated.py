@@ -29,8 +29,8 @@ CALIBRATED = (
     Bug(
         "calibrated-foreach-holds-nothing",
         "_update",
-        "_held(tape, kind, numbers * setting.width)",
-        "_held(tape, kind, 0)",
+        "_meanwhile(tape, kind, numbers * setting.width)",
+        "_meanwhile(tape, kind, 0)",
         "AdamW by lists needs no list of roots, so a step without activations peaks too low.",
     ),
     Bug(
@@ -85,8 +85,8 @@ CALIBRATED = (
     Bug(
         "calibrated-judged-by-others",
         "Forecaster._ratio",
-        "if own.host_bound == raw.host_bound",
-        "if own.seconds",
+        "if sums.host_bound == raw.host_bound",
+        "if sums.seconds",
         "Steps that wait for the host say how far the device's are off.",
     ),
     Bug(

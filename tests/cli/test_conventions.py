@@ -273,7 +273,7 @@ KEPT = {
     "report runs --format text": {"idle", "makespan", "bubble"},
     "search -r 2 -m 2 --pareto --tries 5": {"bubble", "bound"},
     "plan --list": {"layers", "memory"},
-    "calibrate profiles/calibration.json": {"work", "numbers", "forecast"},
+    "calibrate profiles/calibration.json": {"work", "real step", "forecast"},
 }
 
 

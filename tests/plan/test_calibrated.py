@@ -24,7 +24,6 @@ from drumline.plan.cluster.transformer import Transformer
 from drumline.report.plan.calibrations import calibration_text
 from refused import refused, saying
 
-pytest.importorskip("torch", reason="the list of works to measure is beside the code that measures")
 FULL = calibration()
 ALONE = Forecaster(FULL)
 
@@ -53,7 +52,9 @@ def test_few_points_are_enough_for_a_rough_price() -> None:
 
 def test_a_measured_work_has_its_own_price() -> None:
     prices = Prices(FULL)
-    assert all(prices.of(entry.work).seconds == pytest.approx(entry.seconds, rel=1e-12) for entry in FULL.works[::20])
+    entries = FULL.works[::20]
+    assert len(entries) > 50
+    assert [prices.of(entry.work).seconds for entry in entries] == pytest.approx([entry.seconds for entry in entries])
 
 
 def test_errors_of_prices_grow_with_the_noise_of_the_points() -> None:
@@ -194,7 +195,7 @@ def test_a_calibration_is_told_with_its_rates_and_even_if_it_is_short() -> None:
     steps = real_steps([1.0, 1.1], [1.0, 1.0])
     assert "2 x 3072" in calibration_text(calibration(every=100, steps=steps), width=100)
     told = calibration_text(calibration(steps=steps), width=100)
-    assert told.startswith("Imaginary 1 (cuda), 132 processors, 140 GiB\nPyTorch 2.11.0, Python 3.12.0; measured 2026")
+    assert told.startswith("Imaginary 1 (cuda), 132 processors, 140 GiB\nPyTorch 2.11.0, Python 3.12.0\nmeasured 2026")
     assert max(map(len, told.splitlines())) <= 100
     assert "missing:\n- messages: one device" in told
     for part in ("product-weight", "layers-recomputed", "to-device", "2 x 3072"):

@@ -5,35 +5,36 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from importlib import import_module
 from itertools import count
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
-torch = pytest.importorskip("torch")
-from torch import Tensor, nn  # noqa: E402
-from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from drumline.core.errors import UsageError
+from drumline.plan.calibrated.calibration import plain_shape
+from drumline.plan.calibrated.layer_list import LayerList
+from drumline.plan.calibrated.prices import demand
+from drumline.plan.calibrated.setting import StepSetting
+from drumline.plan.calibrated.step_list import step_tape
+from drumline.plan.calibrated.step_tape import StepTape, Work
+from drumline.profile.calibrate.calibrate import calibrate
+from drumline.profile.calibrate.cuda import captured
+from drumline.profile.calibrate.plain_model import FusedLoss, PlainLayer, normalised
+from drumline.profile.calibrate.real_steps import RealStep, covered, host_times, measured_step, peak_bytes
+from drumline.profile.calibrate.recipes import DTYPES, call_of
+from drumline.profile.calibrate.start import calibrated
+from drumline.profile.calibrate.watches import HostWatch, Timed
+from drumline.profile.calibrate.works import ACCELERATOR, HOST, works
+from refused import refused
 
-from drumline.core.errors import UsageError  # noqa: E402
-from drumline.plan.calibrated.calibration import plain_shape  # noqa: E402
-from drumline.plan.calibrated.layer_list import LayerList  # noqa: E402
-from drumline.plan.calibrated.prices import demand  # noqa: E402
-from drumline.plan.calibrated.setting import StepSetting  # noqa: E402
-from drumline.plan.calibrated.step_list import step_tape  # noqa: E402
-from drumline.plan.calibrated.step_tape import StepTape, Work  # noqa: E402
-from drumline.profile.calibrate import calibrate as module  # noqa: E402
-from drumline.profile.calibrate.calibrate import calibrate  # noqa: E402
-from drumline.profile.calibrate.cuda import captured  # noqa: E402
-from drumline.profile.calibrate.plain_model import FusedLoss, PlainLayer, normalised  # noqa: E402
-from drumline.profile.calibrate.real_steps import RealStep, covered, host_times, measured_step, peak_bytes  # noqa: E402
-from drumline.profile.calibrate.recipes import DTYPES, call_of  # noqa: E402
-from drumline.profile.calibrate.start import calibrated  # noqa: E402
-from drumline.profile.calibrate.watches import HostWatch, Timed  # noqa: E402
-from drumline.profile.calibrate.works import ACCELERATOR, HOST, works  # noqa: E402
-from refused import refused  # noqa: E402
-
+pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
+module: Any = import_module("drumline.profile.calibrate.calibrate")
 SHAPE = plain_shape(
     "tiny", num_layers=2, hidden=64, num_heads=4, num_key_value_heads=2, feedforward=96, vocabulary=1000, sequence=48
 )
@@ -54,7 +55,7 @@ class OneKernelNorm(torch.autograd.Function):
 
 
 def on_a_gpu(hidden: Tensor, weight: Tensor) -> Tensor:
-    normed: Tensor = OneKernelNorm.apply(hidden, weight)
+    normed: Tensor = OneKernelNorm.apply(hidden, weight)  # type: ignore[no-untyped-call]
     return normed
 
 
@@ -91,6 +92,8 @@ def test_a_layer_keeps_exactly_the_counted_bytes(dtype: str, fused_norms: bool, 
 
 
 SETTINGS = [
+    StepSetting(1, "fp32", "plain", "adamw-foreach", "full"),  # its optimizer takes the most
+    StepSetting(1, "fp32", "plain", "adamw-loop", "full"),
     StepSetting(3, "fp32", "plain", "adamw-foreach", "none"),
     StepSetting(3, "fp32", "fused", "adamw-loop", "full"),
     StepSetting(25, "fp32", "fused", "muon", "none"),
@@ -106,7 +109,7 @@ def test_the_peak_of_a_step_is_what_the_allocator_saw(setting: StepSetting, fuse
     shape = replace(SHAPE, sequence=72, num_heads=2, num_key_value_heads=1) if setting.dtype == "fp32" else SHAPE
     step = RealStep(shape, setting, CPU)
     for part in (step.model, *step.model.layers) if fused_norms else ():
-        part.normalise = on_a_gpu  # type: ignore[assignment]
+        part.normalise = on_a_gpu
     step()
     real = peak_bytes(step, CPU)
     tape = step_tape(shape, setting, fused_norms=fused_norms)
@@ -179,15 +182,14 @@ def test_the_fused_loss_is_that_of_all_logits() -> None:
     hidden, head = torch.randn(1500, 8, dtype=torch.float64), torch.randn(30, 8, dtype=torch.float64)
     target = torch.randint(30, (1500,))
     found, wanted = ([tensor.clone().requires_grad_() for tensor in (hidden, head)] for _ in range(2))
-    fused: Tensor = FusedLoss.apply(*found, target)
+    fused: Tensor = FusedLoss.apply(*found, target)  # type: ignore[no-untyped-call]
     plain = nn.functional.cross_entropy(wanted[0] @ wanted[1].t(), target)
-    (2 * fused).backward()
-    (2 * plain).backward()
+    (2 * fused).backward()  # type: ignore[no-untyped-call]
+    (2 * plain).backward()  # type: ignore[no-untyped-call]
     assert torch.isclose(fused.double(), plain, rtol=1e-6)
-    for mine, other in zip(found, wanted, strict=True):
-        assert mine.grad is not None
-        assert other.grad is not None
-        assert torch.allclose(mine.grad, other.grad, atol=1e-7)
+    assert None not in [tensor.grad for tensor in wanted]
+    gradients = [[tensor.grad for tensor in tensors] for tensors in (found, wanted)]
+    torch.testing.assert_close(*gradients, atol=1e-7, rtol=1e-5)
 
 
 def test_every_listed_work_has_a_recipe_and_is_in_the_calibration() -> None:
@@ -231,7 +233,7 @@ def test_time_that_is_over_leaves_the_rest_out_and_says_so(monkeypatch: pytest.M
     monkeypatch.setattr(module.real_steps, "host_times", lambda *args: iter(()))
     monkeypatch.setattr(module.real_steps, "measured_step", lambda *args: "a step")
     found = calibrate(CPU, seconds=8.0, dtypes=["fp32"], now=lambda: float(next(moments)))
-    assert found.steps == ("a step",) * 4
+    assert list(found.steps) == ["a step"] * 4  # type: ignore[comparison-overlap]
     assert 1 <= len(found.works) < 10
     assert [reason for reason in found.missing if "no time" in reason] == [
         "real steps of 4 layers of 96: no time",
@@ -245,7 +247,7 @@ def test_the_host_is_measured_for_layers_and_optimizers_of_two_sizes() -> None:
     assert sizes == {(name, size) for name in ("layers", "layers-recomputed") for size in (2, 6)} | {
         (name, size) for name in ("adamw", "adamw-foreach", "adamw-loop", "muon") for size in (10, 50)
     }
-    assert all(entry.seconds > 0 for entry in found)
+    assert min(entry.seconds for entry in found) > 0
 
 
 def test_what_a_device_cannot_do_is_listed_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

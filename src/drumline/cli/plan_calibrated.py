@@ -45,7 +45,7 @@ def run(args: argparse.Namespace, model: Transformer) -> int:
     limit = free * (args.memory or calibration.device.memory_bytes)
 
     def make(form: str, paper: Paper) -> str:
-        return forecast_text(calibration, shape, setting, forecast, limit)
+        return forecast_text(calibration, shape, setting, forecast, limit, width=paper.width)
 
     def summary() -> dict[str, Any]:
         numbers = asdict(forecast)

@@ -64,7 +64,7 @@ class Forecaster:
     def __init__(self, calibration: Calibration) -> None:
         self._calibration = calibration
         self._prices = Prices(calibration)
-        self._own: dict[MeasuredStep, _Raw] = {}
+        self._sums: dict[MeasuredStep, _Raw] = {}
 
     def forecast(self, shape: Transformer, setting: StepSetting) -> StepForecast:
         """Return the forecast of a step; refuses a model that is not like the plain one."""
@@ -161,12 +161,12 @@ class Forecaster:
 
     def _ratio(self, what: str, step: MeasuredStep, raw: _Raw) -> float:
         """Return a real step over its own forecast; 0 for a step of the other kind, which judges nothing here."""
-        if step not in self._own:
-            self._own[step] = self._raw(step.shape, step.setting)
-        own = self._own[step]
+        if step not in self._sums:
+            self._sums[step] = self._raw(step.shape, step.setting)
+        sums = self._sums[step]
         if what == "bytes":
-            return step.peak_bytes / own.bytes if step.peak_bytes else 0.0
-        return step.seconds / own.seconds if own.host_bound == raw.host_bound else 0.0
+            return step.peak_bytes / sums.bytes if step.peak_bytes else 0.0
+        return step.seconds / sums.seconds if sums.host_bound == raw.host_bound else 0.0
 
 
 class _Raw(NamedTuple):

@@ -196,13 +196,13 @@ class LayerList:
 
     def keep_for(self, tape: StepTape, number: int) -> None:
         """Name what a layer keeps after it, so that the next one can run."""
-        tape.rename(**{name: f"{name}.{number}" for name in self._kept()})
+        tape.rename(**{name: f"{name}.{number}" for name in self._kept_names()})
 
     def take_back(self, tape: StepTape, number: int) -> None:
         """Undo `keep_for`."""
-        tape.rename(**{f"{name}.{number}": name for name in self._kept()})
+        tape.rename(**{f"{name}.{number}": name for name in self._kept_names()})
 
-    def _kept(self) -> tuple[str, ...]:
+    def _kept_names(self) -> tuple[str, ...]:
         return _SAVED if self.fused_norms else (*_SAVED, "r1-wide", "r2-wide")
 
     def backward(self, tape: StepTape, gradient: str, x: str, towards: str) -> None:

@@ -165,7 +165,8 @@ def _bytes_rate(calibration: Calibration) -> float:
 
 
 def _place(work: Work) -> np.ndarray:
-    return np.log2(np.array(work.shape, dtype=float))
+    place: np.ndarray = np.log2(np.array(work.shape, dtype=float))
+    return place
 
 
 def plane(place: np.ndarray, places: np.ndarray, values: np.ndarray) -> float:

@@ -191,24 +191,27 @@ def _update(tape: StepTape, shape: Transformer, setting: StepSetting) -> None:
     """Add the optimizer's works, and what it holds meanwhile."""
     sizes = parameter_sizes(shape)
     if setting.optimizer == "adamw-loop":
-        for size in sizes:
-            _held(tape, f"loop-{size}", 2 * size * setting.width)
+        first = len(sizes) - (2 if shape.tied else 3)  # the last norm and the embedding come first, then the head last
+        before = 0
+        for size in [sizes[-1], sizes[first], *sizes[:first], *sizes[first + 1 : -1]]:
+            _meanwhile(tape, "loop", (2 * size + before) * setting.width)  # the root of the one before is still there
             tape.run("adamw-loop", size)
+            before = size
         return
     kind, numbers = setting.optimizer, sum(sizes)
     if kind == "muon":
         each = matrices(shape)
         for rows, columns in each:
-            _held(tape, f"muon-{rows}-{columns}", _muon_bytes(rows, columns, setting.width))
+            _meanwhile(tape, f"muon-{rows}-{columns}", _muon_bytes(rows, columns, setting.width))
             for _ in range(shape.num_layers):
                 tape.run("muon", max(rows, columns), min(rows, columns))
         kind, numbers = "adamw", numbers - shape.num_layers * sum(rows * columns for rows, columns in each)
     if kind == "adamw-foreach":  # a list of roots, as large as all parameters
-        _held(tape, kind, numbers * setting.width)
+        _meanwhile(tape, kind, numbers * setting.width)
     tape.run(kind, numbers)
 
 
-def _held(tape: StepTape, name: str, size: int) -> None:
+def _meanwhile(tape: StepTape, name: str, size: int) -> None:
     tape.new(**{name: size})
     tape.free(name)
 

@@ -23,7 +23,7 @@ from drumline.plan.calibrated.step_tape import Work
 from drumline.profile.calibrate import messages, real_steps, transfers
 from drumline.profile.calibrate.cuda import dtypes_of
 from drumline.profile.calibrate.recipes import CallOfWork, call_of, precise
-from drumline.profile.calibrate.watches import Watch, watch_of
+from drumline.profile.calibrate.watches import TimeWatch, watch_of
 from drumline.profile.calibrate.works import ACCELERATOR, HOST, works
 
 SECONDS = 200.0
@@ -67,7 +67,7 @@ class _Run:
     works: dict[Work, MeasuredWork] = field(default_factory=dict)
     begun: float = 0.0
     workspace: int = 0
-    watch: Watch = field(init=False)
+    watch: TimeWatch = field(init=False)
 
     def done(self) -> Calibration:
         """Measure everything, in order."""
@@ -189,9 +189,9 @@ class _Run:
         torch.accelerator.reset_peak_memory_stats(self.device)
         before = torch.accelerator.memory_allocated(self.device)
         result = recipe.call()
-        kept = torch.accelerator.memory_allocated(self.device) - before
+        returned = torch.accelerator.memory_allocated(self.device) - before
         del result
-        return max(int(torch.accelerator.max_memory_allocated(self.device)) - before - kept - forward, 0)
+        return max(int(torch.accelerator.max_memory_allocated(self.device)) - before - returned - forward, 0)
 
     def _cleared(self) -> None:
         if self.device.type != "cpu":

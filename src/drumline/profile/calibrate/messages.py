@@ -23,7 +23,10 @@ SIZES = (2**14, 2**18, 2**22, 2**26)  # bytes that a device gives
 def messages(kind: str, num_devices: int, seconds: float) -> list[MeasuredSize]:
     """Return the times of collectives, and of a message there and back, by bytes."""
     with tempfile.TemporaryDirectory() as folder:
-        processes.spawn(_rank, (kind, num_devices, folder, seconds), nprocs=num_devices)  # type: ignore[no-untyped-call, attr-defined]
+        try:
+            processes.spawn(_rank, (kind, num_devices, folder, seconds), nprocs=num_devices)  # type: ignore[no-untyped-call, attr-defined]
+        except Exception as error:  # what a rank raised, of a kind of its own
+            raise RuntimeError(str(error).strip().splitlines()[-1]) from error
         rows = json.loads(Path(folder, "times.json").read_text(encoding="utf-8"))
     return [MeasuredSize(**row) for row in rows]
 
@@ -52,27 +55,28 @@ def _rank(rank: int, kind: str, num_devices: int, folder: str, seconds: float) -
 def _calls(size: int, rank: int, num_devices: int, device: torch.device) -> dict[str, Callable[[], Any]]:
     """Return the calls that all ranks make together."""
     count = size // 4 // num_devices * num_devices
-    given, share = torch.zeros(count, device=device), torch.zeros(count // num_devices, device=device)
-    taken = torch.empty_like(given)
+    sent, share = torch.zeros(count, device=device), torch.zeros(count // num_devices, device=device)
+    received = torch.empty_like(sent)
+    gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
     calls: dict[str, Callable[[], Any]] = {
-        "all-reduce": lambda: dist.all_reduce(given),
-        "all-gather": lambda: dist.all_gather_into_tensor(taken, share),
-        "message": lambda: _there_and_back(given, taken, rank),
+        "all-reduce": lambda: dist.all_reduce(sent),
+        "all-gather": lambda: gather(received, share),
+        "message": lambda: _there_and_back(sent, received, rank),
     }
     if device.type != "cpu":
-        calls["reduce-scatter"] = lambda: dist.reduce_scatter_tensor(share, given)
-        calls["all-to-all"] = lambda: dist.all_to_all_single(taken, given)
+        calls["reduce-scatter"] = lambda: dist.reduce_scatter_tensor(share, sent)
+        calls["all-to-all"] = lambda: dist.all_to_all_single(received, sent)
     return calls
 
 
-def _there_and_back(given: torch.Tensor, taken: torch.Tensor, rank: int) -> None:
+def _there_and_back(sent: torch.Tensor, received: torch.Tensor, rank: int) -> None:
     """Send from rank 0 to 1, and back; others wait for nothing."""
     if rank == 0:
-        dist.send(given, 1)
-        dist.recv(taken, 1)
+        dist.send(sent, 1)
+        dist.recv(received, 1)
     elif rank == 1:
-        dist.recv(taken, 0)
-        dist.send(given, 0)
+        dist.recv(received, 0)
+        dist.send(sent, 0)
 
 
 def _timed(call: Callable[[], Any], device: torch.device, seconds: float) -> Timed:

@@ -90,8 +90,8 @@ def _product_fp8(maker: _Maker) -> CallOfWork:
 
 def _attention(maker: _Maker) -> CallOfWork:
     rows, length, heads, keys, width = maker.shape
-    given = [maker.random(rows, length, count, width).transpose(1, 2) for count in (heads, keys, keys)]
-    queries, others, values = given
+    inputs = [maker.random(rows, length, count, width).transpose(1, 2) for count in (heads, keys, keys)]
+    queries, others, values = inputs
 
     def forward() -> Tensor:
         return functional.scaled_dot_product_attention(
@@ -100,11 +100,11 @@ def _attention(maker: _Maker) -> CallOfWork:
 
     if maker.work.kind == "attention":
         return CallOfWork(forward)
-    for tensor in given:
+    for tensor in inputs:
         tensor.requires_grad_()
     towards = maker.random(rows, length, heads, width).transpose(1, 2)
     besides = maker.work._replace(kind="attention")
-    return CallOfWork(lambda: torch.autograd.grad(forward(), given, towards), besides)
+    return CallOfWork(lambda: torch.autograd.grad(forward(), inputs, towards), besides)
 
 
 def _norm(maker: _Maker) -> CallOfWork:
@@ -112,10 +112,10 @@ def _norm(maker: _Maker) -> CallOfWork:
     hidden, weight = maker.random(rows, width), maker.random(width)
     if maker.work.kind == "norm":
         return CallOfWork(lambda: normalised(hidden, weight))
-    given = [hidden.requires_grad_(), weight.requires_grad_()]
+    inputs = [hidden.requires_grad_(), weight.requires_grad_()]
     towards = maker.random(rows, width)
     besides = maker.work._replace(kind="norm")
-    return CallOfWork(lambda: torch.autograd.grad(normalised(hidden, weight), given, towards), besides)
+    return CallOfWork(lambda: torch.autograd.grad(normalised(hidden, weight), inputs, towards), besides)
 
 
 def _softmax(maker: _Maker) -> CallOfWork:

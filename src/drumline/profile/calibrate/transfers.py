@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from drumline.plan.calibrated.calibration import MeasuredSize
-from drumline.profile.calibrate.watches import HostWatch, Watch
+from drumline.profile.calibrate.watches import HostWatch, TimeWatch
 
 SIZES = (2**12, 2**16, 2**20, 2**24, 2**28)  # bytes
 
 
-def copies(device: torch.device, watch: Watch, seconds: float) -> Iterator[MeasuredSize]:
+def copies(device: torch.device, watch: TimeWatch, seconds: float) -> Iterator[MeasuredSize]:
     """Measure copies, pinned and not, and allocations.
 
     >>> entries = list(copies(torch.device("cpu"), HostWatch(), 0.001))

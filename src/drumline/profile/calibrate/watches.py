@@ -32,7 +32,7 @@ class Timed(NamedTuple):
     spread: float
 
 
-class Watch(Protocol):
+class TimeWatch(Protocol):
     """Times calls."""
 
     def timed(self, call: Call, seconds: float) -> Timed:
@@ -113,7 +113,7 @@ def _count(seconds: float, each: float) -> int:
     return min(max(int(seconds / each), _FEWEST if each < _LONG else _FEW), _MOST)
 
 
-def watch_of(device: torch.device, now: Callable[[], float] = time.perf_counter) -> Watch:
+def watch_of(device: torch.device, now: Callable[[], float] = time.perf_counter) -> TimeWatch:
     """Return the watch of a device; `now` is the host's clock.
 
     >>> type(watch_of(torch.device("cpu"))).__name__

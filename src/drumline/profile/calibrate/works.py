@@ -57,7 +57,7 @@ HOST = Sizes(
     singles=tuple(2**power for power in range(10, 25, 2)),
     parameters=tuple(2**power for power in range(12, 25, 2)),
     most_flops=2e10,
-    most_bytes=4e7,
+    most_bytes=4e8,
 )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
+from textwrap import wrap
 
-from drumline.core.errors import PlanError
+from drumline.core.errors import PlanError, counted
 from drumline.core.units import duration, percent, size_text
 from drumline.plan.calibrated.calibration import Calibration, MeasuredSize, MeasuredWork
 from drumline.plan.calibrated.forecast import Forecaster, Interval, StepForecast
@@ -19,11 +20,13 @@ from drumline.report.draw.table import table
 def calibration_text(calibration: Calibration, *, width: int = 120) -> str:
     """Return what was measured: works by kind, the host, copies and messages, real steps, and what is missing."""
     device = calibration.device
+    processors = counted(device.num_processors, "thread" if calibration.on_host else "processor")
     lines = [
-        f"{device.name} ({device.kind}), {device.num_processors} processors, {size_text(device.memory_bytes)}",
-        f"PyTorch {device.torch}, Python {device.python}; measured {calibration.date} in {calibration.seconds:.0f} s",
+        *wrap(f"{device.name} ({device.kind}), {processors}, {size_text(device.memory_bytes)}", width),
+        *wrap(f"PyTorch {device.torch}, Python {device.python}", width),
+        *wrap(f"measured {calibration.date} in {calibration.seconds:.0f} s", width),
         "",
-        table(*_works(calibration.works), width=width, left=2),
+        table(*_works(calibration.works), width=width, left=2, keep=("best rate",)),
     ]
     for name, entries in (("host", calibration.host), ("copy or message", calibration.transfers)):
         if entries:
@@ -31,7 +34,11 @@ def calibration_text(calibration: Calibration, *, width: int = 120) -> str:
     if calibration.steps:
         lines += ["", table(*_steps(calibration), width=width, keep=("forecast",))]
     if calibration.missing:
-        lines += ["", "missing:", *(f"- {reason}"[:width] for reason in calibration.missing)]
+        lines += [
+            "",
+            "missing:",
+            *(line for reason in calibration.missing for line in wrap(f"- {reason}", width, subsequent_indent="  ")),
+        ]
     return "\n".join(lines)
 
 
@@ -93,7 +100,13 @@ def _steps(calibration: Calibration) -> tuple[list[str], list[list[str]]]:
 
 
 def forecast_text(
-    calibration: Calibration, shape: Transformer, setting: StepSetting, forecast: StepForecast, limit: float
+    calibration: Calibration,
+    shape: Transformer,
+    setting: StepSetting,
+    forecast: StepForecast,
+    limit: float,
+    *,
+    width: int = 120,
 ) -> str:
     """Return a forecast for the terminal."""
     tokens = setting.rows * shape.sequence
@@ -117,7 +130,7 @@ def forecast_text(
         "",
         _judged(forecast),
     ]
-    return "\n".join(lines)
+    return "\n".join(piece for line in lines for piece in wrap(line, width, subsequent_indent=" " * 8) or [""])
 
 
 def _between(interval: Interval, spelled: object) -> str:
