@@ -60,6 +60,22 @@ def test_a_number_that_loses_is_left_however_noisy_its_steps_are() -> None:
     assert run.steps[-1].program.num_microbatches <= 16
 
 
+def test_first_noisy_steps_do_not_keep_a_number_that_loses() -> None:
+    """With more than 16 microbatches, two of the first three steps that count are quick, and then all are slow."""
+    run = Virtual(one_f_one_b(8), (8, 8), settings=_ALONE, build=one_f_one_b, rows=64, fixed=lambda step: 1e-4)
+
+    def slowness(step: int) -> list[float]:
+        since = 0
+        while since < step and run.steps[step - since - 1].program.num_microbatches > 16:
+            since += 1
+        return [(0.6 if since in (1, 3) else 1.6) if run.num_microbatches > 16 else 1.0] * 2
+
+    run.slowness = slowness
+    run.run(24)
+    assert [proposal.is_back for proposal in run.proposals] == [False, False, True]
+    assert run.steps[-1].program.num_microbatches <= 16
+
+
 def test_numbers_come_back_ever_more_rarely_until_something_lastingly_changes() -> None:
     tries = Tries(8, first=8)
     tries.settled(4, step=10)
