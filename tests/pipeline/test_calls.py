@@ -19,6 +19,7 @@ from drumline.pipeline.calls.draws import TwiceDrawn
 from drumline.pipeline.calls.function_steps import FunctionSteps
 from drumline.pipeline.calls.functions import Functions, StandIn
 from refused import refused
+from some import some
 
 pytestmark = pytest.mark.torch
 M = 4
@@ -93,7 +94,7 @@ def test_steps_of_functions_train_on_the_sum_of_their_losses_also_with_fewer_bat
     loss = steps.train(lambda model, row: noisy_loss(row, model), rows()[:count])
     assert model.training
     torch.testing.assert_close(loss, wanted.detach())
-    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+    for own, other in some(zip(model.parameters(), plain.parameters(), strict=True)):
         torch.testing.assert_close(own.grad, other.grad)
 
 
@@ -109,7 +110,7 @@ def test_evaluations_return_what_the_function_makes_of_each_batch_and_draw_nothi
     outcomes = steps.evaluate(function, rows()[:3], step=7)
     assert not model.training
     assert torch.equal(torch.get_rng_state(), states)
-    for outcome, row in zip(outcomes, rows()[:3], strict=True):
+    for outcome, row in some(zip(outcomes, rows()[:3], strict=True)):
         assert outcome is not None
         torch.testing.assert_close(outcome[0], model(row["x"]).sum())
         torch.testing.assert_close(outcome[1], row)
