@@ -5,6 +5,7 @@ from __future__ import annotations
 from planted_adapt import ADAPT
 from planted_axes import AXES
 from planted_calibrated import CALIBRATED
+from planted_calls import CALLS
 from planted_core import CORE
 from planted_followed import FOLLOWED
 from planted_losses import LOSSES
@@ -32,6 +33,7 @@ BUGS = (
     *AXES,
     *ADAPT,
     *PIPELINE,
+    *CALLS,
     *SAVING,
     *STATE,
     *STREAM,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -29,7 +31,7 @@ def test_scores_are_those_of_pytorchs_cross_entropy_and_distributions(shifted: b
     torch.testing.assert_close(-scores["log_probs"][:, -4:], losses)
     assert scores["log_probs"].requires_grad
     counts = labels != IGNORED
-    chances = torch.distributions.Categorical(logits=rows)
+    chances: Any = torch.distributions.Categorical(logits=rows)
     wanted = {
         "label_mask": counts, "entropy": chances.entropy() * counts, "mean_logits": rows.mean(-1) * counts,
         "is_top1": (rows.argmax(-1) == labels) & counts,

@@ -134,7 +134,11 @@ def test_groups_have_settings_of_their_own_and_what_is_left(master_weights: bool
     given: dict[str, Any] = {"master_weights": True} if master_weights else {}
     model, plain = (each.to(torch.float16 if master_weights else torch.float32) for each in (model, plain))
     pipe = Pipeline(model, loss_fn=functional.cross_entropy, num_microbatches=4, num_ranks=2, **given)
-    groups = [{"names": "*.bias", "weight_decay": 0.0}, {"names": "0.*t", "lr": 0.1}, {"weight_decay": 0.5}]
+    groups: list[dict[str, Any]] = [
+        {"names": "*.bias", "weight_decay": 0.0},
+        {"names": "0.*t", "lr": 0.1},
+        {"weight_decay": 0.5},
+    ]
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-2, groups=groups)
     names = [["0.bias", "2.bias", "4.bias"], ["0.weight"], ["2.weight", "4.weight"]]
     named = optimizer.state_dict()["param_groups"]
@@ -147,13 +151,12 @@ def test_groups_have_settings_of_their_own_and_what_is_left(master_weights: bool
 
 def test_groups_that_are_not_clear_are_refused() -> None:
     pipe = Pipeline(classifier(), loss_fn=functional.cross_entropy, num_microbatches=4, num_ranks=2)
-    for groups, error in some(
-        [
-            ([{"names": "*.bias"}, {"names": "0.*"}], "'0.bias' is in two groups"),
-            ([{"params": []}], "groups holds"),
-            ([{"names": "*.wight"}], "no trainable parameter is named"),
-        ]
-    ):
+    cases: list[tuple[list[dict[str, Any]], str]] = [
+        ([{"names": "*.bias"}, {"names": "0.*"}], "'0.bias' is in two groups"),
+        ([{"params": []}], "groups holds"),
+        ([{"names": "*.wight"}], "no trainable parameter is named"),
+    ]
+    for groups, error in some(cases):
         with refused(UsageError, error):
             pipe.optimizer(torch.optim.SGD, lr=0.1, groups=groups)
     with refused(UsageError, "names and groups"):

@@ -9,7 +9,7 @@ import transformers
 from accelerate.utils import parse_flag_from_env
 
 from drumline.core.errors import refuse
-from drumline.core.seams import missing_method
+from drumline.pipeline.passed_on import missing_method
 
 # What the integration overrides or calls, and the parameters that it counts on.
 _SEAM = {

@@ -101,8 +101,8 @@ class Trainer(transformers.Trainer):
         """Leave the model where it is: the pipeline moves this rank's stages."""
 
     def _wrap_model(self, model: nn.Module, *_: Any, **__: Any) -> Any:
-        own = {"parameters": self.model.parameters, "zero_grad": self.pipeline.zero_grad}
-        return StandIn(self.model, None, "the trainer", own)
+        attributes = {"parameters": self.model.parameters, "zero_grad": self.pipeline.zero_grad}
+        return StandIn(self.model, None, "the trainer", attributes)
 
     def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **named: Any) -> Any:
         """Give all ranks of a line the same data: a replica's share of it in training, all of it in evaluations."""

@@ -1,4 +1,4 @@
-"""A model and settings of a pipeline that somebody else passes on, such as a trainer that decides some of them."""
+"""What a trainer of another library passes on: a model, settings of which it decides some, methods to override."""
 
 from __future__ import annotations
 
@@ -39,3 +39,21 @@ def settings_for(model: Any, settings: Any, decided: Mapping[str, str]) -> dict[
             (name not in known, f"pipeline has the setting {name!r}", "settings of dl.Pipeline", nearest(name, known)),
         )
     return dict(settings or {})
+
+
+def missing_method(owner: type, wanted: Mapping[str, str]) -> str:
+    """Return the first method that a class lacks, or that lacks one of the parameters wanted; else nothing.
+
+    >>> class Trainer:
+    ...     def log(self, logs): ...
+    >>> missing_method(Trainer, {"log": "logs"})
+    ''
+    >>> missing_method(Trainer, {"log": "logs start_time"})
+    'Trainer.log(logs, start_time)'
+    """
+    for name, parameters in wanted.items():
+        function = getattr(owner, name, None)
+        known = inspect.signature(function).parameters if callable(function) else {}
+        if function is None or not known.keys() >= set(parameters.split()):
+            return f"{owner.__name__}.{name}({', '.join(parameters.split())})"
+    return ""

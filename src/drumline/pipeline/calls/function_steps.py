@@ -1,8 +1,10 @@
 """Steps that run functions which call the model, such as a trainer's `compute_loss`.
 
-function(model, batch)    runs for each microbatch: before the step, and again at the last stage (functions.py)
-fewer batches             the last of them runs again, and counts nothing
-random numbers            as if each function had run once, on every rank (draws.py)
+    function(model, batch)    runs for each microbatch: before the step, and again at the last stage (functions.py)
+    fewer batches             the last of them runs again, and counts nothing
+    random numbers            as if each function had run once, on every rank (draws.py)
+
+So a loop of somebody else's trains on a pipeline as it is, if it hands over the batches of a whole step.
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ class _Called(BaseException):  # nobody catches it on its way
 class StandIn:
     """A model whose calls are answered by a function, or refused; all else is the model's own, but for its weights.
 
-    `own` has attributes that it has in place of the model's.
+    `attributes` are what it has in place of the model's.
 
-    >>> stand_in = StandIn(nn.Linear(2, 1), lambda x: x + 1, own={"parameters": lambda: ["these"]})
+    >>> stand_in = StandIn(nn.Linear(2, 1), lambda x: x + 1, attributes={"parameters": lambda: ["these"]})
     >>> stand_in(2), stand_in.in_features, stand_in.parameters()
     (3, 2, ['these'])
     """
@@ -50,10 +50,10 @@ class StandIn:
         model: nn.Module,
         answer: Callable[..., Any] | None = None,
         who: str = "compute_loss",
-        own: Mapping[str, Any] = MappingProxyType({}),
+        attributes: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._model, self._answer, self._who = model, answer, who
-        vars(self).update(own)
+        vars(self).update(attributes)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
