@@ -33,6 +33,15 @@ def open_session(path: Path, *, threads: int = 1) -> Any:
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
+def is_of_runtime(error: BaseException) -> bool:
+    """Whether ONNX Runtime has raised an error; it has a class for each of its codes, without one for all.
+
+    >>> is_of_runtime(ValueError())
+    False
+    """
+    return type(error).__module__.startswith("onnxruntime.")
+
+
 class Session:
     """The graph of one stage, held against its manifest."""
 

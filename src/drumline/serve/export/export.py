@@ -22,7 +22,7 @@ from drumline.serve.export.guards import LENGTH, Admission, Assumption, assumpti
 from drumline.serve.export.lookups import bounds_of
 from drumline.serve.export.onnx_chain import Example, GraphChain, chain_of
 from drumline.serve.export.whole import Changing, block_names, traced, write_whole
-from drumline.serve.session import open_session
+from drumline.serve.session import is_of_runtime, open_session
 from drumline.serve.wire.files import digest_of
 from drumline.serve.wire.manifest import BATCH, Dimensions, Manifest, ManifestStage, Sizes
 
@@ -56,11 +56,13 @@ def export(
     try:
         with tempfile.TemporaryDirectory(prefix=".part-", dir=out) as work:
             return _export(subject, out, Path(work), num_stages, rows, length, cuts, tell)
-    except BaseException:
+    except BaseException as error:
         for path in out.iterdir():
             shutil.rmtree(path, ignore_errors=True)
         if is_new:
             out.rmdir()
+        if is_of_runtime(error):
+            raise _not_computed(error) from error
         raise
 
 
@@ -177,12 +179,16 @@ def _session(whole: Path) -> Any:
     try:
         return open_session(whole)
     except Exception as error:  # ONNX Runtime has a class for each of its codes, without one for all
-        why = (str(error).splitlines() or ["?"])[0].rpartition(" : ")[2][:300]
-        raise ModelError(
-            f"ONNX Runtime does not compute the exported graph: {why}",
-            expected="operations and types that it has",
-            fix="convert inputs to int64 or float32 before they are used",
-        ) from None
+        raise _not_computed(error) from None
+
+
+def _not_computed(error: BaseException) -> ModelError:
+    why = (str(error).splitlines() or ["?"])[0].rpartition(" : ")[2][:300]
+    return ModelError(
+        f"ONNX Runtime does not compute the exported graph: {why}",
+        expected="operations, types and sizes that it has",
+        fix="convert inputs to int64 or float32 before they are used, and reshape by known dimensions",
+    )
 
 
 def _assumed(subject: Subject, changing: Changing, name: str, rows: int, length: int) -> list[Assumption]:
