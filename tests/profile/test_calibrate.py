@@ -230,14 +230,17 @@ def test_the_host_is_timed_by_rounds_whose_calls_last_together_long_enough() -> 
 
 def test_time_that_is_over_leaves_the_rest_out_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = count()
+    listed = [Work("add", "fp32", (64 * number,)) for number in range(1, 31)]
     monkeypatch.setattr(module.real_steps, "host_times", lambda *args: iter(()))
     monkeypatch.setattr(module.real_steps, "measured_step", lambda *args: "a step")
+    monkeypatch.setattr(module, "works", lambda *args: listed)
     found = calibrate(CPU, seconds=8.0, dtypes=["fp32"], now=lambda: float(next(moments)))
     assert list(found.steps) == ["a step"] * 4  # type: ignore[comparison-overlap]
+    assert [entry.work for entry in found.works] == listed[: len(found.works)]
     assert 1 <= len(found.works) < 10
     assert [reason for reason in found.missing if "no time" in reason] == [
         "real steps of 4 layers of 96: no time",
-        f"{len(works(HOST, ['fp32'])) - 3} of {len(works(HOST, ['fp32']))} works: no time",
+        f"{30 - len(found.works)} of 30 works: no time",
     ]
 
 

@@ -24,7 +24,7 @@ class StepSetting:
 
     >>> StepSetting(rows=4, dtype="fp16")
     Traceback (most recent call last):
-    drumline.core.errors.PlanError: dtype is 'fp16'; choose one of bf16, fp32, tf32
+    drumline.core.errors.PlanError: dtype is 'fp16'; did you mean bf16?
     """
 
     rows: int

@@ -77,15 +77,15 @@ def matrices(shape: Transformer) -> list[tuple[int, int]]:
 
 
 def parameter_sizes(shape: Transformer) -> list[int]:
-    """Return the numbers in every parameter, those of layers first.
+    """Return the numbers in every parameter, in the order of the model: last norm, embedding, layers, head.
 
     >>> shape = Transformer("m", 1, 64, 4, vocabulary=100, sequence=16, gated=True, tied=False)
-    >>> len(parameter_sizes(shape)), parameter_sizes(shape)[-3:]
-    (12, [6400, 6400, 64])
+    >>> len(parameter_sizes(shape)), parameter_sizes(shape)[:5]
+    (12, [64, 6400, 64, 64, 4096])
     """
-    layer = [rows * columns for rows, columns in matrices(shape)] + [shape.hidden] * 2
-    ends = [shape.vocabulary * shape.hidden] * (1 if shape.tied else 2)
-    return layer * shape.num_layers + ends + [shape.hidden]
+    layer = [shape.hidden] * 2 + [rows * columns for rows, columns in matrices(shape)]
+    table = shape.vocabulary * shape.hidden
+    return [shape.hidden, table, *layer * shape.num_layers, *([] if shape.tied else [table])]
 
 
 def _standing(tape: StepTape, shape: Transformer, setting: StepSetting) -> None:
@@ -95,10 +95,10 @@ def _standing(tape: StepTape, shape: Transformer, setting: StepSetting) -> None:
     tape.new(tables=tables)
     for at, size in enumerate(sizes):
         tape.new(**{f"parameter-{at}": size * setting.width})
-    of_layer = len(matrices(shape))
+    of_layer = len(matrices(shape)) + 2
     for at, size in enumerate(sizes):
-        layer, place = divmod(at, of_layer + 2)
-        by_muon = setting.optimizer == "muon" and layer < shape.num_layers and place < of_layer
+        layer, place = divmod(at - 2, of_layer)
+        by_muon = setting.optimizer == "muon" and 0 <= layer < shape.num_layers and place >= 2
         tape.new(**{f"state-{at}": size * setting.width})
         if not by_muon:
             tape.new(**{f"square-{at}": size * setting.width})
@@ -191,9 +191,8 @@ def _update(tape: StepTape, shape: Transformer, setting: StepSetting) -> None:
     """Add the optimizer's works, and what it holds meanwhile."""
     sizes = parameter_sizes(shape)
     if setting.optimizer == "adamw-loop":
-        first = len(sizes) - (2 if shape.tied else 3)  # the last norm and the embedding come first, then the head last
         before = 0
-        for size in [sizes[-1], sizes[first], *sizes[:first], *sizes[first + 1 : -1]]:
+        for size in sizes:
             _meanwhile(tape, "loop", (2 * size + before) * setting.width)  # the root of the one before is still there
             tape.run("adamw-loop", size)
             before = size

@@ -46,10 +46,6 @@ def calibrate(
     """Measure a device in about so many seconds, by `now`; `clock` times what the host does.
 
     What fails or does not fit is listed as missing, with the reason.
-
-    >>> calibration = calibrate(torch.device("cpu"), seconds=0.01, dtypes=["fp32"])
-    >>> calibration.device.kind, {"adamw", "layers"} <= {entry.kind for entry in calibration.host}
-    ('cpu', True)
     """
     return _Run(device, seconds, list(dtypes or dtypes_of(device)), num_devices, say, now, clock).done()
 
