@@ -210,7 +210,7 @@ ADAPT = (
     ),
     Bug(
         "few-steps-compare-numbers",
-        "Numbers._enough",
+        "NumberChoice._enough",
         "math.ceil(min((self._noise_now() / self._settings.least_gain) ** 2, _MOST))",
         "_FEWEST",
         "In noise, three steps decide how many microbatches there are.",

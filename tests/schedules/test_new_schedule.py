@@ -107,8 +107,8 @@ def test_a_cluster_is_planned_with_it(name: str) -> None:
         batch=4, pipeline=2, schedule=name, stages_per_rank=stages, counts=(12 // (2 * stages),) * 2 * stages
     )
     assert estimate(transformer, small_cluster(2), layout).seconds.total > 0
-    text, missing = titan(transformer, layout)
-    assert f'pipeline_parallel_schedule_csv = "{name}.csv"' in text
+    file, missing = titan(transformer, layout)
+    assert file["parallelism"]["pipeline_parallel_schedule_csv"] == f"{name}.csv"
     assert any("the placement" in word for word in missing) == (name == "upstream")
 
 

@@ -23,7 +23,7 @@ from drumline.adapt.drift import Change, Drift
 from drumline.adapt.evidence import noise_of
 from drumline.adapt.measured_step import NAMED_QUEUE, series_of, stage_seconds
 from drumline.adapt.microbatches import Build
-from drumline.adapt.numbers import Numbers
+from drumline.adapt.number_choice import NumberChoice
 from drumline.adapt.proposal import CUT, NUMBER, PROGRAM, Arrangement, ChangeResult, Proposal
 from drumline.adapt.rebalance import Layers
 from drumline.adapt.recut import Recut
@@ -87,7 +87,7 @@ class Decider:
         self._barred: dict[tuple[str, Any], int] = {}  # those taken back since anything drifted, and after which step
         self._shortfall = Shortfall(settings.cooldown)  # of programs
         self._most_pairs = settings.max_activations or max(simulate(now.program).peak_activations)
-        self._numbers = Numbers(settings, build, self._most_pairs, now)
+        self._numbers = NumberChoice(settings, build, self._most_pairs, now)
 
     # ---- what is seen ------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ _MOST_TRIED = 9  # steps of a number that is tried, and before the first one is
 _SURE = 2.0  # errors by which a gain is sure
 
 
-class Numbers:
+class NumberChoice:
     """What is known of other numbers of microbatches; None is proposed while they are kept.
 
     `build` makes the program of a number, `most_pairs` is how many pairs of stage and microbatch a rank may hold.
