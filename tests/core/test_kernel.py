@@ -61,16 +61,16 @@ def test_rows_in_any_order_run_in_steps_of_one_node_each(kernel: library.Kernel)
 
 
 def test_a_library_that_does_not_fit_counts_as_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(library.Absent, match="was not compiled"):
+    with pytest.raises(library.NoKernel, match="was not compiled"):
         library.loaded(tmp_path / build.file_name())
     other = tmp_path / "other.shared"
     other.write_bytes(b"\x7fELF, but of no machine")
-    with pytest.raises(library.Absent, match="cannot be loaded"):
+    with pytest.raises(library.NoKernel, match="cannot be loaded"):
         library.loaded(other)
     fits = library_file()
     library.loaded(fits)
     monkeypatch.setattr(build, "digest", lambda: "of later sources")
-    with pytest.raises(library.Absent, match="from other sources"):
+    with pytest.raises(library.NoKernel, match="from other sources"):
         library.loaded(fits)
 
 

@@ -51,28 +51,28 @@ class Kernel:
             setattr(self, name, function)
 
 
-class Absent(Exception):
+class NoKernel(Exception):
     """There is no kernel to use; the text says why."""
 
 
 def loaded(path: Path) -> Kernel:
-    """Return the kernel in a file, or raise Absent if it cannot be loaded or was made from other sources."""
+    """Return the kernel in a file, or raise NoKernel if it cannot be loaded or was made from other sources."""
     if not path.is_file():
-        raise Absent(f"{path.name} was not compiled")
+        raise NoKernel(f"{path.name} was not compiled")
     try:
         library = ctypes.CDLL(str(path))
         if build.digest_in(library) != build.digest():
-            raise Absent(f"{path.name} was compiled from other sources")
+            raise NoKernel(f"{path.name} was compiled from other sources")
         return Kernel(library)
     except (OSError, AttributeError, ValueError) as error:
-        raise Absent(f"{path.name} cannot be loaded: {error}") from None
+        raise NoKernel(f"{path.name} cannot be loaded: {error}") from None
 
 
 @cache
-def _installed() -> Kernel | Absent:
+def _installed() -> Kernel | NoKernel:
     try:
         return loaded(build.HERE / build.file_name())
-    except Absent as absent:
+    except NoKernel as absent:
         return absent
 
 
@@ -101,7 +101,7 @@ def slower(num_nodes: int) -> None:
         absent = _installed()
         logging.getLogger("drumline").warning(
             "simulations run in Python, with the same results but slower: %s; to compile it, run: python -m %s",
-            absent if isinstance(absent, Absent) else "the kernel is not used",
+            absent if isinstance(absent, NoKernel) else "the kernel is not used",
             build.__name__,
         )
 
