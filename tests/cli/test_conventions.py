@@ -433,7 +433,7 @@ def test_bash_completes_verbs_schedules_flags_and_their_values(capsys: pytest.Ca
     assert set(schedules()) <= set(completed(script, "drumline simulate "))
     assert completed(script, "drumline show zb-v --mi") == ["--microbatches"]
     assert completed(script, "drumline show zb-v --format s") == ["svg"]
-    assert completed(script, "drumline plan llama-3-8b --hardware h") == ["h100", "h200", "h800"]
+    assert completed(script, "drumline plan llama-3-8b --hardware h") == ["h100", "h200", "h800", "h100-96"]
     assert completed(script, "drumline show --out ") == []  # the shell's own: names of files
     assert completed(script, "drumline completion ") == [*completion._SCRIPTS, "-h", "--help"]
 
