@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -99,15 +99,15 @@ def test_a_number_in_store_that_the_user_has_put_there_between_two_steps_is_foun
     pipe = piped(nn.Sequential(block), checkpoint="full", num_ranks=1, num_microbatches=1)
     step(pipe)
     pipe.zero_grad()
-    words = np.random.get_state(legacy=True)[:3]
+    kind, words, place, *_ = cast(tuple[Any, ...], np.random.get_state())
     monkeypatch.setattr(Noisy, "draws_pairs", True)
-    np.random.set_state((*words, 1, 0.5))
+    np.random.set_state((kind, words, place, 1, 0.5))
     step(pipe)
     found = block.linear.weight.grad
     assert found is not None
     found = found.clone()
     block.zero_grad()
-    np.random.set_state((*words, 1, 0.5))
+    np.random.set_state((kind, words, place, 1, 0.5))
     x = torch.ones(8, WIDTH)
     torch.autograd.backward(nn.functional.mse_loss(block(x), x))
     torch.testing.assert_close(found, block.linear.weight.grad, rtol=0, atol=1e-7)
