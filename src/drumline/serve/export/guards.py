@@ -206,8 +206,9 @@ class Admission:
             step = both[1] - both[0] if len(both) > 1 else 1
             if both and both == list(range(both[0], both[-1] + 1, step)) and (not self._has_length or length in both):
                 return range(both[0], both[-1] + 1, step)
-        gap = next((size for size in self._lengths if size not in sure), length)
-        raise self._refused(self.broken(2, gap) or self.broken(1, gap))
+        gaps = (size for size in self._lengths if size not in sure)
+        texts = (self.broken(rows, gap) for gap in gaps for rows in (2, 1))
+        raise self._refused(next(filter(None, texts), f"length is not {length}"))
 
     def _right(self, length: int) -> bool:
         """Whether the graph computes what PyTorch does for a length, with one row and with several."""
