@@ -229,4 +229,11 @@ ADAPT = (
         "if False:",
         "What has changed is forgotten before another number of microbatches is due.",
     ),
+    Bug(
+        "a-trial-that-loses-goes-on",
+        "Decider._tried",
+        "(proposal.is_trial or proposal.after == trial.before)",
+        "proposal.is_trial",
+        "A number that was tried and loses stays, if the one before it was taken back earlier.",
+    ),
 )

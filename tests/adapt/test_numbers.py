@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from drumline.adapt.decide import Decider
 from drumline.adapt.proposal import NUMBER
 from drumline.adapt.tries import Tries
 from some import some
@@ -74,6 +75,13 @@ def test_first_noisy_steps_do_not_keep_a_number_that_loses() -> None:
     run.run(24)
     assert [proposal.is_back for proposal in run.proposals] == [False, False, True]
     assert run.steps[-1].program.num_microbatches <= 16
+
+
+def test_a_trial_that_loses_ends_where_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight rows, so eight microbatches are best; and all numbers count as taken back often."""
+    monkeypatch.setattr(Decider, "_admits", lambda *_, **__: False)
+    run = Virtual(one_f_one_b(8), (8, 8), settings=_ALONE, build=one_f_one_b, rows=8, fixed=lambda step: 1e-5).run(20)
+    assert [proposal.after.program.num_microbatches for proposal in run.proposals] == [4, 8]
 
 
 def test_numbers_come_back_ever_more_rarely_until_something_lastingly_changes() -> None:

@@ -278,7 +278,7 @@ class Decider:
         trial = self._trial
         assert trial is not None
         if trial.is_trial:
-            return self._tried(step)
+            return self._tried(step, trial)
         if len(self._recent) < _RECENT:
             return None
         real, onward = np.array(self._taken), None
@@ -311,13 +311,14 @@ class Decider:
         why = f"a step takes {measured * 1e3:.1f} ms, predicted were {trial.predicted * 1e3:.1f} ms"
         return Proposal(step, trial.kind, why, self.now, trial.before, measured, alone, is_back=True)
 
-    def _tried(self, step: int) -> Proposal | None:
-        """Take the best number once another one was tried for long enough."""
+    def _tried(self, step: int, trial: Proposal) -> Proposal | None:
+        """Take the best number once another one was tried for long enough; the one before it is always admitted."""
         is_over, proposal = self._numbers.after_trial(step, self.now, self._seconds)
         if not is_over:
             return None
         self._trial = None
-        if proposal is not None and (proposal.is_trial or self._paying(proposal) is not None):
+        is_free = proposal is not None and (proposal.is_trial or proposal.after == trial.before)
+        if proposal is not None and (is_free or self._paying(proposal) is not None):
             return replace(proposal, why=f"{self.now.words} was tried")
         self._numbers.settled(self.now, step)
         return None
