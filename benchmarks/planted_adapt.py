@@ -211,7 +211,7 @@ ADAPT = (
     Bug(
         "few-steps-compare-numbers",
         "NumberChoice._enough",
-        "math.ceil(min((self._noise_now() / self._settings.least_gain) ** 2, _MOST))",
+        "math.ceil(min((self._noise_now() / max(self._settings.least_gain, _LEAST)) ** 2, _MOST))",
         "_FEWEST",
         "In noise, three steps decide how many microbatches there are.",
     ),

@@ -144,7 +144,7 @@ def test_nodes_and_their_devices_make_the_cluster(capsys: pytest.CaptureFixture[
         (
             ("gpt-1.7b", "--hardware", "h10", "--gpus", "8", "--batch", "16"),
             "unknown hardware 'h10'",
-            "did you mean h100?",
+            "did you mean h100 or h100-96?",
         ),
         (
             (*SMALL, "--tensor", "2", "--pipeline", "2", "--data", "4"),

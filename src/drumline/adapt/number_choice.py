@@ -29,6 +29,7 @@ _FEWEST = 3  # steps by which costs are judged
 _MOST = 24
 _MOST_TRIED = 9  # steps of a number that is tried, and before the first one is
 _SURE = 2.0  # errors by which a gain is sure
+_LEAST = 0.005  # of an error: a smaller gain asks for no more steps
 
 
 class NumberChoice:
@@ -101,7 +102,7 @@ class NumberChoice:
 
     def _enough(self) -> int:
         """Return after how many steps the error of their mean is below the least gain."""
-        return math.ceil(min((self._noise_now() / self._settings.least_gain) ** 2, _MOST))
+        return math.ceil(min((self._noise_now() / max(self._settings.least_gain, _LEAST)) ** 2, _MOST))
 
     def _is_sure(self, proposal: Proposal) -> bool:
         return proposal.gain >= _SURE * self._noise_now() / math.sqrt(len(self._steps))

@@ -21,6 +21,8 @@ from drumline.core.memory import Holding, holdings
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.core.timeline.attribute import attribute
+from drumline.core.timeline.idle import Idle
 
 _BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
 Own = list[list[bool]]  # for every row, which actions are the step's own
@@ -146,6 +148,11 @@ class PartSimulation(Simulation):
     def end(self) -> float:
         """When the last action ends."""
         return max(track.ends[-1] for track in self.tracks)
+
+    @cached_property
+    def causes(self) -> Sequence[Idle]:
+        """Every idle interval with its cause, of the actions that are shown: the graph's arrays have all."""
+        return attribute(self, self.limit)
 
     @cached_property
     def balanced(self) -> None:

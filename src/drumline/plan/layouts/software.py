@@ -205,7 +205,7 @@ def software(name: str) -> Software:
     False
     >>> software("megatron@2020")
     Traceback (most recent call last):
-    drumline.core.errors.PlanError: unknown software 'megatron@2020'; did you mean megatron@2021?
+    drumline.core.errors.PlanError: unknown software 'megatron@2020'; did you mean megatron@2022?
     """
     if name not in PRESETS:
         raise PlanError(f"unknown software {name[:60]!r}", fix=nearest(name[:60], PRESETS))
