@@ -7,7 +7,8 @@ import random
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -70,14 +71,39 @@ def drawn_files(seed: int, framework: str, named: str, count: int) -> list[tuple
     ]
 
 
+@dataclass(frozen=True)
+class Said:
+    """What Megatron-LM's config class of one release says to files as written, and to files that people changed.
+
+    Its package takes seconds to import, so it is asked once for both.
+    """
+
+    files: list[tuple[Question, Layout, WrittenFile]]
+    of_files: list[str]
+    changed: list[dict[str, Any]]
+    of_changed: list[str]
+
+    @staticmethod
+    @cache
+    def by(named: str) -> Said:
+        files, facts = drawn_files(1, "megatron", named, 30), release("megatron", named)
+        changed = changed_files(named, checked_rules(named))
+        said = refused_by(facts.package, "megatron", [*(file.values for _, _, file in files), *changed])
+        return Said(files, said[: len(files)], changed, said[len(files) :])
+
+
+def checked_rules(named: str) -> list[Mapping[str, Any]]:
+    """Return the rules that the config classes check."""
+    return [rule for rule in release("megatron", named).refuses if rule["from"].endswith(CONFIG_CLASSES)]
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize("named", MEGATRONS)
 def test_files_for_megatron_are_taken_by_its_config_class(named: str) -> None:
-    files = drawn_files(1, "megatron", named, 30)
+    files, said = Said.by(named).files, Said.by(named).of_files
     facts = release("megatron", named)
     assert [facts.refusals(file.values) for _, _, file in some(files)] == [[]] * len(files)
     assert all(file.starts for _, _, file in some(files))
-    said = refused_by(facts.package, "megatron", [file.values for _, _, file in files])
     assert [(text, file.values) for text, (_, _, file) in zip(said, files, strict=True) if text] == []
     # The files are of all kinds: each of these was written for some.
     every = {name for _, _, file in files for name in file.values}
@@ -181,11 +207,8 @@ def broken(values: dict[str, Any], conditions: Sequence[Sequence[Any]]) -> dict[
 @pytest.mark.torch
 @pytest.mark.parametrize("named", MEGATRONS)
 def test_facts_refuse_what_megatrons_config_class_refuses(named: str) -> None:
-    facts = release("megatron", named)
-    checked = [rule for rule in facts.refuses if rule["from"].endswith(CONFIG_CLASSES)]
-    of_class = replace(facts, refuses=tuple(checked))
-    files = changed_files(named, checked)
-    said = refused_by(facts.package, "megatron", files)
+    checked, files, said = checked_rules(named), Said.by(named).changed, Said.by(named).of_changed
+    of_class = replace(release("megatron", named), refuses=tuple(checked))
     differ = [
         (text, ours, values)
         for text, values in zip(said, files, strict=True)
