@@ -96,4 +96,11 @@ CALLS = (
         "_generator.gauss_next = None",
         "A state of Python's that is put back has no second normal number in store.",
     ),
+    Bug(
+        "a-scaled-loss-is-taken-for-the-models",
+        "_with_own_losses",
+        "own = copy(output)",
+        "own = output",
+        "A function that scales a loss by name in place makes the first step's check fail.",
+    ),
 )

@@ -145,6 +145,30 @@ def test_a_loss_of_the_model_may_be_scaled_in_place() -> None:
     torch.testing.assert_close(loss, 2 * torch.stack([plain(row["x"]).sum() for row in rows()]).sum().detach())
 
 
+class Named(nn.Module):
+    """Returns its loss by name, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = chain()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.layers(x).sum(), "size": x.square().sum()}
+
+
+def scaling_by_name(model: Any, row: dict[str, Tensor]) -> Any:
+    loss = model(row["x"])["loss"]
+    loss *= 2
+    return loss
+
+
+def test_a_loss_by_name_may_be_scaled_in_place_while_the_model_is_checked() -> None:
+    plain = chain()
+    steps = steps_of(Named(), check_model=True, example=torch.ones(M, 3))
+    loss = steps.train(scaling_by_name, rows())
+    torch.testing.assert_close(loss, 2 * torch.stack([plain(row["x"]).sum() for row in rows()]).sum().detach())
+
+
 @pytest.mark.parametrize("schedule", ["pipedream", "chimera"])
 def test_schedules_in_which_functions_cannot_run_are_refused(schedule: str) -> None:
     with refused(DrumlineError, schedule):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -204,10 +205,11 @@ def _with_own_losses(output: Any) -> Any:
     """Return an output whose losses are copies, which functions may scale in place."""
     if not isinstance(output, dict):
         return mapped(output, lambda tensor: tensor if tensor.dim() else tensor.clone())
+    own = copy(output)  # the first step's check compares what the model has returned
     for name, value in output.items():
         if isinstance(value, Tensor) and not value.dim():
-            output[name] = value.clone()
-    return output
+            own[name] = value.clone()
+    return own
 
 
 def _keeps_statistics(module: nn.Module) -> bool:
