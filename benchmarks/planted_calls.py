@@ -99,8 +99,8 @@ CALLS = (
     Bug(
         "a-scaled-loss-is-taken-for-the-models",
         "_with_own_losses",
-        "own = copy(output)",
-        "own = output",
+        "fresh = copy(output)",
+        "fresh = output",
         "A function that scales a loss by name in place makes the first step's check fail.",
     ),
 )

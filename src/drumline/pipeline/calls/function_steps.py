@@ -205,11 +205,11 @@ def _with_own_losses(output: Any) -> Any:
     """Return an output whose losses are copies, which functions may scale in place."""
     if not isinstance(output, dict):
         return mapped(output, lambda tensor: tensor if tensor.dim() else tensor.clone())
-    own = copy(output)  # the first step's check compares what the model has returned
+    fresh = copy(output)  # the first step's check compares what the model has returned
     for name, value in output.items():
         if isinstance(value, Tensor) and not value.dim():
-            own[name] = value.clone()
-    return own
+            fresh[name] = value.clone()
+    return fresh
 
 
 def _keeps_statistics(module: nn.Module) -> bool:
