@@ -146,11 +146,12 @@ class NumberChoice:
 
     def _grouped(self, step: int, now: Arrangement, seconds: float, groups: Groups) -> Proposal | None:
         """Return the step in other groups, if they take less."""
-        program = groups.best(self._costs)
+        costs = self._costs
+        program = groups.best(costs)
         if program is None or program == now.program:
             return None
-        scale = seconds / max(simulate(now.program, self._costs).makespan, 1e-12)
-        predicted = scale * simulate(program, self._costs).makespan
+        scale = seconds / max(simulate(now.program, costs).makespan, 1e-12)
+        predicted = scale * simulate(program, costs).makespan
         return Proposal(step, NUMBER, "", now, Arrangement(program, now.counts), seconds, predicted, scale=scale)
 
     def without(self, trial: Proposal, now: Arrangement) -> float | None:
