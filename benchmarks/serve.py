@@ -297,9 +297,9 @@ def main(words: Sequence[str] | None = None) -> int:
     found["machine"] = f"{machine(len(cores))}{', stages pinned to cores' if args.pin else ''}"
     found["places"] = [places.stages, places.front, places.client]
     found["stolen"], found["others"] = stolen.share, stolen.others
-    print(text_of(found))
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
+    print(text_of(found))
     parts = [found[name] for name in PARTS]
     return 0 if all(part["holds"] or not part.get("judged", True) for part in parts) else 1
 

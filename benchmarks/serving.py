@@ -72,8 +72,9 @@ def served(folder: Path, *flags: str, cores: Collection[int] = ()) -> Iterator[d
 def _ready_stages(log: TextIO) -> list[dict[str, Any]]:
     """Return what a log says of each stage that is ready, once it says that the service is; a thread writes it."""
     while True:
-        log.seek(0)
-        lines = [json.loads(line) for line in log if line.startswith("{") and line.endswith("\n")]
+        # Without a seek: the process that writes has the same place in the file, and would write over what is there.
+        text = os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0).decode()
+        lines = [json.loads(line) for line in text.splitlines(True) if line.startswith("{") and line.endswith("\n")]
         if any(line["event"] == "serving" for line in lines):
             ready = [line for line in lines if line["event"] == "stage ready"]
             return sorted(ready, key=lambda value: int(value["stage"]))
