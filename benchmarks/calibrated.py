@@ -2,12 +2,12 @@
 
     python benchmarks/calibrated.py --calibrate DIR [--seconds S] [--device NAME]     on the device, once
     python benchmarks/calibrated.py --measure DIR [--seconds S] [--device NAME]       on the device, until all are there
-    python benchmarks/calibrated.py --judge DIR [--json FILE]                         anywhere, from the files
+    python benchmarks/calibrated.py --judge DIR [--first N] [--json FILE]             anywhere, from the files
 
-`--calibrate` writes DIR/calibration.json. `--measure` trains 24 models (on a CPU 10 small ones) and writes a file for
+`--calibrate` writes DIR/calibration.json. `--measure` trains 36 models (on a CPU 10 small ones) and writes a file for
 each: medians of 30 steps, the share of a step in which the device computes, and the most bytes that tensors took. It
 goes on where it stopped, and stops after S seconds. No model or setting is one of those that `drumline calibrate`
-trains itself. `--judge` forecasts each from the calibration alone and compares.
+trains itself. `--judge` forecasts each from the calibration alone and compares; `--first N` leaves out those before N.
 
 `--processor-time` counts, on a CPU with one thread, the process's own time: for machines that others use as well.
 
@@ -64,6 +64,19 @@ ACCELERATOR: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
     ((2, 4096, 32, 32, 0, 32000, 1024), {"rows": 2, "dtype": "fp32", "optimizer": "muon"}),
     ((20, 640, 10, 10, 0, 49152, 512), {"rows": 2, "recompute": "full"}),
     ((6, 6144, 48, 8, 16384, 92544, 2048), {"rows": 2}),
+    # Those above were measured before the forecast was mended for them; these were written down after that.
+    ((20, 768, 12, 12, 0, 50304, 1024), {"rows": 2}),
+    ((32, 512, 8, 8, 0, 32000, 256), {"rows": 4}),
+    ((12, 896, 14, 2, 4864, 151936, 512), {"rows": 1}),
+    ((28, 1024, 16, 8, 3072, 151936, 1024), {"rows": 2}),
+    ((16, 640, 10, 10, 0, 32000, 512), {"rows": 4, "recompute": "full"}),
+    ((20, 768, 12, 12, 0, 32000, 512), {"rows": 2, "optimizer": "muon"}),
+    ((6, 4096, 32, 8, 14336, 128256, 4096), {"rows": 1}),
+    ((3, 5120, 40, 8, 27648, 152064, 2048), {"rows": 2, "loss": "fused"}),
+    ((8, 2304, 36, 36, 5760, 122753, 4096), {"rows": 2, "recompute": "full"}),
+    ((5, 3584, 28, 4, 18944, 152064, 4096), {"rows": 1, "optimizer": "muon"}),
+    ((12, 2048, 32, 4, 0, 32000, 8192), {"rows": 1}),
+    ((4, 1536, 24, 24, 4096, 64000, 2048), {"rows": 2, "dtype": "fp32"}),
 )
 HOST: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
     ((2, 160, 4, 4, 0, 3000, 96), {"rows": 2}),
@@ -238,9 +251,9 @@ def summary(found: list[Verdict]) -> dict[str, Any]:
     return table
 
 
-def judge(folder: Path, file: Path | None) -> bool:
-    """Print every case and the summary; return whether all bars are met."""
-    found = verdicts(folder)
+def judge(folder: Path, first: int, file: Path | None) -> bool:
+    """Print every case from that number on, and the summary; return whether all bars are met."""
+    found = [verdict for verdict in verdicts(folder) if int(verdict.name.partition("-")[0]) >= first]
     if not found:
         print(f"{folder} has no measured steps: run --measure first")
         return False
@@ -274,11 +287,12 @@ def main() -> int:
     parser.add_argument("--device")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--processor-time", action="store_true")
+    parser.add_argument("--first", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     folder = args.calibrate or args.measure or args.judge
     if args.judge:
-        return 0 if judge(folder, args.json) else 1
+        return 0 if judge(folder, args.first, args.json) else 1
     now = time.process_time if args.processor_time else time.perf_counter
     folder.mkdir(parents=True, exist_ok=True)
     if args.calibrate:

@@ -126,6 +126,32 @@ def test_the_middle_moves_by_the_median_of_real_steps_and_the_width_by_their_sca
     assert (found.num_judges, alone.num_judges) == (5, 0)
 
 
+def test_a_busy_device_waits_between_kernels_as_in_real_steps_that_keep_it_busy() -> None:
+    shapes = [replace(LARGE, num_layers=layers) for layers in (2, 3, 4)]
+    kernels = [sum(step_tape(shape, SETTING).works.values()) for shape in shapes]
+    waits = [1e-6, 2e-6, 9e-6]
+    busy = [MeasuredStep(shape, SETTING, 0.1, 0.01, 0, 1 - wait * number / 0.1)
+            for shape, number, wait in zip(shapes, kernels, waits, strict=True)]  # fmt: skip
+    idle = MeasuredStep(SMALL, SETTING, 0.1, 0.01, 0, 0.3)  # waits for its host
+    forecast = Forecaster(calibration(steps=[*busy, idle])).forecast(LARGE, SETTING)
+    added = forecast.device_seconds - ALONE.forecast(LARGE, SETTING).device_seconds
+    assert added == pytest.approx(2e-6 * forecast.kernels)
+
+
+def test_several_looks_at_the_host_count_by_their_mean() -> None:
+    again = [replace(entry, seconds=1.5 * entry.seconds) for entry in FULL.host]
+    twice = Forecaster(replace(FULL, host=(*FULL.host, *again))).forecast(SMALL, StepSetting(rows=1))
+    once = ALONE.forecast(SMALL, StepSetting(rows=1))
+    assert twice.host_seconds == pytest.approx(1.25 * once.host_seconds)
+
+
+def test_each_piece_of_a_fused_loss_adds_to_the_gradient_that_is_there() -> None:
+    tape = step_tape(replace(SMALL, vocabulary=5000), StepSetting(rows=3, loss="fused"))
+    tokens = 3 * SMALL.sequence
+    passes = tape.works[Work("fill", "bf16", (5000 * SMALL.hidden,))]
+    assert passes == 1 + math.ceil(tokens / 1024)
+
+
 def test_device_bound_steps_do_not_judge_host_bound_ones() -> None:
     judged = Forecaster(calibration(steps=real_steps([1.5, 1.5, 1.5], [1.0] * 3)))
     assert judged.forecast(SMALL, StepSetting(rows=1)).num_judges == 0

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drumline.core.errors import UsageError
-from drumline.plan.calibrated.calibration import plain_shape
+from drumline.plan.calibrated.calibration import MeasuredWork, plain_shape
 from drumline.plan.calibrated.layer_list import LayerList
 from drumline.plan.calibrated.prices import demand
 from drumline.plan.calibrated.setting import StepSetting
@@ -234,8 +234,9 @@ def test_time_that_is_over_leaves_the_rest_out_and_says_so(monkeypatch: pytest.M
     monkeypatch.setattr(module.real_steps, "host_times", lambda *args: iter(()))
     monkeypatch.setattr(module.real_steps, "measured_step", lambda *args: "a step")
     monkeypatch.setattr(module, "works", lambda *args: listed)
-    found = calibrate(CPU, seconds=8.0, dtypes=["fp32"], now=lambda: float(next(moments)))
-    assert list(found.steps) == ["a step"] * 4  # type: ignore[comparison-overlap]
+    found = calibrate(CPU, seconds=14.0, dtypes=["fp32"], now=lambda: float(next(moments)))
+    # Four before works, and two after them; those for which no time is left then are missing nowhere.
+    assert list(found.steps) == ["a step"] * 6  # type: ignore[comparison-overlap]
     assert [entry.work for entry in found.works] == listed[: len(found.works)]
     assert 1 <= len(found.works) < 10
     assert [reason for reason in found.missing if "no time" in reason] == [
@@ -273,10 +274,50 @@ def test_what_a_device_cannot_do_is_listed_and_the_rest_goes_on(monkeypatch: pyt
     assert len(found.missing) == 2
 
 
+def test_the_host_and_real_steps_are_measured_before_works_and_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def noted(name: str, *values: Any) -> Any:
+        def call(*args: Any) -> Any:
+            order.append(name)
+            return values[0] if name == "a work" else iter(values)
+
+        return call
+
+    monkeypatch.setattr(module.real_steps, "host_times", noted("the host", "host"))
+    monkeypatch.setattr(module.real_steps, "judges", lambda *args: iter([(SHAPE, StepSetting(1, "fp32"))]))
+    monkeypatch.setattr(module.real_steps, "measured_step", noted("a step"))
+    monkeypatch.setattr(module.transfers, "copies", lambda *args: iter(()))
+    monkeypatch.setattr(module._Run, "_measured", noted("a work", MeasuredWork(Work("add", "fp32", (64,)), 1.0, 0.0)))
+    monkeypatch.setattr(module, "works", lambda *args: [Work("add", "fp32", (64,))])
+    found = calibrate(CPU, seconds=1e3, dtypes=["fp32"], now=lambda: 0.0)
+    assert order == ["the host", "a step", "a work", "the host", "a step"]
+    assert (len(found.host), len(found.steps), found.missing) == (2, 2, ("messages: one device",))
+
+
+def test_muon_is_known_to_launch_many_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting:
+        def timed(self, call: Any, seconds: float, kernels: int = 1) -> Timed:
+            return Timed(float(kernels), 0.0)
+
+    for name in ("host_times", "judges"):
+        monkeypatch.setattr(module.real_steps, name, lambda *args: iter(()))
+    monkeypatch.setattr(module.transfers, "copies", lambda *args: iter(()))
+    monkeypatch.setattr(module, "watch_of", lambda *args: Counting())
+    listed = [Work("add", "fp32", (64,)), Work("muon", "fp32", (16, 8))]
+    monkeypatch.setattr(module, "works", lambda *args: listed)
+    add, muon = calibrate(CPU, seconds=1e3, dtypes=["fp32"]).works
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        call_of(muon.work, CPU).call()
+    products = sum(event.count for event in profiled.key_averages() if event.key in ("aten::mm", "aten::addmm"))
+    assert add.seconds == 1.0
+    assert products == 15 < muon.seconds < 3 * products
+
+
 class Known:
     """A watch that knows what calls take: those with a backward 5 seconds, others 2."""
 
-    def timed(self, call: Any, seconds: float) -> Timed:
+    def timed(self, call: Any, seconds: float, kernels: int = 1) -> Timed:
         return Timed(5.0 if "grad" in call.__code__.co_names else 2.0, 0.0)
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import median, stdev
+from functools import cached_property
+from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 from drumline.plan.calibrated.calibration import Calibration, MeasuredStep, plain_shape
@@ -24,6 +25,7 @@ from drumline.plan.cluster.transformer import Transformer
 ROUNDING = 512  # an accelerator's allocator gives multiples of this
 # What the host's seconds are measured on: so small that the device waits.
 TINY = {"hidden": 64, "num_heads": 1, "feedforward": 64, "vocabulary": 128, "sequence": 16}
+_BUSY = 0.9  # from this share of a step on, the device is what takes the time
 _UNKNOWN = 0.25  # half of an interval without real steps to judge it by
 _LEAST = {"seconds": 0.015, "bytes": 0.01}  # scatter that real steps are taken to have at least
 # Student's t for 90% within, by the number of steps less one.
@@ -81,13 +83,24 @@ class Forecaster:
     def _raw(self, shape: Transformer, setting: StepSetting) -> _Raw:
         """Return the sums, without what real steps say of them."""
         tape = self._tape(shape, setting)
-        device = math.fsum(count * self._prices.of(work).seconds for work, count in tape.works.items())
+        between = self._between * sum(tape.works.values())
+        device = math.fsum(count * self._prices.of(work).seconds for work, count in tape.works.items()) + between
         square = math.fsum((count * math.prod(self._prices.of(work))) ** 2 for work, count in tape.works.items())
         host = self._host(shape, setting)
         total = device + host if self._calibration.on_host else max(device, host)
         size = tape.peak + self._calibration.device.workspace_bytes
         bound = not self._calibration.on_host and host > device
         return _Raw(tape, device, host, total, size, math.sqrt(square) / device, bound)
+
+    @cached_property
+    def _between(self) -> float:
+        """The seconds between two kernels when the device has enough to do, by the real steps that keep it busy."""
+        waits = [
+            step.seconds * (1 - step.busy) / sum(self._tape(step.shape, step.setting).works.values())
+            for step in self._calibration.steps
+            if step.busy >= _BUSY
+        ]
+        return median(waits) if waits else 0.0
 
     def _tape(self, shape: Transformer, setting: StepSetting) -> StepTape:
         on_host = self._calibration.on_host
@@ -113,7 +126,11 @@ class Forecaster:
 
     def _points(self, kind: str) -> list[tuple[int, float]]:
         """Return sizes and seconds of what the host does; on a CPU, less the seconds of the works inside."""
-        points = [(entry.size, entry.seconds) for entry in self._calibration.host if entry.kind == kind]
+        measured: dict[int, list[float]] = {}
+        for entry in self._calibration.host:
+            if entry.kind == kind:
+                measured.setdefault(entry.size, []).append(entry.seconds)
+        points = [(size, fmean(seconds)) for size, seconds in sorted(measured.items())]
         if self._calibration.on_host:
             points = [(size, seconds - self._inside(kind, size)) for size, seconds in points]
         return points

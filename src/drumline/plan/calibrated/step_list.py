@@ -184,6 +184,7 @@ def _piece(tape: StepTape, layer: LayerList, rows: int) -> None:
         tape.rename(narrow="shares")
     tape.run("product-input", rows, hidden, columns)
     tape.run("product-weight", columns, hidden, rows)
+    tape.run("fill", columns * hidden)  # this product adds to what is there, which takes another pass
     tape.free("shares")
 
 

@@ -1,4 +1,8 @@
-"""Calibrate a device in a given time: the host, real steps, copies and messages, then works until the time is over."""
+"""Calibrate a device in a given time: the host, real steps, copies and messages, then works, then real steps again.
+
+A device is slower when it is warm, and a host when others use it. So what the host needs and the real steps are
+measured at both ends; works take the time between them.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ import torch
 from drumline.plan.calibrated.calibration import (
     CalibratedDevice,
     Calibration,
+    MeasuredSize,
     MeasuredStep,
     MeasuredWork,
 )
@@ -30,6 +35,7 @@ SECONDS = 200.0
 _PER_WORK = {"cpu": 0.01}  # seconds of measuring, by kind of device
 _USUAL = 0.02
 _BEFORE_WORKS = 0.5  # of the time, at most: real steps, copies and messages
+_WORKS_AT_LEAST = 0.75  # of the time is over before works give way to the second look at the rest
 _KEEPS = ("adamw", "muon")  # what an optimizer holds is counted instead
 
 
@@ -69,10 +75,9 @@ class _Run:
         """Measure everything, in order."""
         self.begun, self.watch = self.now(), watch_of(self.device, self.clock)
         self._warm_up()
-        self.say("host: layers, losses, optimizers")
-        host = list(
-            self._whatever("host times", real_steps.host_times, self.device, 10 if self.seconds > 5 else 3, self.clock)
-        )
+        begun = self._spent()
+        host = self._host()
+        took = self._spent() - begun
         self.workspace = self._left_by_products()  # before captures, which leave workspaces of their own
         copies = list(self._whatever("copies", transfers.copies, self.device, self.watch, self.seconds / 4000))
         if self.num_devices > 1:
@@ -80,8 +85,15 @@ class _Run:
             copies += self._whatever(
                 "messages", messages.messages, self.device.type, self.num_devices, self.seconds / 1000
             )
-        steps = self._steps()
-        self._measure_works()
+        begun = self._spent()
+        steps = self._steps(_BEFORE_WORKS)
+        took += self._spent() - begun
+        self._measure_works(max(1 - took, _WORKS_AT_LEAST))
+        missing = list(self.missing)
+        if self._spent() < 1:
+            host += self._host()
+            steps += self._steps(1.0)
+            self.missing = missing  # each is there once
         self.missing += [] if self.num_devices > 1 else ["messages: one device"]
         return Calibration(
             self._described(),
@@ -123,12 +135,18 @@ class _Run:
         reason = str(error).strip().split("\n")[0][:120]
         self.missing.append(f"{what}: {reason or type(error).__name__}")
 
-    def _steps(self) -> list[MeasuredStep]:
-        """Train real models while half of the time is left."""
+    def _host(self) -> list[MeasuredSize]:
+        """Measure what the host takes."""
+        self.say("host: layers, losses, optimizers")
+        count = 10 if self.seconds > 5 else 3
+        return self._whatever("host times", real_steps.host_times, self.device, count, self.clock)
+
+    def _steps(self, until: float) -> list[MeasuredStep]:
+        """Train real models until that share of the time is over."""
         entries: list[MeasuredStep] = []
         for shape, setting in real_steps.judges(self.device, self.dtypes):
             name = f"real steps of {shape.num_layers} layers of {shape.hidden}"
-            if self._spent() > _BEFORE_WORKS:
+            if self._spent() > until:
                 self.missing.append(f"{name}: no time")
                 continue
             self.say(name)
@@ -138,12 +156,12 @@ class _Run:
             self._cleared()
         return entries
 
-    def _measure_works(self) -> None:
-        """Measure works, the most telling first, until the time is over."""
+    def _measure_works(self, until: float) -> None:
+        """Measure works, the most telling first, until that share of the time is over."""
         listed = works(HOST if self.device.type == "cpu" else ACCELERATOR, self.dtypes)
         skipped: set[tuple[str, str]] = set()
         for at, work in enumerate(listed):
-            if self._spent() > 1 and at > 0:
+            if self._spent() > until and at > 0:
                 self.missing.append(f"{len(listed) - at} of {len(listed)} works: no time")
                 break
             if at % 20 == 0:
@@ -163,7 +181,7 @@ class _Run:
         """Measure a work, and before it the one that its call contains besides."""
         recipe = call_of(work, self.device)
         each = min(_PER_WORK.get(self.device.type, _USUAL), self.seconds / 500)
-        timed = self.watch.timed(recipe.call, each)
+        timed = self.watch.timed(recipe.call, each, recipe.kernels)
         seconds = timed.seconds
         if recipe.besides is not None:
             besides = self.works.get(recipe.besides) or self._measured(recipe.besides)

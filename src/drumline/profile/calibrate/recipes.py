@@ -18,13 +18,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 _ATEN = torch.ops.aten
 _ROW = 64  # numbers of a row, where single numbers have to be in rows
 _TENSORS = 4  # that an optimizer updates
+_KERNELS_OF_MUON = 24  # three products in each of five rounds, and what is around them
 
 
 class CallOfWork(NamedTuple):
-    """A call, and the work whose seconds it contains besides."""
+    """A call, the work whose seconds it contains besides, and about how many kernels it launches."""
 
     call: Callable[[], Any]
     besides: Work | None = None
+    kernels: int = 1
 
 
 def call_of(work: Work, device: torch.device) -> CallOfWork:
@@ -155,7 +157,7 @@ def _adamw(maker: _Maker) -> CallOfWork:
 
 
 def _muon(maker: _Maker) -> CallOfWork:
-    return CallOfWork(torch.optim.Muon([_parameter(maker, *maker.shape)]).step)
+    return CallOfWork(torch.optim.Muon([_parameter(maker, *maker.shape)]).step, kernels=_KERNELS_OF_MUON)
 
 
 def _parameter(maker: _Maker, *sizes: int) -> nn.Parameter:

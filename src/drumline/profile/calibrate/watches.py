@@ -1,7 +1,7 @@
 """Clocks for works: one for the host, and one for an accelerator, whose short works are repeated by the device alone.
 
-A work of a few microseconds cannot be timed by calling it: the host takes longer to ask for it than the device to do
-it. So short works are captured as a graph of many, and the device runs the graph.
+A kernel of a few microseconds cannot be timed by calling it: the host takes longer to ask for it than the device to do
+it. So works of short kernels are captured as a graph of many, and the device runs the graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Call = Callable[[], Any]
 _FEWEST, _MOST = 5, 40  # rounds
 _LONG, _FEW = 0.02, 3  # so few rounds of works that take so many seconds
 _ROUND = 2e-3  # seconds of a round of a short work
-_SHORT = 300e-6
+_SHORT = 300e-6  # of a kernel
 
 
 class Timed(NamedTuple):
@@ -35,8 +35,8 @@ class Timed(NamedTuple):
 class TimeWatch(Protocol):
     """Times calls."""
 
-    def timed(self, call: Call, seconds: float) -> Timed:
-        """Return the time of a call, in about so many seconds of measuring."""
+    def timed(self, call: Call, seconds: float, kernels: int = 1) -> Timed:
+        """Return the time of a call of so many kernels, in about so many seconds of measuring."""
 
 
 def summed_up(rounds: list[float]) -> Timed:
@@ -68,7 +68,7 @@ class HostWatch:
             call()
         return (self._now() - begun) / times
 
-    def timed(self, call: Call, seconds: float) -> Timed:
+    def timed(self, call: Call, seconds: float, kernels: int = 1) -> Timed:
         """Return the time of a call."""
         call()
         first = self._round(call, 1)
@@ -94,12 +94,12 @@ class DeviceWatch:
             before.elapsed_time(after) / 1e3 / times for before, after in pairwise(marks)
         ]  # fmt: skip
 
-    def timed(self, call: Call, seconds: float) -> Timed:
+    def timed(self, call: Call, seconds: float, kernels: int = 1) -> Timed:
         """Return the time of a call's works on the device."""
         call()
         torch.accelerator.synchronize(self._device)
         first = max(min(self._rounds(call, 2, 1)), 1e-7)
-        if first < _SHORT:
+        if first < _SHORT * kernels:
             times = min(max(math.ceil(_ROUND / first), 4), 200)
             with suppress(RuntimeError):  # what cannot be captured is timed as the host asks for it
                 replay = captured(call, times, self._device)

@@ -125,9 +125,8 @@ def _grids(sizes: Sizes, dtype: str) -> Iterator[list[Work]]:
         yield [Work(kind, "fp32", (count,)) for count in sizes.singles]
     for kind in ("adamw", "adamw-foreach", "adamw-loop"):
         yield [Work(kind, dtype, (count,)) for count in sizes.parameters]
-    yield [
-        Work("muon", dtype, (long, short)) for long, short in product(sizes.widths, repeat=2) if short <= long
-    ]  # fmt: skip
+    squares = [(long, short) for long, short in product(sizes.widths, repeat=2) if short <= long]
+    yield [Work("muon", dtype, pair) for pair in (*squares, *((7 * width // 2, width) for width in sizes.widths))]
 
 
 def _products(sizes: Sizes, dtype: str) -> Iterator[list[Work]]:
