@@ -3,6 +3,7 @@
     python benchmarks/calibrated.py --calibrate DIR [--seconds S] [--device NAME]     on the device, once
     python benchmarks/calibrated.py --measure DIR [--seconds S] [--device NAME]       on the device, until all are there
     python benchmarks/calibrated.py --judge DIR [--first N] [--json FILE]             anywhere, from the files
+    python benchmarks/calibrated.py --judge docs/profiles/h200.json --steps benchmarks/data/h200_steps.json
 
 `--calibrate` writes DIR/calibration.json. `--measure` trains 36 models (on a CPU 10 small ones) and writes a file for
 each: medians of 30 steps, the share of a step in which the device computes, and the most bytes that tensors took. It
@@ -26,6 +27,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from drumline.core.errors import PlanError
 from drumline.plan.calibrated.calibration import Calibration, plain_shape
 from drumline.plan.calibrated.forecast import Forecaster, StepForecast
 from drumline.plan.calibrated.setting import StepSetting
@@ -213,18 +215,24 @@ def measure(folder: Path, name: str | None, seconds: float, threads: int | None,
     return True
 
 
-def verdicts(folder: Path) -> list[Verdict]:
-    """Forecast every case that has a file."""
-    calibration = Calibration.load(folder / "calibration.json")
+def measured_rows(folder: Path) -> dict[str, Any]:
+    """Return what `--measure` wrote, by the names of cases."""
+    paths = sorted(folder.glob("[0-9]*.json"))
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def verdicts(calibration: Calibration, rows: dict[str, Any]) -> list[Verdict]:
+    """Forecast every case that was measured."""
     forecaster = Forecaster(calibration)
     found = []
     for case in cases(calibration.device.kind):
-        path = folder / f"{case.name}.json"
-        if not path.exists():
+        row = rows.get(case.name, {"error": "not measured"})
+        if "error" in row:
             continue
-        row = json.loads(path.read_text(encoding="utf-8"))
-        if "error" not in row:
+        try:
             found.append(Verdict(case.name, row, forecaster.forecast(case.shape, case.setting)))
+        except PlanError as error:
+            print(f"{case.name:46} {row['seconds'] * 1e3:9.2f} ms refused: {error}")
     return found
 
 
@@ -251,11 +259,13 @@ def summary(found: list[Verdict]) -> dict[str, Any]:
     return table
 
 
-def judge(folder: Path, first: int, file: Path | None) -> bool:
+def judge(where: Path, steps: Path | None, first: int, file: Path | None) -> bool:
     """Print every case from that number on, and the summary; return whether all bars are met."""
-    found = [verdict for verdict in verdicts(folder) if int(verdict.name.partition("-")[0]) >= first]
+    calibration = Calibration.load(where if steps else where / "calibration.json")
+    rows = json.loads(steps.read_text(encoding="utf-8")) if steps else measured_rows(where)
+    found = [verdict for verdict in verdicts(calibration, rows) if int(verdict.name.partition("-")[0]) >= first]
     if not found:
-        print(f"{folder} has no measured steps: run --measure first")
+        print(f"{steps or where} has no measured steps: run --measure first")
         return False
     for verdict in found:
         forecast, row = verdict.forecast, verdict.row
@@ -288,11 +298,12 @@ def main() -> int:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--processor-time", action="store_true")
     parser.add_argument("--first", type=int, default=1)
+    parser.add_argument("--steps", type=Path, help="a file of all measured steps; then --judge names a calibration")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     folder = args.calibrate or args.measure or args.judge
     if args.judge:
-        return 0 if judge(folder, args.first, args.json) else 1
+        return 0 if judge(folder, args.steps, args.first, args.json) else 1
     now = time.process_time if args.processor_time else time.perf_counter
     folder.mkdir(parents=True, exist_ok=True)
     if args.calibrate:

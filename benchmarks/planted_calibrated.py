@@ -160,6 +160,20 @@ CALIBRATED = (
         "Each piece of a fused loss adds to its gradient for nothing.",
     ),
     Bug(
+        "calibrated-odd-products-as-fast-as-even-ones",
+        "aligned",
+        "if any(length * WIDTHS[product.dtype] % alignment for length in lengths):",
+        "if False:",
+        "A model with a vocabulary that nobody padded is forecast to take half of its time.",
+    ),
+    Bug(
+        "calibrated-looks-count-as-judges",
+        "Forecaster._interval",
+        "ratios = [fmean(each) for each in looks.values()]",
+        "ratios = [ratio for each in looks.values() for ratio in each]",
+        "Two looks at a real step make an interval as narrow as two steps would.",
+    ),
+    Bug(
         "calibrated-plan-takes-any-flag",
         "_check",
         "if action.dest not in _SHARED and getattr(args, action.dest) != action.default:",

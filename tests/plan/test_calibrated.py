@@ -152,6 +152,18 @@ def test_each_piece_of_a_fused_loss_adds_to_the_gradient_that_is_there() -> None
     assert passes == 1 + math.ceil(tokens / 1024)
 
 
+def test_products_of_odd_sizes_have_prices_of_their_own_on_an_accelerator() -> None:
+    slow = calibration(seconds=lambda work: law(work) * (5 if work.kind.endswith("-unaligned") else 1))
+    odd, even = (replace(LARGE, vocabulary=words) for words in (50001, 50000))
+    forecast = {shape.vocabulary: Forecaster(slow).forecast(shape, SETTING) for shape in (odd, even)}
+    head = sum(
+        count * law(work) for work, count in step_tape(odd, SETTING).works.items()
+        if work.kind.startswith("product") and 50001 in work.shape
+    )  # fmt: skip
+    added = forecast[50001].device_seconds - forecast[50000].device_seconds
+    assert added == pytest.approx(4 * head, rel=0.15)
+
+
 def test_device_bound_steps_do_not_judge_host_bound_ones() -> None:
     judged = Forecaster(calibration(steps=real_steps([1.5, 1.5, 1.5], [1.0] * 3)))
     assert judged.forecast(SMALL, StepSetting(rows=1)).num_judges == 0

@@ -23,6 +23,7 @@ from drumline.plan.calibrated.step_tape import StepTape, Work
 from drumline.plan.cluster.transformer import Transformer
 
 ROUNDING = 512  # an accelerator's allocator gives multiples of this
+ALIGNMENT = 16  # bytes that an accelerator's fast products read at once
 # What the host's seconds are measured on: so small that the device waits.
 TINY = {"hidden": 64, "num_heads": 1, "feedforward": 64, "vocabulary": 128, "sequence": 16}
 _BUSY = 0.9  # from this share of a step on, the device is what takes the time
@@ -106,7 +107,7 @@ class Forecaster:
         on_host = self._calibration.on_host
         return step_tape(
             shape, setting, fused_norms=not on_host, rounding=1 if on_host else ROUNDING,
-            workspace=self._prices.workspace,
+            alignment=1 if on_host else ALIGNMENT, workspace=self._prices.workspace,
         )  # fmt: skip
 
     def _host(self, shape: Transformer, setting: StepSetting) -> float:
@@ -167,7 +168,11 @@ class Forecaster:
     def _interval(self, what: str, raw: _Raw) -> tuple[Interval, int]:
         """Return the interval of seconds or bytes, and how many real steps made it."""
         value = raw.seconds if what == "seconds" else raw.bytes
-        ratios = [math.log(ratio) for step in self._calibration.steps if (ratio := self._ratio(what, step, raw)) > 0]
+        looks: dict[tuple[Transformer, StepSetting], list[float]] = {}
+        for step in self._calibration.steps:
+            if (ratio := self._ratio(what, step, raw)) > 0:
+                looks.setdefault((step.shape, step.setting), []).append(math.log(ratio))
+        ratios = [fmean(each) for each in looks.values()]  # several looks at a step are one judge
         if len(ratios) < 2:
             half = max(_UNKNOWN, min(raw.error, 0.9)) if what == "seconds" else _UNKNOWN
             return Interval(value * (1 - half), value, value * (1 + half)), len(ratios)

@@ -22,7 +22,7 @@ import numpy as np
 from drumline.core.errors import PlanError
 from drumline.plan.calibrated.calibration import Calibration, MeasuredWork
 from drumline.plan.calibrated.setting import WIDTHS
-from drumline.plan.calibrated.step_tape import Work
+from drumline.plan.calibrated.step_tape import UNALIGNED, Work
 
 _NEAREST = 14  # points that a plane goes through
 _CLOSE = 0.15  # in octaves: points nearer than this count the same
@@ -125,6 +125,14 @@ class Prices:
         if work not in self._known:
             key = work.kind, work.dtype
             if key not in self._points:
+                if work.kind.endswith(UNALIGNED):
+                    sizes = " x ".join(map(str, work.shape))
+                    raise PlanError(
+                        f"the calibration has no products like {sizes} in {work.dtype}, whose rows are no multiple of "
+                        "16 bytes",
+                        expected="sizes that are multiples of 8, for which products are much faster",
+                        fix="pad the vocabulary and the widths to such sizes, or calibrate again",
+                    )
                 raise PlanError(
                     f"the calibration has no {work.kind} in {work.dtype}",
                     expected="measurements of everything that the step launches",

@@ -21,6 +21,7 @@ def step_tape(
     *,
     fused_norms: bool = True,
     rounding: int = 1,
+    alignment: int = 1,
     workspace: Callable[[Work], float] = lambda work: 0.0,
     update: bool = True,
 ) -> StepTape:
@@ -31,7 +32,7 @@ def step_tape(
     >>> tape.works[Work("silu", "fp32", (3 * 16 * 256,))], tape.live == 4 * 4 * sum(parameter_sizes(shape))
     (2, False)
     """
-    tape = StepTape(setting.dtype, rounding=rounding, workspace=workspace)
+    tape = StepTape(setting.dtype, rounding=rounding, alignment=alignment, workspace=workspace)
     _standing(tape, shape, setting)
     tape.standing = tape.live
     layer = LayerList(shape, setting.rows, setting.width, fused_norms)

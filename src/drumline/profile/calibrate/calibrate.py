@@ -12,7 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -92,7 +92,8 @@ class _Run:
         missing = list(self.missing)
         if self._spent() < 1:
             host += self._host()
-            steps += self._steps(1.0)
+            # Their bytes count once: captures have left workspaces behind.
+            steps += [replace(step, peak_bytes=0) for step in self._steps(1.0)]
             self.missing = missing  # each is there once
         self.missing += [] if self.num_devices > 1 else ["messages: one device"]
         return Calibration(

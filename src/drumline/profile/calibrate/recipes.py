@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drumline.plan.calibrated.step_tape import Work
+from drumline.plan.calibrated.step_tape import UNALIGNED, Work
 from drumline.profile.calibrate.plain_model import normalised
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
@@ -73,9 +73,10 @@ def _product(maker: _Maker) -> CallOfWork:
     rows, columns, depth = maker.shape
     if maker.work.dtype == "fp8":
         return _product_fp8(maker)
-    if maker.work.kind == "product":
+    kind = maker.work.kind.removesuffix(UNALIGNED)
+    if kind == "product":
         left, right = maker.random(rows, depth), maker.random(columns, depth).t()
-    elif maker.work.kind == "product-input":
+    elif kind == "product-input":
         left, right = maker.random(rows, depth), maker.random(depth, columns)
     else:
         left, right = maker.random(depth, rows).t(), maker.random(depth, columns)

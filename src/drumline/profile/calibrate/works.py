@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain, product, zip_longest
 
 from drumline.plan.calibrated.prices import demand
-from drumline.plan.calibrated.step_tape import Work
+from drumline.plan.calibrated.step_tape import UNALIGNED, Work
 
 _MIXES = ("add", "mul", "scale", "neg", "cat", "silu", "silu-backward", "times")
 _MOVES = ("copy", "fill", "repeat", "repeat-backward")
@@ -24,7 +24,10 @@ _RATES = {"fp32": 0.1, "tf32": 0.5}  # of operations, against bf16: about, so th
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of grids: tokens, widths, vocabularies, lengths, heads' widths, single numbers, parameters."""
+    """The sizes of grids: tokens, widths, vocabularies, lengths, heads' widths, single numbers, parameters.
+
+    `odd` are vocabularies that nobody padded: products with them need other kernels.
+    """
 
     tokens: tuple[int, ...]
     widths: tuple[int, ...]
@@ -35,6 +38,7 @@ class Sizes:
     parameters: tuple[int, ...]
     most_flops: float  # of a single work in bf16
     most_bytes: float
+    odd: tuple[int, ...] = ()
 
 
 ACCELERATOR = Sizes(
@@ -47,6 +51,7 @@ ACCELERATOR = Sizes(
     parameters=tuple(2**power for power in range(20, 31, 2)),
     most_flops=2e13,
     most_bytes=1.2e10,
+    odd=(32767, 131071),
 )
 HOST = Sizes(
     tokens=(16, 64, 256, 1024),
@@ -136,9 +141,10 @@ def _products(sizes: Sizes, dtype: str) -> Iterator[list[Work]]:
         wide = 7 * width // 2  # between the widths that feed-forward blocks have
         pairs += [(width, width), (width // 4, width), (wide, width), (width, wide)]
     heads = list(product(sizes.vocabularies, sizes.widths))
-    for of in (pairs, heads):
-        each = list(product(sizes.tokens, of))
-        yield [Work("product", dtype, (tokens, *pair)) for tokens, pair in each]
+    odd = list(product(sizes.odd, sizes.widths[1::2]))
+    for of, ending in ((pairs, ""), (heads, ""), (odd, UNALIGNED)):
+        each = list(product(sizes.tokens, of)) if dtype != "fp8" or not ending else []
+        yield [Work(f"product{ending}", dtype, (tokens, *pair)) for tokens, pair in each]
         if dtype != "fp8":
-            yield [Work("product-input", dtype, (tokens, *pair[::-1])) for tokens, pair in each]
-            yield [Work("product-weight", dtype, (*pair, tokens)) for tokens, pair in each]
+            yield [Work(f"product-input{ending}", dtype, (tokens, *pair[::-1])) for tokens, pair in each]
+            yield [Work(f"product-weight{ending}", dtype, (*pair, tokens)) for tokens, pair in each]

@@ -92,8 +92,8 @@ def _steps(calibration: Calibration) -> tuple[list[str], list[list[str]]]:
                 percent(step.spread),
                 percent(step.busy),
                 numbers[0],
-                size_text(step.peak_bytes),
-                numbers[1],
+                size_text(step.peak_bytes) if step.peak_bytes else "",
+                numbers[1] if step.peak_bytes else "",
             ]
         )
     return ["real step", "takes", "spread", "busy", "forecast", "peak", "forecast peak"], rows
