@@ -106,7 +106,7 @@ CALIBRATED = (
     Bug(
         "calibrated-time-is-never-over",
         "_Run._measure_works",
-        "if self._spent() > 1 and at > 0:",
+        "if self._spent() > until and at > 0:",
         "if self._spent() > 1e9:",
         "A calibration measures everything, however long that takes.",
     ),

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drumline.core.errors import UsageError
-from drumline.plan.calibrated.calibration import MeasuredWork, plain_shape
+from drumline.plan.calibrated.calibration import MeasuredStep, MeasuredWork, plain_shape
 from drumline.plan.calibrated.layer_list import LayerList
 from drumline.plan.calibrated.prices import demand
 from drumline.plan.calibrated.setting import StepSetting
@@ -38,6 +38,7 @@ module: Any = import_module("drumline.profile.calibrate.calibrate")
 SHAPE = plain_shape(
     "tiny", num_layers=2, hidden=64, num_heads=4, num_key_value_heads=2, feedforward=96, vocabulary=1000, sequence=48
 )
+STEP = MeasuredStep(SHAPE, StepSetting(1, "fp32"), 1.0, 0.0, 5)
 
 
 class OneKernelNorm(torch.autograd.Function):
@@ -232,11 +233,11 @@ def test_time_that_is_over_leaves_the_rest_out_and_says_so(monkeypatch: pytest.M
     moments = count()
     listed = [Work("add", "fp32", (64 * number,)) for number in range(1, 31)]
     monkeypatch.setattr(module.real_steps, "host_times", lambda *args: iter(()))
-    monkeypatch.setattr(module.real_steps, "measured_step", lambda *args: "a step")
+    monkeypatch.setattr(module.real_steps, "measured_step", lambda *args: STEP)
     monkeypatch.setattr(module, "works", lambda *args: listed)
     found = calibrate(CPU, seconds=14.0, dtypes=["fp32"], now=lambda: float(next(moments)))
     # Four before works, and two after them; those for which no time is left then are missing nowhere.
-    assert list(found.steps) == ["a step"] * 6  # type: ignore[comparison-overlap]
+    assert list(found.steps) == [STEP] * 4 + [replace(STEP, peak_bytes=0)] * 2
     assert [entry.work for entry in found.works] == listed[: len(found.works)]
     assert 1 <= len(found.works) < 10
     assert [reason for reason in found.missing if "no time" in reason] == [
@@ -280,19 +281,20 @@ def test_the_host_and_real_steps_are_measured_before_works_and_after_them(monkey
     def noted(name: str, *values: Any) -> Any:
         def call(*args: Any) -> Any:
             order.append(name)
-            return values[0] if name == "a work" else iter(values)
+            return iter(values) if name == "the host" else values[0]
 
         return call
 
     monkeypatch.setattr(module.real_steps, "host_times", noted("the host", "host"))
     monkeypatch.setattr(module.real_steps, "judges", lambda *args: iter([(SHAPE, StepSetting(1, "fp32"))]))
-    monkeypatch.setattr(module.real_steps, "measured_step", noted("a step"))
+    monkeypatch.setattr(module.real_steps, "measured_step", noted("a step", STEP))
     monkeypatch.setattr(module.transfers, "copies", lambda *args: iter(()))
     monkeypatch.setattr(module._Run, "_measured", noted("a work", MeasuredWork(Work("add", "fp32", (64,)), 1.0, 0.0)))
     monkeypatch.setattr(module, "works", lambda *args: [Work("add", "fp32", (64,))])
     found = calibrate(CPU, seconds=1e3, dtypes=["fp32"], now=lambda: 0.0)
     assert order == ["the host", "a step", "a work", "the host", "a step"]
-    assert (len(found.host), len(found.steps), found.missing) == (2, 2, ("messages: one device",))
+    assert (len(found.host), found.missing) == (2, ("messages: one device",))
+    assert [step.peak_bytes for step in found.steps] == [5, 0]  # captures leave bytes behind
 
 
 def test_muon_is_known_to_launch_many_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

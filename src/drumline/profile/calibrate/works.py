@@ -143,7 +143,9 @@ def _products(sizes: Sizes, dtype: str) -> Iterator[list[Work]]:
     heads = list(product(sizes.vocabularies, sizes.widths))
     odd = list(product(sizes.odd, sizes.widths[1::2]))
     for of, ending in ((pairs, ""), (heads, ""), (odd, UNALIGNED)):
-        each = list(product(sizes.tokens, of)) if dtype != "fp8" or not ending else []
+        each = list(product(sizes.tokens, of))
+        if not each or (ending and dtype == "fp8"):
+            continue
         yield [Work(f"product{ending}", dtype, (tokens, *pair)) for tokens, pair in each]
         if dtype != "fp8":
             yield [Work(f"product-input{ending}", dtype, (tokens, *pair[::-1])) for tokens, pair in each]
