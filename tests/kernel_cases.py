@@ -18,16 +18,17 @@ import numpy as np
 import drumline as dl
 from drumline.core import memory
 from drumline.core.clock import evaluate as clock
-from drumline.core.clock import plain_graph, producers
+from drumline.core.clock import producers
 from drumline.core.costs import Costs, Edge
 from drumline.core.kernel import library
-from drumline.core.kernel.library import Kernel, pointer
+from drumline.core.kernel.library import Kernel
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
+from drumline.core.simulate import durations
 from drumline.core.simulate.durations import lags, node_seconds, work_seconds
 from drumline.core.simulate.simulate import compiled
 
-ASKING = (clock, memory, plain_graph, producers)
+ASKING = (clock, memory, durations, producers)
 NAMES = ("1f1b", "zb-h1", "zb-v", "chimera", "dualpipe", "pipedream")
 COSTS = (
     Costs(),
@@ -93,8 +94,8 @@ def main() -> None:
     """Compare all cases with the kernel at the path."""
     kernel = Kernel(ctypes.CDLL(sys.argv[1]))
     if sys.argv[2:]:
-        short, index = np.empty(100), np.full(40_000, -1)
-        kernel.starts(len(index), *map(pointer, (index, index, None, short, np.empty(10_000))))
+        short, index = np.empty(100), np.full(40_000, -1, dtype=np.int32)
+        kernel.starts(1, np.array([[0, len(index)]]), index, None, np.empty(len(index) + 1), short)
         return
     cases = [(name, costs) for name in NAMES for costs in COSTS]
     for seed, (name, costs) in enumerate(cases):

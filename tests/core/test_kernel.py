@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import shutil
@@ -58,6 +59,15 @@ def test_rows_in_any_order_run_in_steps_of_one_node_each(kernel: library.Kernel)
     """Stages lie in reverse, so that every chain halts at its first node until the one after it has run."""
     rows = "\n".join(f"{stage}F0,{stage}B0" for stage in reversed(range(40)))
     kernel_cases.compare(kernel, Program.parse(rows), Costs(comm=0.1), 3, False)
+
+
+def test_the_kernel_refuses_arrays_of_another_type(kernel: library.Kernel) -> None:
+    """It would read other numbers in them, or behind them."""
+    bounds, need, times = np.array([[0, 2]]), np.full(4, -1, dtype=np.int32), np.zeros(3)
+    kernel.starts(1, bounds, need[:2], None, times, times.copy())
+    for wrong in (need.astype(np.int64)[:2], need[::2], need.astype(np.float32)[:2]):
+        with pytest.raises(ctypes.ArgumentError, match="expected int32"):
+            kernel.starts(1, bounds, wrong, None, times, times.copy())
 
 
 def test_a_library_that_does_not_fit_counts_as_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
