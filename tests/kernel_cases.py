@@ -27,9 +27,11 @@ from drumline.core.program import Program
 from drumline.core.simulate import durations
 from drumline.core.simulate.durations import lags, node_seconds, work_seconds
 from drumline.core.simulate.simulate import compiled
+from drumline.schedules import building_block, cells, hanayo
 
-ASKING = (clock, memory, durations, producers)
+ASKING = (clock, memory, durations, producers, cells, building_block, hanayo)
 NAMES = ("1f1b", "zb-h1", "zb-v", "chimera", "dualpipe", "pipedream")
+WRITTEN = ("v-half", "v-min", "hanayo", "zb-v", "zb-h1", "pipedream")  # recipes whose rows the kernel writes
 COSTS = (
     Costs(),
     Costs(comm=0.3),
@@ -68,6 +70,16 @@ def compare(kernel: Kernel, program: Program, costs: Costs, seed: int, spelled: 
         assert found.tobytes() == expected.tobytes()
 
 
+def compare_rows(kernel: Kernel, name: str, **counts: int) -> None:
+    """Compare the rows that a recipe makes with the kernel and without."""
+    programs = []
+    for use in (kernel, None):
+        with using(use):
+            programs.append(dl.generate(name, **counts))
+    assert programs[0] == programs[1]
+    assert programs[0].rows == programs[1].rows
+
+
 def computed(program: Program, costs: Costs, rng: np.random.Generator) -> Iterator[Any]:
     """Yield arrays that the kernel or the Python form computes."""
     graph = compiled(program, costs)
@@ -101,6 +113,9 @@ def main() -> None:
     for seed, (name, costs) in enumerate(cases):
         program = dl.generate(name, num_ranks=4, num_microbatches=6)
         compare(kernel, program, costs, seed, spelled=seed % 2 == 0 and name != "pipedream")
+    for name in WRITTEN:
+        for num_ranks, num_microbatches in ((1, 1), (2, 5), (5, 3), (6, 17)):
+            compare_rows(kernel, name, num_ranks=num_ranks, num_microbatches=num_microbatches)
     print(f"compared {len(cases)}")
 
 

@@ -45,6 +45,15 @@ def test_every_time_has_the_bits_of_the_python_form(
     kernel_cases.compare(kernel, program, costs, seed, spelled)
 
 
+@settings(max_examples=examples(40))
+@given(st.sampled_from(kernel_cases.WRITTEN), st.integers(1, 9), st.integers(1, 30), st.integers(1, 3))
+def test_recipes_write_the_same_rows_without_a_kernel(
+    kernel: library.Kernel, name: str, num_ranks: int, num_microbatches: int, waves: int
+) -> None:
+    more = {"stages_per_rank": 2 * waves} if name == "hanayo" else {}
+    kernel_cases.compare_rows(kernel, name, num_ranks=num_ranks, num_microbatches=num_microbatches, **more)
+
+
 @pytest.mark.parametrize("use", [True, False], ids=["kernel", "python"])
 def test_ranks_that_wait_for_each_other_are_refused(kernel: library.Kernel, use: bool) -> None:
     for text in ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "0F0,2F0,2B0,0B0\n3F0,3B0,1F0,1B0"):

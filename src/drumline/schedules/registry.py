@@ -8,7 +8,7 @@ placement and the kind of training from the rows; anything else is passed as a f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -19,7 +19,7 @@ from drumline.core.errors import DrumlineError, ScheduleError, counted, nearest
 from drumline.core.graph import Columns
 from drumline.core.placement import Placement
 from drumline.core.program import MAX_ACTIONS, Program
-from drumline.schedules.cells import Cells, joined
+from drumline.schedules.cells import Cells, Turns, joined, written
 from drumline.schedules.formulas import Counts, IdleShare, Makespan, PeakPairs
 
 Rows = Iterable[Iterable[Action]]
@@ -184,12 +184,11 @@ class Schedule:
             options["stages_per_rank"] = stages
         try:
             rows = list(_checked(self.recipe(num_ranks, num_microbatches=num_microbatches, **options), self.name))
-            regular = [row for row in rows if isinstance(row, Cells)]
-            if rows and len(regular) == len(rows):
-                every = joined(regular)
-                lengths = [len(row) for row in regular]
-                return Program.of_columns(Columns.plain(lengths, every.stage, every.code, every.microbatch), self.name)
-            return Program(tuple(map(tuple, rows)), self.name)
+            every = _arrays(rows)
+            if every is None:
+                return Program(tuple(map(tuple, rows)), self.name)
+            lengths = list(map(len, rows))
+            return Program.of_columns(Columns.plain(lengths, every.stage, every.code, every.microbatch), self.name)
         except DrumlineError:
             raise
         except Exception as error:
@@ -202,15 +201,27 @@ def _near(odd: int) -> str:
     return f"use {' or '.join(str(count) for count in (odd - 1, odd + 1) if count)}"
 
 
-def _checked(rows: Rows, name: str) -> Iterator[Cells | tuple[Action, ...]]:
+_Row = Cells | Turns | tuple[Action, ...]
+
+
+def _arrays(rows: Sequence[_Row]) -> Cells | None:
+    """Return all rows as arrays, or None if a recipe made actions of some."""
+    if rows and all(isinstance(row, Turns) for row in rows):
+        return written([row for row in rows if isinstance(row, Turns)])
+    if not rows or any(isinstance(row, tuple) for row in rows):
+        return None
+    return joined(written([row]) if isinstance(row, Turns) else row for row in rows if not isinstance(row, tuple))
+
+
+def _checked(rows: Rows, name: str) -> Iterator[_Row]:
     """Yield a recipe's rows; raise an error if it yields something else or never ends."""
     left = MAX_ACTIONS
     for row in rows:
-        actions = row if isinstance(row, Cells) else tuple(islice(row, left + 1))
+        actions = row if isinstance(row, Cells | Turns) else tuple(islice(row, left + 1))
         left -= max(len(actions), 1)
         if left < 0:
             raise ScheduleError(f"the recipe of {name} yields more than {MAX_ACTIONS} actions", fix="make sure it ends")
-        if isinstance(actions, Cells):
+        if isinstance(actions, Cells | Turns):
             yield actions
             continue
         for kind in set(map(type, actions)):

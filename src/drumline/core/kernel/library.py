@@ -51,12 +51,15 @@ _PARAMETERS = {
     "stash": (_Count, *[_Int32] * 5, _Count, *[_Float] * 4),
     "pairs": (_Count, *[_Int32] * 4, _Count, _Byte, _Byte, _Int32),
     "starts": (_Count, _Int64, _Int32, _Float, _Float, _Float),
+    "turns": (_Count, *[_Int32] * 4),
+    "block": (_Count, _Count, _Count, _Int64, *[_Int32] * 4),
+    "waves": (_Count, _Count, _Count, _Int64, _Count, *[_Int32] * 4),
     "latest": (
         *(_Count, _Int32, _Count, _Int64, _Int32, _Int32, _Float, _Count),
         *(_Float, _Count, _Count, _Float, _Float),
     ),
 }
-_RETURN_COUNTS = ("clock", "need")
+_RETURN_COUNTS = ("block", "clock", "need", "waves")
 _WORTH_TELLING = 200_000  # nodes: the Python form takes a tenth of a second for them
 
 
@@ -71,6 +74,9 @@ class Kernel:
     starts: Callable[..., None]
     stash: Callable[..., None]
     pairs: Callable[..., None]
+    turns: Callable[..., None]
+    block: Callable[..., int]
+    waves: Callable[..., int]
     latest: Callable[..., None]
 
     def __init__(self, library: ctypes.CDLL) -> None:

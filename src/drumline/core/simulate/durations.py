@@ -111,7 +111,7 @@ def lags(graph: TimeGraph, many: Sequence[Costs], seconds: Floats) -> Floats | N
     `seconds` are those of the nodes.
     """
     blocks = graph.messages is Messages.BLOCKING
-    if not len(graph.crossings.node) or (not blocks and all(costs.comm == 0 and not costs.edges for costs in many)):
+    if (not blocks and all(costs.comm == 0 and not costs.edges for costs in many)) or not len(graph.crossings.node):
         return None
     edges, which = graph.edges
     latencies = np.array([[costs.edge(*edge).latency for costs in many] for edge in edges])
