@@ -22,10 +22,10 @@ def work_seconds(graph: TimeGraph, many: Sequence[Costs]) -> Floats:
     if library is not None and len(many) == 1:
         (costs,) = many
         factors = np.array(costs.factors(graph.num_microbatches)) if costs.microbatch_factor != 1.0 else None
-        one = np.empty((len(work.code), 1))
+        column = np.empty((len(work.code), 1))
         columns = work.code, work.stage, work.microbatch, graph.num_stages
-        library.seconds(len(one), *columns, _table(graph, costs), factors, _COMPUTES, one)
-        return one
+        library.seconds(len(column), *columns, _table(graph, costs), factors, _COMPUTES, column)
+        return column
     tables = np.stack([_table(graph, costs) for costs in many], axis=2)
     slot = work.code * graph.num_stages + work.stage
     seconds: Floats = tables.reshape(-1, len(many)).take(slot, axis=0)
