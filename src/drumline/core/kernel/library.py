@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from drumline.core.kernel import build
 
+_Pointer = ctypes.c_void_p
 _Count = ctypes.c_int64
 
 
@@ -140,3 +141,11 @@ def slower(num_nodes: int) -> None:
             absent if isinstance(absent, NoKernel) else "the kernel is not used",
             build.__name__,
         )
+
+
+def pointer(array: npt.NDArray[np.generic] | None) -> int | None:
+    """Return the address of a contiguous array's first number, for functions that take records of addresses.
+
+    The caller sees to its type, and keeps the array while the kernel reads it.
+    """
+    return None if array is None else int(array.__array_interface__["data"][0])
