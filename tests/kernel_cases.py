@@ -24,12 +24,12 @@ from drumline.core.kernel import library
 from drumline.core.kernel.library import Kernel
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
-from drumline.core.simulate import durations
+from drumline.core.simulate import durations, walks
 from drumline.core.simulate.durations import lags, node_seconds, work_seconds
 from drumline.core.simulate.simulate import compiled
 from drumline.schedules import building_block, cells, hanayo
 
-ASKING = (clock, memory, durations, producers, cells, building_block, hanayo)
+ASKING = (clock, memory, durations, producers, walks, cells, building_block, hanayo)
 NAMES = ("1f1b", "zb-h1", "zb-v", "chimera", "dualpipe", "pipedream")
 WRITTEN = ("v-half", "v-min", "hanayo", "zb-v", "zb-h1", "pipedream")  # recipes whose rows the kernel writes
 COSTS = (
@@ -98,6 +98,8 @@ def computed(program: Program, costs: Costs, rng: np.random.Generator) -> Iterat
     yield clock.latest_ends(order, many, lag=late)
     yield clock.latest_ends(order, many, mixed, None if late is None else late * np.ones(samples))
     yield clock.latest_ends(order, many[:, :1], lag=late)
+    if (nodes := walks.critical_nodes(graph, clock.starts_of(graph, ends, lag), ends)) is not None:
+        yield nodes
     for holding in memory.holdings(program, costs):
         yield from (holding.byte_counts, holding.pair_counts)
 

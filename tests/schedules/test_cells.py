@@ -72,6 +72,7 @@ def test_a_recipe_may_mix_rows_of_arrays_and_of_actions(monkeypatch: pytest.Monk
         program = generate("mixed", num_ranks=2, num_microbatches=2)
         assert program == Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
         monkeypatch.setattr("drumline.schedules.registry.MAX_ACTIONS", 8)
+        monkeypatch.setattr("drumline.schedules.registry.MAX_IN_ARRAYS", 8)
         with refused(ScheduleError, "yields more than 8 actions"):
             generate("large", num_ranks=1, num_microbatches=1)
     finally:

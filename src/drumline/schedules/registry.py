@@ -17,16 +17,19 @@ from typing import Any
 from drumline.core.action import Action, Op
 from drumline.core.errors import DrumlineError, ScheduleError, counted, nearest
 from drumline.core.graph import Columns
+from drumline.core.kernel.library import kernel
 from drumline.core.placement import Placement
-from drumline.core.program import MAX_ACTIONS, Program
+from drumline.core.program import MAX_ACTIONS, MAX_IN_ARRAYS, Program
 from drumline.schedules.cells import Cells, Turns, joined, written
 from drumline.schedules.formulas import Counts, IdleShare, Makespan, PeakPairs
 
 Rows = Iterable[Iterable[Action]]
 Recipe = Callable[..., Rows]
 
-# A recipe makes up to three actions per stage and microbatch.
+# A recipe makes two or three actions per stage and microbatch. Who builds many programs, or looks at actions one by
+# one, keeps to MAX_PAIRS; a single program may have more, if the kernel writes and times it.
 MAX_PAIRS = MAX_ACTIONS // 3
+MAX_PAIRS_IN_ARRAYS = MAX_IN_ARRAYS // 2
 DEFAULT = "1f1b"  # used if no schedule is named; others are compared with it
 
 # Above this, building every schedule for a comparison takes longer than it is worth; larger steps repeat themselves.
@@ -161,13 +164,8 @@ class Schedule:
                 expected="an even number of stages per rank",
                 fix=_near(stages_per_rank),
             )
-        if num_ranks * num_microbatches * stages_per_rank > MAX_PAIRS:
-            return ScheduleError(
-                f"{num_ranks} ranks x {stages_per_rank} stages x {num_microbatches} microbatches is too large",
-                expected=f"at most {MAX_PAIRS} (stage, microbatch) pairs",
-                fix="use fewer microbatches: a step repeats itself, so the result looks the same",
-            )
-        return None
+        most = MAX_PAIRS if kernel() is None else MAX_PAIRS_IN_ARRAYS
+        return too_large(num_ranks, num_microbatches, stages_per_rank, most)
 
     def build(
         self, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None, **options: Any
@@ -196,6 +194,20 @@ class Schedule:
             raise ScheduleError(reason, expected="rows of actions, one per rank") from error
 
 
+def too_large(
+    num_ranks: int, num_microbatches: int, stages_per_rank: int, most_pairs: int | None = None
+) -> ScheduleError | None:
+    """Return an error if these counts make too many pairs of a stage and a microbatch; the default is MAX_PAIRS."""
+    most = MAX_PAIRS if most_pairs is None else most_pairs
+    if num_ranks * num_microbatches * stages_per_rank <= most:
+        return None
+    return ScheduleError(
+        f"{num_ranks} ranks x {stages_per_rank} stages x {num_microbatches} microbatches is too large",
+        expected=f"at most {most} (stage, microbatch) pairs",
+        fix="use fewer microbatches: a step repeats itself, so the result looks the same",
+    )
+
+
 def _near(odd: int) -> str:
     """Suggest the nearest even counts to an odd one."""
     return f"use {' or '.join(str(count) for count in (odd - 1, odd + 1) if count)}"
@@ -215,12 +227,19 @@ def _arrays(rows: Sequence[_Row]) -> Cells | None:
 
 def _checked(rows: Rows, name: str) -> Iterator[_Row]:
     """Yield a recipe's rows; raise an error if it yields something else or never ends."""
-    left = MAX_ACTIONS
+    most, count = MAX_ACTIONS if kernel() is None else MAX_IN_ARRAYS, 0
     for row in rows:
-        actions = row if isinstance(row, Cells | Turns) else tuple(islice(row, left + 1))
-        left -= max(len(actions), 1)
-        if left < 0:
-            raise ScheduleError(f"the recipe of {name} yields more than {MAX_ACTIONS} actions", fix="make sure it ends")
+        if isinstance(row, Cells | Turns):
+            actions: _Row = row
+        else:
+            most = MAX_ACTIONS  # one row of objects makes all rows objects
+            actions = tuple(islice(row, max(most - count, 0) + 1))
+        count += max(len(actions), 1)
+        if count > most:
+            raise ScheduleError(
+                f"the recipe of {name} yields more than {most} actions",
+                fix="make sure it ends, or use fewer microbatches",
+            )
         if isinstance(actions, Cells | Turns):
             yield actions
             continue

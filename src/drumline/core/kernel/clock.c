@@ -164,3 +164,22 @@ void drumline_latest(int64_t num_runs, const int32_t *runs, int64_t num_chains, 
         }
     }
 }
+
+/* Walks back from a node of plain rows over what each started right after; returns how many nodes `path` receives.
+ *
+ * That is the node before it in its row if that ended no earlier than the node starts, or else the one that it needed.
+ */
+int64_t drumline_path(int64_t last, const int32_t *rank, const int32_t *need, const double *starts, const double *ends,
+                      int32_t *path)
+{
+    int64_t count = 0;
+    for (int64_t node = last; node >= 0; count++) {
+        const int follows = node > 0 && rank[node - 1] == rank[node];
+        path[count] = (int32_t)node;
+        if (follows && (ends[node - 1] >= starts[node] || need[node] < 0))
+            node--;
+        else
+            node = need[node];
+    }
+    return count;
+}

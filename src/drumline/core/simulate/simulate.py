@@ -28,6 +28,7 @@ from drumline.core.simulate.durations import (
     node_seconds,
     work_seconds,
 )
+from drumline.core.simulate.walks import critical_nodes, peak_queues, peak_receive_bytes
 from drumline.core.timeline.attribute import attribute
 from drumline.core.timeline.causes import Arrivals, Times, causes_of
 from drumline.core.timeline.idle import Idle, Limit
@@ -146,6 +147,29 @@ class Simulation(Timeline):
             assert message is not None
             transfers.append(Transfer(message.send, source, target, finished, start, arrived, self.starts[taker], size))
         return transfers
+
+    @cached_property
+    def peak_queues(self) -> dict[tuple[int, int], int]:
+        """Per edge, how many messages were made and not yet used at once."""
+        return peak_queues(self.graph, self.started, self.ended)
+
+    @cached_property
+    def peak_receive_bytes(self) -> tuple[float, ...]:
+        """The most message bytes each rank had arriving or waiting, in addition to what it holds."""
+        return peak_receive_bytes(self.graph, self.started, self.ended, self.costs)
+
+    @cached_property
+    def critical_path(self) -> tuple[Span, ...]:
+        """The chain of spans that determines the makespan, in order."""
+        nodes = critical_nodes(self.graph, self.started, self.ended)
+        if nodes is None:
+            return super().critical_path
+        work, places = self.graph.work, nodes.tolist()
+        columns = (column[nodes].tolist() for column in (work.rank, work.stage, work.code, work.microbatch))
+        return tuple(
+            Span(rank, Action(stage, OPS[code], microbatch), float(self.started[node]), float(self.ended[node]))
+            for node, rank, stage, code, microbatch in zip(places, *columns, strict=True)
+        )
 
     @cached_property
     def latest_inputs(self) -> Sequence[Sequence[tuple[int, int]]]:
