@@ -26,10 +26,11 @@ from drumline.core.lower.lower import lower
 from drumline.core.program import Program
 from drumline.core.simulate import durations, walks
 from drumline.core.simulate.durations import lags, node_seconds, work_seconds
-from drumline.core.simulate.simulate import compiled
+from drumline.core.simulate.simulate import compiled, simulate
+from drumline.core.timeline import causes
 from drumline.schedules import building_block, cells, hanayo
 
-ASKING = (clock, memory, durations, producers, walks, cells, building_block, hanayo)
+ASKING = (clock, memory, durations, producers, walks, causes, cells, building_block, hanayo)
 NAMES = ("1f1b", "zb-h1", "zb-v", "chimera", "dualpipe", "pipedream")
 WRITTEN = ("v-half", "v-min", "hanayo", "zb-v", "zb-h1", "pipedream")  # recipes whose rows the kernel writes
 COSTS = (
@@ -84,6 +85,7 @@ def computed(program: Program, costs: Costs, rng: np.random.Generator) -> Iterat
     """Yield arrays that the kernel or the Python form computes."""
     graph = compiled(program, costs)
     yield from (graph.need, graph.crossing, graph.before, *vars(graph.crossings).values())
+    factors = rng.lognormal(0.0, 0.3, len(graph.node))
     work = work_seconds(graph, [costs])[:, 0] * rng.lognormal(0.0, 0.3, len(graph.node))
     seconds = node_seconds(graph, costs, work)
     late = lags(graph, [costs], seconds[:, None])
@@ -100,6 +102,10 @@ def computed(program: Program, costs: Costs, rng: np.random.Generator) -> Iterat
     yield clock.latest_ends(order, many[:, :1], lag=late)
     if (nodes := walks.critical_nodes(graph, clock.starts_of(graph, ends, lag), ends)) is not None:
         yield nodes
+    timeline = simulate(program, costs, factors=factors)
+    if isinstance(timeline.causes, causes.Causes):
+        columns = {name: value for name, value in vars(timeline.causes).items() if name != "work"}
+        yield from columns.values()
     for holding in memory.holdings(program, costs):
         yield from (holding.byte_counts, holding.pair_counts)
 

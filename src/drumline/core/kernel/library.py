@@ -52,6 +52,10 @@ _PARAMETERS = {
     "stash": (_Count, *[_Int32] * 5, _Count, *[_Float] * 4),
     "pairs": (_Count, *[_Int32] * 4, _Count, _Byte, _Byte, _Int32),
     "starts": (_Count, _Int64, _Int32, _Float, _Float, _Float),
+    "causes": (
+        *(_Count, _Int64, _Int32, *[_Float] * 6, _Count, _Int32),
+        *(_Int32, _Float, _Float, _Int32, _Int32, _Int32),
+    ),
     "path": (_Count, _Int32, _Int32, _Float, _Float, _Int32),
     "turns": (_Count, *[_Int32] * 4),
     "block": (_Count, _Count, _Count, _Int64, *[_Int32] * 4),
@@ -61,7 +65,7 @@ _PARAMETERS = {
         *(_Float, _Count, _Count, _Float, _Float),
     ),
 }
-_RETURN_COUNTS = ("block", "clock", "need", "path", "waves")
+_RETURN_COUNTS = ("block", "causes", "clock", "need", "path", "waves")
 _WORTH_TELLING = 200_000  # nodes: the Python form takes a tenth of a second for them
 
 
@@ -76,6 +80,7 @@ class Kernel:
     starts: Callable[..., None]
     stash: Callable[..., None]
     pairs: Callable[..., None]
+    causes: Callable[..., int]
     path: Callable[..., int]
     turns: Callable[..., None]
     block: Callable[..., int]

@@ -15,7 +15,7 @@ from drumline.core.clock.assemble import compile_program
 from drumline.core.clock.evaluate import Order, evaluate, latest_ends, order_of, starts_of
 from drumline.core.costs import Costs
 from drumline.core.errors import CostsError, ProgramError
-from drumline.core.graph import OPS, Columns, Floats, Ints, Messages, NotCompilable, TimeGraph
+from drumline.core.graph import OPS, Columns, Floats, Ints, Messages, NotCompilable, Number, TimeGraph
 from drumline.core.memory import Holding, holdings
 from drumline.core.program import Program, once_per_program
 from drumline.core.prove.validate import misplaced_or_misused, validate
@@ -244,8 +244,10 @@ class Simulation(Timeline):
         is_plain = not (self.limit or len(graph.exchanges.node) or len(graph.waits.node) or graph.work.paired.any())
         if not is_plain or graph.messages is Messages.BLOCKING or not all(graph.work.lengths):
             return attribute(self, self.limit)
-        maker = np.full(len(graph.node), -1)
-        maker[graph.crossings.consumer] = graph.crossings.producer
+        maker = graph.need
+        if graph.messages is not Messages.LATENCY:
+            maker = np.full(len(graph.node), -1, dtype=Number)
+            maker[graph.crossings.consumer] = graph.crossings.producer
         times, twin = self.times, self.balanced
         last = np.cumsum(graph.work.lengths) - 1
         arrivals = Arrivals(maker, int(last[times.ends[last].argmax()]))
@@ -254,6 +256,8 @@ class Simulation(Timeline):
     @property
     def times(self) -> Times:
         """The times of all timed actions as arrays; the halves of an overlapped pair have the same."""
+        if self.graph.only_work:
+            return Times(self.started, np.ascontiguousarray(self.ended), self.start, self.end)
         return Times(self.started[self.graph.node], self.ended[self.graph.node], self.start, self.end)
 
     @cached_property
