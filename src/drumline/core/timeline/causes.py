@@ -20,9 +20,9 @@ from drumline.core.graph import OPS, Columns, Floats, Ints, Number
 from drumline.core.kernel.library import Kernel, kernel
 from drumline.core.timeline.idle import Cause, Idle
 
-_CAUSES = tuple(Cause)
+CAUSES = tuple(Cause)
 _FILL, _WAIT, _DRAIN, _IMBALANCE, _TRANSFER = (
-    _CAUSES.index(cause) for cause in (Cause.FILL, Cause.WAIT, Cause.DRAIN, Cause.IMBALANCE, Cause.TRANSFER)
+    CAUSES.index(cause) for cause in (Cause.FILL, Cause.WAIT, Cause.DRAIN, Cause.IMBALANCE, Cause.TRANSFER)
 )
 _CODES = np.array([_FILL, _WAIT, _DRAIN, _IMBALANCE, _TRANSFER], dtype=Number)
 
@@ -59,7 +59,7 @@ class Causes(Sequence[Idle]):
             int(self.rank[index]),
             float(self.start[index]),
             float(self.end[index]),
-            _CAUSES[self.cause[index]],
+            CAUSES[self.cause[index]],
             self._action(before),
             self._action(waits_for),
             int(self.work.rank[waits_for]) if waits_for >= 0 else None,
@@ -71,9 +71,9 @@ class Causes(Sequence[Idle]):
     def seconds(self, num_ranks: int) -> dict[Cause, list[float]]:
         """Return the idle seconds of every rank, by cause."""
         place = self.cause * num_ranks + self.rank
-        total = np.bincount(place, self.end - self.start, len(_CAUSES) * num_ranks).reshape(-1, num_ranks)
+        total = np.bincount(place, self.end - self.start, len(CAUSES) * num_ranks).reshape(-1, num_ranks)
         present = np.unique(self.cause).tolist()
-        return {_CAUSES[number]: total[number].tolist() for number in present}
+        return {CAUSES[number]: total[number].tolist() for number in present}
 
     def _action(self, number: int) -> Action | None:
         if number < 0:
