@@ -6,11 +6,11 @@ from planting import Bug
 
 SCHEDULES = (
     Bug(
-        "gpipe-last-in-first-out",
+        "gpipe-one-at-a-time",
         "gpipe",
-        "joined(run(op, rank, num_microbatches) for op in (Op.FORWARD, Op.BACKWARD))",
-        "joined(run(op, rank, num_microbatches)[:: 1 - 2 * (op is Op.BACKWARD)] for op in (Op.FORWARD, Op.BACKWARD))",
-        "Backwards run in the reverse order of the forwards.",
+        "Turns().add(num_microbatches, (rank, Op.FORWARD)).add(num_microbatches, (rank, Op.BACKWARD))",
+        "Turns().add(num_microbatches, (rank, Op.FORWARD), (rank, Op.BACKWARD))",
+        "Every microbatch's backward follows its forward.",
     ),
     Bug(
         "1f1b-one-more-ahead",
@@ -50,15 +50,15 @@ SCHEDULES = (
     Bug(
         "patterns-begin-again",
         "Turns.add",
-        "self._taken[pair] += count",
-        "self._taken[pair] = count",
+        "self._taken[key] = first + count",
+        "self._taken[key] = count",
         "After its second pattern a stage repeats microbatches.",
     ),
     Bug(
         "trimmed-row-keeps-one-more",
-        "Cells.below",
-        "self.microbatch < num_microbatches",
-        "self.microbatch <= num_microbatches",
+        "_parts_in_python",
+        "microbatches < below",
+        "microbatches <= below",
         "With few microbatches a row has one too many.",
     ),
     Bug(
@@ -98,7 +98,7 @@ SCHEDULES = (
     ),
     Bug(
         "zb-v-one-more-down",
-        "_row",
+        "_filled",
         "row.add(2 * (num_ranks - rank) - 1, forward_down)",
         "row.add(2 * (num_ranks - rank), forward_down)",
         "Each rank runs one forward more before the first one comes back.",
@@ -154,16 +154,16 @@ SCHEDULES = (
     ),
     Bug(
         "chimera-fewer-down",
-        "chimera.num_down",
-        "num_down = (num_microbatches + 1) // 2",
-        "num_down = num_microbatches // 2",
+        "chimera",
+        "num_down, m = (num_microbatches + 1) // 2, ",
+        "num_down, m = num_microbatches // 2, ",
         "Of an odd number of microbatches more go up than down.",
     ),
     Bug(
         "chimera-longer-units",
         "chimera",
-        "unit, inside = divmod(number, num_ranks // 2)",
-        "unit, inside = divmod(number, num_ranks)",
+        "m, m - num_down), num_ranks // 2)",
+        "m, m - num_down), num_ranks)",
         "A unit has twice as many microbatches of a direction as fit between the others.",
     ),
     Bug(
@@ -175,17 +175,17 @@ SCHEDULES = (
     ),
     Bug(
         "hanayo-half-a-wave",
-        "hanayo",
+        "_in_python",
         "for m in islice(fresh, 2 * num_ranks):",
         "for m in islice(fresh, num_ranks):",
         "Half as many microbatches are on their way at once.",
     ),
     Bug(
-        "2bw-steps-too-early",
+        "2bw-steps-too-late",
         "pipedream_2bw",
-        "first == 0 and step >= 2:",
-        "first == 0 and step >= 1:",
-        "A step is taken before its own backwards have run.",
+        "row.once(rank, Op.UPDATE, update).add(num_microbatches, forward, backward)",
+        "row.add(num_microbatches, forward, backward).once(rank, Op.UPDATE, update)",
+        "A step is taken after the forwards that may use it.",
     ),
     Bug(
         "2bw-third-version",

@@ -18,17 +18,21 @@ import numpy as np
 import drumline as dl
 from drumline.core import memory
 from drumline.core.clock import evaluate as clock
-from drumline.core.clock import plain_graph, producers
+from drumline.core.clock import producers
 from drumline.core.costs import Costs, Edge
 from drumline.core.kernel import library
-from drumline.core.kernel.library import Kernel, pointer
+from drumline.core.kernel.library import Kernel
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
+from drumline.core.simulate import durations, walks
 from drumline.core.simulate.durations import lags, node_seconds, work_seconds
-from drumline.core.simulate.simulate import compiled
+from drumline.core.simulate.simulate import compiled, simulate
+from drumline.core.timeline import causes
+from drumline.schedules import building_block, cells, hanayo
 
-ASKING = (clock, memory, plain_graph, producers)
+ASKING = (clock, memory, durations, producers, walks, causes, cells, building_block, hanayo)
 NAMES = ("1f1b", "zb-h1", "zb-v", "chimera", "dualpipe", "pipedream")
+WRITTEN = ("v-half", "v-min", "hanayo", "zb-v", "zb-h1", "pipedream")  # recipes whose rows the kernel writes
 COSTS = (
     Costs(),
     Costs(comm=0.3),
@@ -67,10 +71,21 @@ def compare(kernel: Kernel, program: Program, costs: Costs, seed: int, spelled: 
         assert found.tobytes() == expected.tobytes()
 
 
+def compare_rows(kernel: Kernel, name: str, **counts: int) -> None:
+    """Compare the rows that a recipe makes with the kernel and without."""
+    programs = []
+    for use in (kernel, None):
+        with using(use):
+            programs.append(dl.generate(name, **counts))
+    assert programs[0] == programs[1]
+    assert programs[0].rows == programs[1].rows
+
+
 def computed(program: Program, costs: Costs, rng: np.random.Generator) -> Iterator[Any]:
     """Yield arrays that the kernel or the Python form computes."""
     graph = compiled(program, costs)
     yield from (graph.need, graph.crossing, graph.before, *vars(graph.crossings).values())
+    factors = rng.lognormal(0.0, 0.3, len(graph.node))
     work = work_seconds(graph, [costs])[:, 0] * rng.lognormal(0.0, 0.3, len(graph.node))
     seconds = node_seconds(graph, costs, work)
     late = lags(graph, [costs], seconds[:, None])
@@ -85,6 +100,12 @@ def computed(program: Program, costs: Costs, rng: np.random.Generator) -> Iterat
     yield clock.latest_ends(order, many, lag=late)
     yield clock.latest_ends(order, many, mixed, None if late is None else late * np.ones(samples))
     yield clock.latest_ends(order, many[:, :1], lag=late)
+    if (nodes := walks.critical_nodes(graph, clock.starts_of(graph, ends, lag), ends)) is not None:
+        yield nodes
+    timeline = simulate(program, costs, factors=factors)
+    if isinstance(timeline.causes, causes.Causes):
+        columns = {name: value for name, value in vars(timeline.causes).items() if name != "work"}
+        yield from columns.values()
     for holding in memory.holdings(program, costs):
         yield from (holding.byte_counts, holding.pair_counts)
 
@@ -93,13 +114,16 @@ def main() -> None:
     """Compare all cases with the kernel at the path."""
     kernel = Kernel(ctypes.CDLL(sys.argv[1]))
     if sys.argv[2:]:
-        short, index = np.empty(100), np.full(40_000, -1)
-        kernel.starts(len(index), *map(pointer, (index, index, None, short, np.empty(10_000))))
+        short, index = np.empty(100), np.full(40_000, -1, dtype=np.int32)
+        kernel.starts(1, np.array([[0, len(index)]]), index, None, np.empty(len(index) + 1), short)
         return
     cases = [(name, costs) for name in NAMES for costs in COSTS]
     for seed, (name, costs) in enumerate(cases):
         program = dl.generate(name, num_ranks=4, num_microbatches=6)
         compare(kernel, program, costs, seed, spelled=seed % 2 == 0 and name != "pipedream")
+    for name in WRITTEN:
+        for num_ranks, num_microbatches in ((1, 1), (2, 5), (5, 3), (6, 17)):
+            compare_rows(kernel, name, num_ranks=num_ranks, num_microbatches=num_microbatches)
     print(f"compared {len(cases)}")
 
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from drumline.report.compare import compare
     from drumline.report.draw.grid import grid
     from drumline.report.kineto.analysis import analyze
+    from drumline.report.replicas.step import replicas
     from drumline.schedules import generate, schedule
     from drumline.verification.verify import verify
 
@@ -94,6 +95,7 @@ _HOME = {
     "prune": "core.prove.frozen",
     "quantise": "model.quantised.bases",
     "read_run": "core.measured.run",
+    "replicas": "report.replicas.step",
     "schedule": "schedules",
     "search": "plan.search.search",
     "simulate": "core.simulate.simulate",
@@ -145,6 +147,7 @@ __all__ = [
     "prune",
     "quantise",
     "read_run",
+    "replicas",
     "schedule",
     "search",
     "simulate",

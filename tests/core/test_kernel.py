@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import shutil
@@ -44,6 +45,15 @@ def test_every_time_has_the_bits_of_the_python_form(
     kernel_cases.compare(kernel, program, costs, seed, spelled)
 
 
+@settings(max_examples=examples(40))
+@given(st.sampled_from(kernel_cases.WRITTEN), st.integers(1, 9), st.integers(1, 30), st.integers(1, 3))
+def test_recipes_write_the_same_rows_without_a_kernel(
+    kernel: library.Kernel, name: str, num_ranks: int, num_microbatches: int, waves: int
+) -> None:
+    more = {"stages_per_rank": 2 * waves} if name == "hanayo" else {}
+    kernel_cases.compare_rows(kernel, name, num_ranks=num_ranks, num_microbatches=num_microbatches, **more)
+
+
 @pytest.mark.parametrize("use", [True, False], ids=["kernel", "python"])
 def test_ranks_that_wait_for_each_other_are_refused(kernel: library.Kernel, use: bool) -> None:
     for text in ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "0F0,2F0,2B0,0B0\n3F0,3B0,1F0,1B0"):
@@ -58,6 +68,15 @@ def test_rows_in_any_order_run_in_steps_of_one_node_each(kernel: library.Kernel)
     """Stages lie in reverse, so that every chain halts at its first node until the one after it has run."""
     rows = "\n".join(f"{stage}F0,{stage}B0" for stage in reversed(range(40)))
     kernel_cases.compare(kernel, Program.parse(rows), Costs(comm=0.1), 3, False)
+
+
+def test_the_kernel_refuses_arrays_of_another_type(kernel: library.Kernel) -> None:
+    """It would read other numbers in them, or behind them."""
+    bounds, need, times = np.array([[0, 2]]), np.full(4, -1, dtype=np.int32), np.zeros(3)
+    kernel.starts(1, bounds, need[:2], None, times, times.copy())
+    for wrong in (need.astype(np.int64)[:2], need[::2], need.astype(np.float32)[:2]):
+        with pytest.raises(ctypes.ArgumentError, match="expected int32"):
+            kernel.starts(1, bounds, wrong, None, times, times.copy())
 
 
 def test_a_library_that_does_not_fit_counts_as_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

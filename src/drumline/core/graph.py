@@ -31,6 +31,7 @@ from enum import Enum, auto
 from functools import cached_property
 from itertools import chain, pairwise, repeat
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,15 +41,16 @@ from drumline.core.action import TIMED_OPS, TRANSFER_OPS, WAIT_OPS, Action, Op, 
 from drumline.core.costs import Costs
 from drumline.core.rules import Backward
 
-Ints = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.signedinteger[Any]]
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
+Number = np.int32  # of actions, stages and microbatches: products of two may need more bits
 
 OPS = tuple(Op)
 CODE: dict[Op, int] = {op: code for code, op in enumerate(OPS)}
 TIMED = np.array([op in TIMED_OPS for op in OPS])
 # Indices of the compute ops in their own small table; other ops have none.
-PLACE = np.array([list(rules.NEEDS).index(op) if op in rules.NEEDS else -1 for op in OPS])
+PLACE = np.array([list(rules.NEEDS).index(op) if op in rules.NEEDS else -1 for op in OPS], dtype=np.int64)
 WAITS = tuple(sorted(CODE[op] for op in WAIT_OPS))
 TRANSFERS = tuple(sorted(CODE[op] for op in TRANSFER_OPS))
 
@@ -76,7 +78,7 @@ class Columns:
         """
         lengths = tuple(map(len, rows))
         actions = list(chain.from_iterable(rows))
-        cell, paired = np.arange(len(actions)), np.zeros(len(actions), dtype=bool)
+        cell, paired = np.arange(len(actions), dtype=Number), np.zeros(len(actions), dtype=bool)
         if any(map(_PARTS, actions)):
             sizes = _column(map(len, map(_PARTS, actions)), len(actions))
             cell = np.repeat(cell, np.maximum(sizes, 1))
@@ -91,7 +93,7 @@ class Columns:
             _column(map(_STAGE, actions), count),
             _column(map(CODE.__getitem__, map(_OP, actions)), count),
             _column(numbers, count),
-            np.repeat(np.arange(len(lengths)), lengths)[cell],
+            np.repeat(np.arange(len(lengths), dtype=Number), lengths)[cell],
             cell,
             paired,
         )
@@ -103,9 +105,10 @@ class Columns:
         >>> Columns.plain([1, 1], *np.array([[0, 1], [CODE[Op.FORWARD]] * 2, [0, 0]])).rows()
         ((0F0,), (1F0,))
         """
-        count = len(code)
-        rank = np.repeat(np.arange(len(lengths)), lengths)
-        return Columns(tuple(lengths), stage, code, microbatch, rank, np.arange(count), np.zeros(count, dtype=bool))
+        rank = np.repeat(np.arange(len(lengths), dtype=Number), lengths)
+        cell, paired = np.arange(len(code), dtype=Number), np.zeros(len(code), dtype=bool)
+        stage, code, microbatch = (column.astype(Number, copy=False) for column in (stage, code, microbatch))
+        return Columns(tuple(lengths), stage, code, microbatch, rank, cell, paired)
 
     def rows(self) -> tuple[tuple[Action, ...], ...]:
         """Return the rows of actions that these arrays stand for."""
@@ -165,7 +168,7 @@ class Columns:
 
     def only(self, chosen: Flags) -> Columns:
         """Return the chosen entries, which must be whole actions, as if the rows contained nothing else."""
-        if chosen.all():
+        if len(chosen) == np.count_nonzero(chosen):
             return self
         begins = self.heads[chosen]
         rank = self.rank[chosen]
@@ -175,7 +178,7 @@ class Columns:
             self.code[chosen],
             self.microbatch[chosen],
             rank,
-            np.cumsum(begins) - 1,
+            np.cumsum(begins, dtype=Number) - Number(1),
             self.paired[chosen],
         )
 
@@ -207,7 +210,11 @@ class Columns:
 
 
 def _column(numbers: Iterable[int], count: int) -> Ints:
-    return np.fromiter(numbers, np.int64, count)
+    listed = list(numbers)
+    try:
+        return np.fromiter(listed, Number, count)
+    except OverflowError:  # nobody can time such a program, but the validator says why
+        return np.fromiter(listed, np.int64, count)
 
 
 class Messages(Enum):
@@ -282,7 +289,6 @@ class TimeGraph:
     num_microbatches: int
     num_nodes: int
     chains: Ints
-    before: Ints
     need: Ints
     crossing: Ints
     action_nodes: tuple[Ints, ...]
@@ -293,20 +299,58 @@ class TimeGraph:
     waits: Waits
     plain: bool
 
+    @staticmethod
+    def of_plain(work: Columns, need: Ints, num_stages: int, num_microbatches: int, *, plain: bool) -> TimeGraph:
+        """Return the graph of rows whose actions are its nodes; its messages are listed when somebody looks at them."""
+        lengths = np.array(work.lengths, dtype=np.int64)
+        last, nothing = np.cumsum(lengths), np.empty(0, dtype=Number)
+        graph = object.__new__(TimeGraph)
+        graph.__dict__.update(
+            messages=Messages.LATENCY,
+            num_ranks=len(lengths),
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            num_nodes=len(need),
+            chains=np.stack((last - lengths, last), axis=1),
+            need=need,
+            action_nodes=tuple(np.split(work.cell, last[:-1])),
+            work=work,
+            node=work.cell,
+            exchanges=Exchanges(nothing, nothing, nothing, nothing),
+            waits=Waits(nothing, nothing, nothing, nothing),
+            plain=plain,
+        )
+        return graph
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("crossing", "crossings") or "need" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        takers = np.flatnonzero(self.need >= 0).astype(Number)
+        makers, nowhere = self.need[takers], np.full(len(takers), -1, dtype=Number)
+        crossing = np.full(self.num_nodes, -1, dtype=Number)
+        crossing[takers] = np.arange(len(takers), dtype=Number)
+        ranks = self.work.rank[makers], self.work.rank[takers]
+        self.__dict__.update(crossing=crossing, crossings=Crossings(makers, takers, *ranks, nowhere, nowhere))
+        return self.__dict__[name]
+
+    @cached_property
+    def before(self) -> Ints:
+        """The node before each in its chain, or -1."""
+        before = np.arange(-1, self.num_nodes - 1, dtype=Number)
+        first, last = self.chains.T
+        before[first[first < last]] = -1
+        return before
+
     @cached_property
     def only_work(self) -> bool:
         """Whether every node is one plain action, so that nodes and plain actions have the same numbers."""
-        return self.num_nodes == len(self.node) and not self.work.paired.any()
-
-    @cached_property
-    def slot(self) -> Ints:
-        """The place of every plain action in a table of ops and stages, row by row."""
-        return self.work.code * self.num_stages + self.work.stage
+        return self.node is self.work.cell or (self.num_nodes == len(self.node) and not self.work.paired.any())
 
     @cached_property
     def edges(self) -> tuple[list[tuple[int, int]], Ints]:
         """The directed links that messages use, and the link of each message."""
-        coded, which = np.unique(self.crossings.source * self.num_ranks + self.crossings.target, return_inverse=True)
+        source, target = self.crossings.source.astype(np.int64), self.crossings.target
+        coded, which = np.unique(source * self.num_ranks + target, return_inverse=True)
         return [divmod(code, self.num_ranks) for code in coded.tolist()], which
 
     @cached_property

@@ -28,8 +28,8 @@ import numpy as np
 from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
-from drumline.core.graph import CODE, OPS, Floats, Ints
-from drumline.core.kernel.library import kernel, pointer
+from drumline.core.graph import CODE, OPS, Floats, Ints, Number
+from drumline.core.kernel.library import kernel
 from drumline.core.program import Program, once_per_program
 from drumline.core.rules import Backward
 
@@ -85,7 +85,7 @@ def holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
     columns = program.timed_columns
     stashes = np.split(_stash(program, sizes), np.cumsum(columns.lengths)[:-1])
     stages: list[list[int]] = [[] for _ in range(columns.num_ranks)]
-    for place in np.unique(columns.rank * program.num_stages + columns.stage).tolist():
+    for place in np.unique(columns.rank.astype(np.int64) * program.num_stages + columns.stage).tolist():
         rank, stage = divmod(place, program.num_stages)
         stages[rank].append(stage)
     found_holdings = []
@@ -107,9 +107,8 @@ def _stash(program: Program, sizes: Sizes) -> Floats:
     changes = np.zeros((2, len(OPS), program.num_stages))
     for (op, stage), change in sizes.change.items():
         changes[:, CODE[op], stage] = change
-    factors, slot = np.array(sizes.factors), columns.code * program.num_stages + columns.stage
-    numbers = map(pointer, (columns.rank, columns.cell, slot, columns.microbatch, changes[0], changes[1], factors))
-    library.stash(len(slot), *numbers, pointer(stash))
+    numbers = columns.rank, columns.cell, columns.code, columns.stage, columns.microbatch
+    library.stash(len(columns.code), *numbers, program.num_stages, *changes, np.array(sizes.factors), stash)
     return stash
 
 
@@ -169,15 +168,21 @@ def _counted(program: Program) -> tuple[Holding, ...]:
 
 def _pairs(program: Program) -> Iterator[Ints]:
     """Yield, rank by rank, the pairs held while each timed action runs, and after it: a row of two for each."""
-    columns = program.timed_columns
+    columns, library = program.timed_columns, kernel()
+    bounds, releasing = np.cumsum(columns.lengths)[:-1], _releasing(program)
+    if library is not None:
+        pairs = np.zeros((sum(columns.lengths), 2), dtype=Number)
+        numbers = columns.rank, columns.cell, columns.code, columns.stage
+        library.pairs(len(columns.code), *numbers, program.num_stages, _BEGINS, releasing.astype(np.uint8), pairs)
+        yield from np.split(pairs, bounds)
+        return
     begun = np.where(columns.code == CODE[Op.FORWARD], 1, 0)
-    ended = -_releasing(program)[columns.code, columns.stage]
+    ended = -releasing[columns.code, columns.stage]
     first = np.flatnonzero(columns.heads)
     more, less = (np.add.reduceat(change, first) if len(first) else first for change in (begun, ended))
-    bounds = np.cumsum(columns.lengths)[:-1]
     for begins, ends in zip(np.split(more, bounds), np.split(less, bounds), strict=True):
         after = np.cumsum(begins + ends)
-        yield np.stack((after - ends, after), axis=1)
+        yield np.stack((after - ends, after), axis=1).astype(Number)
 
 
 def _releasing(program: Program) -> Ints:
@@ -240,6 +245,7 @@ class Sizes:
 
 
 _FORWARD, _UPDATE = CODE[Op.FORWARD], CODE[Op.UPDATE]
+_BEGINS = np.array([op is Op.FORWARD for op in OPS], dtype=np.uint8)
 _RELEASES = np.array([op in rules.RELEASES for op in OPS])
 
 

@@ -151,7 +151,7 @@ def _two_ways(stage: Ints, microbatch: Ints, rank: Ints, num_ranks: int) -> Plac
     """Return the bidirectional placement that all of this work agrees with, or None."""
     last = num_ranks - 1
     first = stage == 0
-    entered, at = np.divmod(np.unique(microbatch[first] * num_ranks + rank[first]), num_ranks)
+    entered, at = np.divmod(np.unique(microbatch[first].astype(np.int64) * num_ranks + rank[first]), num_ranks)
     # The larger half of the microbatches goes down; if both are equal, the half that enters at the lower rank does.
     enters = int(np.bincount(at).argmax())
     mirrored = entered[(at == last - enters) & (at != enters) & (entered >= 0)]

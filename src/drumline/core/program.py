@@ -25,8 +25,9 @@ from drumline.core.rules import Backward
 
 Row = tuple[Action, ...]
 
-# A million actions is 64 ranks x 4 stages x 1000 microbatches; nobody runs a larger program.
-MAX_ACTIONS = 1_000_000
+# In arrays an action takes some 50 bytes while it is timed; as an object it takes hundreds, and microseconds.
+MAX_IN_ARRAYS = 50_000_000
+MAX_ACTIONS = 1_000_000  # as objects: rows, text, pictures
 MAX_FILE_BYTES = 64 * MIB
 _KIND = FileKind("program", ProgramError, "a CSV file, one row of actions per rank", MAX_FILE_BYTES)
 
@@ -62,6 +63,12 @@ class Program:
     def __getattr__(self, name: str) -> Any:
         if name != "rows" or "columns" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        if self.num_actions > MAX_ACTIONS:
+            raise ProgramError(
+                f"{self.name} has {self.num_actions} actions, too many to look at one by one",
+                expected=f"at most {MAX_ACTIONS}; times, idle time and memory are computed for up to {MAX_IN_ARRAYS}",
+                fix="use fewer microbatches: a step repeats itself, so the result looks the same",
+            )
         self.__dict__["rows"] = rows = self.columns.rows()
         return rows
 

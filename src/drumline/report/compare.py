@@ -21,6 +21,7 @@ from drumline.plan.device.advice import Advice, Remedy
 from drumline.report.draw.table import table
 from drumline.report.summary import refused, summarize
 from drumline.schedules import DEFAULT, find, schedules
+from drumline.schedules.registry import too_large
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,9 @@ def _stages_per_rank(name: str | Program, wanted: int | None) -> int:
 def _with_counts(name: str | Program, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Program:
     """Return the schedule's program; refuse a given one that has other counts."""
     if not isinstance(name, Program):
+        # Checked first, as a program that is too large for all of them takes seconds for each.
+        if (refused := too_large(num_ranks, num_microbatches, stages_per_rank)) is not None:
+            raise find(name).refusal(num_ranks, num_microbatches, stages_per_rank) or refused
         return find(name).build(num_ranks, num_microbatches, stages_per_rank)
     if (name.num_ranks, name.num_microbatches) != (num_ranks, num_microbatches):
         raise ScheduleError(

@@ -23,6 +23,7 @@ from drumline.report.draw import html
 from drumline.report.draw.scene import document, explanations
 from drumline.report.summary import figures, listed, refused
 from drumline.schedules import find, schedules
+from drumline.schedules.registry import too_large
 
 # Up to this many actions, a picture with its explanations is faster than two requests.
 EXPLAINED_AT_ONCE = 2000
@@ -98,6 +99,8 @@ def _generated(name: str, ranks: int, microbatches: int, stages_per_rank: int) -
     """Generate once: moving a cost slider keeps the program and everything compiled from it."""
     schedule = find(name)
     stages = stages_per_rank if stages_per_rank and schedule.stage_counts != "fixed" else None
+    if (refused := too_large(ranks, microbatches, stages or schedule.stages_per_rank)) is not None:
+        raise refused
     return schedule.build(ranks, microbatches, stages)
 
 

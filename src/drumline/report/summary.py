@@ -87,8 +87,7 @@ def rank_rows(timeline: Timeline, written: Callable[[float], str]) -> tuple[list
 
 def peak_queues(timeline: Timeline) -> dict[str, int]:
     """Return how many messages waited at once on each edge."""
-    curves = timeline.queue_depths.items()
-    return {f"{source}->{target}": max(depth for _, depth in curve) for (source, target), curve in curves}
+    return {f"{source}->{target}": depth for (source, target), depth in timeline.peak_queues.items()}
 
 
 def listed(violations: Iterable[Violation]) -> list[dict[str, Any]]:

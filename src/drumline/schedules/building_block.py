@@ -9,25 +9,49 @@ once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import numpy as np
 
 from drumline.core import rules
 from drumline.core.action import Action, F, I, Op, W
+from drumline.core.graph import CODE, Number
+from drumline.core.kernel.library import Kernel, kernel
+from drumline.schedules.cells import blank
 
 Offsets = Callable[[int], tuple[int, int, int, int]]
 Key = tuple[Op, int]
 
+_STEP = 6  # slots of a block
+_CODES = np.array([CODE[op] for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)], dtype=Number)
 # A local name: looking the op up on its class in every slot would take a quarter of the time.
 _FORWARD = Op.FORWARD
 _ORDERED = (_FORWARD, Op.BACKWARD_INPUT)
 
 
-def from_block(num_ranks: int, num_microbatches: int, offsets: Offsets) -> list[list[Action]]:
+def from_block(num_ranks: int, num_microbatches: int, offsets: Offsets) -> Iterable[Iterable[Action]]:
     """Return the rows of a V-shaped program whose F and I follow the repeated block.
 
     `offsets(rank)` returns the slots of F going down, F going up, I of the upper stage, I of the lower one. W runs
     where the rank would idle, or where the rank would exceed the block's own peak of pairs.
     """
+    library = kernel()
+    if library is None:
+        return _in_python(num_ranks, num_microbatches, offsets)
+    slots = np.array([offsets(rank) for rank in range(num_ranks)], dtype=np.int64)
+    collides = (np.diff(np.sort(slots % _STEP, axis=1), axis=1) == 0).any(axis=1)
+    assert not collides.any(), f"the block collides on rank {collides.argmax()}"
+    every = blank(num_ranks * _STEP * num_microbatches)
+    counts = num_ranks, num_microbatches, _STEP, slots, _CODES
+    refused = library.block(*counts, every.stage, every.code, every.microbatch)
+    if refused == Kernel.OUT_OF_MEMORY:
+        raise MemoryError(f"no memory to repeat a block on {num_ranks} ranks")
+    assert not refused, "a building block's order cannot run"
+    return every.rows_of(_STEP * num_microbatches)
+
+
+def _in_python(num_ranks: int, num_microbatches: int, offsets: Offsets) -> list[list[Action]]:
+    """Return the same rows, without a kernel."""
     order = [_repeated(rank, num_ranks, num_microbatches, offsets(rank)) for rank in range(num_ranks)]
     peak = max(map(_peak, order))
     return _fill_with_weights([list(taken.values()) for taken in order], 2 * num_ranks, peak)
@@ -38,7 +62,7 @@ def _repeated(rank: int, num_ranks: int, num_microbatches: int, slots: tuple[int
     down, up = rank, 2 * num_ranks - 1 - rank
     taken: dict[int, Action] = {}
     for op, stage, slot in zip((F, F, I, I), (down, up, up, down), slots, strict=True):
-        taken |= {slot + 6 * m: op(stage, m) for m in range(num_microbatches)}
+        taken |= {slot + _STEP * m: op(stage, m) for m in range(num_microbatches)}
     assert len(taken) == 4 * num_microbatches, f"the block collides on rank {rank}"
     return dict(sorted(taken.items()))
 

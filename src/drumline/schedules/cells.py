@@ -1,27 +1,31 @@
 """Rows as arrays: what recipes make of regular patterns, without an object for every action.
 
-    run(Op.FORWARD, 2, 4)                        2F0 2F1 2F2 2F3
+    run(Op.FORWARD, 2, 4)                             2F0 2F1 2F2 2F3
     Turns().add(2, (0, F)).add(3, (0, F), (0, B))     0F0 0F1 | 0F2 0B0 | 0F3 0B1 | 0F4 0B2
 
-Whoever looks at a row sees actions; the registry takes the arrays.
+Whoever looks at a row sees actions; the registry takes the arrays. The compiled kernel writes rows of patterns, or the
+Python form if there is no kernel, which is slower.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
 import numpy as np
 
 from drumline.core.action import Action, Op
-from drumline.core.graph import CODE, OPS, Ints
+from drumline.core.graph import CODE, OPS, Ints, Number
+from drumline.core.kernel.library import kernel
+
+_ALL = 2**31 - 1  # more microbatches than there may be
 
 
 @dataclass(frozen=True, slots=True)
 class Cells(Iterable[Action]):
-    """Actions of one row, none of them an overlapped pair, all with a microbatch.
+    """Actions of one row, none of them an overlapped pair; those without a microbatch have -1.
 
     >>> list(run(Op.FORWARD, 2, 3))
     [2F0, 2F1, 2F2]
@@ -35,29 +39,33 @@ class Cells(Iterable[Action]):
         return len(self.stage)
 
     def __iter__(self) -> Iterator[Action]:
-        columns = self.stage.tolist(), map(OPS.__getitem__, self.code.tolist()), self.microbatch.tolist()
+        numbers = self.microbatch.tolist()
+        microbatches = [None if number < 0 else number for number in numbers] if -1 in numbers else numbers
+        columns = self.stage.tolist(), map(OPS.__getitem__, self.code.tolist()), microbatches
         return (tuple.__new__(Action, parts) for parts in zip(*columns, repeat(())))
 
     def __getitem__(self, chosen: slice | Ints) -> Cells:
         return Cells(self.stage[chosen], self.code[chosen], self.microbatch[chosen])
 
-    def below(self, num_microbatches: int) -> Cells:
-        """Return the actions on microbatches 0 to num_microbatches - 1.
-
-        >>> list(run(Op.BACKWARD, 0, 3).below(1))
-        [0B0]
-        """
-        return self[np.flatnonzero(self.microbatch < num_microbatches)]
+    def rows_of(self, length: int) -> Iterator[Cells]:
+        """Yield rows of this length."""
+        return (self[low : low + length] for low in range(0, len(self), length))
 
 
-def cells(op: Op, stages: Ints, microbatches: Ints) -> Cells:
-    """Return one op on these stages and microbatches."""
-    return Cells(stages, np.full(len(stages), CODE[op]), microbatches)
+def cells(op: Op, stages: Ints | Sequence[int], microbatches: Ints | Sequence[int] | int = -1) -> Cells:
+    """Return one op on these stages and microbatches; without these, an op that has none.
+
+    >>> list(cells(Op.REDUCE_GRAD, [0, 3]))
+    [0REDUCE_GRAD, 3REDUCE_GRAD]
+    """
+    places = np.asarray(stages, dtype=Number)
+    numbers = np.full(len(places), microbatches) if isinstance(microbatches, int) else microbatches
+    return Cells(places, np.full(len(places), CODE[op], dtype=Number), np.asarray(numbers, dtype=Number))
 
 
 def run(op: Op, stage: int, count: int) -> Cells:
     """Return one op of a stage on microbatches 0 to count - 1."""
-    return cells(op, np.full(count, stage), np.arange(count))
+    return cells(op, np.full(count, stage, dtype=Number), np.arange(count, dtype=Number))
 
 
 def joined(parts: Iterable[Cells]) -> Cells:
@@ -66,28 +74,70 @@ def joined(parts: Iterable[Cells]) -> Cells:
     return Cells(np.concatenate(stages), np.concatenate(codes), np.concatenate(microbatches))
 
 
-class Turns:
+def blank(count: int) -> Cells:
+    """Return room for so many actions."""
+    return Cells(*np.empty((3, count), dtype=Number))
+
+
+class Turns(Iterable[Action]):
     """Builds a row of patterns that repeat; each op of a stage takes its microbatches in order.
 
-    >>> list(Turns().add(1, (0, Op.FORWARD)).add(2, (0, Op.FORWARD), (0, Op.BACKWARD)).cells())
+    Actions on the microbatch `below` and later ones are left out.
+
+    >>> list(Turns().add(1, (0, Op.FORWARD)).add(2, (0, Op.FORWARD), (0, Op.BACKWARD)))
     [0F0, 0F1, 0B0, 0F2, 0B1]
     """
 
-    def __init__(self) -> None:
-        self._parts: list[Cells] = []
-        self._taken = defaultdict[tuple[int, Op], int](int)
+    def __init__(self, *, below: int = _ALL) -> None:
+        self._below, self._length, self.num_parts = below, 0, 0
+        self.parts: list[int] = []  # as the kernel reads them
+        self._taken = defaultdict[tuple[int, int], int](int)
 
     def add(self, count: int, *pattern: tuple[int, Op]) -> Turns:
         """Repeat a pattern of different ops and stages so many times."""
         if count > 0:
-            first = np.array([self._taken[pair] for pair in pattern])
-            stages, codes = np.array([stage for stage, _ in pattern]), np.array([CODE[op] for _, op in pattern])
-            microbatches = (first + np.arange(count)[:, None]).ravel()
-            self._parts.append(Cells(np.tile(stages, count), np.tile(codes, count), microbatches))
-            for pair in pattern:
-                self._taken[pair] += count
+            self.num_parts += 1
+            self.parts += (count, len(pattern), self._below)
+            for stage, op in pattern:
+                key = stage, CODE[op]
+                first = self._taken[key]
+                self._taken[key] = first + count
+                self.parts += (*key, first)
+                self._length += min(max(self._below - first, 0), count)
         return self
 
-    def cells(self) -> Cells:
-        """Return the row."""
-        return joined(self._parts)
+    def once(self, stage: int, op: Op, microbatch: int) -> Turns:
+        """Add one action, whatever microbatches its op has taken."""
+        self.num_parts += 1
+        self.parts += (1, 1, self._below, stage, CODE[op], microbatch)
+        self._length += microbatch < self._below
+        return self
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Action]:
+        return iter(written([self]))
+
+
+def written(rows: Sequence[Turns]) -> Cells:
+    """Return the actions of rows, one row after the other."""
+    parts = np.array([number for row in rows for number in row.parts], dtype=Number)
+    library, num_parts = kernel(), sum(row.num_parts for row in rows)
+    if library is None:
+        return joined(_parts_in_python(parts.tolist()))
+    every = blank(sum(map(len, rows)))
+    library.turns(num_parts, parts, every.stage, every.code, every.microbatch)
+    return every
+
+
+def _parts_in_python(parts: Sequence[int]) -> Iterator[Cells]:
+    at = 0
+    yield blank(0)
+    while at < len(parts):
+        count, width, below = parts[at : at + 3]
+        end = at + 3 + 3 * width
+        stages, codes, first = np.array(parts[at + 3 : end], dtype=Number).reshape(-1, 3).T
+        microbatches = (first + np.arange(count, dtype=Number)[:, None]).ravel()
+        yield Cells(np.tile(stages, count), np.tile(codes, count), microbatches)[np.flatnonzero(microbatches < below)]
+        at = end

@@ -17,20 +17,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drumline.core.action import Action, B, F, Op
+import numpy as np
+
+from drumline.core.action import Op
+from drumline.schedules.cells import Cells, cells, joined
 from drumline.schedules.registry import schedule
 
 
 @schedule("chimera", summary="two opposed 1F1B: half the bubble at small M; twice the weights", even_ranks=True)
-def chimera(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
+def chimera(num_ranks: int, *, num_microbatches: int) -> Iterator[Cells]:
     """Merge both directions by slot, then exchange the gradients of the two copies."""
-    num_down = (num_microbatches + 1) // 2
+    num_down, m = (num_microbatches + 1) // 2, np.arange(num_microbatches)
+    unit, inside = np.divmod(np.where(m < num_down, m, m - num_down), num_ranks // 2)
+    start = 2 * num_ranks * unit + 2 * inside
     for rank in range(num_ranks):
-        slots: list[tuple[int, Action]] = []
-        for m in range(num_microbatches):
-            stage, number = (rank, m) if m < num_down else (num_ranks - 1 - rank, m - num_down)
-            unit, inside = divmod(number, num_ranks // 2)
-            start = 2 * num_ranks * unit + 2 * inside
-            slots += [(start + stage, F(stage, m)), (start + 2 * num_ranks - 1 - stage, B(stage, m))]
-        row = [action for _, action in sorted(slots, key=lambda slot: slot[0])]
-        yield row + [Action(stage, Op.REDUCE_GRAD) for stage in sorted({action.stage for action in row})]
+        stage = np.where(m < num_down, rank, num_ranks - 1 - rank)
+        row = joined(cells(op, stage, m) for op in (Op.FORWARD, Op.BACKWARD))
+        slots = np.concatenate((start + stage, start + 2 * num_ranks - 1 - stage))
+        yield joined((row[np.argsort(slots, kind="stable")], cells(Op.REDUCE_GRAD, np.unique(stage))))

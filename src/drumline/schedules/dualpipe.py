@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from drumline.core.action import Action, Op, overlap
 from drumline.schedules.formulas import Pace, idling
@@ -46,7 +47,7 @@ def idle(pace: Pace, num_ranks: int) -> float:
         num_ranks % 2 == 0 and num_microbatches % 2 == 0 and num_microbatches >= 2 * num_ranks
     ),
 )
-def dualpipe(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
+def dualpipe(num_ranks: int, *, num_microbatches: int) -> Iterator[Iterator[Action]]:
     """Run the eight steps on every rank, then exchange the gradients of the two copies."""
     num_down = (num_microbatches + 1) // 2
     num_each = max(num_down, num_ranks)
@@ -58,9 +59,9 @@ def dualpipe(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]
         mirror = num_ranks - 1 - rank
         down, up = StageFlow(rank, going_down), StageFlow(mirror, going_up)
         flows = (down, up) if rank < mirror else (up, down)
-        row = list(trim(EightSteps(num_ranks // 2, min(rank, mirror), flows).row(), num_microbatches))
+        row = trim(EightSteps(num_ranks // 2, min(rank, mirror), flows).row(), num_microbatches)
         held_stages = {rank, mirror} if num_microbatches > 1 else {rank}
-        yield row + [Action(stage, Op.REDUCE_GRAD) for stage in sorted(held_stages)]
+        yield chain(row, (Action(stage, Op.REDUCE_GRAD) for stage in sorted(held_stages)))
 
 
 @dataclass

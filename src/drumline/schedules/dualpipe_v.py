@@ -32,9 +32,9 @@ from drumline.schedules.registry import schedule
     suits=lambda num_ranks, num_microbatches, stages_per_rank: num_microbatches >= 2 * num_ranks,
     titan="DualPipeV",
 )
-def dualpipe_v(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
+def dualpipe_v(num_ranks: int, *, num_microbatches: int) -> Iterator[Iterator[Action]]:
     """Run the eight steps on every rank, flow 0 down the V and flow 1 up."""
     full = max(num_microbatches, 2 * num_ranks)
     for rank in range(num_ranks):
         flows = StageFlow(rank, range(full)), StageFlow(2 * num_ranks - 1 - rank, range(full))
-        yield list(trim(EightSteps(num_ranks, rank, flows).row(), num_microbatches))
+        yield trim(EightSteps(num_ranks, rank, flows).row(), num_microbatches)

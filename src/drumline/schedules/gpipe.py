@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Op
-from drumline.schedules.cells import Cells, joined, run
+from drumline.schedules.cells import Turns
 from drumline.schedules.formulas import fill_and_drain, flush_bubble
 from drumline.schedules.registry import schedule
 
@@ -28,7 +28,7 @@ from drumline.schedules.registry import schedule
     makespan=fill_and_drain,
     bubble=flush_bubble,
 )
-def gpipe(num_ranks: int, *, num_microbatches: int) -> Iterator[Cells]:
+def gpipe(num_ranks: int, *, num_microbatches: int) -> Iterator[Turns]:
     """Run all forwards, then all backwards."""
     for rank in range(num_ranks):
-        yield joined(run(op, rank, num_microbatches) for op in (Op.FORWARD, Op.BACKWARD))
+        yield Turns().add(num_microbatches, (rank, Op.FORWARD)).add(num_microbatches, (rank, Op.BACKWARD))

@@ -16,12 +16,20 @@ backward. At most 2P microbatches are in progress. We could not reproduce the pa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from heapq import heappop, heappush
 from itertools import islice
 
-from drumline.core.action import Action, B, F
+import numpy as np
+
+from drumline.core.action import Action, B, F, Op
+from drumline.core.graph import CODE, Number
+from drumline.core.kernel.library import Kernel, kernel
 from drumline.core.placement import Placement
+from drumline.schedules.cells import blank
 from drumline.schedules.registry import schedule
+
+_CODES = np.array([CODE[op] for op in (Op.FORWARD, Op.BACKWARD)], dtype=Number)
 
 
 @schedule(
@@ -30,9 +38,22 @@ from drumline.schedules.registry import schedule
     stages_per_rank=2,
     stage_counts="even",
 )
-def hanayo(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> list[list[Action]]:
+def hanayo(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterable[Iterable[Action]]:
     """Run the waves and record what each rank does."""
     homes = Placement.v(num_ranks, stages_per_rank=stages_per_rank).homes
+    library = kernel()
+    if library is None:
+        return _in_python(num_ranks, num_microbatches, homes)
+    length = 2 * stages_per_rank * num_microbatches
+    every = blank(num_ranks * length)
+    counts = num_ranks, num_microbatches, len(homes), np.array(homes, dtype=np.int64), 2 * num_ranks
+    if library.waves(*counts, _CODES, every.stage, every.code, every.microbatch) == Kernel.OUT_OF_MEMORY:
+        raise MemoryError(f"no memory to run waves on {num_ranks} ranks")
+    return every.rows_of(length)
+
+
+def _in_python(num_ranks: int, num_microbatches: int, homes: tuple[int, ...]) -> list[list[Action]]:
+    """Return the same rows, without a kernel."""
     # The path of a microbatch: forward through all stages, then backward through all of them.
     turn, way = len(homes), homes + homes[::-1]
     ranks = [_RankRow() for _ in range(num_ranks)]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Op
-from drumline.schedules.cells import Cells, joined, run
+from drumline.schedules.cells import Turns
 from drumline.schedules.formulas import fill_and_drain, flush_bubble
 from drumline.schedules.registry import schedule
 
@@ -28,9 +28,12 @@ from drumline.schedules.registry import schedule
     makespan=fill_and_drain,
     bubble=flush_bubble,
 )
-def looped_bfs(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterator[Cells]:
+def looped_bfs(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterator[Turns]:
     """Run every local stage's forwards, then every local stage's backwards in reverse."""
     for rank in range(num_ranks):
-        stages = range(rank, num_ranks * stages_per_rank, num_ranks)
-        forwards = [run(Op.FORWARD, stage, num_microbatches) for stage in stages]
-        yield joined([*forwards, *(run(Op.BACKWARD, stage, num_microbatches) for stage in reversed(stages))])
+        stages, row = range(rank, num_ranks * stages_per_rank, num_ranks), Turns()
+        for stage in stages:
+            row.add(num_microbatches, (stage, Op.FORWARD))
+        for stage in reversed(stages):
+            row.add(num_microbatches, (stage, Op.BACKWARD))
+        yield row

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Op
-from drumline.schedules.cells import Cells, Turns
+from drumline.schedules.cells import Turns
 from drumline.schedules.formulas import Paces
 from drumline.schedules.registry import schedule
 
@@ -32,7 +32,7 @@ def _makespan(paces: Paces) -> float:
     peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: 1,
     makespan=_makespan,
 )
-def naive(num_ranks: int, *, num_microbatches: int) -> Iterator[Cells]:
+def naive(num_ranks: int, *, num_microbatches: int) -> Iterator[Turns]:
     """Run F then B of every microbatch before the next one starts."""
     for rank in range(num_ranks):
-        yield Turns().add(num_microbatches, (rank, Op.FORWARD), (rank, Op.BACKWARD)).cells()
+        yield Turns().add(num_microbatches, (rank, Op.FORWARD), (rank, Op.BACKWARD))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drumline.schedules.cells import Cells
+from drumline.schedules.cells import Turns
 from drumline.schedules.formulas import Paces, fill_and_drain, flush_bubble
 from drumline.schedules.orders import alternating
 from drumline.schedules.registry import schedule
@@ -36,7 +36,7 @@ def _makespan(paces: Paces) -> float:
     titan="1F1B",
     in_megatron=True,
 )
-def one_f_one_b(num_ranks: int, *, num_microbatches: int) -> Iterator[Cells]:
+def one_f_one_b(num_ranks: int, *, num_microbatches: int) -> Iterator[Turns]:
     """Run P-1-r forwards ahead on rank r, then alternate one forward and one backward."""
     for rank in range(num_ranks):
         yield alternating(rank, num_microbatches, ahead=num_ranks - 1 - rank)

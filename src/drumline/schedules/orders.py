@@ -14,45 +14,58 @@ No action depends on another microbatch, so removing microbatches from a legal p
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from drumline.core.action import Action, B, F, I, Op, W
-from drumline.core.graph import Ints
-from drumline.schedules.cells import Cells, joined, run
+from drumline.core.graph import Ints, Number
+from drumline.schedules.cells import Cells, Turns, joined
 
 
 def in_turn(forwards: Cells, backwards: Cells, weights: Cells | None = None, *, ahead: int, delay: int = 0) -> Cells:
     """Alternate forwards and backwards, with forwards `ahead` of backwards and weight halves `delay` behind.
 
+    >>> from drumline.schedules.cells import run
     >>> stage = [run(op, 1, 3) for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
     >>> list(in_turn(*stage, ahead=0, delay=1))
     [1F0, 1I0, 1F1, 1I1, 1W0, 1F2, 1I2, 1W1, 1W2]
     """
     lanes = [(forwards[ahead:], 0), (backwards, 0), *([] if weights is None else [(weights, delay)])]
-    turns = np.full((max(len(lane) + begin for lane, begin in lanes), len(lanes)), -1)
+    turns = np.full((max(len(lane) + begin for lane, begin in lanes), len(lanes)), -1, dtype=Number)
     first = min(ahead, len(forwards))
     number = first
     for at, (lane, begin) in enumerate(lanes):
-        turns[begin : begin + len(lane), at] = np.arange(number, number + len(lane))
+        turns[begin : begin + len(lane), at] = np.arange(number, number + len(lane), dtype=Number)
         number += len(lane)
     every = joined([forwards[:ahead], *(lane for lane, _ in lanes)])
-    return every[np.concatenate((np.arange(first), turns[turns >= 0]))]
+    return every[np.concatenate((np.arange(first, dtype=Number), turns[turns >= 0]))]
 
 
-def alternating(stage: int, num_microbatches: int, *, ahead: int) -> Cells:
+def alternating(stage: int, num_microbatches: int, *, ahead: int) -> Turns:
     """Alternate one stage's forwards and backwards, with forwards `ahead` microbatches ahead.
 
     >>> list(alternating(0, 3, ahead=1))
     [0F0, 0F1, 0B0, 0F2, 0B1, 0B2]
     """
-    return in_turn(*(run(op, stage, num_microbatches) for op in (Op.FORWARD, Op.BACKWARD)), ahead=ahead)
+    first = min(ahead, num_microbatches)
+    forward, backward = (stage, Op.FORWARD), (stage, Op.BACKWARD)
+    return Turns().add(first, forward).add(num_microbatches - first, forward, backward).add(first, backward)
 
 
-def delayed_weights(stage: int, num_microbatches: int, *, ahead: int, delay: int) -> Cells:
+def delayed_weights(stage: int, num_microbatches: int, *, ahead: int, delay: int) -> Turns:
     """Alternate one stage's F and I, with F `ahead` microbatches ahead and W `delay` behind."""
-    ops = Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
-    return in_turn(*(run(op, stage, num_microbatches) for op in ops), ahead=ahead, delay=delay)
+    first = min(ahead, num_microbatches)
+    row = Turns().add(first, (stage, Op.FORWARD))
+    # The turns in which each op has something to run, from and up to.
+    turns = {
+        Op.FORWARD: (0, num_microbatches - first),
+        Op.BACKWARD_INPUT: (0, num_microbatches),
+        Op.BACKWARD_WEIGHT: (delay, num_microbatches + delay),
+    }
+    for low, high in pairwise(sorted({bound for bounds in turns.values() for bound in bounds})):
+        row.add(high - low, *((stage, op) for op, (begin, end) in turns.items() if begin <= low < end))
+    return row
 
 
 def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
@@ -74,11 +87,11 @@ def visits(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> tuple
     >>> [column.tolist() for column in visits(2, 2, 2)]
     [[0, 0, 1, 1], [0, 1, 0, 1]]
     """
-    sizes = np.array(group_sizes(num_ranks, num_microbatches))
+    sizes = np.array(group_sizes(num_ranks, num_microbatches), dtype=Number)
     runs = np.repeat(sizes, stages_per_rank)  # a run for each group and local stage
-    local = np.repeat(np.tile(np.arange(stages_per_rank), len(sizes)), runs)
-    first = np.repeat(np.cumsum(sizes) - sizes, stages_per_rank)
-    return local, np.arange(len(local)) + np.repeat(first - (np.cumsum(runs) - runs), runs)
+    local = np.repeat(np.tile(np.arange(stages_per_rank, dtype=Number), len(sizes)), runs)
+    first = np.repeat(np.cumsum(sizes, dtype=Number) - sizes, stages_per_rank)
+    return local, np.arange(len(local), dtype=Number) + np.repeat(first - (np.cumsum(runs, dtype=Number) - runs), runs)
 
 
 class StageFlow:

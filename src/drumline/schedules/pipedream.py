@@ -17,21 +17,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drumline.core.action import Action, Op
-from drumline.schedules.orders import alternating
+from drumline.core.action import Op
+from drumline.schedules.cells import Turns
 from drumline.schedules.registry import schedule
 
 
 @schedule("pipedream", summary="asynchronous 1F1B: no flush, an update per microbatch, up to P weight versions")
-def pipedream(num_ranks: int, *, num_microbatches: int, vertical_sync: bool = False) -> Iterator[list[Action]]:
+def pipedream(num_ranks: int, *, num_microbatches: int, vertical_sync: bool = False) -> Iterator[Turns]:
     """Run 1F1B and update after every backward, or with vertical sync where rank 0 does."""
     for rank in range(num_ranks):
-        row: list[Action] = []
-        updates = iter(range(num_microbatches))
-        for action in alternating(rank, num_microbatches, ahead=num_ranks - 1 - rank):
-            if vertical_sync and action.op is Op.FORWARD and (action.microbatch or 0) >= num_ranks:
-                row.append(Action(rank, Op.UPDATE, next(updates)))
-            row.append(action)
-            if not vertical_sync and action.op is Op.BACKWARD:
-                row.append(Action(rank, Op.UPDATE, next(updates)))
-        yield row + [Action(rank, Op.UPDATE, microbatch) for microbatch in updates]
+        forward, backward, update = ((rank, op) for op in (Op.FORWARD, Op.BACKWARD, Op.UPDATE))
+        ahead = min(num_ranks - 1 - rank, num_microbatches)
+        row, turns = Turns().add(ahead, forward), num_microbatches - ahead
+        if vertical_sync:
+            early = min(rank + 1, turns)  # up to the forward of microbatch P-1
+            row.add(early, forward, backward).add(turns - early, update, forward, backward)
+            yield row.add(ahead, backward).add(num_microbatches - (turns - early), update)
+        else:
+            yield row.add(turns, forward, backward, update).add(ahead, backward, update)

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drumline.core.action import Action, Op
+from drumline.core.action import Op
 from drumline.core.errors import ScheduleError, counted
-from drumline.schedules.orders import alternating
+from drumline.schedules.cells import Turns
 from drumline.schedules.registry import schedule
 
 
 @schedule("pipedream-2bw", summary="asynchronous 1F1B over several steps with two weight versions, one step stale")
-def pipedream_2bw(num_ranks: int, *, num_microbatches: int, num_steps: int = 4) -> Iterator[list[Action]]:
+def pipedream_2bw(num_ranks: int, *, num_microbatches: int, num_steps: int = 4) -> Iterator[Turns]:
     """Run 1F1B over num_steps x num_microbatches, with each step's update where step t+2 begins."""
     if num_microbatches < num_ranks:
         raise ScheduleError(
@@ -32,15 +32,13 @@ def pipedream_2bw(num_ranks: int, *, num_microbatches: int, num_steps: int = 4) 
     if num_steps < 1:
         raise ScheduleError(f"num_steps is {num_steps}", expected="1 or more")
     for rank in range(num_ranks):
-        row: list[Action] = []
-        steps = iter(range(num_steps))
-        for action in alternating(rank, num_microbatches * num_steps, ahead=num_ranks - 1 - rank):
-            step, first = divmod(action.microbatch or 0, num_microbatches)
-            if action.op is Op.FORWARD and first == 0 and step >= 2:
-                row.append(_update(rank, next(steps), num_microbatches))
-            row.append(action)
-        yield row + [_update(rank, step, num_microbatches) for step in steps]
-
-
-def _update(stage: int, step: int, num_microbatches: int) -> Action:
-    return Action(stage, Op.UPDATE, (step + 1) * num_microbatches - 1)
+        forward, backward, ahead = (rank, Op.FORWARD), (rank, Op.BACKWARD), num_ranks - 1 - rank
+        row = Turns().add(ahead, forward)
+        row.add(min(num_steps, 2) * num_microbatches - ahead, forward, backward)
+        updates = range(num_microbatches - 1, num_steps * num_microbatches, num_microbatches)
+        for update in updates[:-2]:
+            row.once(rank, Op.UPDATE, update).add(num_microbatches, forward, backward)
+        row.add(ahead, backward)
+        for update in updates[-2:]:
+            row.once(rank, Op.UPDATE, update)
+        yield row

@@ -8,7 +8,7 @@ placement and the kind of training from the rows; anything else is passed as a f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -17,16 +17,19 @@ from typing import Any
 from drumline.core.action import Action, Op
 from drumline.core.errors import DrumlineError, ScheduleError, counted, nearest
 from drumline.core.graph import Columns
+from drumline.core.kernel.library import kernel
 from drumline.core.placement import Placement
-from drumline.core.program import MAX_ACTIONS, Program
-from drumline.schedules.cells import Cells, joined
+from drumline.core.program import MAX_ACTIONS, MAX_IN_ARRAYS, Program
+from drumline.schedules.cells import Cells, Turns, joined, written
 from drumline.schedules.formulas import Counts, IdleShare, Makespan, PeakPairs
 
 Rows = Iterable[Iterable[Action]]
 Recipe = Callable[..., Rows]
 
-# A recipe makes up to three actions per stage and microbatch.
+# A recipe makes two or three actions per stage and microbatch. Who builds many programs, or looks at actions one by
+# one, keeps to MAX_PAIRS; a single program may have more, if the kernel writes and times it.
 MAX_PAIRS = MAX_ACTIONS // 3
+MAX_PAIRS_IN_ARRAYS = MAX_IN_ARRAYS // 2
 DEFAULT = "1f1b"  # used if no schedule is named; others are compared with it
 
 # Above this, building every schedule for a comparison takes longer than it is worth; larger steps repeat themselves.
@@ -161,13 +164,8 @@ class Schedule:
                 expected="an even number of stages per rank",
                 fix=_near(stages_per_rank),
             )
-        if num_ranks * num_microbatches * stages_per_rank > MAX_PAIRS:
-            return ScheduleError(
-                f"{num_ranks} ranks x {stages_per_rank} stages x {num_microbatches} microbatches is too large",
-                expected=f"at most {MAX_PAIRS} (stage, microbatch) pairs",
-                fix="use fewer microbatches: a step repeats itself, so the result looks the same",
-            )
-        return None
+        most = MAX_PAIRS if kernel() is None else MAX_PAIRS_IN_ARRAYS
+        return too_large(num_ranks, num_microbatches, stages_per_rank, most)
 
     def build(
         self, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None, **options: Any
@@ -184,12 +182,11 @@ class Schedule:
             options["stages_per_rank"] = stages
         try:
             rows = list(_checked(self.recipe(num_ranks, num_microbatches=num_microbatches, **options), self.name))
-            regular = [row for row in rows if isinstance(row, Cells)]
-            if rows and len(regular) == len(rows):
-                every = joined(regular)
-                lengths = [len(row) for row in regular]
-                return Program.of_columns(Columns.plain(lengths, every.stage, every.code, every.microbatch), self.name)
-            return Program(tuple(map(tuple, rows)), self.name)
+            every = _arrays(rows)
+            if every is None:
+                return Program(tuple(map(tuple, rows)), self.name)
+            lengths = list(map(len, rows))
+            return Program.of_columns(Columns.plain(lengths, every.stage, every.code, every.microbatch), self.name)
         except DrumlineError:
             raise
         except Exception as error:
@@ -197,20 +194,53 @@ class Schedule:
             raise ScheduleError(reason, expected="rows of actions, one per rank") from error
 
 
+def too_large(
+    num_ranks: int, num_microbatches: int, stages_per_rank: int, most_pairs: int | None = None
+) -> ScheduleError | None:
+    """Return an error if these counts make too many pairs of a stage and a microbatch; the default is MAX_PAIRS."""
+    most = MAX_PAIRS if most_pairs is None else most_pairs
+    if num_ranks * num_microbatches * stages_per_rank <= most:
+        return None
+    return ScheduleError(
+        f"{num_ranks} ranks x {stages_per_rank} stages x {num_microbatches} microbatches is too large",
+        expected=f"at most {most} (stage, microbatch) pairs",
+        fix="use fewer microbatches: a step repeats itself, so the result looks the same",
+    )
+
+
 def _near(odd: int) -> str:
     """Suggest the nearest even counts to an odd one."""
     return f"use {' or '.join(str(count) for count in (odd - 1, odd + 1) if count)}"
 
 
-def _checked(rows: Rows, name: str) -> Iterator[Cells | tuple[Action, ...]]:
+_Row = Cells | Turns | tuple[Action, ...]
+
+
+def _arrays(rows: Sequence[_Row]) -> Cells | None:
+    """Return all rows as arrays, or None if a recipe made actions of some."""
+    if rows and all(isinstance(row, Turns) for row in rows):
+        return written([row for row in rows if isinstance(row, Turns)])
+    if not rows or any(isinstance(row, tuple) for row in rows):
+        return None
+    return joined(written([row]) if isinstance(row, Turns) else row for row in rows if not isinstance(row, tuple))
+
+
+def _checked(rows: Rows, name: str) -> Iterator[_Row]:
     """Yield a recipe's rows; raise an error if it yields something else or never ends."""
-    left = MAX_ACTIONS
+    most, count = MAX_ACTIONS if kernel() is None else MAX_IN_ARRAYS, 0
     for row in rows:
-        actions = row if isinstance(row, Cells) else tuple(islice(row, left + 1))
-        left -= max(len(actions), 1)
-        if left < 0:
-            raise ScheduleError(f"the recipe of {name} yields more than {MAX_ACTIONS} actions", fix="make sure it ends")
-        if isinstance(actions, Cells):
+        if isinstance(row, Cells | Turns):
+            actions: _Row = row
+        else:
+            most = MAX_ACTIONS  # one row of objects makes all rows objects
+            actions = tuple(islice(row, max(most - count, 0) + 1))
+        count += max(len(actions), 1)
+        if count > most:
+            raise ScheduleError(
+                f"the recipe of {name} yields more than {most} actions",
+                fix="make sure it ends, or use fewer microbatches",
+            )
+        if isinstance(actions, Cells | Turns):
             yield actions
             continue
         for kind in set(map(type, actions)):

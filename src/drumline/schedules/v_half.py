@@ -13,6 +13,8 @@ up.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from drumline.core.action import Action
 from drumline.schedules.building_block import from_block
 from drumline.schedules.formulas import Paces
@@ -44,7 +46,7 @@ def _makespan(paces: Paces) -> float:
     makespan_holds=lambda num_ranks, num_microbatches, stages_per_rank: False,  # a sketch; up to 10% too long
     planned_with=(2,),
 )
-def v_half(num_ranks: int, *, num_microbatches: int) -> list[list[Action]]:
+def v_half(num_ranks: int, *, num_microbatches: int) -> Iterable[Iterable[Action]]:
     """Repeat a block of about 6P slots per rank: P pairs."""
     # With an even P the way back would collide with the way there, so add three slots.
     gap = 3 if num_ranks % 2 == 0 else 0

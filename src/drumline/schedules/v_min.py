@@ -12,6 +12,8 @@ The block moves one slot per rank in every direction, the fastest possible.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from drumline.core.action import Action
 from drumline.schedules.building_block import from_block
 from drumline.schedules.registry import schedule
@@ -20,7 +22,7 @@ from drumline.schedules.registry import schedule
 @schedule(
     "v-min", summary="two stages per rank in a V: a third of 1F1B's memory, two thirds of its bubble", stages_per_rank=2
 )
-def v_min(num_ranks: int, *, num_microbatches: int) -> list[list[Action]]:
+def v_min(num_ranks: int, *, num_microbatches: int) -> Iterable[Iterable[Action]]:
     """Repeat a block of about 4P slots per rank: two thirds of P pairs."""
     # If P is a multiple of three, the way back would collide with the way there, so add two slots.
     gap = 2 if num_ranks % 3 == 0 else 0

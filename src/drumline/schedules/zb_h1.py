@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drumline.schedules.cells import Cells
+from drumline.schedules.cells import Turns
 from drumline.schedules.formulas import Pace, idling
 from drumline.schedules.orders import delayed_weights
 from drumline.schedules.registry import schedule
@@ -34,7 +34,7 @@ def _idle(pace: Pace, num_ranks: int) -> float:
     makespan_holds=lambda num_ranks, num_microbatches, stages_per_rank: num_microbatches >= num_ranks,
     planned_with=(1,),
 )
-def zb_h1(num_ranks: int, *, num_microbatches: int) -> Iterator[Cells]:
+def zb_h1(num_ranks: int, *, num_microbatches: int) -> Iterator[Turns]:
     """Run 1F1B with split backwards, W delayed by r microbatches on rank r."""
     for rank in range(num_ranks):
         yield delayed_weights(rank, num_microbatches, ahead=num_ranks - 1 - rank, delay=rank)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drumline.schedules.cells import Cells
+from drumline.schedules.cells import Turns
 from drumline.schedules.orders import delayed_weights
 from drumline.schedules.registry import schedule
 
@@ -25,7 +25,7 @@ from drumline.schedules.registry import schedule
     summary="no bubble inside any rank's span, for nearly twice 1F1B's memory; pays off across steps",
     peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: 2 * num_ranks - 1,
 )
-def zb_h2(num_ranks: int, *, num_microbatches: int) -> Iterator[Cells]:
+def zb_h2(num_ranks: int, *, num_microbatches: int) -> Iterator[Turns]:
     """Run 2(P-1-r) forwards ahead on rank r, with W delayed by 2r microbatches."""
     for rank in range(num_ranks):
         yield delayed_weights(rank, num_microbatches, ahead=2 * (num_ranks - 1 - rank), delay=2 * rank)

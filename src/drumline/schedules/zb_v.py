@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Op
-from drumline.schedules.cells import Cells, Turns
+from drumline.schedules.cells import Turns
 from drumline.schedules.formulas import Pace, idling
 from drumline.schedules.registry import schedule
 
@@ -37,17 +37,16 @@ def _idle(pace: Pace, num_ranks: int) -> float:
     planned_with=(2,),
     titan="ZBVZeroBubble",
 )
-def zb_v(num_ranks: int, *, num_microbatches: int) -> Iterator[Cells]:
+def zb_v(num_ranks: int, *, num_microbatches: int) -> Iterator[Turns]:
     """Run the recipe's three phases; with fewer than 2P-1 microbatches, use part of a full run."""
     full = max(num_microbatches, 2 * num_ranks - 1)
     for rank in range(num_ranks):
-        yield _row(rank, num_ranks, full).cells().below(num_microbatches)
+        yield _filled(Turns(below=num_microbatches), rank, num_ranks, full)
 
 
-def _row(rank: int, num_ranks: int, num_microbatches: int) -> Turns:
+def _filled(row: Turns, rank: int, num_ranks: int, num_microbatches: int) -> Turns:
     forward_down, *back_down = ((rank, op) for op in _OPS)
     forward_up, *back_up = ((2 * num_ranks - 1 - rank, op) for op in _OPS)
-    row = Turns()
     # Fill: forwards on the way down until the first one comes back up, then F I W on the way up.
     row.add(2 * (num_ranks - rank) - 1, forward_down)
     row.add(rank, forward_up, forward_down)

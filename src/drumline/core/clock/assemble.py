@@ -23,6 +23,7 @@ from drumline.core.graph import (
     Ints,
     Messages,
     NotCompilable,
+    Number,
     TimeGraph,
     Waits,
 )
@@ -42,9 +43,9 @@ def compile_program(program: Program, messages: Messages) -> TimeGraph:
     """
     work = program.timed_columns
     num_stages, num_microbatches = int(work.stage.max(initial=-1)) + 1, int(work.microbatch.max(initial=-1)) + 1
-    producer = producers(work, num_stages, num_microbatches)
     if messages is Messages.LATENCY and work is program.columns and not work.paired.any():
-        return plain_graph(work, num_stages, num_microbatches, producer)
+        return plain_graph(work, num_stages, num_microbatches)
+    producer = producers(work, num_stages, num_microbatches)
     consumer = np.flatnonzero(producer >= 0)
     crosses = work.rank[producer[consumer]] != work.rank[consumer]
     local, remote = consumer[~crosses], consumer[crosses]
@@ -96,10 +97,10 @@ class GraphBuilder:
         self.num_ranks = program.num_ranks
         self.producer, self.consumer = producer, consumer
         self.source, self.target = self.work.rank[producer], self.work.rank[consumer]
-        self.edge = self.source * self.num_ranks + self.target
+        self.edge = self.source.astype(np.int64) * self.num_ranks + self.target
         self.made_by, self.taken_by = self.work.cell[producer], self.work.cell[consumer]
         # The timed action after which each of the others comes.
-        first = np.cumsum((0, *self.work.lengths))
+        first = np.cumsum((0, *self.work.lengths), dtype=np.int64)
         self.follows = (np.cumsum(columns.timed & columns.heads) - 1)[~columns.timed]
         self.follows[self.follows < first[self.untimed.rank]] = -1
         self.num_timed = self.num_nodes = int(first[-1])
@@ -264,16 +265,14 @@ class GraphBuilder:
         self.stop_need[self.is_wait] = self.awaited
         chain_number, key, need, crossing, place = map(np.concatenate, zip(*self.nodes, strict=True))
         # One more entry than there are nodes, so that -1 stays -1.
-        new = np.arange(self.num_nodes + 1)
+        new = np.arange(self.num_nodes + 1, dtype=Number)
         new[-1] = -1
         if self.num_nodes > self.num_timed:
             order = np.lexsort((place, key, chain_number))
-            new[order] = np.arange(self.num_nodes)
+            new[order] = np.arange(self.num_nodes, dtype=Number)
             chain_number, need, crossing = chain_number[order], new[need[order]], crossing[order]
         counts = np.bincount(chain_number, minlength=self.num_chains)
         last = np.cumsum(counts)
-        before = np.arange(-1, self.num_nodes - 1)
-        before[(last - counts)[counts > 0]] = -1
         waits, timed = self.waits, new[: self.num_timed]
         exchanged = self.untimed.stage[self.exchanges], self.untimed.rank[self.exchanges]
         return TimeGraph(
@@ -283,8 +282,7 @@ class GraphBuilder:
             num_microbatches,
             self.num_nodes,
             np.stack((last - counts, last), axis=1),
-            before,
-            need,
+            need.astype(Number, copy=False),
             crossing,
             tuple(np.split(timed, np.cumsum(self.work.lengths)[:-1])),
             self.work,

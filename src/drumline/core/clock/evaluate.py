@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from drumline.core.clock.python_clock import Levels, ends_in_python, latest_in_python, levels_of, starts_in_python
-from drumline.core.graph import Floats, Ints, NotCompilable, TimeGraph
-from drumline.core.kernel.library import Kernel, kernel, pointer, slower
+from drumline.core.graph import Floats, Ints, NotCompilable, Number, TimeGraph
+from drumline.core.kernel.library import Kernel, kernel, slower
 
 _SIDE_BY_SIDE = 8  # samples, as in the kernel
 
@@ -37,7 +37,7 @@ def starts_of(graph: TimeGraph, ended: Floats, lag: Floats | None, nodes: Ints |
     ends[0], ends[1:] = 0.0, ended
     starts = np.empty(graph.num_nodes)
     late = None if lag is None else np.ascontiguousarray(lag)
-    library.starts(graph.num_nodes, *map(pointer, (graph.before, graph.need, late, ends, starts)))
+    library.starts(len(graph.chains), graph.chains, graph.need, late, ends, starts)
     return starts
 
 
@@ -59,7 +59,7 @@ def order_of(graph: TimeGraph) -> Order:
     library = kernel()
     if library is None:
         return Order(graph, None, levels_of(graph))
-    runs = np.empty((graph.num_nodes, 3), dtype=np.int64)
+    runs = np.empty((graph.num_nodes, 3), dtype=Number)
     _, count = _ends(library, graph, np.zeros(graph.num_nodes), None, runs)
     return Order(graph, runs[:count].copy(), None)
 
@@ -80,18 +80,10 @@ def latest_ends(order: Order, seconds: Floats, rows: Ints | None = None, lag: Fl
         return latest_in_python(levels, seconds, rows[levels.order], None if lag is None else lag[levels.order])
     seconds, late = np.ascontiguousarray(seconds), None if lag is None else np.ascontiguousarray(lag)
     latest, ends = np.empty(samples), np.empty((graph.num_nodes + 1) * _SIDE_BY_SIDE)
-    library.latest(
-        len(runs),
-        pointer(runs),
-        len(graph.chains),
-        *map(pointer, (graph.chains, graph.need, rows, seconds)),
-        seconds.shape[1],
-        pointer(late),
-        1 if late is None else late.shape[1],
-        samples,
-        pointer(ends),
-        pointer(latest),
-    )
+    chosen = None if rows is None else np.ascontiguousarray(rows, dtype=Number)
+    table = graph.chains, graph.need, chosen, seconds, seconds.shape[1]
+    lags = late, 1 if late is None else late.shape[1]
+    library.latest(len(runs), runs, len(graph.chains), *table, *lags, samples, ends, latest)
     return latest
 
 
@@ -101,8 +93,8 @@ def _ends(
     """Return every node's end and the number of runs that it took."""
     ends = np.empty(graph.num_nodes + 1)
     late = None if lag is None else np.ascontiguousarray(lag)
-    arrays = graph.chains, graph.need, np.ascontiguousarray(seconds), late, ends, runs
-    count = library.clock(graph.num_nodes, len(graph.chains), *map(pointer, arrays))
+    times = np.ascontiguousarray(seconds), late, ends
+    count = library.clock(graph.num_nodes, len(graph.chains), graph.chains, graph.need, *times, runs)
     if count == Kernel.OUT_OF_MEMORY:
         raise MemoryError(f"no memory to time {graph.num_nodes} actions and messages")
     if count < 0:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from drumline.core import rules
-from drumline.core.graph import CODE, PLACE, Columns, Flags, Ints, NotCompilable
-from drumline.core.kernel.library import kernel, pointer
+from drumline.core.graph import CODE, PLACE, Columns, Ints, NotCompilable, Number
+from drumline.core.kernel.library import kernel
 from drumline.core.rules import Backward
 
 
-def _complete(kind: Backward) -> Flags:
+def _complete(kind: Backward) -> npt.NDArray[np.uint8]:
     """Return which sets of ops are complete for a stage of this kind on a microbatch; bit i is the op at index i."""
-    complete = np.zeros(2 ** len(rules.NEEDS), dtype=bool)
-    complete[[sum(1 << PLACE[CODE[op]] for op in way) for way in rules.WAYS[kind]]] = True
+    complete = np.zeros(2 ** len(rules.NEEDS), dtype=np.uint8)
+    complete[[sum(1 << PLACE[CODE[op]] for op in way) for way in rules.WAYS[kind]]] = 1
     return complete
 
 
@@ -35,16 +36,27 @@ def producers(work: Columns, num_stages: int, num_microbatches: int) -> Ints:
 
     Also checks what the simulator relies on: nothing missing or repeated, own-stage inputs earlier in the row.
     """
+    found_needs = by_kernel(work, num_stages, num_microbatches, of_other_ranks=False)
+    return _producers(work, num_stages, num_microbatches) if found_needs is None else found_needs[0]
+
+
+def by_kernel(
+    work: Columns, num_stages: int, num_microbatches: int, *, of_other_ranks: bool
+) -> tuple[Ints, bool] | None:
+    """Return the producers, and whether the actions only compute, each stage on one rank; None if the kernel cannot.
+
+    With `of_other_ranks`, the others are -1, and rows must not have overlapped pairs.
+    """
     library, count, size = kernel(), len(work.code), num_stages * num_microbatches
-    if library is not None and count >= size and work.stage.min(initial=0) >= 0:
-        needs = _listed_needs()
-        makers, where = np.empty(count, dtype=np.int64), np.empty(len(rules.NEEDS) * size, dtype=np.int32)
-        columns = map(pointer, (work.code, work.stage, work.microbatch, work.rank, work.cell))
-        tables = map(pointer, (_COMPLETE[Backward.WHOLE], needs, where, makers))
-        counts = num_stages, num_microbatches, pointer(PLACE), len(rules.NEEDS)
-        if library.producers(count, *columns, *counts, *tables) == 0:
-            return makers
-    return _producers(work, num_stages, num_microbatches)
+    columns = work.code, work.stage, work.microbatch, work.rank, work.cell
+    if library is None or count < size or any(column.dtype != Number for column in columns):
+        return None
+    makers, flags = np.empty(count, dtype=Number), np.zeros(1, dtype=np.uint8)
+    where = np.empty(len(rules.NEEDS) * size, dtype=Number)
+    home = np.empty(num_stages, dtype=Number) if of_other_ranks else None
+    tables = PLACE, len(rules.NEEDS), _COMPLETE[Backward.WHOLE], _listed_needs()
+    refused = library.need(count, *columns, num_stages, num_microbatches, *tables, where, makers, home, flags)
+    return None if refused else (makers, bool(flags[0]))
 
 
 def _producers(work: Columns, num_stages: int, num_microbatches: int) -> Ints:
@@ -54,7 +66,7 @@ def _producers(work: Columns, num_stages: int, num_microbatches: int) -> Ints:
     if len(computing) < num_stages * num_microbatches or np.any(work.microbatch[computing] < 0) or work.stage.min() < 0:
         raise NotCompilable
     size = num_stages * num_microbatches
-    where = np.full(len(rules.NEEDS) * size, -1, dtype=np.int64)
+    where = np.full(len(rules.NEEDS) * size, -1, dtype=Number)
     home = (place * size + work.stage * num_microbatches + work.microbatch)[computing]
     where[home] = computing
     if np.count_nonzero(where >= 0) != len(computing):
@@ -65,7 +77,7 @@ def _producers(work: Columns, num_stages: int, num_microbatches: int) -> Ints:
         for kind, ops in zip(work.backwards(num_stages), done.reshape(num_stages, num_microbatches), strict=True):
             if not _COMPLETE[kind][ops].all():
                 raise NotCompilable
-    producer = np.full(len(work.code), -1, dtype=np.int64)
+    producer = np.full(len(work.code), -1, dtype=Number)
     for op, needed in rules.NEEDS.items():
         consumers = np.flatnonzero(place == PLACE[CODE[op]])
         for need in needed if len(consumers) else ():

@@ -29,8 +29,8 @@ typedef union {
  * node once, whatever the order of the chains.
  */
 static inline int64_t run_chains(int64_t num_nodes, Chain *chains, int64_t *ready, int64_t num_ready,
-                                 const int64_t *need, const double *seconds, const double *lag, End *ends,
-                                 int64_t *runs)
+                                 const int32_t *need, const double *seconds, const double *lag, End *ends,
+                                 int32_t *runs)
 {
     int64_t num_runs = 0, num_ended = 0;
     while (num_ready) {
@@ -58,9 +58,9 @@ static inline int64_t run_chains(int64_t num_nodes, Chain *chains, int64_t *read
         if (node == low)
             continue;
         if (runs) {
-            runs[3 * num_runs] = low;
-            runs[3 * num_runs + 1] = node;
-            runs[3 * num_runs + 2] = low == chain->first ? -1 : low - 1;
+            runs[3 * num_runs] = (int32_t)low;
+            runs[3 * num_runs + 1] = (int32_t)node;
+            runs[3 * num_runs + 2] = (int32_t)(low == chain->first ? -1 : low - 1);
         }
         num_runs++;
         num_ended += node - low;
@@ -74,8 +74,8 @@ static inline int64_t run_chains(int64_t num_nodes, Chain *chains, int64_t *read
  * before the first, or -1. It needs room for as many runs as there are nodes. Returns the number of runs, or what is
  * below 0.
  */
-int64_t drumline_clock(int64_t num_nodes, int64_t num_chains, const int64_t *bounds, const int64_t *need,
-                       const double *seconds, const double *lag, End *ends, int64_t *runs)
+int64_t drumline_clock(int64_t num_nodes, int64_t num_chains, const int64_t *bounds, const int32_t *need,
+                       const double *seconds, const double *lag, End *ends, int32_t *runs)
 {
     Chain *chains = malloc((size_t)(num_chains + 1) * sizeof *chains);
     int64_t *ready = malloc((size_t)(num_chains + 1) * sizeof *ready);
@@ -97,15 +97,16 @@ int64_t drumline_clock(int64_t num_nodes, int64_t num_chains, const int64_t *bou
     return result;
 }
 
-/* Computes every node's start from the ends; `before` is the node before it in its chain, or -1. */
-void drumline_starts(int64_t num_nodes, const int64_t *before, const int64_t *need, const double *lag,
+/* Computes every node's start from the ends. */
+void drumline_starts(int64_t num_chains, const int64_t *bounds, const int32_t *need, const double *lag,
                      const double *ends, double *starts)
 {
-    for (int64_t node = 0; node < num_nodes; node++) {
-        const double arrived = lag ? ends[need[node] + 1] + lag[node] : ends[need[node] + 1];
-        const double free_from = ends[before[node] + 1];
-        starts[node] = arrived > free_from ? arrived : free_from;
-    }
+    for (int64_t number = 0; number < num_chains; number++)
+        for (int64_t node = bounds[2 * number]; node < bounds[2 * number + 1]; node++) {
+            const double arrived = lag ? ends[need[node] + 1] + lag[node] : ends[need[node] + 1];
+            const double free_from = node == bounds[2 * number] ? 0.0 : ends[node];
+            starts[node] = arrived > free_from ? arrived : free_from;
+        }
 }
 
 /* Samples that are computed side by side: a row of ends then fills a cache line. */
@@ -126,8 +127,8 @@ static inline void copy(double *to, const double *table, int64_t row, int64_t co
  * `seconds` has a column per sample, or one; node i takes row rows[i] of it, or row i without `rows`. `lag` has a row
  * per node. `ends` needs room for WIDTH times as many numbers as there are nodes, and WIDTH more.
  */
-void drumline_latest(int64_t num_runs, const int64_t *runs, int64_t num_chains, const int64_t *bounds,
-                     const int64_t *need, const int64_t *rows, const double *seconds, int64_t columns,
+void drumline_latest(int64_t num_runs, const int32_t *runs, int64_t num_chains, const int64_t *bounds,
+                     const int32_t *need, const int32_t *rows, const double *seconds, int64_t columns,
                      const double *lag, int64_t lag_columns, int64_t samples, double *ends, double *latest)
 {
     for (int64_t first = 0; first < samples; first += WIDTH) {
@@ -162,4 +163,23 @@ void drumline_latest(int64_t num_runs, const int64_t *runs, int64_t num_chains, 
             latest[first + sample] = last;
         }
     }
+}
+
+/* Walks back from a node of plain rows over what each started right after; returns how many nodes `path` receives.
+ *
+ * That is the node before it in its row if that ended no earlier than the node starts, or else the one that it needed.
+ */
+int64_t drumline_path(int64_t last, const int32_t *rank, const int32_t *need, const double *starts, const double *ends,
+                      int32_t *path)
+{
+    int64_t count = 0;
+    for (int64_t node = last; node >= 0; count++) {
+        const int follows = node > 0 && rank[node - 1] == rank[node];
+        path[count] = (int32_t)node;
+        if (follows && (ends[node - 1] >= starts[node] || need[node] < 0))
+            node--;
+        else
+            node = need[node];
+    }
+    return count;
 }

@@ -2,6 +2,9 @@
 
 Whoever computes asks `kernel()`. If that is None, the Python form of the same function runs and gives the same bits. It
 tells `slower` how much it computed. Once that is worth telling, the log says so, and how to get the kernel.
+
+Functions take numbers and arrays. An array must be contiguous and of the type that the function's row of `_PARAMETERS`
+names: another type would be read as other numbers.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,29 +22,69 @@ from drumline.core.kernel import build
 
 _Pointer = ctypes.c_void_p
 _Count = ctypes.c_int64
+
+
+class _Array:
+    """An array of one type, or None."""
+
+    dtype: np.dtype[np.generic]
+
+    @classmethod
+    def from_param(cls, array: npt.NDArray[np.generic] | None) -> ctypes.c_void_p | None:
+        """Return the address of the array's first number."""
+        if array is None:
+            return None
+        if array.dtype != cls.dtype or not array.flags.c_contiguous:
+            raise TypeError(f"an array of {array.dtype}, contiguous: {array.flags.c_contiguous}, expected {cls.dtype}")
+        return ctypes.c_void_p(array.__array_interface__["data"][0])
+
+
+def _array_of(kind: str) -> Any:
+    return type(kind, (_Array,), {"dtype": np.dtype(kind)})
+
+
+_Int32, _Int64, _Float, _Byte = map(_array_of, ("int32", "int64", "float64", "uint8"))
 # The parameters of every function; what returns a count is named again below.
 _PARAMETERS = {
-    "clock": (_Count, _Count, *[_Pointer] * 6),
-    "producers": (_Count, *[_Pointer] * 5, _Count, _Count, _Pointer, _Count, *[_Pointer] * 4),
-    "plain_graph": (_Count, *[_Pointer] * 4, _Count, *[_Pointer] * 10),
-    "stash": (_Count, *[_Pointer] * 8),
-    "starts": (_Count, *[_Pointer] * 5),
-    "latest": (_Count, _Pointer, _Count, *[_Pointer] * 4, _Count, _Pointer, _Count, _Count, _Pointer, _Pointer),
+    "clock": (_Count, _Count, _Int64, _Int32, _Float, _Float, _Float, _Int32),
+    "need": (_Count, *[_Int32] * 5, _Count, _Count, _Int64, _Count, _Byte, _Int64, _Int32, _Int32, _Int32, _Byte),
+    "seconds": (_Count, *[_Int32] * 3, _Count, _Float, _Float, _Byte, _Float),
+    "stash": (_Count, *[_Int32] * 5, _Count, *[_Float] * 4),
+    "pairs": (_Count, *[_Int32] * 4, _Count, _Byte, _Byte, _Int32),
+    "starts": (_Count, _Int64, _Int32, _Float, _Float, _Float),
+    "causes": (
+        *(_Count, _Int64, _Int32, *[_Float] * 6, _Count, _Int32),
+        *(_Int32, _Float, _Float, _Int32, _Int32, _Int32),
+    ),
+    "path": (_Count, _Int32, _Int32, _Float, _Float, _Int32),
+    "turns": (_Count, *[_Int32] * 4),
+    "block": (_Count, _Count, _Count, _Int64, *[_Int32] * 4),
+    "waves": (_Count, _Count, _Count, _Int64, _Count, *[_Int32] * 4),
+    "latest": (
+        *(_Count, _Int32, _Count, _Int64, _Int32, _Int32, _Float, _Count),
+        *(_Float, _Count, _Count, _Float, _Float),
+    ),
 }
-_RETURN_COUNTS = ("clock", "plain_graph", "producers")
+_RETURN_COUNTS = ("block", "causes", "clock", "need", "path", "waves")
 _WORTH_TELLING = 200_000  # nodes: the Python form takes a tenth of a second for them
 
 
 class Kernel:
-    """The functions of a library, as attributes; numbers and pointers go in as plain integers."""
+    """The functions of a library, as attributes."""
 
     OUT_OF_MEMORY = -2  # what functions that count may return
 
     clock: Callable[..., int]
-    plain_graph: Callable[..., int]
-    producers: Callable[..., int]
+    need: Callable[..., int]
+    seconds: Callable[..., None]
     starts: Callable[..., None]
     stash: Callable[..., None]
+    pairs: Callable[..., None]
+    causes: Callable[..., int]
+    path: Callable[..., int]
+    turns: Callable[..., None]
+    block: Callable[..., int]
+    waves: Callable[..., int]
     latest: Callable[..., None]
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -107,5 +151,8 @@ def slower(num_nodes: int) -> None:
 
 
 def pointer(array: npt.NDArray[np.generic] | None) -> int | None:
-    """Return the address of a contiguous array's first number; None stays None."""
+    """Return the address of a contiguous array's first number, for functions that take records of addresses.
+
+    The caller sees to its type, and keeps the array while the kernel reads it.
+    """
     return None if array is None else int(array.__array_interface__["data"][0])

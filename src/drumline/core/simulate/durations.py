@@ -9,19 +9,30 @@ import numpy as np
 from drumline.core import rules
 from drumline.core.action import Op
 from drumline.core.costs import Costs
-from drumline.core.graph import CODE, OPS, Floats, Ints, Messages, TimeGraph
+from drumline.core.graph import CODE, OPS, PLACE, Floats, Ints, Messages, TimeGraph
+from drumline.core.kernel.library import kernel
 
+_COMPUTES = (PLACE >= 0).astype(np.uint8)
 _FIELDS = {op: op.name.lower() for op in (*rules.NEEDS, Op.UPDATE)}
 
 
 def work_seconds(graph: TimeGraph, many: Sequence[Costs]) -> Floats:
     """Return the seconds of every plain action, one column per costs; a microbatch's factor does not affect updates."""
+    library, work = kernel(), graph.work
+    if library is not None and len(many) == 1:
+        (costs,) = many
+        factors = np.array(costs.factors(graph.num_microbatches)) if costs.microbatch_factor != 1.0 else None
+        column = np.empty((len(work.code), 1))
+        columns = work.code, work.stage, work.microbatch, graph.num_stages
+        library.seconds(len(column), *columns, _table(graph, costs), factors, _COMPUTES, column)
+        return column
     tables = np.stack([_table(graph, costs) for costs in many], axis=2)
-    seconds: Floats = tables.reshape(-1, len(many)).take(graph.slot, axis=0)
+    slot = work.code * graph.num_stages + work.stage
+    seconds: Floats = tables.reshape(-1, len(many)).take(slot, axis=0)
     if any(costs.microbatch_factor != 1.0 for costs in many):
         factors = np.array([costs.factors(graph.num_microbatches) for costs in many]).T
-        computes = np.isin(graph.work.code, [CODE[op] for op in rules.NEEDS])
-        seconds[computes] *= factors[graph.work.microbatch[computes]]
+        computes = PLACE[work.code] >= 0
+        seconds[computes] *= factors[work.microbatch[computes]]
     return seconds
 
 
@@ -100,7 +111,7 @@ def lags(graph: TimeGraph, many: Sequence[Costs], seconds: Floats) -> Floats | N
     `seconds` are those of the nodes.
     """
     blocks = graph.messages is Messages.BLOCKING
-    if not len(graph.crossings.node) or (not blocks and all(costs.comm == 0 and not costs.edges for costs in many)):
+    if (not blocks and all(costs.comm == 0 and not costs.edges for costs in many)) or not len(graph.crossings.node):
         return None
     edges, which = graph.edges
     latencies = np.array([[costs.edge(*edge).latency for costs in many] for edge in edges])

@@ -15,7 +15,7 @@ from drumline.core.clock.assemble import compile_program
 from drumline.core.clock.evaluate import Order, evaluate, latest_ends, order_of, starts_of
 from drumline.core.costs import Costs
 from drumline.core.errors import CostsError, ProgramError
-from drumline.core.graph import OPS, Columns, Floats, Ints, Messages, NotCompilable, TimeGraph
+from drumline.core.graph import OPS, Columns, Floats, Ints, Messages, NotCompilable, Number, TimeGraph
 from drumline.core.memory import Holding, holdings
 from drumline.core.program import Program, once_per_program
 from drumline.core.prove.validate import misplaced_or_misused, validate
@@ -28,6 +28,7 @@ from drumline.core.simulate.durations import (
     node_seconds,
     work_seconds,
 )
+from drumline.core.simulate.walks import critical_nodes, peak_queues, peak_receive_bytes
 from drumline.core.timeline.attribute import attribute
 from drumline.core.timeline.causes import Arrivals, Times, causes_of
 from drumline.core.timeline.idle import Idle, Limit
@@ -148,6 +149,29 @@ class Simulation(Timeline):
         return transfers
 
     @cached_property
+    def peak_queues(self) -> dict[tuple[int, int], int]:
+        """Per edge, how many messages were made and not yet used at once."""
+        return peak_queues(self.graph, self.started, self.ended)
+
+    @cached_property
+    def peak_receive_bytes(self) -> tuple[float, ...]:
+        """The most message bytes each rank had arriving or waiting, in addition to what it holds."""
+        return peak_receive_bytes(self.graph, self.started, self.ended, self.costs)
+
+    @cached_property
+    def critical_path(self) -> tuple[Span, ...]:
+        """The chain of spans that determines the makespan, in order."""
+        nodes = critical_nodes(self.graph, self.started, self.ended)
+        if nodes is None:
+            return super().critical_path
+        work, places = self.graph.work, nodes.tolist()
+        columns = (column[nodes].tolist() for column in (work.rank, work.stage, work.code, work.microbatch))
+        return tuple(
+            Span(rank, Action(stage, OPS[code], microbatch), float(self.started[node]), float(self.ended[node]))
+            for node, rank, stage, code, microbatch in zip(places, *columns, strict=True)
+        )
+
+    @cached_property
     def latest_inputs(self) -> Sequence[Sequence[tuple[int, int]]]:
         """Per rank, where the latest input of each timed action ran: (rank, index there), both -1 if it had none."""
         graph, crossings, actions = self.graph, self.graph.crossings, self.graph.action_nodes
@@ -220,8 +244,10 @@ class Simulation(Timeline):
         is_plain = not (self.limit or len(graph.exchanges.node) or len(graph.waits.node) or graph.work.paired.any())
         if not is_plain or graph.messages is Messages.BLOCKING or not all(graph.work.lengths):
             return attribute(self, self.limit)
-        maker = np.full(len(graph.node), -1)
-        maker[graph.crossings.consumer] = graph.crossings.producer
+        maker = graph.need
+        if graph.messages is not Messages.LATENCY:
+            maker = np.full(len(graph.node), -1, dtype=Number)
+            maker[graph.crossings.consumer] = graph.crossings.producer
         times, twin = self.times, self.balanced
         last = np.cumsum(graph.work.lengths) - 1
         arrivals = Arrivals(maker, int(last[times.ends[last].argmax()]))
@@ -230,6 +256,8 @@ class Simulation(Timeline):
     @property
     def times(self) -> Times:
         """The times of all timed actions as arrays; the halves of an overlapped pair have the same."""
+        if self.graph.only_work:
+            return Times(self.started, np.ascontiguousarray(self.ended), self.start, self.end)
         return Times(self.started[self.graph.node], self.ended[self.graph.node], self.start, self.end)
 
     @cached_property

@@ -16,13 +16,15 @@ from typing import overload
 import numpy as np
 
 from drumline.core.action import Action
-from drumline.core.graph import OPS, Columns, Floats, Ints
+from drumline.core.graph import OPS, Columns, Floats, Ints, Number
+from drumline.core.kernel.library import Kernel, kernel
 from drumline.core.timeline.idle import Cause, Idle
 
-_CAUSES = tuple(Cause)
+CAUSES = tuple(Cause)
 _FILL, _WAIT, _DRAIN, _IMBALANCE, _TRANSFER = (
-    _CAUSES.index(cause) for cause in (Cause.FILL, Cause.WAIT, Cause.DRAIN, Cause.IMBALANCE, Cause.TRANSFER)
+    CAUSES.index(cause) for cause in (Cause.FILL, Cause.WAIT, Cause.DRAIN, Cause.IMBALANCE, Cause.TRANSFER)
 )
+_CODES = np.array([_FILL, _WAIT, _DRAIN, _IMBALANCE, _TRANSFER], dtype=Number)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +59,7 @@ class Causes(Sequence[Idle]):
             int(self.rank[index]),
             float(self.start[index]),
             float(self.end[index]),
-            _CAUSES[self.cause[index]],
+            CAUSES[self.cause[index]],
             self._action(before),
             self._action(waits_for),
             int(self.work.rank[waits_for]) if waits_for >= 0 else None,
@@ -69,9 +71,9 @@ class Causes(Sequence[Idle]):
     def seconds(self, num_ranks: int) -> dict[Cause, list[float]]:
         """Return the idle seconds of every rank, by cause."""
         place = self.cause * num_ranks + self.rank
-        total = np.bincount(place, self.end - self.start, len(_CAUSES) * num_ranks).reshape(-1, num_ranks)
+        total = np.bincount(place, self.end - self.start, len(CAUSES) * num_ranks).reshape(-1, num_ranks)
         present = np.unique(self.cause).tolist()
-        return {_CAUSES[number]: total[number].tolist() for number in present}
+        return {CAUSES[number]: total[number].tolist() for number in present}
 
     def _action(self, number: int) -> Action | None:
         if number < 0:
@@ -82,6 +84,9 @@ class Causes(Sequence[Idle]):
 
 def causes_of(work: Columns, times: Times, arrivals: Arrivals, twin: Times | None) -> Causes:
     """Return every idle interval with its cause; `twin` are the times with all stages and microbatches alike."""
+    library = kernel()
+    if library is not None:
+        return _by_kernel(library, work, times, arrivals, twin)
     gaps = _Gaps.of(work, times)
     low, high = gaps.low, gaps.high
     excess = np.zeros(len(low)) if twin is None else high - low - _twin_gaps(gaps, twin)
@@ -96,9 +101,23 @@ def causes_of(work: Columns, times: Times, arrivals: Arrivals, twin: Times | Non
     cause = np.stack((gaps.waiting, np.full(len(low), _IMBALANCE), np.full(len(low), _TRANSFER)), axis=1)
     which = np.broadcast_to(np.arange(len(low))[:, None], shown.shape)[shown]
     waits_for = np.where(drains, arrivals.last, maker)
-    return Causes(
-        work, gaps.rank[which], starts[shown], ends[shown], cause[shown], gaps.before[which], waits_for[which]
-    )
+    numbers = (gaps.rank[which], cause[shown], gaps.before[which], waits_for[which])
+    rank, causes, before, waits = (column.astype(Number) for column in numbers)
+    return Causes(work, rank, starts[shown], ends[shown], causes, before, waits)
+
+
+def _by_kernel(library: Kernel, work: Columns, times: Times, arrivals: Arrivals, twin: Times | None) -> Causes:
+    lengths = np.array(work.lengths, dtype=np.int64)
+    last = np.cumsum(lengths)
+    room = 3 * (len(times.ends) + len(lengths))
+    rank, cause, before, waits_for = np.empty((4, room), dtype=Number)
+    start, end = np.empty((2, room))
+    bounds, span = np.stack((last - lengths, last), axis=1), np.array([times.start, times.end])
+    twins = (None, None, None) if twin is None else (twin.starts, twin.ends, np.array([twin.start, twin.end]))
+    places = len(lengths), bounds, arrivals.maker, times.starts, times.ends, span, *twins, arrivals.last, _CODES
+    count = library.causes(*places, rank, start, end, cause, before, waits_for)
+    rank, cause, before, waits_for = (column[:count].copy() for column in (rank, cause, before, waits_for))
+    return Causes(work, rank, start[:count].copy(), end[:count].copy(), cause, before, waits_for)
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,6 +216,11 @@ class Timeline(ABC):
         return depths
 
     @cached_property
+    def peak_queues(self) -> dict[tuple[int, int], int]:
+        """Per edge, how many messages were made and not yet used at once."""
+        return {edge: max(depth for _, depth in curve) for edge, curve in self.queue_depths.items()}
+
+    @cached_property
     def latest_inputs(self) -> Sequence[Sequence[tuple[int, int]]]:
         """Per rank, where the latest input of each timed action ran: (rank, index there), both -1 if it had none.
 
