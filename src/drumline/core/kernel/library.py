@@ -64,8 +64,12 @@ _PARAMETERS = {
         *(_Count, _Int32, _Count, _Int64, _Int32, _Int32, _Float, _Count),
         *(_Float, _Count, _Count, _Float, _Float),
     ),
+    "legal": (
+        *(_Count, *[_Int32] * 5, _Byte, _Count, _Count, _Count, _Int32, _Byte),
+        *(_Count, _Int32, _Count, _Count, _Int32, _Byte, _Byte, _Int32, _Count),
+    ),
 }
-_RETURN_COUNTS = ("block", "causes", "clock", "need", "path", "waves")
+_RETURN_COUNTS = ("block", "causes", "clock", "legal", "need", "path", "waves")
 _WORTH_TELLING = 200_000  # nodes: the Python form takes a tenth of a second for them
 
 
@@ -76,6 +80,7 @@ class Kernel:
 
     clock: Callable[..., int]
     need: Callable[..., int]
+    legal: Callable[..., int]
     seconds: Callable[..., None]
     starts: Callable[..., None]
     stash: Callable[..., None]
