@@ -18,10 +18,11 @@ import numpy as np
 
 import drumline as dl
 from drumline.core import memory
+from drumline.core import program as rows_and_text
 from drumline.core.clock import evaluate as clock
 from drumline.core.clock import producers
 from drumline.core.costs import Costs, Edge
-from drumline.core.kernel import library
+from drumline.core.kernel import library, text
 from drumline.core.kernel.library import Kernel
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
@@ -32,7 +33,21 @@ from drumline.core.simulate.simulate import compiled, simulate
 from drumline.core.timeline import causes
 from drumline.schedules import building_block, cells, hanayo
 
-ASKING = (arrays, building_block, causes, cells, clock, durations, hanayo, memory, producers, validate, walks)
+ASKING = (
+    arrays,
+    building_block,
+    causes,
+    cells,
+    clock,
+    durations,
+    hanayo,
+    memory,
+    producers,
+    rows_and_text,
+    text,
+    validate,
+    walks,
+)
 NAMES = ("1f1b", "zb-h1", "zb-v", "chimera", "dualpipe", "pipedream")
 WRITTEN = ("v-half", "v-min", "hanayo", "zb-v", "zb-h1", "pipedream")  # recipes whose rows the kernel writes
 COSTS = (
@@ -127,13 +142,17 @@ def main() -> None:
         for num_ranks, num_microbatches in ((1, 1), (2, 5), (5, 3), (6, 17)):
             compare_rows(kernel, name, num_ranks=num_ranks, num_microbatches=num_microbatches)
     print(f"compared {len(cases)}")
-    import proof_cases  # it imports this file
+    import proof_cases  # these import this file
+    import text_cases
 
     mixed = random.Random(0)
     for name in ("1f1b", "chimera", "zb-v"):
         for variant in proof_cases.variants(dl.generate(name, num_ranks=2, num_microbatches=2), mixed):
             proof_cases.compare_proofs(kernel, variant)
             proof_cases.compare_proofs(kernel, proof_cases.damaged(variant, mixed))
+            written = text_cases.compare_writers(kernel, variant)
+            for _ in range(10):
+                text_cases.compare_texts(kernel, text_cases.edited(written, mixed))
 
 
 if __name__ == "__main__":

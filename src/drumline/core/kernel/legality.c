@@ -21,8 +21,8 @@ typedef struct {
 typedef struct {
     int64_t count, num_ranks, num_stages, num_microbatches, num_columns, has_copies;
     const int32_t *stage, *code, *microbatch, *rank, *cell;
-    const int32_t *home;
-    const uint8_t *mirrored;
+    int32_t *home;
+    uint8_t *mirrored;
     const OpRow *ops;
     int64_t counts[RELEASE + 1];
     int32_t *where;   /* the entry of every (stage, microbatch, column), or -1 */
@@ -45,6 +45,39 @@ static int64_t home_of(const Rows *rows, int64_t stage, int64_t microbatch)
 static int32_t end_of_cell(const Rows *rows, int32_t at)
 {
     return at + 1 < rows->count && rows->cell[at + 1] == rows->cell[at] ? at + 1 : at;
+}
+
+static int is_work(const Rows *rows, int64_t at)
+{
+    return rows->ops[rows->code[at]].role == COMPUTE && rows->stage[at] >= 0 && rows->stage[at] < rows->num_stages &&
+           rows->microbatch[at] >= 0 && rows->microbatch[at] < rows->num_microbatches;
+}
+
+/* Finds the rank of every stage and the mirrored microbatches, if all work agrees with a placement; see
+ * ../placement.py. Of two directions, the one that more microbatches take is down, else the one from the lower rank.
+ * `entered` has a number per microbatch, `count` one per rank.
+ */
+static void place_stages(Rows *rows, int32_t *entered, int64_t *count)
+{
+    int64_t enters = 0;
+    memset(entered, 0xff, (size_t)rows->num_microbatches * sizeof *entered); /* -1 everywhere */
+    memset(count, 0, (size_t)rows->num_ranks * sizeof *count);
+    for (int64_t at = 0; at < rows->count; at++)
+        if (is_work(rows, at) && rows->stage[at] == 0)
+            entered[rows->microbatch[at]] = rows->rank[at];
+    for (int64_t number = 0; number < rows->num_microbatches; number++)
+        if (entered[number] >= 0)
+            count[entered[number]]++;
+    for (int64_t rank = 1; rank < rows->num_ranks; rank++)
+        enters = count[rank] > count[enters] ? rank : enters;
+    for (int64_t number = 0; number < rows->num_microbatches; number++)
+        rows->mirrored[number] = entered[number] != enters && entered[number] == rows->num_ranks - 1 - enters;
+    for (int64_t stage = 0; stage < rows->num_stages; stage++)
+        rows->home[stage] = -1;
+    for (int64_t at = 0; at < rows->count; at++)
+        if (is_work(rows, at) && rows->home[rows->stage[at]] < 0)
+            rows->home[rows->stage[at]] =
+                rows->mirrored[rows->microbatch[at]] ? (int32_t)rows->num_ranks - 1 - rows->rank[at] : rows->rank[at];
 }
 
 /* Enters every action's place; what is done twice, or by a rank that it does not belong to, is not sure. */
@@ -549,7 +582,8 @@ static int runs(const Rows *rows, int64_t channel, int64_t *last)
 
 /* Returns 0 if the program is legal, 1 if that is not sure, or what is below 0.
  *
- * Entries are plain actions row by row. `home` is a rank per stage, `mirrored` a flag per microbatch. `ops` has a row
+ * Entries are plain actions row by row. `home` is a rank per stage, `mirrored` a flag per microbatch; with `finds_homes`
+ * they receive what all work agrees with. `ops` has a row
  * per op: see OpRow. The first `num_computes` columns are those of the compute ops. `needs` lists for each how many
  * inputs it needs, then for each input the offset of its stage, how many ops may make it, and their columns. `ways`
  * says for each kind of backward which sets of compute ops are complete, `kind` the kind of each stage. `halves` are
@@ -557,8 +591,8 @@ static int runs(const Rows *rows, int64_t channel, int64_t *last)
  */
 int64_t drumline_legal(int64_t count, const int32_t *stage, const int32_t *code, const int32_t *microbatch,
                        const int32_t *rank, const int32_t *cell, const uint8_t *paired, int64_t num_ranks,
-                       int64_t num_stages, int64_t num_microbatches, const int32_t *home, const uint8_t *mirrored,
-                       int64_t num_ops, const int32_t *ops, int64_t num_columns, int64_t num_computes,
+                       int64_t num_stages, int64_t num_microbatches, int32_t *home, uint8_t *mirrored,
+                       int64_t finds_homes, int64_t num_ops, const int32_t *ops, int64_t num_columns, int64_t num_computes,
                        const int32_t *needs, const uint8_t *kind, const uint8_t *ways, const int32_t *halves,
                        int64_t channel)
 {
@@ -572,9 +606,11 @@ int64_t drumline_legal(int64_t count, const int32_t *stage, const int32_t *code,
     rows.need = malloc(((size_t)count + 1) * sizeof *rows.need);
     rows.partner = malloc(((size_t)count + 1) * sizeof *rows.partner);
     rows.first = malloc(((size_t)num_ranks + 1) * sizeof *rows.first);
-    for (int64_t number = 0; number < num_microbatches; number++)
-        rows.has_copies |= mirrored[number];
     if (marks && rows.where && rows.need && rows.partner && rows.first) {
+        if (finds_homes)
+            place_stages(&rows, rows.where, marks);
+        for (int64_t number = 0; number < num_microbatches; number++)
+            rows.has_copies |= mirrored[number];
         memset(rows.where, 0xff, size * sizeof *rows.where); /* -1 everywhere */
         memset(rows.partner, 0xff, (size_t)count * sizeof *rows.partner);
         result = enter(&rows);

@@ -88,25 +88,27 @@ def surely_legal(program: Program, placement: Placement | None, channel: Queues)
     True
     """
     library, columns = kernel(), program.columns
-    placement = placement or program.agreed_placement
     stages, microbatches, count = program.num_stages, program.num_microbatches, len(columns.code)
-    if library is None or placement is None or not 0 < stages * microbatches <= count < 2**31:
+    if library is None or not 0 < stages * microbatches <= count < 2**31:
         return False
-    if (placement.num_ranks, placement.num_stages) != (columns.num_ranks, stages):
-        return False
-    mirrored = np.zeros(microbatches, dtype=np.uint8)
-    mirrored[[number for number in placement.mirrored if number < microbatches]] = 1
+    home, mirrored = np.empty(stages, dtype=np.int32), np.zeros(microbatches, dtype=np.uint8)
+    if placement is not None:
+        if (placement.num_ranks, placement.num_stages) != (columns.num_ranks, stages):
+            return False
+        home[:] = placement.homes
+        mirrored[[number for number in placement.mirrored if number < microbatches]] = 1
     kind = np.array([_KINDS.index(each) for each in program.backwards], dtype=np.uint8)
     tables = _tables()
     entries = (columns.stage, columns.code, columns.microbatch, columns.rank, columns.cell)
-    arrays = [_whole(entry) for entry in entries]
-    paired, home = np.ascontiguousarray(columns.paired, dtype=np.uint8), _whole(placement.homes)
+    if any(entry.dtype.itemsize > 4 for entry in entries):  # numbers that the kernel would take for others
+        return False
+    paired = np.ascontiguousarray(columns.paired, dtype=np.uint8)
     answer = library.legal(
         count,
-        *arrays,
+        *map(_whole, entries),
         paired,
         *(columns.num_ranks, stages, microbatches),
-        *(home, mirrored),
+        *(home, mirrored, placement is None),
         *(len(OPS), tables.ops, tables.num_columns, len(_COMPUTES)),
         *(tables.needs, kind, tables.ways, tables.halves),
         _CHANNELS.index(channel),
