@@ -11,6 +11,7 @@ from planted_followed import FOLLOWED
 from planted_losses import LOSSES
 from planted_pipeline import PIPELINE
 from planted_plan import PLAN
+from planted_proof import PROOF
 from planted_report import REPORT
 from planted_runtime import RUNTIME
 from planted_saving import SAVING
@@ -23,6 +24,7 @@ from planted_tune import TUNE
 
 BUGS = (
     *CORE,
+    *PROOF,
     *SCHEDULES,
     *PLAN,
     *CALIBRATED,

@@ -455,20 +455,6 @@ CORE = (
         "Every longer simulation says that there is no kernel.",
     ),
     Bug(
-        "proof-without-a-clock",
-        "surely_runs",
-        "order_of(graph)",
-        "graph",
-        "A program whose ranks wait for each other is proven.",
-    ),
-    Bug(
-        "proof-without-messages",
-        "surely_runs",
-        "program.timed_columns is not program.columns or program.agreed_placement is None",
-        "program.agreed_placement is None",
-        "A program with sends and receives is proven without a look at them.",
-    ),
-    Bug(
         "fill-until-the-second-gap",
         "_Gaps.of.waiting",
         "inside > first_work[rank]",

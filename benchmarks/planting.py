@@ -149,6 +149,8 @@ OF_FILE = {
     "core/measured/metrics.py": ("tests/core/test_measured.py", "tests/pipeline/test_recording.py"),
     "core/timeline/timeline.py": ("tests/core/test_simulate.py", "tests/core/test_attribute.py"),
     "core/kernel": ("tests/core/test_kernel.py",),
+    "core/kernel/legality.c": ("tests/core/test_legality.py",),
+    "core/prove/arrays.py": ("tests/core/test_legality.py",),
     "core/clock": ("tests/core/test_kernel.py", "tests/core/test_validate.py"),
     "core/timeline/causes.py": ("tests/core/test_attribute.py",),
     "core/graph.py": ("tests/core/test_columns.py",),

@@ -7,6 +7,7 @@ python tests/kernel_cases.py PATH "too short"  lets the kernel write past the en
 from __future__ import annotations
 
 import ctypes
+import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,20 +18,36 @@ import numpy as np
 
 import drumline as dl
 from drumline.core import memory
+from drumline.core import program as rows_and_text
 from drumline.core.clock import evaluate as clock
 from drumline.core.clock import producers
 from drumline.core.costs import Costs, Edge
-from drumline.core.kernel import library
+from drumline.core.kernel import library, text
 from drumline.core.kernel.library import Kernel
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
+from drumline.core.prove import arrays, validate
 from drumline.core.simulate import durations, walks
 from drumline.core.simulate.durations import lags, node_seconds, work_seconds
 from drumline.core.simulate.simulate import compiled, simulate
 from drumline.core.timeline import causes
 from drumline.schedules import building_block, cells, hanayo
 
-ASKING = (clock, memory, durations, producers, walks, causes, cells, building_block, hanayo)
+ASKING = (
+    arrays,
+    building_block,
+    causes,
+    cells,
+    clock,
+    durations,
+    hanayo,
+    memory,
+    producers,
+    rows_and_text,
+    text,
+    validate,
+    walks,
+)
 NAMES = ("1f1b", "zb-h1", "zb-v", "chimera", "dualpipe", "pipedream")
 WRITTEN = ("v-half", "v-min", "hanayo", "zb-v", "zb-h1", "pipedream")  # recipes whose rows the kernel writes
 COSTS = (
@@ -125,6 +142,17 @@ def main() -> None:
         for num_ranks, num_microbatches in ((1, 1), (2, 5), (5, 3), (6, 17)):
             compare_rows(kernel, name, num_ranks=num_ranks, num_microbatches=num_microbatches)
     print(f"compared {len(cases)}")
+    import proof_cases  # these import this file
+    import text_cases
+
+    mixed = random.Random(0)
+    for name in ("1f1b", "chimera", "zb-v"):
+        for variant in proof_cases.variants(dl.generate(name, num_ranks=2, num_microbatches=2), mixed):
+            proof_cases.compare_proofs(kernel, variant)
+            proof_cases.compare_proofs(kernel, proof_cases.damaged(variant, mixed))
+            written = text_cases.compare_writers(kernel, variant)
+            for _ in range(10):
+                text_cases.compare_texts(kernel, text_cases.edited(written, mixed))
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def test_a_huge_file_is_refused_without_being_read_whole(tmp_path: Path) -> None
     path = tmp_path / "junk.csv"
     path.touch()
     os.truncate(path, 3 * module.MAX_FILE_BYTES)
-    with refused(ProgramError, "larger than 64 MiB"):
+    with refused(ProgramError, "larger than 512 MiB"):
         Program.load(path)
 
 
@@ -93,7 +93,8 @@ def test_a_line_of_junk_is_refused_at_its_first_cell(tmp_path: Path) -> None:
 
 
 def test_more_actions_than_anybody_runs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_ACTIONS", 5)
+    for limit in ("MAX_ACTIONS", "MAX_IN_ARRAYS"):
+        monkeypatch.setattr(module, limit, 5)
     assert Program.parse("0F0,0F1,0B0\n1F0,1B0").num_actions == 5
     with refused(ProgramError, "row 2: more than 5 actions"):
         Program.parse("0F0,0F1,0B0\n1F0,1B0,1F1")

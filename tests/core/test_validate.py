@@ -18,6 +18,7 @@ from drumline.core.prove.validate import surely_runs, validate
 from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
+from kernel_cases import using
 from matrices import ALL, FEW, examples
 from programs import NAMES, admissible, build, programs
 from reference import run_on_edge_channel
@@ -324,19 +325,20 @@ def test_damaged_messages_are_caught(program: Program, rng: random.Random) -> No
 
 @settings(max_examples=examples(150))
 @given(programs(max_ranks=4, max_microbatches=4), st.randoms(use_true_random=False), st.integers(0, 3))
-def test_what_arrays_prove_no_check_refuses(program: Program, rng: random.Random, swaps: int) -> None:
-    """And all plain computing that the checks admit is proven by arrays."""
+def test_what_compiles_no_check_refuses(program: Program, rng: random.Random, swaps: int) -> None:
+    """Without a kernel; and all plain computing that the checks admit compiles."""
     rows = [list(row) for row in program.rows]
     for _ in range(swaps):
         row = rng.choice(rows)
         first, second = rng.randrange(len(row)), rng.randrange(len(row))
         row[first], row[second] = row[second], row[first]
     damaged = Program.of(rows)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("drumline.core.prove.validate.surely_runs", lambda program: False)
+    with using(None), pytest.MonkeyPatch.context() as patch:
+        proven = surely_runs(damaged)
+        patch.setattr("drumline.core.prove.validate.surely_runs", lambda *_: False)
         violations = validate(damaged)
     plain = damaged.columns.ops <= COMPUTE_OPS and damaged.agreed_placement and not damaged.placement.mirrored
-    assert surely_runs(damaged) == bool(plain and not violations)
+    assert proven == bool(plain and not violations)
     assert bool(validate(damaged)) == bool(violations)
 
 

@@ -53,6 +53,7 @@ STATE_OPS = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 # Maps each WAIT to the op it waits for. The rank started that op earlier, for the same stage and microbatch.
 AWAITED = {Op.WAIT_SEND_F: Op.SEND_F, Op.WAIT_SEND_B: Op.SEND_B, Op.WAIT_REDUCE_GRAD: Op.REDUCE_GRAD}
 WAIT_OPS = frozenset(AWAITED)
+WITHOUT_MICROBATCH = STATE_OPS | {Op.WAIT_REDUCE_GRAD}
 
 
 class Action(NamedTuple):
@@ -165,7 +166,6 @@ _NUMBER = r"(0|[1-9][0-9]{0,8})"
 _SINGLE = re.compile(rf"{_NUMBER}([A-Z]+(?:_[A-Z]+){{0,2}})(?:{_NUMBER})?")
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 _BY_TEXT = {op.value: op for op in Op}
-_WITHOUT_MICROBATCH = STATE_OPS | {Op.WAIT_REDUCE_GRAD}
 
 
 def _parse_single(text: str) -> Action:
@@ -179,9 +179,9 @@ def _parse_single(text: str) -> Action:
             f"{_shown(text)} uses the unknown op {word!r}",
             fix=nearest(word, (op.value for op in Op if op is not Op.OVERLAP)),
         )
-    if (microbatch is None) != (op in _WITHOUT_MICROBATCH):
-        wants = "no microbatch number" if op in _WITHOUT_MICROBATCH else "a microbatch number"
-        example = f"{stage}{word}" if op in _WITHOUT_MICROBATCH else f"{stage}{word}0"
+    if (microbatch is None) != (op in WITHOUT_MICROBATCH):
+        wants = "no microbatch number" if op in WITHOUT_MICROBATCH else "a microbatch number"
+        example = f"{stage}{word}" if op in WITHOUT_MICROBATCH else f"{stage}{word}0"
         raise ProgramError(f"{_shown(text)} is not an action", expected=f"{wants} after {word}, for example {example}")
     return Action(int(stage), op, None if microbatch is None else int(microbatch))
 

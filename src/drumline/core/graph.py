@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
 from itertools import chain, pairwise, repeat
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -54,7 +53,10 @@ PLACE = np.array([list(rules.NEEDS).index(op) if op in rules.NEEDS else -1 for o
 WAITS = tuple(sorted(CODE[op] for op in WAIT_OPS))
 TRANSFERS = tuple(sorted(CODE[op] for op in TRANSFER_OPS))
 
-_STAGE, _OP, _MICROBATCH, _PARTS = map(itemgetter, range(4))
+_NUM_FIELDS = len(Action._fields)
+# The codes of ops with one letter, by the letter's number.
+_CODE_OF_LETTER = np.zeros(128, dtype=Number)
+_CODE_OF_LETTER[[ord(op) for op in OPS if len(op) == 1]] = [CODE[op] for op in OPS if len(op) == 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +79,23 @@ class Columns:
         [1, 0, -1]
         """
         lengths = tuple(map(len, rows))
-        actions = list(chain.from_iterable(rows))
-        cell, paired = np.arange(len(actions), dtype=Number), np.zeros(len(actions), dtype=bool)
-        if any(map(_PARTS, actions)):
-            sizes = _column(map(len, map(_PARTS, actions)), len(actions))
+        num_actions = sum(lengths)
+        cell, paired = np.arange(num_actions, dtype=Number), np.zeros(num_actions, dtype=bool)
+        # One look at each action: programs are larger than a processor's cache.
+        fields: list[Any] = list(chain.from_iterable(chain.from_iterable(rows)))
+        if any(pairs := fields[3::_NUM_FIELDS]):
+            sizes = _column(map(len, pairs), num_actions)
             cell = np.repeat(cell, np.maximum(sizes, 1))
             paired = sizes[cell] > 0
-            actions = [part for action in actions for part in action.parts or (action,)]
-        count = len(actions)
-        numbers = list(map(_MICROBATCH, actions))
+            parts = chain.from_iterable(action.parts or (action,) for row in rows for action in row)
+            fields = list(chain.from_iterable(parts))
+        count, numbers = len(cell), fields[2::_NUM_FIELDS]
         if None in numbers:
             numbers = [-1 if number is None else number for number in numbers]
         return Columns(
             lengths,
-            _column(map(_STAGE, actions), count),
-            _column(map(CODE.__getitem__, map(_OP, actions)), count),
+            _column(fields[::_NUM_FIELDS], count),
+            _codes(fields[1::_NUM_FIELDS]),
             _column(numbers, count),
             np.repeat(np.arange(len(lengths), dtype=Number), lengths)[cell],
             cell,
@@ -108,6 +112,19 @@ class Columns:
         rank = np.repeat(np.arange(len(lengths), dtype=Number), lengths)
         cell, paired = np.arange(len(code), dtype=Number), np.zeros(len(code), dtype=bool)
         stage, code, microbatch = (column.astype(Number, copy=False) for column in (stage, code, microbatch))
+        return Columns(tuple(lengths), stage, code, microbatch, rank, cell, paired)
+
+    @staticmethod
+    def spread(lengths: Sequence[int], numbers: npt.NDArray[Any], cell: npt.NDArray[Any], paired: Flags) -> Columns:
+        """Return the arrays of rows from the stages, codes and microbatches of all plain actions.
+
+        >>> Columns.spread([1], np.array([[0, 1], [0, 1], [1, 0]]), np.array([0, 0]), np.array([True, True])).rows()
+        (((0F1;1B0)OVERLAP_F_B,),)
+        """
+        stage, code, microbatch, cell = (column.astype(Number, copy=False) for column in (*numbers, cell))
+        if not paired.any():
+            return Columns.plain(lengths, stage, code, microbatch)
+        rank = np.repeat(np.arange(len(lengths), dtype=Number), lengths)[cell]
         return Columns(tuple(lengths), stage, code, microbatch, rank, cell, paired)
 
     def rows(self) -> tuple[tuple[Action, ...], ...]:
@@ -194,23 +211,29 @@ class Columns:
         >>> [str(kind) for kind in Columns.of([row]).backwards(num_stages=3)]
         ['none', 'whole', 'input']
         """
-        whole = self._stages_with(num_stages, Op.BACKWARD, Op.BACKWARD_WEIGHT)
-        first = self._stages_with(num_stages, Op.BACKWARD_INPUT)
+        there, stage = np.zeros((num_stages, len(OPS)), dtype=bool), self.stage
+        if stage.min(initial=0) < 0:
+            there[stage[stage >= 0], self.code[stage >= 0]] = True
+        else:
+            there[stage, self.code] = True
+        whole = there[:, CODE[Op.BACKWARD]] | there[:, CODE[Op.BACKWARD_WEIGHT]]
+        first = there[:, CODE[Op.BACKWARD_INPUT]]
         lowest = int(np.append(whole | first, True).argmax())
         lowest_whole = int(np.append(whole, True).argmax())
         alone = first & ~whole
         above = (alone[stage] and stage > lowest_whole for stage in range(lowest, num_stages))
         return (Backward.NONE,) * lowest + tuple(Backward.INPUT if passes else Backward.WHOLE for passes in above)
 
-    def _stages_with(self, num_stages: int, *ops: Op) -> Flags:
-        """Return which stages have any of these ops."""
-        flags = np.zeros(num_stages, dtype=bool)
-        flags[self.stage[np.isin(self.code, [CODE[op] for op in ops]) & (self.stage >= 0)]] = True
-        return flags
+
+def _codes(ops: Sequence[Op]) -> Ints:
+    letters = "".join(ops)
+    if len(letters) == len(ops):
+        return _CODE_OF_LETTER[np.frombuffer(letters.encode(), dtype=np.uint8)]
+    return _column(map(CODE.__getitem__, ops), len(ops))
 
 
 def _column(numbers: Iterable[int], count: int) -> Ints:
-    listed = list(numbers)
+    listed = numbers if isinstance(numbers, list) else list(numbers)
     try:
         return np.fromiter(listed, Number, count)
     except OverflowError:  # nobody can time such a program, but the validator says why

@@ -15,11 +15,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import numpy as np
+
 from drumline.core import placement
-from drumline.core.action import COMPUTE_OPS, TIMED_OPS, TRANSFER_OPS, WAIT_OPS, Action, Op
+from drumline.core.action import COMPUTE_OPS, TIMED_OPS, TRANSFER_OPS, WAIT_OPS, WITHOUT_MICROBATCH, Action, Op
 from drumline.core.errors import ProgramError
 from drumline.core.files import MIB, FileKind, named, read_text
-from drumline.core.graph import CODE, Columns
+from drumline.core.graph import CODE, OPS, Columns
+from drumline.core.kernel.library import kernel
+from drumline.core.kernel.text import Spelling, read, written
 from drumline.core.placement import Placement
 from drumline.core.rules import Backward
 
@@ -27,8 +31,9 @@ Row = tuple[Action, ...]
 
 # In arrays an action takes some 50 bytes while it is timed; as an object it takes hundreds, and microseconds.
 MAX_IN_ARRAYS = 50_000_000
-MAX_ACTIONS = 1_000_000  # as objects: rows, text, pictures
-MAX_FILE_BYTES = 64 * MIB
+MAX_ACTIONS = 1_000_000  # as objects: rows, text without the kernel, pictures
+MAX_FILE_BYTES = 512 * MIB
+_SPELLING = Spelling(tuple(OPS), frozenset(WITHOUT_MICROBATCH), frozenset(COMPUTE_OPS), Op.OVERLAP)
 _KIND = FileKind("program", ProgramError, "a CSV file, one row of actions per rank", MAX_FILE_BYTES)
 
 
@@ -182,9 +187,19 @@ class Program:
 
     def format(self) -> str:
         """Return the text form: one line per rank, actions separated by commas."""
+        if "rows" not in self.__dict__ and (text := self._written()) is not None:
+            return text
         return "\n".join(",".join(map(str, row)) for row in self.rows)
 
     __str__ = format
+
+    def _written(self) -> str | None:
+        """Return the text of arrays that the kernel can write."""
+        columns = self.columns
+        if kernel() is None or not all(columns.lengths) or columns.stage.min(initial=0) < 0:
+            return None
+        numbers = [np.ascontiguousarray(each, np.int32) for each in (columns.stage, columns.code, columns.microbatch)]
+        return written(columns.lengths, numbers, columns.paired, _SPELLING)
 
     def __repr__(self) -> str:
         counts = f"num_ranks={self.num_ranks}, num_stages={self.num_stages}"
@@ -198,6 +213,11 @@ class Program:
         Traceback (most recent call last):
         drumline.core.errors.ProgramError: row 1, column 4: '0F0junk' is not an action; ...
         """
+        cells = read(text, _SPELLING, MAX_IN_ARRAYS)
+        if isinstance(cells, int):
+            raise _too_many(cells, MAX_IN_ARRAYS)
+        if cells is not None:
+            return Program.of_columns(Columns.spread(cells.lengths, cells.numbers, cells.cell, cells.paired), name)
         known: dict[str, Action] = {}
         rows: list[Row] = []
         left = MAX_ACTIONS
@@ -206,7 +226,7 @@ class Program:
             row = tuple(islice(_parse_row(line, number, known), left + 1))
             left -= len(row)
             if left < 0:
-                raise ProgramError(f"row {number}: more than {MAX_ACTIONS} actions", expected="a smaller program")
+                raise _too_many(number, MAX_ACTIONS)
             if not row:
                 raise ProgramError(
                     f"row {number} of {len(lines)} is empty, so rank {number - 1} would do nothing",
@@ -230,8 +250,10 @@ class Program:
         text = read_text(path, _KIND)
         with named(path, _KIND):
             program = Program.parse(text, name=path.stem)
-        present = {part.stage for part in program.work()}
-        if missing := sorted(set(range(min(program.num_stages, len(present) + 1))) - present):
+        stages = program.columns.stage
+        is_there = np.zeros(min(program.num_stages, len(stages) + 1), dtype=bool)
+        is_there[stages[stages < len(is_there)]] = True
+        if missing := np.flatnonzero(~is_there).tolist():
             raise ProgramError(
                 f"{path}: no rank runs stage {missing[0]}, though the file has a stage {program.num_stages - 1}",
                 expected=f"all stages from 0 to {program.num_stages - 1} in the file's {program.num_ranks} rows",
@@ -272,6 +294,10 @@ def once_per_program(
         return results[key]
 
     return cached
+
+
+def _too_many(row: int, most: int) -> ProgramError:
+    return ProgramError(f"row {row}: more than {most} actions", expected="a smaller program")
 
 
 def _parse_row(line: str, number: int, known: dict[str, Action]) -> Iterator[Action]:

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 import numpy as np
 
 from drumline.core.action import Action, Op
-from drumline.core.graph import CODE, OPS, Ints, Number
+from drumline.core.graph import CODE, Columns, Flags, Ints, Number
 from drumline.core.kernel.library import kernel
 
 _ALL = 2**31 - 1  # more microbatches than there may be
@@ -25,7 +24,9 @@ _ALL = 2**31 - 1  # more microbatches than there may be
 
 @dataclass(frozen=True, slots=True)
 class Cells(Iterable[Action]):
-    """Actions of one row, none of them an overlapped pair; those without a microbatch have -1.
+    """Plain actions of one row; those without a microbatch have -1.
+
+    `overlaps` says which of them overlap the next, so that the two are one action; None if none does.
 
     >>> list(run(Op.FORWARD, 2, 3))
     [2F0, 2F1, 2F2]
@@ -34,18 +35,26 @@ class Cells(Iterable[Action]):
     stage: Ints
     code: Ints
     microbatch: Ints
+    overlaps: Flags | None = None
 
     def __len__(self) -> int:
-        return len(self.stage)
+        return len(self.stage) - (0 if self.overlaps is None else int(np.count_nonzero(self.overlaps)))
 
     def __iter__(self) -> Iterator[Action]:
-        numbers = self.microbatch.tolist()
-        microbatches = [None if number < 0 else number for number in numbers] if -1 in numbers else numbers
-        columns = self.stage.tolist(), map(OPS.__getitem__, self.code.tolist()), microbatches
-        return (tuple.__new__(Action, parts) for parts in zip(*columns, repeat(())))
+        return iter(self.columns([len(self)]).rows()[0])
+
+    def columns(self, lengths: Sequence[int]) -> Columns:
+        """Return the arrays of rows of these lengths."""
+        if self.overlaps is None:
+            return Columns.plain(lengths, self.stage, self.code, self.microbatch)
+        second = np.append(False, self.overlaps[:-1])
+        cell = np.cumsum(~second, dtype=Number) - Number(1)
+        numbers = np.stack((self.stage, self.code, self.microbatch))
+        return Columns.spread(lengths, numbers, cell, self.overlaps | second)
 
     def __getitem__(self, chosen: slice | Ints) -> Cells:
-        return Cells(self.stage[chosen], self.code[chosen], self.microbatch[chosen])
+        overlaps = None if self.overlaps is None else self.overlaps[chosen]
+        return Cells(self.stage[chosen], self.code[chosen], self.microbatch[chosen], overlaps)
 
     def rows_of(self, length: int) -> Iterator[Cells]:
         """Yield rows of this length."""
@@ -70,8 +79,13 @@ def run(op: Op, stage: int, count: int) -> Cells:
 
 def joined(parts: Iterable[Cells]) -> Cells:
     """Return the parts one after the other."""
-    stages, codes, microbatches = zip(*((part.stage, part.code, part.microbatch) for part in parts), strict=True)
-    return Cells(np.concatenate(stages), np.concatenate(codes), np.concatenate(microbatches))
+    listed = list(parts)
+    stages, codes, microbatches = zip(*((part.stage, part.code, part.microbatch) for part in listed), strict=True)
+    overlaps = None
+    if any(part.overlaps is not None for part in listed):
+        each = (np.zeros(len(part), dtype=bool) if part.overlaps is None else part.overlaps for part in listed)
+        overlaps = np.concatenate(list(each))
+    return Cells(np.concatenate(stages), np.concatenate(codes), np.concatenate(microbatches), overlaps)
 
 
 def blank(count: int) -> Cells:

@@ -18,15 +18,22 @@ is the distance of the rank from the end where flow 0 enters.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from drumline.core.action import Action, Op, overlap
+import numpy as np
+
+from drumline.core.action import Op
+from drumline.core.graph import CODE, Ints, Number
+from drumline.schedules.cells import Cells, cells, joined
 from drumline.schedules.formulas import Pace, idling
-from drumline.schedules.orders import StageFlow, trim
 from drumline.schedules.registry import schedule
+
+# What a rank does with its flows: the op's place in `_OPS`, twice, and one more for the far flow. The weight half is
+# that of the oldest input half whose weights were not yet computed, of whichever flow.
+_OPS = np.array([CODE[op] for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)], dtype=Number)
+NEAR_F, FAR_F, NEAR_B, FAR_B, NEAR_I, FAR_I, W = range(7)
+OVERLAPS = 8  # added to the first half of an overlapped pair
 
 
 def idle(pace: Pace, num_ranks: int) -> float:
@@ -47,82 +54,68 @@ def idle(pace: Pace, num_ranks: int) -> float:
         num_ranks % 2 == 0 and num_microbatches % 2 == 0 and num_microbatches >= 2 * num_ranks
     ),
 )
-def dualpipe(num_ranks: int, *, num_microbatches: int) -> Iterator[Iterator[Action]]:
+def dualpipe(num_ranks: int, *, num_microbatches: int) -> Iterator[Cells]:
     """Run the eight steps on every rank, then exchange the gradients of the two copies."""
     num_down = (num_microbatches + 1) // 2
     num_each = max(num_down, num_ranks)
     # Slots without a microbatch get a number that is trimmed later.
     spare = range(num_microbatches, num_microbatches + num_each)
-    going_down = [*range(num_down), *spare][:num_each]
-    going_up = [*range(num_down, num_microbatches), *spare][:num_each]
+    going_down = np.array([*range(num_down), *spare][:num_each])
+    going_up = np.array([*range(num_down, num_microbatches), *spare][:num_each])
     for rank in range(num_ranks):
         mirror = num_ranks - 1 - rank
-        down, up = StageFlow(rank, going_down), StageFlow(mirror, going_up)
+        down, up = (rank, going_down), (mirror, going_up)
         flows = (down, up) if rank < mirror else (up, down)
-        row = trim(EightSteps(num_ranks // 2, min(rank, mirror), flows).row(), num_microbatches)
         held_stages = {rank, mirror} if num_microbatches > 1 else {rank}
-        yield chain(row, (Action(stage, Op.REDUCE_GRAD) for stage in sorted(held_stages)))
+        row = EightSteps(num_ranks // 2, min(rank, mirror), flows).row(num_microbatches)
+        yield joined((row, cells(Op.REDUCE_GRAD, sorted(held_stages))))
 
 
-@dataclass
+@dataclass(frozen=True)
 class EightSteps:
-    """One rank's row; keeps a queue of weight halves still to run."""
+    """One rank's row; each of its two flows is a stage and the microbatches that pass through it."""
 
     half: int
     distance: int
-    flows: tuple[StageFlow, StageFlow]
-    owed: deque[Action] = field(default_factory=deque)
+    flows: tuple[tuple[int, Ints], tuple[int, Ints]]
 
-    def input_half(self, flow: StageFlow) -> Action:
-        """Return the flow's next input half, and queue its weight half."""
-        first, second = flow.split()
-        self.owed.append(second)
-        return first
-
-    def weights(self) -> list[Action]:
-        """Return the oldest queued weight half, if any."""
-        return [self.owed.popleft()] if self.owed else []
-
-    def row(self) -> Iterator[Action]:
-        """Yield the rank's actions; both flows must have the same number of microbatches, at least twice the half."""
-        near, far = self.flows
-        to_middle = self.half - self.distance - 1
+    def steps(self) -> Iterator[tuple[int, Sequence[int]]]:
+        """Yield how often what is done; both flows must have as many microbatches, at least twice the half."""
+        to_middle, count = self.half - self.distance - 1, len(self.flows[0][1])
         # 1. Forwards of the near flow fill the pipe.
-        for _ in range(2 * to_middle):
-            yield near.forward()
+        yield 2 * to_middle, (NEAR_F,)
         # 2. Both flows' forwards, until the first backward arrives.
-        for _ in range(self.distance + 1):
-            yield near.forward()
-            yield far.forward()
+        yield self.distance + 1, (NEAR_F, FAR_F)
         # 3. The far flow's backwards, split, alternating with its forwards.
-        for _ in range(to_middle):
-            yield self.input_half(far)
-            yield from self.weights()
-            yield far.forward()
+        yield to_middle, (FAR_I, W, FAR_F)
         # 4. The main part: each flow's forward overlaps the other's backward.
-        for turn in range(near.num_microbatches - 2 * self.half + self.distance + 1):
-            if turn == 0 and to_middle == 0:
-                # Not overlapped, so that the neighbours get the forward sooner.
-                yield near.forward()
-                yield far.backward()
-            else:
-                yield overlap(near.forward(), far.backward())
-            yield overlap(far.forward(), near.backward())
+        both = (NEAR_F + OVERLAPS, FAR_B, FAR_F + OVERLAPS, NEAR_B)
+        # Next to the middle the first is not overlapped, so that the neighbours get the forward sooner.
+        yield 1, (NEAR_F, FAR_B, FAR_F + OVERLAPS, NEAR_B) if to_middle == 0 else both
+        yield count - 2 * self.half + self.distance, both
         # 5. The near flow has no forwards left.
-        for _ in range(to_middle):
-            yield far.backward()
-            yield overlap(far.forward(), near.backward())
+        yield to_middle, (FAR_B, FAR_F + OVERLAPS, NEAR_B)
         # 6. Only backwards are left; the later half of them is split.
-        split = False
-        for turn in range(self.distance + 1):
-            split |= turn == (self.distance + 1) // 2 and self.distance % 2 == 1
-            yield self.input_half(far) if split else far.backward()
-            split |= turn == (self.distance + 1) // 2 and self.distance % 2 == 0
-            yield self.input_half(near) if split else near.backward()
+        whole, even = (self.distance + 1) // 2, self.distance % 2 == 0
+        yield whole, (FAR_B, NEAR_B)
+        yield int(even), (FAR_B, NEAR_I)
+        yield whole, (FAR_I, NEAR_I)
         # 7. The near flow's last input halves, alternating with queued weight halves.
-        for _ in range(to_middle):
-            yield from self.weights()
-            yield self.input_half(near)
+        yield to_middle, (W, NEAR_I)
         # 8. The remaining weight halves.
-        while self.owed:
-            yield from self.weights()
+        yield 2 * whole + even, (W,)
+
+    def row(self, num_microbatches: int) -> Cells:
+        """Return the row's actions on microbatches below this; a pair that loses one half becomes the other half."""
+        done = np.concatenate([np.tile(np.array(pattern, dtype=Number), count) for count, pattern in self.steps()])
+        overlaps, done = done >= OVERLAPS, done % OVERLAPS
+        flow, op = done % 2, done // 2
+        stage, microbatch = np.array([self.flows[0][0], self.flows[1][0]], dtype=Number)[flow], np.empty_like(done)
+        for number, (_, microbatches) in enumerate(self.flows):
+            microbatch[(op == 0) & (flow == number)] = microbatches
+            microbatch[((op == 1) | (op == 2)) & (flow == number)] = microbatches
+        for column in (stage, microbatch):
+            column[done == W] = column[op == 2]
+        chosen = microbatch < num_microbatches
+        overlaps &= chosen & np.append(chosen[1:], False)
+        return Cells(stage, _OPS[op], microbatch, overlaps)[np.flatnonzero(chosen)]

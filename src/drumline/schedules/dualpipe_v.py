@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drumline.core.action import Action
+import numpy as np
+
+from drumline.schedules.cells import Cells
 from drumline.schedules.dualpipe import EightSteps, idle
 from drumline.schedules.formulas import idling
-from drumline.schedules.orders import StageFlow, trim
 from drumline.schedules.registry import schedule
 
 
@@ -32,9 +33,9 @@ from drumline.schedules.registry import schedule
     suits=lambda num_ranks, num_microbatches, stages_per_rank: num_microbatches >= 2 * num_ranks,
     titan="DualPipeV",
 )
-def dualpipe_v(num_ranks: int, *, num_microbatches: int) -> Iterator[Iterator[Action]]:
+def dualpipe_v(num_ranks: int, *, num_microbatches: int) -> Iterator[Cells]:
     """Run the eight steps on every rank, flow 0 down the V and flow 1 up."""
-    full = max(num_microbatches, 2 * num_ranks)
+    every = np.arange(max(num_microbatches, 2 * num_ranks))
     for rank in range(num_ranks):
-        flows = StageFlow(rank, range(full)), StageFlow(2 * num_ranks - 1 - rank, range(full))
-        yield trim(EightSteps(num_ranks, rank, flows).row(), num_microbatches)
+        flows = (rank, every), (2 * num_ranks - 1 - rank, every)
+        yield EightSteps(num_ranks, rank, flows).row(num_microbatches)

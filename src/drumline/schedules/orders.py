@@ -1,4 +1,4 @@
-"""Orders that recipes share: alternating, grouped, by flows, and trimmed to fewer microbatches.
+"""Orders that recipes share: alternating and grouped.
 
 When alternating, forwards run ahead of the backwards, and weight halves, if any, follow later.
 
@@ -13,12 +13,11 @@ No action depends on another microbatch, so removing microbatches from a legal p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 
-from drumline.core.action import Action, B, F, I, Op, W
+from drumline.core.action import Op
 from drumline.core.graph import Ints, Number
 from drumline.schedules.cells import Cells, Turns, joined
 
@@ -92,43 +91,3 @@ def visits(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> tuple
     local = np.repeat(np.tile(np.arange(stages_per_rank, dtype=Number), len(sizes)), runs)
     first = np.repeat(np.cumsum(sizes, dtype=Number) - sizes, stages_per_rank)
     return local, np.arange(len(local), dtype=Number) + np.repeat(first - (np.cumsum(runs, dtype=Number) - runs), runs)
-
-
-class StageFlow:
-    """The microbatches that pass through one stage of a rank; returns their forwards and backwards in order."""
-
-    def __init__(self, stage: int, microbatches: Sequence[int]) -> None:
-        self.stage = stage
-        self.num_microbatches = len(microbatches)
-        self.forwards, self.backwards = iter(microbatches), iter(microbatches)
-
-    def forward(self) -> Action:
-        """Return the next forward."""
-        return F(self.stage, next(self.forwards))
-
-    def backward(self) -> Action:
-        """Return the next whole backward."""
-        return B(self.stage, next(self.backwards))
-
-    def split(self) -> tuple[Action, Action]:
-        """Return the two halves of the next backward."""
-        m = next(self.backwards)
-        return I(self.stage, m), W(self.stage, m)
-
-
-def trim(row: Iterable[Action], num_microbatches: int) -> Iterator[Action]:
-    """Yield the actions on microbatches 0 to num_microbatches - 1; a pair that loses one half becomes the other half.
-
-    >>> row = [Action.parse(text) for text in ("0F0", "(0F1;1B0)OVERLAP_F_B", "1B1")]
-    >>> list(trim(row, 1))
-    [0F0, 1B0]
-    """
-    for action in row:
-        if action.parts:
-            first, second = action.parts
-            if first.microbatch < num_microbatches and second.microbatch < num_microbatches:
-                yield action
-            else:
-                yield from trim(action.parts, num_microbatches)
-        elif (action.microbatch or 0) < num_microbatches:
-            yield action

@@ -16,7 +16,6 @@ from typing import Any
 
 from drumline.core.action import Action, Op
 from drumline.core.errors import DrumlineError, ScheduleError, counted, nearest
-from drumline.core.graph import Columns
 from drumline.core.kernel.library import kernel
 from drumline.core.placement import Placement
 from drumline.core.program import MAX_ACTIONS, MAX_IN_ARRAYS, Program
@@ -185,8 +184,7 @@ class Schedule:
             every = _arrays(rows)
             if every is None:
                 return Program(tuple(map(tuple, rows)), self.name)
-            lengths = list(map(len, rows))
-            return Program.of_columns(Columns.plain(lengths, every.stage, every.code, every.microbatch), self.name)
+            return Program.of_columns(every.columns(list(map(len, rows))), self.name)
         except DrumlineError:
             raise
         except Exception as error:

@@ -64,18 +64,27 @@ _PARAMETERS = {
         *(_Count, _Int32, _Count, _Int64, _Int32, _Int32, _Float, _Count),
         *(_Float, _Count, _Count, _Float, _Float),
     ),
+    "legal": (
+        *(_Count, *[_Int32] * 5, _Byte, _Count, _Count, _Count, _Int32, _Byte),
+        *(_Count, _Count, _Int32, _Count, _Count, _Int32, _Byte, _Byte, _Int32, _Count),
+    ),
+    "read_rows": (_Byte, _Count, _Byte, _Byte, _Count, _Count, _Int64, _Int64, *[_Int32] * 4, _Byte),
+    "write_rows": (_Count, _Int64, *[_Int32] * 3, _Byte, _Byte, _Count, _Count, _Byte),
 }
-_RETURN_COUNTS = ("block", "causes", "clock", "need", "path", "waves")
+_RETURN_COUNTS = ("block", "causes", "clock", "legal", "need", "path", "read_rows", "waves", "write_rows")
 _WORTH_TELLING = 200_000  # nodes: the Python form takes a tenth of a second for them
 
 
 class Kernel:
     """The functions of a library, as attributes."""
 
-    OUT_OF_MEMORY = -2  # what functions that count may return
+    OUT_OF_MEMORY, TOO_MANY = -2, -3  # what functions that count may return
 
     clock: Callable[..., int]
     need: Callable[..., int]
+    legal: Callable[..., int]
+    read_rows: Callable[..., int]
+    write_rows: Callable[..., int]
     seconds: Callable[..., None]
     starts: Callable[..., None]
     stash: Callable[..., None]

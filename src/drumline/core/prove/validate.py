@@ -7,8 +7,9 @@ needs something that another rank has not sent yet. If no rank can continue and 
 whom" leads round a cycle, which is the deadlock. With fewer queues, messages also wait for each other: see `queues.py`.
 
 The validator returns all violations, not only the first, but not those that merely follow from another. Most programs
-have none, and consist of plain computing. These are compiled to a graph. If all of its nodes end, that is the proof.
-The checks that name what is wrong look at every action by itself, which takes a hundred times as long.
+have none, and the kernel proves them on arrays (see `arrays.py`). Without a kernel, programs of plain computing are
+compiled to a graph. If all of its nodes end, that is the proof. The checks that name what is wrong look at every action
+by itself, which takes a hundred times as long.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core import rules
-from drumline.core.action import TIMED_OPS, Action, Op
+from drumline.core.action import COMPUTE_OPS, TIMED_OPS, Action, Op
 from drumline.core.channel import Queues
 from drumline.core.clock.assemble import compile_program
 from drumline.core.clock.evaluate import order_of
 from drumline.core.costs import Costs
 from drumline.core.graph import Messages, NotCompilable
+from drumline.core.kernel.library import kernel
 from drumline.core.memory import holdings
 from drumline.core.placement import Placement
 from drumline.core.program import Program, once_per_program
 from drumline.core.prove import exchanges, messages, queues
+from drumline.core.prove.arrays import surely_legal
 from drumline.core.prove.index import Index, RowPosition
 from drumline.core.prove.violation import Violation
 from drumline.core.rules import Backward
@@ -58,7 +61,7 @@ def validate(
     (0, 1)
     """
     kind = Queues.of(channel)
-    if surely_runs(program) and placement in (None, program.placement):
+    if surely_runs(program, placement, kind):
         return list(_stash_violations(program, limit, costs or Costs())) if limit else []
     if gaps := list(_gaps(program)):
         return gaps
@@ -73,13 +76,20 @@ def validate(
     return sorted(violations, key=_by_place)
 
 
-@once_per_program
-def surely_runs(program: Program) -> bool:
-    r"""Whether arrays alone prove a program of plain computing; otherwise it may run or not.
+def surely_runs(program: Program, placement: Placement | None = None, channel: Queues = Queues.EDGE) -> bool:
+    r"""Whether arrays alone prove a program; otherwise it may run or not.
 
     >>> surely_runs(Program.parse("0F0,0B0\n1F0,1B0")), surely_runs(Program.parse("0B0,0F0\n1F0,1B0"))
     (True, False)
     """
+    if kernel() is not None:
+        return surely_legal(program, placement, channel)
+    return _compiles(program) and placement in (None, program.placement)
+
+
+@once_per_program
+def _compiles(program: Program) -> bool:
+    """Whether a program of plain computing runs to its end; of others, nothing is said."""
     if program.timed_columns is not program.columns or program.agreed_placement is None:
         return False
     try:
@@ -100,6 +110,8 @@ def misplaced_or_misused(program: Program) -> bool:
     """
     if program.agreed_placement is None:
         return True
+    if surely_runs(program):
+        return False
     index = Index(program, program.placement)
     return any(True for check in (exchanges.check, messages.check_waits) for _ in check(index))
 
@@ -111,9 +123,15 @@ def _by_place(violation: Violation) -> tuple[int, int]:
 
 def _gaps(program: Program) -> Iterator[Violation]:
     """Find stage or microbatch numbers that no row uses; with gaps, nothing else can be counted."""
-    for what, numbers, name in (
-        ("stage", {part.stage for part in program.work()}, "stages"),
-        ("microbatch", {part.microbatch for part in program.work() if part.microbatch is not None}, "microbatches"),
+    computes = [part for part in program.work() if part.op in COMPUTE_OPS]
+    for what, numbers, name, computed in (
+        ("stage", {part.stage for part in program.work()}, "stages", {part.stage for part in computes}),
+        (
+            "microbatch",
+            {part.microbatch for part in program.work() if part.microbatch is not None},
+            "microbatches",
+            {part.microbatch for part in computes},
+        ),
     ):
         if not numbers:
             yield Violation(None, None, None, f"the program names no {what}")
@@ -121,6 +139,8 @@ def _gaps(program: Program) -> Iterator[Violation]:
             missing = next(number for number in range(count) if number not in numbers)
             there = f"though the program has a {what} {count - 1}: {len(numbers)} of {count} {name} appear"
             yield Violation(None, None, None, f"no rank runs {what} {missing}, {there}")
+        elif idle := numbers - computed:
+            yield Violation(None, None, None, f"no rank runs {what} {min(idle)}, which actions without computing name")
 
 
 def _shape(index: Index) -> Iterator[Violation]:
