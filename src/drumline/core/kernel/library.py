@@ -19,7 +19,7 @@ from drumline.core.kernel import build
 _Pointer = ctypes.c_void_p
 _Count = ctypes.c_int64
 # The parameters of every function; what returns a count is named again below.
-_PARAMETERS = {
+_PARAMETERS: dict[str, tuple[type, ...]] = {
     "clock": (_Count, _Count, *[_Pointer] * 6),
     "producers": (_Count, *[_Pointer] * 5, _Count, _Count, _Pointer, _Count, *[_Pointer] * 4),
     "plain_graph": (_Count, *[_Pointer] * 4, _Count, *[_Pointer] * 10),
@@ -27,7 +27,9 @@ _PARAMETERS = {
     "starts": (_Count, *[_Pointer] * 5),
     "latest": (_Count, _Pointer, _Count, *[_Pointer] * 4, _Count, _Pointer, _Count, _Count, _Pointer, _Pointer),
 }
-_RETURN_COUNTS = ("clock", "plain_graph", "producers")
+# Those of a search (rows.c, construct.c, moves.c).
+_PARAMETERS |= {"rows": (_Pointer,) * 7, "construct": (_Pointer,) * 6, "anneal": (_Pointer, _Pointer, _Count)}
+_RETURN_COUNTS = ("clock", "plain_graph", "producers", "rows", "construct", "anneal")
 _WORTH_TELLING = 200_000  # nodes: the Python form takes a tenth of a second for them
 
 
@@ -42,6 +44,9 @@ class Kernel:
     starts: Callable[..., None]
     stash: Callable[..., None]
     latest: Callable[..., None]
+    rows: Callable[..., int]
+    construct: Callable[..., int]
+    anneal: Callable[..., int]
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, parameters in _PARAMETERS.items():

@@ -41,6 +41,7 @@ _MOST_BUILDS = 300
 _CLOSE = 0.01  # a start this close to the bound is improved rather than replaced
 _STRETCHING = 0.6  # share of the remaining budget for a search with fewer microbatches
 _POOL = 8
+_STEP = 30  # what a step of local search costs beside the timing
 _LEAST_STEPS, _MOST_STEPS = 500, 4000
 _HEATS = (0.01, 0.03, 0.003)
 _BEAM_SIZE = 700
@@ -237,7 +238,8 @@ class SearchRun:
             rows,
             num_steps=steps,
             heat=_HEATS[turn % len(_HEATS)] if self.size <= _BEAM_SIZE else 0.0,
-            keep_on=self._step,
+            enough=self.bound.value * (1 + SAME),
+            steps_to_do=self._steps,
         )
         self.offer(value, improved)
 
@@ -260,9 +262,12 @@ class SearchRun:
         self.offer(measured.value, rows)
         return rows
 
-    def _step(self, best: float, rows: Rows) -> bool:
-        """Record what local search has so far, and say whether to continue."""
-        self.num_tried += 1
-        if best < self.value * (1 - SAME):
+    def _steps(self, best: float, rows: Rows | None, done: int) -> int:
+        """Count the steps that local search has done, record better rows, and say how many steps may follow."""
+        self.num_tried += done
+        if rows is not None and best < self.value * (1 - SAME):
             self.offer(best, rows)
-        return self.keep_on(self.size + 30)
+        each = self.size + _STEP
+        if not self.keep_on(done * each):
+            return 0
+        return math.ceil(min(self.units / each, self.tries - self.num_tried))
