@@ -21,7 +21,6 @@ from drumline.plan.search.packed import Packed, record
 
 _REACH = 8
 _ALL = 10**9
-_CHUNK = 400_000  # action numbers to time between two looks at the clock
 
 
 class Annealer:
@@ -58,7 +57,7 @@ class Annealer:
         best, done = annealing.best, 0
         steps = steps_to_do(best, None, 0)
         while steps > 0 and annealing.is_going:
-            done = annealing.steps(min(steps, max(1, _CHUNK // self.instance.num_actions)))
+            done = annealing.steps(min(steps, max(1, annealing.CHUNK // self.instance.num_actions)))
             better, best = annealing.best < best, annealing.best
             steps = steps_to_do(best, annealing.best_rows if better else None, done)
         return annealing.best, annealing.best_rows
@@ -83,6 +82,8 @@ class Settings:
 
 class Annealing:
     """Steps in Python, from rows that run."""
+
+    CHUNK = 20_000  # action numbers to time between two looks at the clock
 
     def __init__(self, objective: Objective, rows: Rows, draws: Draws, settings: Settings) -> None:
         self.objective, self.instance, self.draws = objective, objective.instance, draws
@@ -161,6 +162,8 @@ class Annealing:
 
 class CompiledAnnealing:
     """The same steps in the kernel: `_record` is where they are, `_reals` the same memory as real numbers."""
+
+    CHUNK = 400_000
 
     def __init__(self, library: Kernel, packed: Packed, rows: Rows, draws: Draws, settings: Settings) -> None:
         self._anneal, self._packed = library.anneal, packed

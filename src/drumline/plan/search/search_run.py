@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
+from drumline.core.kernel.library import kernel
 from drumline.core.program import Program
 from drumline.core.units import number
 from drumline.plan.search.beam import Beam
@@ -31,23 +32,24 @@ from drumline.plan.search.styles import FIRST, WOVEN, Style, Styles, climb
 
 SAME = 1e-9  # relative: values this close are equal
 
-# The cost of timing one action; a machine times two or three million of them per second.
-_UNITS_PER_SECOND = 1.5e6
-_PROOF = 5e-5  # seconds per action for the proof and the timeline at the end
+# A unit is what timing one action of a move costs: machines time twice as many per second, in the kernel or in Python.
+_UNITS_PER_SECOND, _UNITS_PER_SECOND_IN_PYTHON = 1e8, 1e6
+_PROOF = 5e-6  # seconds per action for the proof and the timeline at the end
 SECONDS = 10.0  # unless given, or a number of programs is
-_BUILD = 15.0  # building takes this many times as long as timing
+_BUILD = 60.0  # the cost of building, per action
+_MEASURE = 30.0  # and of timing a program that was not moved
+_STEP = 50  # what a step of local search costs beside the timing
+_BRANCH = 8000.0  # the cost of growing one state of a beam
 _CONSTRUCTING = 0.4  # share of the budget for constructions
 _MOST_BUILDS = 300
 _CLOSE = 0.01  # a start this close to the bound is improved rather than replaced
 _STRETCHING = 0.6  # share of the remaining budget for a search with fewer microbatches
 _POOL = 8
-_STEP = 30  # what a step of local search costs beside the timing
 _LEAST_STEPS, _MOST_STEPS = 500, 4000
 _HEATS = (0.01, 0.03, 0.003)
 _BEAM_SIZE = 700
 _WEAVES = 24
 _BEAMS = ((30, 0.0), (100, 0.02), (100, 0.1), (200, 0.0), (60, 0.05))
-_BRANCH = 40.0  # the cost of growing one state of a beam
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +64,20 @@ class Budget:
     def of(cls, size: int, began: float, seconds: float | None, tries: float = math.inf) -> Budget:
         """Return the budget for programs of `size` actions; with `tries` and without `seconds`, no clock counts.
 
-        >>> Budget.of(100, 0.0, 2.0)
-        Budget(units=3000000.0, deadline=1.995, tries=inf)
+        >>> Budget.of(100, 0.0, 2.0).deadline
+        1.9995
         >>> Budget.of(100, 0.0, None, tries=20)
-        Budget(units=15032000.0, deadline=inf, tries=20)
+        Budget(units=1000122000.0, deadline=inf, tries=20)
         """
         if seconds is None and tries < math.inf:
             return cls(SECONDS * _UNITS_PER_SECOND + tries * (_BUILD + 1) * size, math.inf, tries)
         seconds = SECONDS if seconds is None else seconds
-        return cls(seconds * _UNITS_PER_SECOND, began + seconds - min(seconds / 2, size * _PROOF), tries)
+        return cls(seconds * units_per_second(), began + seconds - min(seconds / 2, size * _PROOF), tries)
+
+
+def units_per_second() -> float:
+    """Return how many units this installation surely spends in a second."""
+    return _UNITS_PER_SECOND_IN_PYTHON if kernel() is None else _UNITS_PER_SECOND
 
 
 class SearchRun:
@@ -159,12 +166,12 @@ class SearchRun:
         if small is None or not self.keep_on() or self.objective.jitter is not None:
             return
         now = time.monotonic()
-        seconds = min(self.deadline - now, self.units / _UNITS_PER_SECOND) * _STRETCHING
-        share = Budget.of(3 * len(small.rank), now, seconds, (self.tries - self.num_tried) * _STRETCHING)
-        share = replace(share, deadline=math.inf) if self.deadline == math.inf else share
+        seconds = (self.deadline - now) * _STRETCHING
+        units = min(self.units * _STRETCHING, seconds * units_per_second())
+        share = Budget(units, now + seconds, (self.tries - self.num_tried) * _STRETCHING)
         fewer = SearchRun(small, Objective(small, self.objective.name), share)
         fewer.run()
-        self.units -= seconds * _UNITS_PER_SECOND - max(fewer.units, 0.0)
+        self.units -= units - max(fewer.units, 0.0)
         self.num_tried += fewer.num_tried
         for _, rows in fewer.pool:
             for longer in stretched(small, rows, self.instance):
@@ -172,7 +179,7 @@ class SearchRun:
                     measured = self.objective.measure(longer)
                     if measured is not None:
                         self.offer(measured.value, longer)
-                if not self.keep_on(self.size):
+                if not self.keep_on(_MEASURE * self.size):
                     return
 
     def construct(self) -> None:
