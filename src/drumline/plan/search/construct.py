@@ -77,13 +77,12 @@ class Builder:
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
-        number = instance.number
+        size = instance.num_microbatches
         self.lanes = [
-            [[number(lane.stage, F, m) for m in lane.microbatches] for lane in lanes] for lanes in instance.lanes
+            [[4 * (lane.stage * size + m) for m in lane.microbatches] for lane in lanes] for lanes in instance.lanes
         ]
-        self.lane_of = {n: at for lanes in self.lanes for at, lane in enumerate(lanes) for n in lane}
         # Which actions wait for an action's output.
-        self.taken_on = [link % instance.num_ranks if link >= 0 else -1 for link in instance.link]
+        self.takers = np.where(instance.links >= 0, instance.links % instance.num_ranks, -1).ravel()
         self.room = [
             [[_room(resource, lanes[at:]) for resource in instance.resources] for at in range(len(lanes))]
             for lanes in self.lanes
@@ -103,6 +102,17 @@ class Builder:
         return self._compiled(library, policies, order)
 
     @cached_property
+    def taken_on(self) -> list[int]:
+        """The rank that waits for every action's output; -1 if none does."""
+        ranks: list[int] = self.takers.tolist()
+        return ranks
+
+    @cached_property
+    def lane_of(self) -> dict[int, int]:
+        """Which of its rank's lanes every F belongs to."""
+        return {n: at for lanes in self.lanes for at, lane in enumerate(lanes) for n in lane}
+
+    @cached_property
     def _packed(self) -> tuple[Packed, list[Ints | Floats]]:
         """The instance and the lanes for the kernel."""
         packed, lanes = Packed(self.instance), [lane for lanes in self.lanes for lane in lanes]
@@ -115,7 +125,7 @@ class Builder:
             np.cumsum([0, *map(len, lanes)]),
             np.array([number for lane in lanes for number in lane]),
             lane_of,
-            np.array(self.taken_on),
+            self.takers,
             np.ascontiguousarray(np.array(room, dtype=np.float64).T),
         ]
 

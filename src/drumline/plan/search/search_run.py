@@ -22,7 +22,7 @@ from drumline.core.kernel.library import kernel
 from drumline.core.program import Program
 from drumline.core.units import number
 from drumline.plan.search.beam import Beam
-from drumline.plan.search.bounds.instance import Instance, Rows
+from drumline.plan.search.bounds.instance import B, I, Instance, Rows, W
 from drumline.plan.search.bounds.lower_bounds import Bound, lower_bound
 from drumline.plan.search.construct import TimedRows
 from drumline.plan.search.local import Annealer
@@ -95,10 +95,8 @@ class SearchRun:
         self.size = 3 * len(instance.rank)
         self.units, self.deadline, self.tries = budget.units, budget.deadline, budget.tries
         self.progress = progress
-        whole = any(
-            instance.seconds[n + 3] < instance.seconds[n + 1] + instance.seconds[n + 2] - 1e-12
-            for n in range(0, instance.num_actions, 4)
-        )
+        times = instance.times
+        whole = bool((times[..., B] < times[..., I] + times[..., W] - 1e-12).any())
         self.may_join = whole or not instance.rows_fit(instance.plain)
         bound = partial(lower_bound, instance, objective.name, is_late=self.is_late)
         self.bound = bound() if objective.jitter is None else Bound(0.0, "none")
@@ -174,7 +172,7 @@ class SearchRun:
         self.units -= units - max(fewer.units, 0.0)
         self.num_tried += fewer.num_tried
         for _, rows in fewer.pool:
-            for longer in stretched(small, rows, self.instance):
+            for longer in stretched(small, rows, self.instance, is_late=self.is_late):
                 if all(self.instance.fits(row, rank) for rank, row in enumerate(longer)):
                     measured = self.objective.measure(longer)
                     if measured is not None:
