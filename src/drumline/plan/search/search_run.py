@@ -45,8 +45,9 @@ _MOST_BUILDS = 300
 _CLOSE = 0.01  # a start this close to the bound is improved rather than replaced
 _STRETCHING = 0.6  # share of the remaining budget for a search with fewer microbatches
 _POOL = 8
-_LEAST_STEPS, _MOST_STEPS = 500, 4000
+_LEAST_STEPS, _MOST_STEPS = 500, 40_000
 _HEATS = (0.01, 0.03, 0.003)
+_SMALL = 300  # actions; of more, each is a smaller share of the makespan
 _BEAM_SIZE = 700
 _WEAVES = 24
 _BEAMS = ((30, 0.0), (100, 0.02), (100, 0.1), (200, 0.0), (60, 0.05))
@@ -238,11 +239,11 @@ class SearchRun:
 
     def anneal(self, rows: Rows, turn: int) -> None:
         """Anneal along the critical paths from these rows."""
-        steps = max(_LEAST_STEPS, min(_MOST_STEPS, int(self.units / (8 * self.size))))
+        steps = max(_LEAST_STEPS, min(_MOST_STEPS, int(self.units / (4 * self.size))))
         value, improved = self.annealer.run(
             rows,
             num_steps=steps,
-            heat=_HEATS[turn % len(_HEATS)] if self.size <= _BEAM_SIZE else 0.0,
+            heat=_HEATS[turn % len(_HEATS)] * min(1.0, _SMALL / self.size),
             enough=self.bound.value * (1 + SAME),
             steps_to_do=self._steps,
         )
