@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from drumline.plan.cluster.device_memory import Bytes, device_bytes, sharded
+from drumline.plan.cluster.device_memory import Bytes, fullest_bytes, sharded
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.kernels import CAST_TWICE, memory_seconds, product_seconds
 from drumline.plan.cluster.layers import layers_of, product_weights
@@ -21,11 +21,13 @@ from drumline.plan.cluster.layout import Layout, check
 from drumline.plan.cluster.loads import (
     Load,
     Volumes,
+    Work,
     device_volumes,
     hop_seconds,
     loads_of,
     pipeline_seconds,
     tied_exchange,
+    work_of,
 )
 from drumline.plan.cluster.practice import OPTIMIZERS
 from drumline.plan.cluster.stages import stages_of
@@ -119,10 +121,9 @@ def estimate(
     sent = max(load.exchange.bytes for load in loads) + tied.bytes
     volumes = device_volumes(transformer, layout, busiest.alike, sent)
     taken = pipeline_seconds(transformer, cluster, layout, loads, exact=exact, rough=rough)
-    memory = max((device_bytes(transformer, layout, load.alike) for load in loads), key=lambda memory: memory.total)
     return Estimate(
         _seconds(transformer, cluster, layout, loads, taken, tied.once),
-        memory,
+        fullest_bytes(transformer, layout),
         volumes,
         model_flops(transformer, layout.batch, causal=True) / layout.num_devices,
         1.0 - busy / max(taken, busy),
@@ -147,17 +148,19 @@ def least_seconds(transformer: Transformer, cluster: Cluster, layout: Layout) ->
     >>> bound.even < found_estimate.seconds.compute, 0.95 < bound.total / found_estimate.seconds.total < 1 + 1e-9
     (True, True)
     """
-    loads = loads_of(transformer, cluster, layout)
+    cost = work_of(transformer, cluster, layout)
+    loads = loads_of(transformer, cluster, layout, cost)
     hop, _ = hop_seconds(transformer, cluster, layout)
     tied = tied_exchange(transformer, cluster, layout)
-    work = sum(len(load.alike.ranks) * load.ops.total.total for load in loads)
+    work = sum(len(load.alike.ranks) * load.work.total for load in loads)
+    taken = _least_taken(layout, cost, loads, hop)
     return Least(
-        _seconds(transformer, cluster, layout, loads, _least_taken(layout, loads, hop), tied.once).total,
+        _seconds(transformer, cluster, layout, loads, taken, tied.once).total,
         layout.num_microbatches * work / layout.pipeline,
     )
 
 
-def _least_taken(layout: Layout, loads: Sequence[Load], hop: float) -> float:
+def _least_taken(layout: Layout, work: Work, loads: Sequence[Load], hop: float) -> float:
     """Return the least seconds of a pipeline: no rank takes less than three sums.
 
     - A microbatch comes down to its first stage, then it does all its work.
@@ -172,18 +175,9 @@ def _least_taken(layout: Layout, loads: Sequence[Load], hop: float) -> float:
     if schedule.two_directions:
         return max(times * load.pace.total for load in loads)
     homes = schedule.layout(layout.pipeline, layout.stages_per_rank).homes
-    forward, backward = [0.0] * layout.num_stages, [0.0] * layout.num_stages
-    for load in loads:
-        both = [(part.forward.total, (part.again + part.backward_input).total) for part in load.parts]
-        if not schedule.splits_backward:
-            both = [(ahead, part.backward.total) for (ahead, _), part in zip(both, load.parts, strict=True)]
-        for rank in load.alike.ranks:
-            stages = stages_of(layout.schedule, rank, layout.pipeline, layout.stages_per_rank)
-            for (stage, _), pair in zip(stages, both, strict=True):
-                forward[stage], backward[stage] = pair
     late = [hop if home != before else 0.0 for before, home in pairwise(homes)]
-    down = list(accumulate(map(sum, zip(forward, [*late, 0.0], strict=True)), initial=0.0))  # before each stage
-    up = list(accumulate(map(sum, zip(backward, [*late, 0.0], strict=True)), initial=0.0))
+    down = list(accumulate(map(sum, zip(work.forward, [*late, 0.0], strict=True)), initial=0.0))  # before each stage
+    up = list(accumulate(map(sum, zip(work.backward, [*late, 0.0], strict=True)), initial=0.0))
     least = 0.0
     for load in loads:
         pace = load.pace
@@ -213,8 +207,8 @@ def _seconds(
     ops, exchange = busiest.ops, busiest.exchange
     work = ops.forward + ops.backward_input + ops.backward_weight
     once = max(load.exchange.once for load in loads) + tied
-    stepped = max(sharded(layout, load.parameters) if layout.zero else sum(load.parameters) for load in loads)
-    cast = max(load.cast for load in loads)
+    stepped = max(sharded(layout, load.work.parameters) if layout.zero else sum(load.work.parameters) for load in loads)
+    cast = max(load.work.cast for load in loads)
     states = layout.practice.states
     orthogonal = orthogonal_seconds(transformer, cluster, layout, loads) if states.muon else 0.0
     return Seconds(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import MISSING, asdict, dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,12 @@ class Cluster:
         if together == 1:
             return self.inter_node
         speed = min(self.intra_node.bytes_per_second, together * self.inter_node.bytes_per_second)
-        return replace(self.inter_node, bytes_per_second=speed)
+        return _of_speed(self.inter_node, speed)
+
+
+@lru_cache(maxsize=1024)
+def _of_speed(link: DeviceLink, bytes_per_second: float) -> DeviceLink:
+    return replace(link, bytes_per_second=bytes_per_second)
 
 
 _GIB = 2.0**30
