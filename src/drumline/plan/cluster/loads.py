@@ -200,10 +200,16 @@ def work_of(transformer: Transformer, cluster: Cluster, layout: Layout) -> Work:
 def _work(transformer: Transformer, cluster: Cluster, layout: Layout, counts: tuple[int, ...]) -> Work:
     share, schedule = layout.share, find(layout.schedule)
     ranks = alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
-    slices = {slice_ for rank in ranks for slice_, _ in rank.slices}
-    known = {slice_: slice_ops(transformer, cluster, share, slice_) for slice_ in slices}
+    slices, nodes = {slice_ for rank in ranks for slice_, _ in rank.slices}, cluster.nodes
+    known = {slice_: slice_ops(transformer, nodes, share, slice_) for slice_ in slices}
     if transformer.frozen_base is not None:  # its backwards run whole, whatever the schedule splits
         known = {slice_: ops.whole for slice_, ops in known.items()}
+    # What the backward of an earlier stage waits for: I, or all of it.
+    whole = not schedule.splits_backward
+    passes = {
+        slice_: (ops.forward.total, (ops.backward if whole else ops.again + ops.backward_input).total)
+        for slice_, ops in known.items()
+    }
     layers, works = layers_of(transformer, share), []
     forward, backward = [0.0] * layout.num_stages, [0.0] * layout.num_stages
     for rank in ranks:
@@ -226,9 +232,7 @@ def _work(transformer: Transformer, cluster: Cluster, layout: Layout, counts: tu
                 ops.total.total,
             )
         )
-        both = [(part.forward.total, (part.again + part.backward_input).total) for part in parts]
-        if not schedule.splits_backward:
-            both = [(ahead, part.backward.total) for (ahead, _), part in zip(both, parts, strict=True)]
+        both = [passes[slice_] for slice_, _ in rank.slices]
         for number in rank.ranks:
             stages = stages_of(layout.schedule, number, layout.pipeline, layout.stages_per_rank)
             for (stage, _), pair in zip(stages, both, strict=True):
