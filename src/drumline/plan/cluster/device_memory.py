@@ -159,10 +159,11 @@ def device_bytes(transformer: Transformer, layout: Layout, rank: Alike) -> Bytes
 
     The first rank holds the most activations: as many microbatches as the schedule runs ahead of their backwards.
     """
-    return _bytes_of(transformer, layout, _rank_memory(transformer, layout, rank))
+    return Bytes(*_bytes_of(transformer, layout, _rank_memory(transformer, layout, rank)))
 
 
-def _bytes_of(transformer: Transformer, layout: Layout, memory: RankMemory) -> Bytes:
+def _bytes_of(transformer: Transformer, layout: Layout, memory: RankMemory) -> tuple[float, ...]:
+    """Return the items of `Bytes`."""
     rank, parameters, base = memory.alike, memory.parameters, memory.base
     whole, part = sum(parameters), sharded(layout, parameters)
     frozen = sharded(layout, base) if layout.zero >= 3 else sum(base)
@@ -171,13 +172,19 @@ def _bytes_of(transformer: Transformer, layout: Layout, memory: RankMemory) -> B
     needs = _gathers(layout), min(layout.pipeline, layout.num_microbatches)
     if needs not in memory.buffers:
         memory.buffers[needs] = _buffers(transformer, layout, rank, layers_of(transformer, layout.share))
-    return Bytes(
-        weights=WEIGHT_BYTES * (part if layout.zero >= 3 else whole) + frozen + FP8_BYTES * memory.fp8,
-        gradients=layout.practice.gradient_bytes * (whole if whole_gradients else part),
-        optimizer=memory.state * (part if layout.zero >= 1 else whole),
-        activations=pairs * memory.kept_bytes,
-        buffers=memory.buffers[needs],
+    return (
+        WEIGHT_BYTES * (part if layout.zero >= 3 else whole) + frozen + FP8_BYTES * memory.fp8,
+        layout.practice.gradient_bytes * (whole if whole_gradients else part),
+        memory.state * (part if layout.zero >= 1 else whole),
+        pairs * memory.kept_bytes,
+        memory.buffers[needs],
     )
+
+
+def _sum(items: tuple[float, ...]) -> float:
+    """Return what `Bytes.total` says of the same items; newer Pythons round `sum` otherwise."""
+    weights, gradients, optimizer, activations, buffers = items
+    return weights + gradients + optimizer + activations + buffers
 
 
 def _gathers(layout: Layout) -> bool:
@@ -278,10 +285,10 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, layers: Sequ
 
 def peak_bytes(transformer: Transformer, layout: Layout) -> float:
     """Return the bytes of the fullest device: the total of the items of `estimate`."""
-    return fullest_bytes(transformer, layout).total
+    return max(_sum(_bytes_of(transformer, layout, memory)) for memory in rank_memories(transformer, layout))
 
 
 def fullest_bytes(transformer: Transformer, layout: Layout) -> Bytes:
     """Return what the fullest device holds at its peak."""
     every = (_bytes_of(transformer, layout, memory) for memory in rank_memories(transformer, layout))
-    return max(every, key=lambda memory: memory.total)
+    return Bytes(*max(every, key=_sum))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from drumline.plan.cluster.device_memory import WEIGHT_BYTES, base_bytes, held_fp8, keeps_gradients, trained_parameters
@@ -172,23 +173,54 @@ class RankWork(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The ranks of a pipeline, and seconds of every stage: those that a backward waits for, and what comes back."""
+    """The ranks of a pipeline; before each stage, the seconds of a microbatch down to it and up from it.
+
+    `ends` are the first and the last stage of every rank, grouped as the ranks are. `passes` holds `down` and `up` of
+    every stage by the seconds of a hop.
+    """
 
     ranks: tuple[RankWork, ...]
+    ends: list[list[tuple[int, int]]]
     forward: list[float]
     backward: list[float]
+    crosses: list[bool]
+    passes: dict[float, tuple[list[float], list[float]]]
+
+    def down_and_up(self, hop: float) -> tuple[list[float], list[float]]:
+        """Return the seconds in which a microbatch comes down to every stage, and up from it to the first."""
+        if hop not in self.passes:
+            late = [hop if crosses else 0.0 for crosses in self.crosses]
+            down, up = (
+                list(accumulate(map(sum, zip(each, late, strict=True)), initial=0.0))
+                for each in (self.forward, self.backward)
+            )
+            self.passes[hop] = down, up
+        return self.passes[hop]
 
 
-_WORKS: dict[object, Work] = {}
+_WORKS: dict[tuple[object, ...], Work] = {}
+_NUMBERS: dict[tuple[object, ...], int] = {}
+_SEEN: dict[tuple[int, int], tuple[Transformer, Cluster, int]] = {}
 _MOST_KNOWN = 20_000
+
+
+def _number(transformer: Transformer, cluster: Cluster) -> int:
+    """Return a number for a transformer on these nodes, however many; to compare all their fields takes longer."""
+    seen = _SEEN.get((id(transformer), id(cluster)))
+    if seen is None or seen[0] is not transformer or seen[1] is not cluster:
+        nodes = cluster.device, cluster.devices_per_node, cluster.intra_node, cluster.inter_node
+        number = _NUMBERS.setdefault((transformer, nodes), len(_NUMBERS))
+        if len(_SEEN) >= _MOST_KNOWN:
+            _SEEN.clear()
+        seen = _SEEN[id(transformer), id(cluster)] = transformer, cluster, number
+    return seen[2]
 
 
 def work_of(transformer: Transformer, cluster: Cluster, layout: Layout) -> Work:
     """Return the work of a pipeline's ranks, which layouts share that differ only in batch, data and ZeRO."""
-    share, counts = layout.share, counts_of(transformer, layout)
-    # The links that a rank sees depend on the nodes, not on how many there are.
-    nodes = cluster.device, cluster.devices_per_node, cluster.intra_node, cluster.inter_node
-    key = (transformer, nodes, share, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
+    counts = counts_of(transformer, layout)
+    which = _number(transformer, cluster)
+    key = (which, layout.share, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
     found = _WORKS.get(key)
     if found is None:
         if len(_WORKS) >= _MOST_KNOWN:
@@ -210,7 +242,7 @@ def _work(transformer: Transformer, cluster: Cluster, layout: Layout, counts: tu
         slice_: (ops.forward.total, (ops.backward if whole else ops.again + ops.backward_input).total)
         for slice_, ops in known.items()
     }
-    layers, works = layers_of(transformer, share), []
+    layers, works, ends = layers_of(transformer, share), [], list[list[tuple[int, int]]]()
     forward, backward = [0.0] * layout.num_stages, [0.0] * layout.num_stages
     for rank in ranks:
         parts, ops = tuple(known[slice_] for slice_, _ in rank.slices), Ops()
@@ -233,19 +265,30 @@ def _work(transformer: Transformer, cluster: Cluster, layout: Layout, counts: tu
             )
         )
         both = [passes[slice_] for slice_, _ in rank.slices]
+        ends.append([])
         for number in rank.ranks:
             stages = stages_of(layout.schedule, number, layout.pipeline, layout.stages_per_rank)
+            ends[-1].append((min(stages)[0], max(stages)[0]))
             for (stage, _), pair in zip(stages, both, strict=True):
                 forward[stage], backward[stage] = pair
-    return Work(tuple(works), forward, backward)
+    homes = schedule.layout(layout.pipeline, layout.stages_per_rank).homes
+    crosses = [home != before for before, home in pairwise(homes)] + [False]
+    return Work(tuple(works), ends, forward, backward, crosses, {})
 
 
 class Load(NamedTuple):
-    """Ranks that are alike: their work for a microbatch, their waits for messages, and what they exchange."""
+    """Ranks that are alike: their work for a microbatch, their waits for messages, and what they exchange.
+
+    The last four are seconds of a microbatch, including everything that delays the rank.
+    """
 
     work: RankWork
     waiting: float
     exchange: ExchangeCost
+    forward: float
+    backward_input: float
+    backward_weight: float
+    total: float
 
     @property
     def alike(self) -> Alike:
@@ -259,27 +302,21 @@ class Load(NamedTuple):
 
     @property
     def pace(self) -> Pace:
-        """Return the seconds of a microbatch, including everything that delays the rank."""
-        work, half = self.work, self.waiting / 2
-        return Pace(
-            len(work.alike.ranks),
-            work.forward + half + self.exchange.forward,
-            work.backward_input + half,
-            work.backward_weight + self.exchange.backward,
-        )
+        """Return their pace, for formulas of schedules."""
+        return Pace(len(self.work.alike.ranks), self.forward, self.backward_input, self.backward_weight)
 
 
 def loads_of(transformer: Transformer, cluster: Cluster, layout: Layout, work: Work | None = None) -> list[Load]:
     """Return the ranks of a pipeline; `work` is theirs, for whom has it already."""
     _, waiting = hop_seconds(transformer, cluster, layout)
-    return [
-        Load(
-            own,
-            waiting * own.alike.sides,
-            data_exchange(cluster, layout, own.parameters, own.forward, own.backward, own.num_layers, own.base),
-        )
-        for own in (work or work_of(transformer, cluster, layout)).ranks
-    ]
+    loads = []
+    for own in (work or work_of(transformer, cluster, layout)).ranks:
+        exchange = data_exchange(cluster, layout, own.parameters, own.forward, own.backward, own.num_layers, own.base)
+        waits = waiting * own.alike.sides
+        forward, by_input = own.forward + waits / 2 + exchange.forward, own.backward_input + waits / 2
+        by_weight = own.backward_weight + exchange.backward
+        loads.append(Load(own, waits, exchange, forward, by_input, by_weight, forward + by_input + by_weight))
+    return loads
 
 
 def pipeline_seconds(
