@@ -12,7 +12,7 @@ from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
 from drumline.plan.search.bounds.instance import B, I, Instance
 from drumline.plan.search.bounds.lower_bounds import BOUNDS, lower_bound
-from drumline.plan.search.local import Neighbourhood
+from drumline.plan.search.moves import Neighbourhood
 from drumline.plan.search.objective import Jitter, Objective
 
 TWO = Placement.linear(2)

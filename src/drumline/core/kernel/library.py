@@ -45,7 +45,7 @@ def _array_of(kind: str) -> Any:
 
 _Int32, _Int64, _Float, _Byte = map(_array_of, ("int32", "int64", "float64", "uint8"))
 # The parameters of every function; what returns a count is named again below.
-_PARAMETERS = {
+_PARAMETERS: dict[str, tuple[Any, ...]] = {
     "clock": (_Count, _Count, _Int64, _Int32, _Float, _Float, _Float, _Int32),
     "need": (_Count, *[_Int32] * 5, _Count, _Count, _Int64, _Count, _Byte, _Int64, _Int32, _Int32, _Int32, _Byte),
     "seconds": (_Count, *[_Int32] * 3, _Count, _Float, _Float, _Byte, _Float),
@@ -71,7 +71,11 @@ _PARAMETERS = {
     "read_rows": (_Byte, _Count, _Byte, _Byte, _Count, _Count, _Int64, _Int64, *[_Int32] * 4, _Byte),
     "write_rows": (_Count, _Int64, *[_Int32] * 3, _Byte, _Byte, _Count, _Count, _Byte),
 }
-_RETURN_COUNTS = ("block", "causes", "clock", "legal", "need", "path", "read_rows", "waves", "write_rows")
+# Those of a search take structures that hold addresses (rows.c, construct.c, moves.c).
+_Address = ctypes.c_void_p
+_PARAMETERS |= {"rows": (_Address,) * 7, "construct": (_Address,) * 6, "anneal": (_Address, _Address, _Count)}
+_RETURN_COUNTS = {"block", "causes", "clock", "legal", "need", "path", "read_rows", "waves", "write_rows"}
+_RETURN_COUNTS |= {"rows", "construct", "anneal"}
 _WORTH_TELLING = 200_000  # nodes: the Python form takes a tenth of a second for them
 
 
@@ -95,6 +99,9 @@ class Kernel:
     block: Callable[..., int]
     waves: Callable[..., int]
     latest: Callable[..., None]
+    rows: Callable[..., int]
+    construct: Callable[..., int]
+    anneal: Callable[..., int]
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, parameters in _PARAMETERS.items():

@@ -50,8 +50,12 @@ class _Tables(NamedTuple):
     halves: _Int32s
 
 
-@cache
 def _tables() -> _Tables:
+    return _tables_of(tuple(rules.NEEDS.values()))
+
+
+@cache
+def _tables_of(needed_by: tuple[tuple[rules.Need, ...], ...]) -> _Tables:
     columns = [*_COMPUTES, *(op for op in OPS if op in SEND_OPS | RECV_OPS | _ROLES[3])]
     column = {op: number for number, op in enumerate(columns)}
     rows = []
@@ -62,7 +66,7 @@ def _tables() -> _Tables:
             sent = column[AWAITED[op]]
         rows.append([role, column.get(op, -1), sent, received, op in rules.RELEASES])
     needs: list[int] = []
-    for needed in rules.NEEDS.values():
+    for needed in needed_by:
         needs.append(len(needed))
         for need in needed:
             needs += [need.stage_offset, len(need.ops), *(column[op] for op in need.ops)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from drumline.plan.cluster.layers import (
     WORD,
@@ -111,27 +111,85 @@ def sharded(layout: Layout, parameters: tuple[float, float]) -> float:
     return parameters[0] / group + parameters[1] / (group // layout.expert)
 
 
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """What a device of ranks that are alike has, whatever the batch, the data-parallel ranks and ZeRO.
+
+    `parameters` are the trained ones, `base` the bytes of a frozen base. `kept_bytes` are those of a microbatch in one
+    stage, `fp8` the weights held in 8 bits, `state` the optimizer's bytes per parameter. `buffers` holds bytes of
+    buffers by what they depend on.
+    """
+
+    alike: Alike
+    parameters: tuple[float, float]
+    base: tuple[float, float]
+    kept_bytes: float
+    fp8: float
+    state: float
+    buffers: dict[tuple[bool, int], float] = field(default_factory=dict)
+
+
+_MEMORIES: dict[object, tuple[RankMemory, ...]] = {}
+_MOST_KNOWN = 20_000
+
+
+def rank_memories(transformer: Transformer, layout: Layout) -> tuple[RankMemory, ...]:
+    """Return the ranks of a pipeline, which layouts share that differ only in batch, data and ZeRO."""
+    share, counts = layout.share, counts_of(transformer, layout)
+    key = (transformer, share, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
+    found = _MEMORIES.get(key)
+    if found is None:
+        if len(_MEMORIES) >= _MOST_KNOWN:
+            _MEMORIES.clear()
+        kinds = alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
+        found = _MEMORIES[key] = tuple(_rank_memory(transformer, layout, kind) for kind in kinds)
+    return found
+
+
+def _rank_memory(transformer: Transformer, layout: Layout, rank: Alike) -> RankMemory:
+    layers = layers_of(transformer, layout.share)
+    parameters, base = (size(transformer, layout, rank, layers) for size in (trained_parameters, base_bytes))
+    kept_bytes = _activations(layers, layout, [slice_ for slice_, _ in rank.slices]) / len(rank.slices)
+    fp8, state = held_fp8(transformer, layout, rank), state_bytes(transformer, layout, rank, layers)
+    return RankMemory(rank, parameters, base, kept_bytes, fp8, state)
+
+
 def device_bytes(transformer: Transformer, layout: Layout, rank: Alike) -> Bytes:
     """Return what one device of a pipeline rank holds at its peak.
 
     The first rank holds the most activations: as many microbatches as the schedule runs ahead of their backwards.
     """
-    layers = layers_of(transformer, layout.share)
-    parameters, base = (size(transformer, layout, rank, layers) for size in (trained_parameters, base_bytes))
+    return Bytes(*_bytes_of(transformer, layout, _rank_memory(transformer, layout, rank)))
+
+
+def _bytes_of(transformer: Transformer, layout: Layout, memory: RankMemory) -> tuple[float, ...]:
+    """Return the items of `Bytes`."""
+    rank, parameters, base = memory.alike, memory.parameters, memory.base
     whole, part = sum(parameters), sharded(layout, parameters)
     frozen = sharded(layout, base) if layout.zero >= 3 else sum(base)
     pairs = pairs_held(layout.schedule, rank.first, layout.pipeline, layout.num_microbatches, layout.stages_per_rank)
-    kept_bytes = _activations(layers, layout, [slice_ for slice_, _ in rank.slices]) / len(rank.slices)
     whole_gradients = layout.zero < 2 or keeps_gradients(layout)
-    return Bytes(
-        weights=WEIGHT_BYTES * (part if layout.zero >= 3 else whole)
-        + frozen
-        + FP8_BYTES * held_fp8(transformer, layout, rank),
-        gradients=layout.practice.gradient_bytes * (whole if whole_gradients else part),
-        optimizer=state_bytes(transformer, layout, rank, layers) * (part if layout.zero >= 1 else whole),
-        activations=pairs * kept_bytes,
-        buffers=_buffers(transformer, layout, rank, layers),
+    needs = _gathers(layout), min(layout.pipeline, layout.num_microbatches)
+    if needs not in memory.buffers:
+        memory.buffers[needs] = _buffers(transformer, layout, rank, layers_of(transformer, layout.share))
+    return (
+        WEIGHT_BYTES * (part if layout.zero >= 3 else whole) + frozen + FP8_BYTES * memory.fp8,
+        layout.practice.gradient_bytes * (whole if whole_gradients else part),
+        memory.state * (part if layout.zero >= 1 else whole),
+        pairs * memory.kept_bytes,
+        memory.buffers[needs],
     )
+
+
+def _sum(items: tuple[float, ...]) -> float:
+    """Return what `Bytes.total` says of the same items; newer Pythons round `sum` otherwise."""
+    weights, gradients, optimizer, activations, buffers = items
+    return weights + gradients + optimizer + activations + buffers
+
+
+def _gathers(layout: Layout) -> bool:
+    """Whether whole weights of layers are gathered."""
+    return layout.zero >= 3 and layout.data * layout.context > 1
 
 
 def state_bytes(transformer: Transformer, layout: Layout, rank: Alike, layers: Sequence[Layer] = ()) -> float:
@@ -210,7 +268,7 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, layers: Sequ
         size += sum(operation.kept_bytes for operation in layer.operations if operation.name == "projections")
     if layout.context > 1 and not layout.practice.overlap_context:
         size += 2 * ring_bytes(transformer, layout)
-    if layout.zero >= 3 and layout.data * layout.context > 1:
+    if _gathers(layout):
         size += 2 * WEIGHT_BYTES * max(block.parameters + block.expert_parameters for block in (layers[0], layer))
     if layout.practice.fp8 and not layout.share.holds_fp8:
         size += fp8_weights(transformer, layout, experts=has_experts)
@@ -227,6 +285,10 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, layers: Sequ
 
 def peak_bytes(transformer: Transformer, layout: Layout) -> float:
     """Return the bytes of the fullest device: the total of the items of `estimate`."""
-    counts = counts_of(transformer, layout)
-    kinds = alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
-    return max(device_bytes(transformer, layout, kind).total for kind in kinds)
+    return max(_sum(_bytes_of(transformer, layout, memory)) for memory in rank_memories(transformer, layout))
+
+
+def fullest_bytes(transformer: Transformer, layout: Layout) -> Bytes:
+    """Return what the fullest device holds at its peak."""
+    every = (_bytes_of(transformer, layout, memory) for memory in rank_memories(transformer, layout))
+    return Bytes(*max(every, key=_sum))

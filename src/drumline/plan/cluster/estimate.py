@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
-from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-from drumline.plan.cluster.device_memory import Bytes, device_bytes, sharded
+from drumline.plan.cluster.device_memory import Bytes, fullest_bytes, sharded
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.kernels import CAST_TWICE, memory_seconds, product_seconds
 from drumline.plan.cluster.layers import layers_of, product_weights
@@ -21,14 +20,15 @@ from drumline.plan.cluster.layout import Layout, check
 from drumline.plan.cluster.loads import (
     Load,
     Volumes,
+    Work,
     device_volumes,
     hop_seconds,
     loads_of,
     pipeline_seconds,
     tied_exchange,
+    work_of,
 )
 from drumline.plan.cluster.practice import OPTIMIZERS
-from drumline.plan.cluster.stages import stages_of
 from drumline.plan.cluster.transformer import Transformer, model_flops
 from drumline.schedules import find
 
@@ -93,6 +93,7 @@ class Estimate:
         return self.flops_per_device / self.seconds.total
 
 
+_TOTAL = attrgetter("total")
 STEP_BYTES = OPTIMIZERS["adamw"].step_bytes  # per parameter: the norm, the scale, Adam in 32 bits, and the new weight
 
 
@@ -115,14 +116,13 @@ def estimate(
     tied = tied_exchange(transformer, cluster, layout)
     paces = [load.pace for load in loads]
     busy = layout.num_microbatches * sum(memory.count * memory.total for memory in paces) / layout.pipeline
-    busiest = max(loads, key=lambda load: load.pace.total)
+    busiest = max(loads, key=_TOTAL)
     sent = max(load.exchange.bytes for load in loads) + tied.bytes
     volumes = device_volumes(transformer, layout, busiest.alike, sent)
     taken = pipeline_seconds(transformer, cluster, layout, loads, exact=exact, rough=rough)
-    memory = max((device_bytes(transformer, layout, load.alike) for load in loads), key=lambda memory: memory.total)
     return Estimate(
         _seconds(transformer, cluster, layout, loads, taken, tied.once),
-        memory,
+        fullest_bytes(transformer, layout),
         volumes,
         model_flops(transformer, layout.batch, causal=True) / layout.num_devices,
         1.0 - busy / max(taken, busy),
@@ -147,17 +147,19 @@ def least_seconds(transformer: Transformer, cluster: Cluster, layout: Layout) ->
     >>> bound.even < found_estimate.seconds.compute, 0.95 < bound.total / found_estimate.seconds.total < 1 + 1e-9
     (True, True)
     """
-    loads = loads_of(transformer, cluster, layout)
+    cost = work_of(transformer, cluster, layout)
+    loads = loads_of(transformer, cluster, layout, cost)
     hop, _ = hop_seconds(transformer, cluster, layout)
     tied = tied_exchange(transformer, cluster, layout)
-    work = sum(len(load.alike.ranks) * load.ops.total.total for load in loads)
+    work = sum(len(load.alike.ranks) * load.work.total for load in loads)
+    taken = _least_taken(layout, cost, loads, hop)
     return Least(
-        _seconds(transformer, cluster, layout, loads, _least_taken(layout, loads, hop), tied.once).total,
+        _seconds(transformer, cluster, layout, loads, taken, tied.once).total,
         layout.num_microbatches * work / layout.pipeline,
     )
 
 
-def _least_taken(layout: Layout, loads: Sequence[Load], hop: float) -> float:
+def _least_taken(layout: Layout, work: Work, loads: Sequence[Load], hop: float) -> float:
     """Return the least seconds of a pipeline: no rank takes less than three sums.
 
     - A microbatch comes down to its first stage, then it does all its work.
@@ -170,51 +172,31 @@ def _least_taken(layout: Layout, loads: Sequence[Load], hop: float) -> float:
     """
     schedule, times = find(layout.schedule), layout.num_microbatches
     if schedule.two_directions:
-        return max(times * load.pace.total for load in loads)
-    homes = schedule.layout(layout.pipeline, layout.stages_per_rank).homes
-    forward, backward = [0.0] * layout.num_stages, [0.0] * layout.num_stages
-    for load in loads:
-        both = [(part.forward.total, (part.again + part.backward_input).total) for part in load.parts]
-        if not schedule.splits_backward:
-            both = [(ahead, part.backward.total) for (ahead, _), part in zip(both, load.parts, strict=True)]
-        for rank in load.alike.ranks:
-            stages = stages_of(layout.schedule, rank, layout.pipeline, layout.stages_per_rank)
-            for (stage, _), pair in zip(stages, both, strict=True):
-                forward[stage], backward[stage] = pair
-    late = [hop if home != before else 0.0 for before, home in pairwise(homes)]
-    down = list(accumulate(map(sum, zip(forward, [*late, 0.0], strict=True)), initial=0.0))  # before each stage
-    up = list(accumulate(map(sum, zip(backward, [*late, 0.0], strict=True)), initial=0.0))
-    least = 0.0
-    for load in loads:
-        pace = load.pace
-        all_, backwards = times * pace.total, times * (pace.backward_input + pace.backward_weight)
-        forwards, whole = times * pace.forward, down[-1] + up[-1]
-        for first, last in _ends(layout.schedule, load.alike.ranks, layout.pipeline, layout.stages_per_rank):
+        return max(times * load.total for load in loads)
+    down, up = work.down_and_up(hop)
+    least, there_and_back = 0.0, down[-1] + up[-1]
+    for load, ends in zip(loads, work.ends, strict=True):
+        all_, backwards = times * load.total, times * (load.backward_input + load.backward_weight)
+        forwards = times * load.forward
+        for first, last in ends:
             after = 0.0 if schedule.splits_backward else up[first]
             own_after = all_ + down[first] + after
-            back = backwards + whole - up[last + 1] + after
-            ahead = forwards + down[first] + whole - down[last + 1]
+            back = backwards + there_and_back - up[last + 1] + after
+            ahead = forwards + down[first] + there_and_back - down[last + 1]
             least = max(least, own_after, back, ahead)
     return least
-
-
-@lru_cache(maxsize=4096)
-def _ends(schedule: str, ranks: tuple[int, ...], num_ranks: int, stages_per_rank: int) -> list[tuple[int, int]]:
-    """Return the first and the last stage of ranks."""
-    every = ([stage for stage, _ in stages_of(schedule, rank, num_ranks, stages_per_rank)] for rank in ranks)
-    return [(min(row), max(row)) for row in every]
 
 
 def _seconds(
     transformer: Transformer, cluster: Cluster, layout: Layout, loads: Sequence[Load], taken: float, tied: float
 ) -> Seconds:
     """Return the items of a step whose pipeline takes so long; `tied` is the exchange of a tied embedding."""
-    times, busiest = layout.num_microbatches, max(loads, key=lambda load: load.pace.total)
+    times, busiest = layout.num_microbatches, max(loads, key=_TOTAL)
     ops, exchange = busiest.ops, busiest.exchange
     work = ops.forward + ops.backward_input + ops.backward_weight
     once = max(load.exchange.once for load in loads) + tied
-    stepped = max(sharded(layout, load.parameters) if layout.zero else sum(load.parameters) for load in loads)
-    cast = max(load.cast for load in loads)
+    stepped = max(sharded(layout, load.work.parameters) if layout.zero else sum(load.work.parameters) for load in loads)
+    cast = max(load.work.cast for load in loads)
     states = layout.practice.states
     orthogonal = orthogonal_seconds(transformer, cluster, layout, loads) if states.muon else 0.0
     return Seconds(
@@ -225,7 +207,7 @@ def _seconds(
         expert=times * work.expert,
         pipeline=times * busiest.waiting,
         data_exposed=times * (exchange.forward + exchange.backward) + once,
-        bubble=_beyond(taken, times * busiest.pace.total),
+        bubble=_beyond(taken, times * busiest.total),
         optimizer=memory_seconds(cluster.device, states.step_bytes * stepped + CAST_TWICE * cast)
         + orthogonal
         + layout.practice.step_seconds,

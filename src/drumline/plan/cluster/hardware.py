@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import MISSING, asdict, dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,11 @@ class Cluster:
         """Return the number of nodes."""
         return -(-self.num_devices // self.devices_per_node)
 
+    @property
+    def nodes(self) -> Cluster:
+        """Return one node of it, with its links: all that kernels and messages depend on."""
+        return _one_node(self.device, self.devices_per_node, self.intra_node, self.inter_node)
+
     def link(self, size: int, stride: int) -> DeviceLink:
         """Return the link that a ring of `size` devices, `stride` apart, sees.
 
@@ -130,7 +136,17 @@ class Cluster:
         if together == 1:
             return self.inter_node
         speed = min(self.intra_node.bytes_per_second, together * self.inter_node.bytes_per_second)
-        return replace(self.inter_node, bytes_per_second=speed)
+        return _of_speed(self.inter_node, speed)
+
+
+@lru_cache(maxsize=64)
+def _one_node(device: Device, devices_per_node: int, intra_node: DeviceLink, inter_node: DeviceLink) -> Cluster:
+    return Cluster(device, devices_per_node, devices_per_node, intra_node, inter_node)
+
+
+@lru_cache(maxsize=1024)
+def _of_speed(link: DeviceLink, bytes_per_second: float) -> DeviceLink:
+    return replace(link, bytes_per_second=bytes_per_second)
 
 
 _GIB = 2.0**30

@@ -126,15 +126,13 @@ class Spent(NamedTuple):
     @property
     def total(self) -> float:
         """Return all seconds."""
-        return self.compute + self.tensor + self.context + self.expert
+        compute, tensor, context, expert = self
+        return compute + tensor + context + expert
 
     def __add__(self, other: Spent) -> Spent:  # type: ignore[override]
-        return Spent(
-            self.compute + other.compute,
-            self.tensor + other.tensor,
-            self.context + other.context,
-            self.expert + other.expert,
-        )
+        compute, tensor, context, expert = self
+        more = other[0] + compute, other[1] + tensor, other[2] + context, other[3] + expert
+        return tuple.__new__(Spent, more)  # a plan adds up millions: this takes half the time of calling Spent
 
     def times(self, factor: float) -> Spent:
         """Return the seconds times a factor."""
@@ -165,12 +163,8 @@ class Ops(NamedTuple):
         return self.forward + self.backward
 
     def __add__(self, other: Ops) -> Ops:  # type: ignore[override]
-        return Ops(
-            self.forward + other.forward,
-            self.again + other.again,
-            self.backward_input + other.backward_input,
-            self.backward_weight + other.backward_weight,
-        )
+        forward, again, by_input, by_weight = self
+        return Ops(forward + other[0], again + other[1], by_input + other[2], by_weight + other[3])
 
     def times(self, factor: float) -> Ops:
         """Return the seconds times a factor."""
@@ -414,7 +408,7 @@ def head_ops(transformer: Transformer, cluster: Cluster, share: Share) -> Ops:
     )
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=16384)
 def slice_ops(transformer: Transformer, cluster: Cluster, share: Share, slice_: StageLayers) -> Ops:
     """Return the seconds of a microbatch in a stage."""
     ops = Ops()

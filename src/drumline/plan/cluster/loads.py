@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from drumline.plan.cluster.device_memory import WEIGHT_BYTES, base_bytes, held_fp8, keeps_gradients, trained_parameters
 from drumline.plan.cluster.hardware import Cluster, DeviceLink
@@ -28,8 +31,7 @@ from drumline.schedules import find
 from drumline.schedules.formulas import Pace, Paces
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangeCost:
+class ExchangeCost(NamedTuple):
     """Exposed seconds in every forward, in every backward, and once per step; and the bytes that a device sends."""
 
     forward: float = 0.0
@@ -64,9 +66,8 @@ def data_exchange(
     ):
         if size > 1 and count:
             link = cluster.link(size, stride)
-            if layout.zero >= 2:  # layer by layer
-                start, late = num_layers * link.start_seconds, num_layers * link.latency_seconds
-                link = replace(link, start_seconds=start, latency_seconds=late)
+            if layout.zero >= 2:
+                link = _by_layer(link, num_layers)
             reduce += gather_seconds(link, size, there * count)
             returned = back * count + (frozen if layout.zero == 3 else 0.0)
             gather += gather_seconds(link, size, returned)
@@ -87,6 +88,13 @@ def data_exchange(
         sent = times * reduced + gathered
         return ExchangeCost(0.0, exposed(reduce, hidden_back), exposed(gather, hidden), sent)
     return ExchangeCost(once=exposed(reduce, hidden_back) + exposed(gather, hidden), bytes=reduced + gathered)
+
+
+@lru_cache(maxsize=4096)
+def _by_layer(link: DeviceLink, num_layers: int) -> DeviceLink:
+    """Return the link of an exchange that goes layer by layer."""
+    start, late = num_layers * link.start_seconds, num_layers * link.latency_seconds
+    return replace(link, start_seconds=start, latency_seconds=late)
 
 
 def tied_exchange(transformer: Transformer, cluster: Cluster, layout: Layout) -> ExchangeCost:
@@ -143,52 +151,171 @@ def device_volumes(transformer: Transformer, layout: Layout, rank: Alike, data: 
     return Volumes(**sent, pipeline=between, data=data)
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Ranks that are alike: their work for a microbatch, their waits for messages, and what they exchange.
+class RankWork(NamedTuple):
+    """What ranks that are alike do for a microbatch, whatever the batch, the data-parallel ranks and ZeRO.
 
-    `parts` is the work of each of their stages, `cast` the number of weights that a step casts to 8 bits once.
+    `parts` is the work of each of their stages. `forward`, `backward_input` (with recomputation) and `backward_weight`
+    are seconds, `total` all of them; `cast` is the number of weights that a step casts to 8 bits once.
     """
 
     alike: Alike
     ops: Ops
     parts: tuple[Ops, ...]
-    waiting: float
     parameters: tuple[float, float]
-    exchange: ExchangeCost
-    cast: float = 0.0
-
-    @property
-    def pace(self) -> Pace:
-        """Return the seconds of a microbatch, including everything that delays the rank."""
-        return Pace(
-            len(self.alike.ranks),
-            self.ops.forward.total + self.waiting / 2 + self.exchange.forward,
-            self.ops.again.total + self.ops.backward_input.total + self.waiting / 2,
-            self.ops.backward_weight.total + self.exchange.backward,
-        )
+    base: tuple[float, float]
+    num_layers: int
+    cast: float
+    forward: float
+    backward: float
+    backward_input: float
+    backward_weight: float
+    total: float
 
 
-def loads_of(transformer: Transformer, cluster: Cluster, layout: Layout) -> list[Load]:
-    """Return the ranks of a pipeline."""
-    _, waiting = hop_seconds(transformer, cluster, layout)
-    share, counts = layout.share, counts_of(transformer, layout)
+class Work(NamedTuple):
+    """The ranks of a pipeline; before each stage, the seconds of a microbatch down to it and up from it.
+
+    `ends` are the first and the last stage of every rank, grouped as the ranks are. `passes` holds `down` and `up` of
+    every stage by the seconds of a hop.
+    """
+
+    ranks: tuple[RankWork, ...]
+    ends: list[list[tuple[int, int]]]
+    forward: list[float]
+    backward: list[float]
+    crosses: list[bool]
+    passes: dict[float, tuple[list[float], list[float]]]
+
+    def down_and_up(self, hop: float) -> tuple[list[float], list[float]]:
+        """Return the seconds in which a microbatch comes down to every stage, and up from it to the first."""
+        if hop not in self.passes:
+            late = [hop if crosses else 0.0 for crosses in self.crosses]
+            down, up = (
+                list(accumulate(map(sum, zip(each, late, strict=True)), initial=0.0))
+                for each in (self.forward, self.backward)
+            )
+            self.passes[hop] = down, up
+        return self.passes[hop]
+
+
+_WORKS: dict[tuple[object, ...], Work] = {}
+_NUMBERS: dict[tuple[object, ...], int] = {}
+_SEEN: dict[tuple[int, int], tuple[Transformer, Cluster, int]] = {}
+_MOST_KNOWN = 20_000
+
+
+def _number(transformer: Transformer, cluster: Cluster) -> int:
+    """Return a number for a transformer on these nodes, however many; to compare all their fields takes longer."""
+    seen = _SEEN.get((id(transformer), id(cluster)))
+    if seen is None or seen[0] is not transformer or seen[1] is not cluster:
+        nodes = cluster.device, cluster.devices_per_node, cluster.intra_node, cluster.inter_node
+        number = _NUMBERS.setdefault((transformer, nodes), len(_NUMBERS))
+        if len(_SEEN) >= _MOST_KNOWN:
+            _SEEN.clear()
+        seen = _SEEN[id(transformer), id(cluster)] = transformer, cluster, number
+    return seen[2]
+
+
+def work_of(transformer: Transformer, cluster: Cluster, layout: Layout) -> Work:
+    """Return the work of a pipeline's ranks, which layouts share that differ only in batch, data and ZeRO."""
+    counts = counts_of(transformer, layout)
+    which = _number(transformer, cluster)
+    key = (which, layout.share, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
+    found = _WORKS.get(key)
+    if found is None:
+        if len(_WORKS) >= _MOST_KNOWN:
+            _WORKS.clear()
+        found = _WORKS[key] = _work(transformer, cluster, layout, counts)
+    return found
+
+
+def _work(transformer: Transformer, cluster: Cluster, layout: Layout, counts: tuple[int, ...]) -> Work:
+    share, schedule = layout.share, find(layout.schedule)
     ranks = alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
-    slices = {slice_ for rank in ranks for slice_, _ in rank.slices}
-    known = {slice_: slice_ops(transformer, cluster, share, slice_) for slice_ in slices}
+    slices, nodes = {slice_ for rank in ranks for slice_, _ in rank.slices}, cluster.nodes
+    known = {slice_: slice_ops(transformer, nodes, share, slice_) for slice_ in slices}
     if transformer.frozen_base is not None:  # its backwards run whole, whatever the schedule splits
         known = {slice_: ops.whole for slice_, ops in known.items()}
-    layers, loads = layers_of(transformer, share), []
+    # What the backward of an earlier stage waits for: I, or all of it.
+    whole = not schedule.splits_backward
+    passes = {
+        slice_: (ops.forward.total, (ops.backward if whole else ops.again + ops.backward_input).total)
+        for slice_, ops in known.items()
+    }
+    layers, works, ends = layers_of(transformer, share), [], list[list[tuple[int, int]]]()
+    forward, backward = [0.0] * layout.num_stages, [0.0] * layout.num_stages
     for rank in ranks:
         parts, ops = tuple(known[slice_] for slice_, _ in rank.slices), Ops()
         for own_ops, (_, part) in zip(parts, rank.slices, strict=True):
             ops = ops + own_ops.times(part)
-        forward, backward = ops.forward.total, ops.backward.total
-        cast, parameters = held_fp8(transformer, layout, rank), trained_parameters(transformer, layout, rank, layers)
-        base = base_bytes(transformer, layout, rank, layers)
-        num_layers = sum(slice_.num_layers for slice_, _ in rank.slices)
-        exchange = data_exchange(cluster, layout, parameters, forward, backward, num_layers, base)
-        loads.append(Load(rank, ops, parts, waiting * rank.sides, parameters, exchange, cast))
+        works.append(
+            RankWork(
+                rank,
+                ops,
+                parts,
+                trained_parameters(transformer, layout, rank, layers),
+                base_bytes(transformer, layout, rank, layers),
+                sum(slice_.num_layers for slice_, _ in rank.slices),
+                held_fp8(transformer, layout, rank),
+                ops.forward.total,
+                ops.backward.total,
+                ops.again.total + ops.backward_input.total,
+                ops.backward_weight.total,
+                ops.total.total,
+            )
+        )
+        both = [passes[slice_] for slice_, _ in rank.slices]
+        ends.append([])
+        for number in rank.ranks:
+            stages = stages_of(layout.schedule, number, layout.pipeline, layout.stages_per_rank)
+            ends[-1].append((min(stages)[0], max(stages)[0]))
+            for (stage, _), pair in zip(stages, both, strict=True):
+                forward[stage], backward[stage] = pair
+    homes = schedule.layout(layout.pipeline, layout.stages_per_rank).homes
+    crosses = [home != before for before, home in pairwise(homes)] + [False]
+    return Work(tuple(works), ends, forward, backward, crosses, {})
+
+
+class Load(NamedTuple):
+    """Ranks that are alike: their work for a microbatch, their waits for messages, and what they exchange.
+
+    The last four are seconds of a microbatch, including everything that delays the rank.
+    """
+
+    work: RankWork
+    waiting: float
+    exchange: ExchangeCost
+    forward: float
+    backward_input: float
+    backward_weight: float
+    total: float
+
+    @property
+    def alike(self) -> Alike:
+        """Return the ranks."""
+        return self.work.alike
+
+    @property
+    def ops(self) -> Ops:
+        """Return their work."""
+        return self.work.ops
+
+    @property
+    def pace(self) -> Pace:
+        """Return their pace, for formulas of schedules."""
+        return Pace(len(self.work.alike.ranks), self.forward, self.backward_input, self.backward_weight)
+
+
+def loads_of(transformer: Transformer, cluster: Cluster, layout: Layout, work: Work | None = None) -> list[Load]:
+    """Return the ranks of a pipeline; `work` is theirs, for whom has it already."""
+    _, waiting = hop_seconds(transformer, cluster, layout)
+    loads = []
+    for own in (work or work_of(transformer, cluster, layout)).ranks:
+        exchange = data_exchange(cluster, layout, own.parameters, own.forward, own.backward, own.num_layers, own.base)
+        waits = waiting * own.alike.sides
+        forward, by_input = own.forward + waits / 2 + exchange.forward, own.backward_input + waits / 2
+        by_weight = own.backward_weight + exchange.backward
+        loads.append(Load(own, waits, exchange, forward, by_input, by_weight, forward + by_input + by_weight))
     return loads
 
 
@@ -219,7 +346,7 @@ def stage_ops(
         forward, backward = (item / layout.stages_per_rank for item in (load.exchange.forward, load.exchange.backward))
         for rank in load.alike.ranks:
             stages = stages_of(layout.schedule, rank, layout.pipeline, layout.stages_per_rank)
-            for (stage, _), own_ops in zip(stages, load.parts, strict=True):
+            for (stage, _), own_ops in zip(stages, load.work.parts, strict=True):
                 wait = waiting * num_sides(layout.schedule, stage, layout.pipeline, layout.num_stages) / 2
                 ops[stage] = own_ops + Ops(Spent(wait + forward), Spent(), Spent(wait), Spent(backward))
     return ops

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import comb
 
 import numpy as np
 
@@ -47,6 +48,15 @@ def moves(counts: Counts) -> list[Counts]:
     return moves_found
 
 
+def least_pairs(counts: Counts) -> int:
+    """Return a number of cuts that two moves reach at least: those with two sources and two other targets.
+
+    >>> least_pairs((2, 2, 2, 2)) <= len({both for once in moves((2, 2, 2, 2)) for both in moves(once)})
+    True
+    """
+    return comb(sum(count > 1 for count in counts), 2) * comb(len(counts) - 2, 2) if len(counts) > 3 else 0
+
+
 @dataclass(frozen=True)
 class MovedLayers:
     """The pipeline of a layout with other numbers of layers in its stages."""
@@ -70,7 +80,7 @@ class MovedLayers:
     @cached_property
     def each(self) -> int:
         """How many actions are simulated to time one cut."""
-        return sum(map(len, self.program.rows))
+        return self.program.num_actions
 
     def seconds(self, many: Sequence[Counts]) -> list[float]:
         """Return the seconds of the pipeline with each of these cuts; what was asked before is not timed again."""

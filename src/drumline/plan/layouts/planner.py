@@ -135,7 +135,9 @@ def plan(
 
 def fastest(survey: Survey, limit: float) -> Choice | None:
     """Return the choice within the limit, if anything fits; it simulates fewer pairs than a plan does."""
-    return next(iter(_answer(survey, limit, 1, _PAIRS // 8)[0]), None)
+    if limit not in survey.fastest:
+        survey.fastest[limit] = next(iter(_answer(survey, limit, 1, _PAIRS // 8)[0]), None)
+    return survey.fastest[limit]
 
 
 def _answer(survey: Survey, limit: float, top: int, pairs: int) -> tuple[list[Choice], list[Choice]]:

@@ -28,6 +28,7 @@ from math import prod
 from drumline.core.errors import PlanError, counted
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout, check_recomputation
+from drumline.plan.cluster.practice import Practice
 from drumline.plan.cluster.stages import layer_counts
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.pins import Degrees, Pins, tried_schedules
@@ -289,9 +290,10 @@ def layout_of(
     schedule: tuple[str, int],
     zero: int,
     recompute: str,
+    practice: Practice | None = None,
 ) -> Layout:
-    """Return one layout, with its layers cut into stages."""
+    """Return one layout, with its layers cut into stages; `practice` is that of the pins, for whom has it already."""
     name, stages = schedule
     shared = sequence_parallel(transformer, mesh, pins)
     counts = layer_counts(transformer, mesh.pipeline, name, stages)
-    return Layout(batch, microbatch, *mesh, stages, name, zero, shared, recompute, counts, pins.practice)
+    return Layout(batch, microbatch, *mesh, stages, name, zero, shared, recompute, counts, practice or pins.practice)

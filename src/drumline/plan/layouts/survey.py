@@ -32,7 +32,7 @@ from drumline.plan.cluster.stages import even_counts, layer_counts
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.cut.cuts import Counts
 from drumline.plan.layouts.choice import Choice
-from drumline.plan.layouts.layer_moves import MovedLayers, moves
+from drumline.plan.layouts.layer_moves import MovedLayers, least_pairs, moves
 from drumline.plan.layouts.pins import Degrees, Pins
 from drumline.plan.layouts.space import layout_of, meshes, schedules_of
 from drumline.schedules import DEFAULT, find
@@ -59,6 +59,7 @@ class _Family:
     schedules: list[tuple[str, int]]
     floor: float | None = None
     weighed: dict[_Key, float] = field(default_factory=dict)
+    layouts: dict[_Key, Layout] = field(default_factory=dict)
     choices: dict[_Key, Choice] = field(default_factory=dict)
     bounded: dict[_Key, Least] = field(default_factory=dict)
 
@@ -147,7 +148,10 @@ class Survey:
     num_evaluated: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._kinds = self.pins.recomputations(self.transformer)
+        self._kinds, self._practice = self.pins.recomputations(self.transformer), self.pins.practice
+        # What was asked before: the fastest by limit, and by the number of devices, the batch and the limit.
+        self.fastest: dict[float, Choice | None] = {}
+        self.elsewhere: dict[tuple[int, int, float], Choice | None] = {}
         self._exact: dict[Layout, Choice] = {}
         self._cuts: dict[tuple[Layout, float], Layout] = {}
         self._timed: dict[Layout, MovedLayers] = {}
@@ -199,6 +203,8 @@ class Survey:
                 now = min(now, timed.seconds([layout_found.counts])[0])
                 better = self._shorter(timed, tried, layout_found, now, limit_bytes)
                 if better is None:  # perhaps two at once are shorter
+                    if least_pairs(layout_found.counts) * timed.each > left:
+                        break
                     pairs = list(dict.fromkeys(both for counts in tried for both in moves(counts)))
                     if (left := left - len(pairs) * timed.each) < 0:
                         break
@@ -371,4 +377,7 @@ class Survey:
         return family.bounded[key]
 
     def _layout(self, family: _Family, key: _Key) -> Layout:
-        return layout_of(self.transformer, self.batch, self.pins, family.mesh, family.microbatch, *key)
+        if key not in family.layouts:
+            settings = family.mesh, family.microbatch, *key, self._practice
+            family.layouts[key] = layout_of(self.transformer, self.batch, self.pins, *settings)
+        return family.layouts[key]

@@ -68,6 +68,13 @@ def _margin(plan: ClusterPlan, what: str, devices: int, limit: float, best: Choi
 
 def planned(plan: ClusterPlan, devices: int, batch: int) -> Choice | None:
     """Return the best layout that uses all of another number of devices; degrees are free, settings stay pinned."""
+    known, asked = plan.survey.elsewhere, (devices, batch, plan.limit_bytes)
+    if asked not in known:
+        known[asked] = _planned(plan, devices, batch)
+    return known[asked]
+
+
+def _planned(plan: ClusterPlan, devices: int, batch: int) -> Choice | None:
     per_node = min(plan.cluster.devices_per_node, devices)
     if devices % per_node:
         return None

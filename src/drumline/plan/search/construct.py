@@ -10,6 +10,8 @@ and everything in between.
 
 F is not a candidate if the rank could not hold its pair, or could then not finish a started microbatch. Later stages of
 the same rank keep room for one.
+
+The kernel builds the same programs, with the same bits (construct.c).
 """
 
 from __future__ import annotations
@@ -17,12 +19,19 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
+
+from drumline.core.graph import Floats, Ints
+from drumline.core.kernel.library import Kernel, kernel, pointer, slower
 from drumline.plan.search.bounds.instance import B, F, I, Instance, Resource, Rows, W
+from drumline.plan.search.packed import Packed, record
 
 _UNKNOWN = math.inf
+_LOOK = 5000  # choices between two looks at the clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +77,79 @@ class Builder:
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
-        number = instance.number
+        size = instance.num_microbatches
         self.lanes = [
-            [[number(lane.stage, F, m) for m in lane.microbatches] for lane in lanes] for lanes in instance.lanes
+            [[4 * (lane.stage * size + m) for m in lane.microbatches] for lane in lanes] for lanes in instance.lanes
         ]
-        self.lane_of = {n: at for lanes in self.lanes for at, lane in enumerate(lanes) for n in lane}
         # Which actions wait for an action's output.
-        self.taken_on = [link % instance.num_ranks if link >= 0 else -1 for link in instance.link]
+        self.takers = np.where(instance.links >= 0, instance.links % instance.num_ranks, -1).ravel()
         self.room = [
             [[_room(resource, lanes[at:]) for resource in instance.resources] for at in range(len(lanes))]
             for lanes in self.lanes
         ]
 
-    def build(self, policies: Sequence[Policy], order: Rows | None = None) -> TimedRows | None:
-        """Build a program with one policy per rank; None if they reach a dead end.
+    def build(
+        self, policies: Sequence[Policy], order: Rows | None = None, *, is_late: Callable[[], bool] = lambda: False
+    ) -> TimedRows | None:
+        """Build a program with one policy per rank; None if they reach a dead end, or if `is_late` before the end.
 
         With an `order`, forwards and backwards follow it, and only W is free to fill gaps.
         """
-        return _Build(self, policies, order).run()
+        library = kernel()
+        if library is None:
+            slower(self.instance.num_actions)
+            return _Build(self, policies, order).run(is_late)
+        return self._compiled(library, policies, order)
+
+    @cached_property
+    def taken_on(self) -> list[int]:
+        """The rank that waits for every action's output; -1 if none does."""
+        ranks: list[int] = self.takers.tolist()
+        return ranks
+
+    @cached_property
+    def lane_of(self) -> dict[int, int]:
+        """Which of its rank's lanes every F belongs to."""
+        return {n: at for lanes in self.lanes for at, lane in enumerate(lanes) for n in lane}
+
+    @cached_property
+    def _packed(self) -> tuple[Packed, list[Ints | Floats]]:
+        """The instance and the lanes for the kernel."""
+        packed, lanes = Packed(self.instance), [lane for lanes in self.lanes for lane in lanes]
+        lane_of = np.zeros(self.instance.num_actions // 4, dtype=np.int64)
+        for number, lane in enumerate(lanes):
+            lane_of[np.array(lane) // 4] = number
+        room = [room for rooms in self.room for room in rooms]
+        return packed, [
+            np.cumsum([0, *map(len, self.lanes)]),
+            np.cumsum([0, *map(len, lanes)]),
+            np.array([number for lane in lanes for number in lane]),
+            lane_of,
+            self.takers,
+            np.ascontiguousarray(np.array(room, dtype=np.float64).T),
+        ]
+
+    def _compiled(self, library: Kernel, policies: Sequence[Policy], order: Rows | None) -> TimedRows | None:
+        packed, lanes = self._packed
+        rules = [rule for policy in policies for rule in policy.rules]
+        each = [[rule.forward, rule.backward, rule.weight, rule.ahead] for rule in rules]
+        patience = [[policy.idle, policy.late_idle] for policy in policies]
+        given = (None, None) if order is None else packed.flat([[n for n in row if n & 3 != W] for row in order])
+        arrays = [
+            *lanes,
+            *np.ascontiguousarray(np.array(each, dtype=np.float64).T),
+            np.array([int(rule.joined) for rule in rules]),
+            *np.ascontiguousarray(np.array(patience, dtype=np.float64).T),
+            *given,
+        ]
+        plan, ranks = record(*arrays), self.instance.num_ranks
+        rows, lengths = np.empty(int(packed.offsets[-1]), dtype=np.int64), np.empty(ranks, dtype=np.int64)
+        begun, ended = np.empty((2, ranks))
+        done = library.construct(packed.address, *map(pointer, (plan, rows, lengths, begun, ended)))
+        if done == Kernel.OUT_OF_MEMORY:
+            raise MemoryError(f"no memory to build a program of {self.instance.num_actions} actions")
+        ends = list(zip(begun.tolist(), ended.tolist(), strict=True))
+        return TimedRows(packed.rows(rows, lengths), ends) if done else None
 
 
 def _room(resource: Resource, lanes: Sequence[Sequence[int]]) -> float:
@@ -140,9 +204,13 @@ class _Build:
         self.forwards_left = [sum(lane.count for lane in lanes) for lanes in self.lanes]
         self.queue = [(0.0, rank) for rank in range(num_ranks)]
 
-    def run(self) -> TimedRows | None:
+    def run(self, is_late: Callable[[], bool]) -> TimedRows | None:
         wakes, queue, pop, push = self.wakes, self.queue, heapq.heappop, heapq.heappush
+        turn = 0
         while queue:
+            turn += 1
+            if turn % _LOOK == 0 and is_late():
+                return None
             time, rank = pop(queue)
             if time != wakes[rank]:
                 continue  # it was woken earlier

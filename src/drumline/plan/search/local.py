@@ -1,143 +1,26 @@
 """Local search on rows: move one action along the critical path, and keep changes that are no worse.
 
-The critical path runs back from the last end, through whatever each action started right after. If it stays on one rank
-for several actions, these form a block:
-
-    rank 1   ... F4 [I1 W0 F5 I2] ...          rank 0 waits for I2: a move takes something out from before it,
-                            └──► rank 0        or moves the first of the block, which rank 1 waited for, further back
-
-Only moves that touch a block can shorten the path. If a move would make the rank hold too much, a W that is due anyway
-moves ahead; if there is none, the move is dropped. Worse rows are accepted now and then, ever more rarely (simulated
-annealing), because most orders one move away from the best look worse at first.
+Worse rows are accepted now and then, ever more rarely (simulated annealing), because most orders one move away from the
+best look worse at first. Steps run in the kernel, or in Python with the same results.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from drumline.plan.search.bounds.instance import B, F, I, Instance, Rows, W
+import numpy as np
+
+from drumline.core.kernel.library import Kernel, kernel, pointer
+from drumline.plan.search.bounds.instance import Rows
+from drumline.plan.search.moves import Block, Draws, Neighbourhood, critical_blocks, falling
 from drumline.plan.search.objective import Objective, Score
-
-Block = tuple[int, int, int]
+from drumline.plan.search.packed import Packed, record
 
 _REACH = 8
-
-
-class Neighbourhood:
-    """Legal moves of single actions inside rows."""
-
-    def __init__(self, instance: Instance) -> None:
-        self.instance = instance
-        factors = instance.costs.factors(instance.num_microbatches)
-        # Equal microbatches may as well stay in order; unequal ones may overtake each other.
-        self.in_order = len(set(factors)) == 1
-
-    def conflict(self, first: int, second: int) -> bool:
-        """Whether `first` must stay before `second` on one rank."""
-        need = self.instance.need
-        if first // 4 == second // 4 or need[second] == first - (2 if first % 4 == B else 0):
-            return True
-        if not self.in_order:
-            return False
-        per_stage = 4 * self.instance.num_microbatches
-        if first // per_stage != second // per_stage:
-            return False
-        number, other = first % 4, second % 4
-        return number == other or (number != F and other != F and B in (number, other))
-
-    def moved(self, row: list[int], rank: int, source: int, target: int, length: int = 1) -> list[int] | None:
-        """Return the row with `length` actions from `source` moved to begin at `target`; None if not allowed."""
-        piece, rest = row[source : source + length], [*row[:source], *row[source + length :]]
-        changed = [*rest[:target], *piece, *rest[target:]]
-        return self.allowed(row, changed, rank, min(source, target), max(source, target) + length)
-
-    def swapped(self, row: list[int], rank: int, number: int, other: int) -> list[int] | None:
-        """Return the row with two actions exchanged, which hardly changes what is held."""
-        changed = list(row)
-        changed[number], changed[other] = row[other], row[number]
-        return self.allowed(row, changed, rank, min(number, other), max(number, other) + 1)
-
-    def allowed(self, row: list[int], changed: list[int], rank: int, low: int, high: int) -> list[int] | None:
-        """Return the changed row (it differs in [low, high)), repaired if it holds too much; None if not allowed."""
-        before = row[low:high]
-        place = {number: at for at, number in enumerate(changed[low:high])}
-        for at, first in enumerate(before):
-            for second in before[at + 1 :]:
-                if place[first] > place[second] and self.conflict(first, second):
-                    return None
-        return changed if self.instance.fits(changed, rank) else self.repaired(changed, rank)
-
-    def repaired(self, row: list[int], rank: int) -> list[int] | None:
-        """Return the row with W moved ahead of whatever would hold too much; None if that is not enough."""
-        limits = [(device.during, device.after, device.always[rank], device.most) for device in self.instance.resources]
-        stash = [0.0] * len(limits)
-        row_made: list[int] = []
-        owed: list[int] = []
-        paid: set[int] = set()
-        for number in row:
-            if number in paid:
-                continue
-            while any(
-                always + (has + during[number]) > most
-                for has, (during, _, always, most) in zip(stash, limits, strict=True)
-            ):
-                if not owed:
-                    return None
-                row_made.append(owed.pop(0))
-                paid.add(row_made[-1])
-                stash = [has + after[row_made[-1]] for has, (_, after, _, _) in zip(stash, limits, strict=True)]
-            row_made.append(number)
-            stash = [has + after[number] for has, (_, after, _, _) in zip(stash, limits, strict=True)]
-            if number % 4 == I:
-                owed.append(number + 1)
-            elif number % 4 == W:
-                owed.remove(number)
-        return row_made
-
-    def rejoined(self, row: list[int], rank: int, at: int) -> list[int] | None:
-        """Return the row with the backward at `at` joined if it was split, and split if it was whole."""
-        number = row[at]
-        if number % 4 == B:
-            changed = [*row[:at], number - 2, number - 1, *row[at + 1 :]]
-        elif number % 4 == I:
-            changed = [number + 2 if n == number else n for n in row if n != number + 1]
-        else:
-            return None
-        return changed if self.instance.fits(changed, rank) else None
-
-
-def critical_blocks(
-    instance: Instance, rows: Rows, ready: Sequence[float], rank: int, rng: random.Random
-) -> list[Block]:
-    """Return the critical path to a rank's end as blocks (rank, first position, last position), the last one first.
-
-    If an action started right after two others, the path follows one of them at random.
-    """
-    seconds, latency, need = instance.seconds, instance.latency, instance.need
-    row = rows[rank]
-    at = last = len(row) - 1
-    slack = 1e-9 * max(1.0, _ended(ready, latency, row[-1]))
-    blocks: list[Block] = []
-    while True:
-        number = row[at]
-        start = _ended(ready, latency, number) - seconds[number]
-        needed = need[number]
-        by_need = needed >= 0 and instance.rank[needed // 4] != rank and ready[needed] >= start - slack
-        if at > 0 and _ended(ready, latency, row[at - 1]) >= start - slack and not (by_need and rng.random() < 0.5):
-            at -= 1
-            continue
-        blocks.append((rank, at, last))
-        if not by_need:
-            return blocks
-        rank = instance.rank[needed // 4]
-        row = rows[rank]
-        at = last = row.index(needed) if needed in row else row.index(needed + 2)
-
-
-def _ended(ready: Sequence[float], latency: Sequence[float], number: int) -> float:
-    return ready[number - 2 if number % 4 == B else number] - latency[number]
+_ALL = 10**9
 
 
 class Annealer:
@@ -154,7 +37,6 @@ class Annealer:
 
     def __init__(self, objective: Objective, rng: random.Random, *, may_join: bool = False) -> None:
         self.objective, self.instance, self.rng = objective, objective.instance, rng
-        self.around = Neighbourhood(objective.instance)
         self.may_join = may_join
 
     def run(
@@ -163,61 +45,162 @@ class Annealer:
         *,
         num_steps: int,
         heat: float,
-        keep_on: Callable[[float, Rows], bool] = lambda value, rows: True,
+        enough: float = -math.inf,
+        steps_to_do: Callable[[float, Rows | None, int], int] = lambda value, rows, done: _ALL,
     ) -> tuple[float, Rows]:
-        """Return the best value and rows of this many steps; `keep_on` gets the best so far before every step."""
-        now = self.objective.measure(rows)
+        """Return the best value and rows of this many steps, or of fewer if the best is as low as `enough`.
+
+        After some steps at a time, `steps_to_do` gets the best value, its rows if they are new, and how many steps were
+        done; it says how many may follow at most.
+        """
+        annealing = self._begin(rows, num_steps, heat, enough)
+        best, done = annealing.best, 0
+        steps = steps_to_do(best, None, 0)
+        while steps > 0 and annealing.is_going:
+            done = annealing.steps(min(steps, max(1, annealing.CHUNK // self.instance.num_actions)))
+            better, best = annealing.best < best, annealing.best
+            steps = steps_to_do(best, annealing.best_rows if better else None, done)
+        return annealing.best, annealing.best_rows
+
+    def _begin(self, rows: Rows, num_steps: int, heat: float, enough: float) -> Annealing | CompiledAnnealing:
+        library, draws, packed = kernel(), Draws(self.rng.getrandbits(64)), self.objective.packed
+        settings = Settings(num_steps, heat, enough, self.may_join)
+        if library is None or packed is None:
+            return Annealing(self.objective, rows, draws, settings)
+        return CompiledAnnealing(library, packed, rows, draws, settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How an annealing goes; it ends when its best is as low as `enough`."""
+
+    num_steps: int
+    heat: float
+    enough: float
+    may_join: bool
+
+
+class Annealing:
+    """Steps in Python, from rows that run."""
+
+    CHUNK = 20_000  # action numbers to time between two looks at the clock
+
+    def __init__(self, objective: Objective, rows: Rows, draws: Draws, settings: Settings) -> None:
+        self.objective, self.instance, self.draws = objective, objective.instance, draws
+        self.around = Neighbourhood(objective.instance)
+        self.settings, self.step = settings, 0
+        now = objective.measure(rows)
         assert now is not None, "a search begins with rows that run"
-        best, best_rows, blocks = now.value, rows, self._blocks(rows, now)
-        for step in range(num_steps):
-            if not blocks or not keep_on(best, best_rows):
-                break
-            changed = self._moved(rows, blocks)
-            then = None if changed is None else self.objective.measure(changed)
-            if changed is None or then is None:
-                continue
-            cold = heat * best * (1 - step / num_steps)
-            worse = then.value - now.value
-            if worse <= 0 or (cold > 0 and self.rng.random() < math.exp(-worse / cold)):
-                rows, now = changed, then
-                blocks = self._blocks(rows, now)
-                if now.value < best:
-                    best, best_rows = now.value, rows
-        return best, best_rows
+        self.rows, self.now = rows, now
+        self.best, self.best_rows = now.value, rows
+        self.blocks = self._blocks(rows, now)
+
+    @property
+    def is_going(self) -> bool:
+        """Whether there are steps left, something to move, and something to gain."""
+        return self.step < self.settings.num_steps and bool(self.blocks) and self.best > self.settings.enough
+
+    def steps(self, most: int) -> int:
+        """Do at most so many steps, and return how many."""
+        done = 0
+        while done < most and self.is_going:
+            self._step(1.0 - self.step / self.settings.num_steps)
+            self.step += 1
+            done += 1
+        return done
+
+    def _step(self, left: float) -> None:
+        changed = self._moved()
+        then = None if changed is None else self.objective.measure(changed)
+        if changed is None or then is None:
+            return
+        cold = self.settings.heat * self.best * left
+        worse = then.value - self.now.value
+        if worse <= 0 or (cold > 0 and self.draws.share() < falling(worse / cold)):
+            self.rows, self.now = changed, then
+            self.blocks = self._blocks(changed, then)
+            if then.value < self.best:
+                self.best, self.best_rows = then.value, changed
 
     def _blocks(self, rows: Rows, now: Score) -> list[Block]:
-        path = critical_blocks(self.instance, rows, now.ready, self.objective.longest(now.ends), self.rng)
+        path = critical_blocks(self.instance, rows, now.ready, self.objective.longest(now.ends), self.draws)
         return [block for block in path if block[2] > block[1]]
 
-    def _moved(self, rows: Rows, blocks: list[Block]) -> Rows | None:
-        rng = self.rng
-        rank, low, high = rng.choice(blocks)
-        row = rows[rank]
+    def _moved(self) -> Rows | None:
+        rank, low, high = self.blocks[self.draws.below(len(self.blocks))]
+        row = self.rows[rank]
         changed: list[int] | None
-        if self.may_join and rng.random() < 0.15:
-            changed = self.around.rejoined(row, rank, rng.randrange(low, high + 1))
+        if self.settings.may_join and self.draws.share() < 0.15:
+            changed = self.around.rejoined(row, rank, low + self.draws.below(high + 1 - low))
         else:
             changed = self._shifted(row, rank, low, high)
-        return None if changed is None or changed == row else [*rows[:rank], changed, *rows[rank + 1 :]]
+        return None if changed is None or changed == row else [*self.rows[:rank], changed, *self.rows[rank + 1 :]]
 
     def _shifted(self, row: list[int], rank: int, low: int, high: int) -> list[int] | None:
         """Return the row with something moved to either end of the block, or across it, or swapped near it."""
-        rng, kind = self.rng, self.rng.random()
+        draws = self.draws
+        kind = draws.share()
         if kind < 0.3:
-            number = rng.randrange(low, high + 1)
-            other = min(max(number + rng.randrange(-_REACH, _REACH + 1), 0), len(row) - 1)
+            number = low + draws.below(high + 1 - low)
+            other = min(max(number - _REACH + draws.below(2 * _REACH + 1), 0), len(row) - 1)
             return self.around.swapped(row, rank, number, other)
         if kind < 0.45:
-            length = rng.choice((2, 2, 3))
-            source = rng.randrange(low, high + 1)
-            target = source + rng.randrange(-_REACH, _REACH + 1)
+            length = (2, 2, 3)[draws.below(3)]
+            source = low + draws.below(high + 1 - low)
+            target = source - _REACH + draws.below(2 * _REACH + 1)
             if source + length > len(row) or not 0 <= target <= len(row) - length:
                 return None
             return self.around.moved(row, rank, source, target, length)
         if kind < 0.75:
-            source, target = rng.randrange(low, high), high
+            source, target = low + draws.below(high - low), high
         else:
-            source, target = rng.randrange(low + 1, high + 1), low
-        if rng.random() < 0.3:
+            source, target = low + 1 + draws.below(high - low), low
+        if draws.share() < 0.3:
             target = source + (1 if target > source else -1)
         return self.around.moved(row, rank, source, target)
+
+
+class CompiledAnnealing:
+    """The same steps in the kernel: `_record` is where they are, `_reals` the same memory as real numbers."""
+
+    CHUNK = 400_000
+
+    def __init__(self, library: Kernel, packed: Packed, rows: Rows, draws: Draws, settings: Settings) -> None:
+        self._anneal, self._packed = library.anneal, packed
+        count, actions, ranks = int(packed.offsets[-1]), packed.instance.num_actions, packed.instance.num_ranks
+        flat, lengths = packed.flat(rows)
+        self._best = flat.copy(), lengths.copy()
+        numbers = np.zeros(4 * actions + 3 * (actions // 4 * 3) + 4 * ranks, dtype=np.int64)
+        reals = np.zeros(5 * actions + 2 + 3 * ranks + len(packed.instance.resources) + ranks * ranks)
+        blocks = np.zeros(3 * (count + 1), dtype=np.int64)
+        self._arrays = flat, lengths, *self._best, blocks, numbers, reals
+        self._record = record(0, settings.num_steps, 0, 0, int(settings.may_join), 0, 0, 0, 0, 0, *self._arrays)
+        self._record.view(np.uint64)[5] = draws.state
+        self._reals = self._record.view(np.float64)
+        self._reals[[6, 9]] = settings.heat, settings.enough
+        self._do(0)
+
+    def _do(self, most: int) -> int:
+        done = self._anneal(self._packed.address, pointer(self._record), most)
+        assert done >= 0, "a search begins with rows that run"
+        return done
+
+    @property
+    def best(self) -> float:
+        """The best value so far."""
+        return float(self._reals[8])
+
+    @property
+    def best_rows(self) -> Rows:
+        """The best rows so far."""
+        return self._packed.rows(*self._best)
+
+    @property
+    def is_going(self) -> bool:
+        """Whether there are steps left, something to move, and something to gain."""
+        step, num_steps, num_blocks = self._record[:3].tolist()
+        return step < num_steps and num_blocks > 0 and self.best > float(self._reals[9])
+
+    def steps(self, most: int) -> int:
+        """Do at most so many steps, and return how many."""
+        return self._do(most)

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from drumline.core.errors import CostsError, nearest
-from drumline.core.graph import Floats
+from drumline.core.graph import Floats, Messages
 from drumline.plan.search.bounds.instance import B, I, Instance, Rows
+from drumline.plan.search.packed import OBJECTIVES as OBJECTIVES
+from drumline.plan.search.packed import Packed
 from drumline.plan.search.row_times import Ends, clock, clock_many
 
-OBJECTIVES = ("makespan", "span", "steady")
 _STEPS = 12  # after this many steps the time of a step has settled, or oscillates around its mean
 
 
@@ -83,6 +85,13 @@ class Objective:
         self._clock = clock(instance, until_sent=name == "makespan" and copied and max(exchanged) > 0)
         self._after = [max(exchanged[lane.stage] for lane in lanes) if copied else 0.0 for lanes in instance.lanes]
         self._many = None if jitter is None else clock_many(instance, jitter.factors(instance))
+
+    @cached_property
+    def packed(self) -> Packed | None:
+        """The instance and this objective for the kernel; None if only Python can measure it."""
+        if self.jitter is not None or self.instance.messages is Messages.BLOCKING:
+            return None
+        return Packed(self.instance, self.name, self._after)
 
     def measure(self, rows: Rows) -> Score | None:
         """Return the score of the rows; None if ranks wait for each other."""

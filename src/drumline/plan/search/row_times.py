@@ -6,6 +6,8 @@ every row as far as its needs allow; `ready` is when an action's output can be u
     end = max(end of the previous one, ready of its need) + seconds        ready = end + latency
 
 A link of finite bandwidth carries one message at a time, in the order of its source's row.
+
+The kernel does the same, with the same bits (rows.c).
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from typing import Any
 import numpy as np
 
 from drumline.core.graph import Floats, Messages
+from drumline.core.kernel.library import Kernel, kernel, pointer, slower
 from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.simulate import simulate
 from drumline.plan.search.bounds.instance import B, Instance, Rows
+from drumline.plan.search.packed import Packed
 
 _UNKNOWN = math.inf
 
@@ -42,7 +46,26 @@ def clock(instance: Instance, *, until_sent: bool = False) -> Clock:
     """
     if instance.messages is Messages.BLOCKING:
         return _simulated(instance, until_sent)
+    library = kernel()
+    if library is not None:
+        return _compiled(library, instance)
     return _with_links(instance) if instance.messages is Messages.LINKS else _with_latency(instance)
+
+
+def _compiled(library: Kernel, instance: Instance) -> Clock:
+    packed = Packed(instance)
+
+    def timed(rows: Rows, begin: Sequence[float]) -> Times | None:
+        flat, lengths = packed.flat(rows)
+        ready, begins = np.empty(instance.num_actions + 1), np.array(begin, dtype=np.float64)
+        first, last = np.empty((2, len(rows)))
+        arrays = flat, lengths, begins, ready, first, last
+        done = library.rows(packed.address, *map(pointer, arrays))
+        if done == Kernel.OUT_OF_MEMORY:
+            raise MemoryError(f"no memory to time {instance.num_actions} actions")
+        return (list(zip(first.tolist(), last.tolist(), strict=True)), [*ready[1:].tolist(), 0.0]) if done else None
+
+    return timed
 
 
 def _with_latency(instance: Instance) -> Clock:
@@ -56,6 +79,7 @@ def _with_latency(instance: Instance) -> Clock:
     fact = facts.__getitem__
 
     def timed(rows: Rows, begin: Sequence[float]) -> Times | None:
+        slower(size)
         ready = [_UNKNOWN] * size + [0.0]
         last = list(begin)
         halted: list[Any] = []
@@ -87,16 +111,10 @@ def _with_latency(instance: Instance) -> Clock:
             if not moved:
                 return None
             halted = again[::-1]
-        return _firsts(instance, rows, ready, last), ready
+        starts = (max(early, ready[instance.need[row[0]]]) for row, early in zip(rows, begin, strict=True))
+        return list(zip(starts, last, strict=True)), ready
 
     return timed
-
-
-def _firsts(instance: Instance, rows: Rows, ready: list[float], last: Sequence[float]) -> Ends:
-    """Return every rank's first start beside its last end."""
-    first = [row[0] for row in rows]
-    starts = [ready[n - 2 if n % 4 == B else n] - instance.latency[n] - instance.seconds[n] for n in first]
-    return list(zip(starts, last, strict=True))
 
 
 def _with_links(instance: Instance) -> Clock:
@@ -109,6 +127,7 @@ def _with_links(instance: Instance) -> Clock:
     ]
 
     def timed(rows: Rows, begin: Sequence[float]) -> Times | None:
+        slower(size)
         ready = [_UNKNOWN] * size + [0.0]
         free = [0.0] * num_links
         at, time, first = [0] * len(rows), list(begin), list(begin)

@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
+from drumline.core.kernel.library import kernel
 from drumline.core.program import Program
 from drumline.core.units import number
 from drumline.plan.search.beam import Beam
-from drumline.plan.search.bounds.instance import Instance, Rows
+from drumline.plan.search.bounds.instance import B, I, Instance, Rows, W
 from drumline.plan.search.bounds.lower_bounds import Bound, lower_bound
 from drumline.plan.search.construct import TimedRows
 from drumline.plan.search.local import Annealer
@@ -31,22 +32,25 @@ from drumline.plan.search.styles import FIRST, WOVEN, Style, Styles, climb
 
 SAME = 1e-9  # relative: values this close are equal
 
-# The cost of timing one action; a machine times two or three million of them per second.
-_UNITS_PER_SECOND = 1.5e6
-_PROOF = 5e-5  # seconds per action for the proof and the timeline at the end
+# A unit is what timing one action of a move costs: machines time twice as many per second, in the kernel or in Python.
+_UNITS_PER_SECOND, _UNITS_PER_SECOND_IN_PYTHON = 1e8, 1e6
+_PROOF = 5e-6  # seconds per action for the proof and the timeline at the end
 SECONDS = 10.0  # unless given, or a number of programs is
-_BUILD = 15.0  # building takes this many times as long as timing
+_BUILD = 60.0  # the cost of building, per action
+_MEASURE = 30.0  # and of timing a program that was not moved
+_STEP = 50  # what a step of local search costs beside the timing
+_BRANCH = 8000.0  # the cost of growing one state of a beam
 _CONSTRUCTING = 0.4  # share of the budget for constructions
 _MOST_BUILDS = 300
 _CLOSE = 0.01  # a start this close to the bound is improved rather than replaced
 _STRETCHING = 0.6  # share of the remaining budget for a search with fewer microbatches
 _POOL = 8
-_LEAST_STEPS, _MOST_STEPS = 500, 4000
+_LEAST_STEPS, _MOST_STEPS = 500, 40_000
 _HEATS = (0.01, 0.03, 0.003)
+_SMALL = 300  # actions; of more, each is a smaller share of the makespan
 _BEAM_SIZE = 700
 _WEAVES = 24
 _BEAMS = ((30, 0.0), (100, 0.02), (100, 0.1), (200, 0.0), (60, 0.05))
-_BRANCH = 40.0  # the cost of growing one state of a beam
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +65,20 @@ class Budget:
     def of(cls, size: int, began: float, seconds: float | None, tries: float = math.inf) -> Budget:
         """Return the budget for programs of `size` actions; with `tries` and without `seconds`, no clock counts.
 
-        >>> Budget.of(100, 0.0, 2.0)
-        Budget(units=3000000.0, deadline=1.995, tries=inf)
+        >>> Budget.of(100, 0.0, 2.0).deadline
+        1.9995
         >>> Budget.of(100, 0.0, None, tries=20)
-        Budget(units=15032000.0, deadline=inf, tries=20)
+        Budget(units=1000122000.0, deadline=inf, tries=20)
         """
         if seconds is None and tries < math.inf:
             return cls(SECONDS * _UNITS_PER_SECOND + tries * (_BUILD + 1) * size, math.inf, tries)
         seconds = SECONDS if seconds is None else seconds
-        return cls(seconds * _UNITS_PER_SECOND, began + seconds - min(seconds / 2, size * _PROOF), tries)
+        return cls(seconds * units_per_second(), began + seconds - min(seconds / 2, size * _PROOF), tries)
+
+
+def units_per_second() -> float:
+    """Return how many units this installation surely spends in a second."""
+    return _UNITS_PER_SECOND_IN_PYTHON if kernel() is None else _UNITS_PER_SECOND
 
 
 class SearchRun:
@@ -87,10 +96,8 @@ class SearchRun:
         self.size = 3 * len(instance.rank)
         self.units, self.deadline, self.tries = budget.units, budget.deadline, budget.tries
         self.progress = progress
-        whole = any(
-            instance.seconds[n + 3] < instance.seconds[n + 1] + instance.seconds[n + 2] - 1e-12
-            for n in range(0, instance.num_actions, 4)
-        )
+        times = instance.times
+        whole = bool((times[..., B] < times[..., I] + times[..., W] - 1e-12).any())
         self.may_join = whole or not instance.rows_fit(instance.plain)
         bound = partial(lower_bound, instance, objective.name, is_late=self.is_late)
         self.bound = bound() if objective.jitter is None else Bound(0.0, "none")
@@ -158,20 +165,20 @@ class SearchRun:
         if small is None or not self.keep_on() or self.objective.jitter is not None:
             return
         now = time.monotonic()
-        seconds = min(self.deadline - now, self.units / _UNITS_PER_SECOND) * _STRETCHING
-        share = Budget.of(3 * len(small.rank), now, seconds, (self.tries - self.num_tried) * _STRETCHING)
-        share = replace(share, deadline=math.inf) if self.deadline == math.inf else share
+        seconds = (self.deadline - now) * _STRETCHING
+        units = min(self.units * _STRETCHING, seconds * units_per_second())
+        share = Budget(units, now + seconds, (self.tries - self.num_tried) * _STRETCHING)
         fewer = SearchRun(small, Objective(small, self.objective.name), share)
         fewer.run()
-        self.units -= seconds * _UNITS_PER_SECOND - max(fewer.units, 0.0)
+        self.units -= units - max(fewer.units, 0.0)
         self.num_tried += fewer.num_tried
         for _, rows in fewer.pool:
-            for longer in stretched(small, rows, self.instance):
+            for longer in stretched(small, rows, self.instance, is_late=self.is_late):
                 if all(self.instance.fits(row, rank) for rank, row in enumerate(longer)):
                     measured = self.objective.measure(longer)
                     if measured is not None:
                         self.offer(measured.value, longer)
-                if not self.keep_on(self.size):
+                if not self.keep_on(_MEASURE * self.size):
                     return
 
     def construct(self) -> None:
@@ -232,12 +239,13 @@ class SearchRun:
 
     def anneal(self, rows: Rows, turn: int) -> None:
         """Anneal along the critical paths from these rows."""
-        steps = max(_LEAST_STEPS, min(_MOST_STEPS, int(self.units / (8 * self.size))))
+        steps = max(_LEAST_STEPS, min(_MOST_STEPS, int(self.units / (4 * self.size))))
         value, improved = self.annealer.run(
             rows,
             num_steps=steps,
-            heat=_HEATS[turn % len(_HEATS)] if self.size <= _BEAM_SIZE else 0.0,
-            keep_on=self._step,
+            heat=_HEATS[turn % len(_HEATS)] * min(1.0, _SMALL / self.size),
+            enough=self.bound.value * (1 + SAME),
+            steps_to_do=self._steps,
         )
         self.offer(value, improved)
 
@@ -260,9 +268,12 @@ class SearchRun:
         self.offer(measured.value, rows)
         return rows
 
-    def _step(self, best: float, rows: Rows) -> bool:
-        """Record what local search has so far, and say whether to continue."""
-        self.num_tried += 1
-        if best < self.value * (1 - SAME):
+    def _steps(self, best: float, rows: Rows | None, done: int) -> int:
+        """Count the steps that local search has done, record better rows, and say how many steps may follow."""
+        self.num_tried += done
+        if rows is not None and best < self.value * (1 - SAME):
             self.offer(best, rows)
-        return self.keep_on(self.size + 30)
+        each = self.size + _STEP
+        if not self.keep_on(done * each):
+            return 0
+        return math.ceil(min(self.units / each, self.tries - self.num_tried))

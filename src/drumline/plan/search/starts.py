@@ -14,12 +14,14 @@ is any good.
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
+
 from drumline.core.errors import ScheduleError
+from drumline.core.graph import Ints
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
@@ -62,7 +64,10 @@ def starts(instance: Instance, objective: Objective, *, is_late: Callable[[], bo
     """
     starts_by_size: dict[int, Start] = {}
     num_built = 0
-    plainest = [Program(instance.plain.rows, "one by one"), Program(instance.joined.rows, "one by one, joined")]
+    plainest = [
+        Program.of_columns(program.columns, name)
+        for program, name in ((instance.plain, "one by one"), (instance.joined, "one by one, joined"))
+    ]
     for place, program in chain(enumerate(plainest), _hand_made(instance, len(plainest))):
         num_built += place >= len(plainest)
         if starts_by_size and is_late() and (max(starts_by_size) >= len(plainest) or num_built > _FEW):
@@ -130,8 +135,12 @@ def split(rows: Rows) -> Rows:
     return [[number for n in row for number in ((n - B + I, n - 1) if n % 4 == B else (n,))] for row in rows]
 
 
-def stretched(few: Instance, rows: Rows, more: Instance) -> Iterator[Rows]:
+def stretched(
+    few: Instance, rows: Rows, more: Instance, *, is_late: Callable[[], bool] = lambda: False
+) -> Iterator[Rows]:
     """Yield the rows for all of `more`'s microbatches, once for every moment from which the program is periodic.
+
+    It ends when it `is_late`.
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.placement import Placement
@@ -145,57 +154,62 @@ def stretched(few: Instance, rows: Rows, more: Instance) -> Iterator[Rows]:
     assert times is not None, "only a program that runs can be stretched"
     ends, ready = times
     last = max(end for _, end in ends)
+    arrived = np.array(ready)
+    each = [np.array(row) for row in rows]
+    starts_of_rows = [
+        arrived[np.where(row % 4 == B, row - B + I, row)] - few.latencies.ravel()[row] - few.times.ravel()[row]
+        for row in each
+    ]
     seen_rows = set()
     for moment in range(_MOMENTS):
+        if is_late():
+            return
         begin = last * (0.2 + 0.6 * moment / _MOMENTS)
-        cuts = tuple(_first_since(few, row, ready, begin) for row in rows)
-        new_rows = [_repeated(few, row, cut, more) for row, cut in zip(rows, cuts, strict=True)]
-        if cuts not in seen_rows and all(row is not None for row in new_rows):
-            seen_rows.add(cuts)
-            yield [row or [] for row in new_rows]
-
-
-def _first_since(few: Instance, row: list[int], ready: list[float], begin: float) -> int:
-    for at, number in enumerate(row):
-        if ready[number - 2 if number % 4 == B else number] - few.latency[number] - few.seconds[number] >= begin:
-            return at
-    return len(row)
-
-
-def _repeated(few: Instance, row: list[int], cut: int, more: Instance) -> list[int] | None:
-    """Return the row with the period at `cut` repeated; None if there is none."""
-    word = [(number // 4 // few.num_microbatches, number % 4) for number in row]
-    period = _period(word, cut)
-    if period is None:
-        return None
-    longer = [*word[:cut], *period * (more.num_microbatches - few.num_microbatches), *word[cut:]]
-    turns: dict[tuple[int, int], int] = {}
-    owed: dict[int, deque[int]] = defaultdict(deque)
-    new_row = []
-    for stage, op in longer:
-        if op == W:
-            turn = owed[stage].popleft()
+        cuts = tuple(int(np.append(started >= begin, True).argmax()) for started in starts_of_rows)
+        if cuts in seen_rows:
+            continue
+        seen_rows.add(cuts)
+        new_rows = []
+        for row, cut in zip(each, cuts, strict=True):
+            new_row = _repeated(few, row, cut, more)
+            if new_row is None:
+                break
+            new_rows.append(new_row.tolist())
         else:
-            kind = (stage, F if op == F else I)  # whole and split backwards share a count
-            turn = turns.get(kind, 0)
-            turns[kind] = turn + 1
-            if op == I:
-                owed[stage].append(turn)
-        new_row.append(more.number(stage, op, turn))
-    return new_row
+            yield new_rows
 
 
-def _period(word: list[Step], cut: int) -> list[Step] | None:
-    """Return the next few actions that contain one forward and one backward, whole or split, of every stage.
+def _repeated(few: Instance, row: Ints, cut: int, more: Instance) -> Ints | None:
+    """Return the row with the period at `cut` repeated; None if there is none."""
+    stage, op = row // 4 // few.num_microbatches, row % 4
+    length = _period(list(zip(stage.tolist(), op.tolist(), strict=True)), cut)
+    if length is None:
+        return None
+    again = np.tile(np.arange(cut, cut + length), more.num_microbatches - few.num_microbatches)
+    longer = np.concatenate((np.arange(cut), again, np.arange(cut, len(row))))
+    stage, op = stage[longer], op[longer]
+    turn = np.zeros(len(longer), dtype=np.int64)
+    for number in np.unique(stage).tolist():
+        here = stage == number
+        forwards, backwards = (np.flatnonzero(here & chosen) for chosen in (op == F, (op == I) | (op == B)))
+        turn[forwards], turn[backwards] = np.arange(len(forwards)), np.arange(len(backwards))
+        # Whole and split backwards share a count, and every W is that of the first I that waits for its own.
+        turn[here & (op == W)] = turn[here & (op == I)]
+    numbers: Ints = 4 * (stage * more.num_microbatches + turn) + op
+    return numbers
+
+
+def _period(word: list[Step], cut: int) -> int | None:
+    """Return how many actions from `cut` on contain one forward and one backward, whole or split, of every stage.
 
     >>> _period([(0, F), (0, F), (0, B), (0, F), (0, I), (0, W)], 1)
-    [(0, 0), (0, 3)]
+    2
     """
     seen_microbatches: dict[int, set[int]] = {stage: set() for stage, _ in word}
-    for at, (stage, op) in enumerate(word[cut:], start=cut + 1):
+    for length, (stage, op) in enumerate(word[cut:], start=1):
         if op in seen_microbatches[stage]:
             return None
         seen_microbatches[stage].add(op)
         if all(ops in ({F, B}, {F, I, W}) for ops in seen_microbatches.values()):
-            return word[cut:at]
+            return length
     return None

@@ -62,15 +62,17 @@ class Styles:
         relaxed = Relaxation(instance)
         self._fewest = [
             [
-                relaxed.way_back[lane.stage] / (sum(relaxed.exact[stage_lane.stage, 0] for stage_lane in lanes) or 1.0)
+                relaxed.way_back[lane.stage] / (sum(relaxed.exact[stage_lane.stage][0] for stage_lane in lanes) or 1.0)
                 for lane in lanes
             ]
             for lanes in instance.lanes
         ]
 
-    def build(self, style: Style, order: Rows | None = None) -> TimedRows | None:
+    def build(
+        self, style: Style, order: Rows | None = None, *, is_late: Callable[[], bool] = lambda: False
+    ) -> TimedRows | None:
         """Return the program of a style; with an order, only W is placed."""
-        return self.builder.build(self.policies(style), order)
+        return self.builder.build(self.policies(style), order, is_late=is_late)
 
     def policies(self, style: Style) -> list[Policy]:
         """Return every rank's policy."""
@@ -158,7 +160,7 @@ def climb(
         else:
             style = styles.varied(rng.choice(best[:4])[1], rng)
         turn += 1
-        built = styles.build(style, order)
+        built = styles.build(style, order, is_late=is_late)
         if built is None:
             if turn > len(starts) + num_drawn and not best:
                 return  # nothing fits except one microbatch after another

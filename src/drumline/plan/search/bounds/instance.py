@@ -15,21 +15,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
+
+import numpy as np
 
 from drumline.core import rules
-from drumline.core.action import Action, Op
-from drumline.core.clock.assemble import compile_program
+from drumline.core.action import Action
 from drumline.core.costs import Costs
-from drumline.core.graph import OPS, Messages
+from drumline.core.graph import Floats, Ints, Messages
 from drumline.core.memory import Sizes
 from drumline.core.placement import Placement
 from drumline.core.program import Program
-from drumline.core.simulate.durations import message_bytes, work_seconds
 from drumline.core.timeline.idle import Limit
+from drumline.plan.search.bounds import entries
 
 F, I, W, B = range(4)  # noqa: E741 - the letters the papers use
-_OPS = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.BACKWARD)
-_NUMBER = {op: number for number, op in enumerate(_OPS)}
 
 _NO_LIMIT = Limit()
 
@@ -84,7 +84,7 @@ class Instance:
     def action(self, number: int) -> Action:
         """Return the action with this number."""
         pair, op = divmod(number, 4)
-        return Action(pair // self.num_microbatches, _OPS[op], pair % self.num_microbatches)
+        return Action(pair // self.num_microbatches, entries.SEARCHED[op], pair % self.num_microbatches)
 
     @property
     def num_ranks(self) -> int:
@@ -106,167 +106,127 @@ class Instance:
         """How messages are modelled; under BLOCKING, only the simulator itself computes times."""
         return Messages.of(self.costs)
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of the entries: stages, microbatches, ops."""
+        return self.num_stages, self.num_microbatches, 4
+
+    @cached_property
+    def homes(self) -> Ints:
+        """The rank of every pair, as (stages, microbatches)."""
+        return entries.homes(self.placement, self.num_microbatches)
+
     @cached_property
     def rank(self) -> list[int]:
         """The rank of every pair."""
-        home = self.placement.rank_of
-        return [home(stage, m) for stage in range(self.num_stages) for m in range(self.num_microbatches)]
+        return _listed(self.homes)
 
     @cached_property
     def lanes(self) -> tuple[tuple[StageLane, ...], ...]:
         """The lanes of every rank, its lowest stage first."""
-        lanes = []
-        for rank in range(self.num_ranks):
-            mine = []
-            for stage in range(self.num_stages):
-                passing = tuple(
-                    m for m in range(self.num_microbatches) if self.rank[stage * self.num_microbatches + m] == rank
-                )
+        lanes: list[list[StageLane]] = [[] for _ in range(self.num_ranks)]
+        for stage, ranks in enumerate(self.homes):
+            for rank in self.placement.ranks_of(stage):
+                passing = tuple(np.flatnonzero(ranks == rank).tolist())
                 if passing:
-                    mine.append(StageLane(rank, stage, passing))
-            lanes.append(tuple(mine))
-        return tuple(lanes)
+                    lanes[rank].append(StageLane(rank, stage, passing))
+        return tuple(map(tuple, lanes))
 
     @cached_property
     def plain(self) -> Program:
         """One microbatch after another, with split backwards: the program that holds the least."""
-        return self._one_by_one((Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
+        return entries.one_by_one(self.placement, self.homes, (I, W))
 
     @cached_property
     def joined(self) -> Program:
         """The same program with whole backwards."""
-        return self._one_by_one((Op.BACKWARD,))
-
-    def _one_by_one(self, backward: Sequence[Op]) -> Program:
-        rows: list[list[Action]] = [[] for _ in range(self.num_ranks)]
-        stages = range(self.num_stages)
-        for m in range(self.num_microbatches):
-            for stage in stages:
-                rows[self.placement.rank_of(stage, m)].append(Action(stage, Op.FORWARD, m))
-            for stage in reversed(stages):
-                rows[self.placement.rank_of(stage, m)] += [Action(stage, op, m) for op in backward]
-        return self._finished(rows)
-
-    def _finished(self, rows: Sequence[Sequence[Action]], name: str = "searched") -> Program:
-        """Return the rows as a program; copies of a stage exchange their gradients at the end."""
-        if not self.placement.mirrored:
-            return Program.of(rows, name)
-        return Program.of(
-            [
-                [*row, *(Action(stage, Op.REDUCE_GRAD) for stage in sorted({action.stage for action in row}))]
-                for row in rows
-            ],
-            name,
-        )
+        return entries.one_by_one(self.placement, self.homes, (B,))
 
     def program(self, rows: Rows, name: str = "searched") -> Program:
         """Return the program with these rows."""
-        return self._finished([[self.action(number) for number in row] for row in rows], name)
+        rank = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+        numbers = np.array([number for row in rows for number in row], dtype=np.int64)
+        return entries.program_of(self.placement, self.homes, numbers, rank, name)
 
     def rows_of(self, program: Program) -> Rows | None:
         """Return a program's rows as numbers; None if it has overlapped pairs or updates, which have no number."""
-        rows: Rows = []
-        for row in program.rows:
-            kept_actions = [action for action in row if action.op is not Op.REDUCE_GRAD]
-            if any(action.op not in _NUMBER for action in kept_actions):
-                return None
-            rows.append([self.number(stage, _NUMBER[op], m or 0) for stage, op, m, _ in kept_actions])
-        return rows
+        columns = program.columns.only(program.columns.code != entries.EXCHANGE)
+        op = entries.NUMBER[columns.code]
+        if columns.paired.any() or (op < 0).any():
+            return None
+        numbers = 4 * (columns.stage * self.num_microbatches + np.maximum(columns.microbatch, 0)) + op
+        return [row.tolist() for row in np.split(numbers, np.cumsum(columns.lengths)[:-1])]
+
+    @cached_property
+    def times(self) -> Floats:
+        """The seconds of every action, as (stages, microbatches, ops)."""
+        return entries.seconds(self.costs, (self.plain, self.joined), self.shape)
 
     @cached_property
     def seconds(self) -> list[float]:
         """The seconds of every action."""
-        seconds = [0.0] * self.num_actions
-        for program in (self.plain, self.joined):
-            graph = compile_program(program, Messages.LATENCY)
-            work = graph.work
-            columns = (work.stage.tolist(), work.code.tolist(), work.microbatch.tolist())
-            for stage, code, m, time in zip(*columns, work_seconds(graph, [self.costs])[:, 0].tolist(), strict=True):
-                seconds[self.number(stage, _NUMBER[OPS[code]], m)] = time
-        return seconds
+        return _listed(self.times)
+
+    @cached_property
+    def needs(self) -> Ints:
+        """What every action waits for on another stage, as (stages, microbatches, ops)."""
+        return entries.needs(self.num_stages, self.num_microbatches)
 
     @cached_property
     def need(self) -> list[int]:
         """What every action waits for on another stage, by number; -1 if nothing."""
-        needs = [-1] * self.num_actions
-        length = 4 * self.num_microbatches
-        for (stage, op), (needed_stage, needed_op) in self.inputs.items():
-            if op != W:  # W only needs its own I, and can run any time after it
-                first, needed = self.number(stage, op, 0), self.number(needed_stage, needed_op, 0)
-                needs[first : first + length - op : 4] = range(needed, needed + length - needed_op, 4)
-        return needs
+        return _listed(self.needs)
 
     @cached_property
     def inputs(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """What every (stage, op) waits for, by `rules`: the last of its inputs, which never arrives earlier."""
-        inputs_of = {}
-        for stage in range(self.num_stages):
-            for number, op in enumerate(_OPS):
-                for alternatives in rules.needs(Action(stage, op, 0), self.num_stages):
-                    # B uses the entry of I for its gradient.
-                    inputs_of[stage, number] = min((action.stage, _NUMBER[action.op]) for action in alternatives)
-        return inputs_of
+        """What every (stage, op) waits for."""
+        return entries.inputs(self.num_stages)
+
+    @cached_property
+    def links(self) -> Ints:
+        """The link of every action's output, as (stages, microbatches, ops)."""
+        return entries.links(self.needs, self.homes, self.num_ranks)
 
     @cached_property
     def link(self) -> list[int]:
         """The link that every action's output travels on, as source * P + target; -1 if it stays on its rank."""
-        links = [-1] * self.num_actions
-        for number, needed in enumerate(self.need):
-            if needed >= 0 and number % 4 != B:
-                source, target = self.rank[needed // 4], self.rank[number // 4]
-                if source != target:
-                    links[needed] = source * self.num_ranks + target
-        for pair in range(len(self.rank)):
-            links[4 * pair + B] = links[4 * pair + I]
-        return links
+        return _listed(self.links)
+
+    @cached_property
+    def latencies(self) -> Floats:
+        """How long after its end every output can be used, as (stages, microbatches, ops)."""
+        return self.transfers + entries.latency(self.costs, self.links, self.num_ranks)
 
     @cached_property
     def latency(self) -> list[float]:
         """How long after its end every action's output can be used at the earliest, including the transfer."""
-        return [
-            moving + (self.costs.edge(*divmod(link, self.num_ranks)).latency if link >= 0 else 0.0)
-            for link, moving in zip(self.link, self.moving, strict=True)
-        ]
+        return _listed(self.latencies)
+
+    @cached_property
+    def transfers(self) -> Floats:
+        """How long every output occupies its link, as (stages, microbatches, ops)."""
+        return entries.moving(self.costs, (self.plain, self.joined), self.links, self.num_ranks)
 
     @cached_property
     def moving(self) -> list[float]:
         """How long every action's output occupies its link."""
-        bytes_moving = [0.0] * self.num_actions
-        if self.costs.has_finite_links:
-            for program in (self.plain, self.joined):
-                graph = compile_program(program, Messages.LATENCY)
-                work, crossings = graph.work, graph.crossings
-                producers = [column[crossings.producer].tolist() for column in (work.stage, work.code, work.microbatch)]
-                for stage, code, m, size in zip(*producers, message_bytes(graph, self.costs).tolist(), strict=True):
-                    number = self.number(stage, _NUMBER[OPS[code]], m)
-                    bytes_moving[number] = (
-                        size / self.costs.edge(*divmod(self.link[number], self.num_ranks)).bytes_per_second
-                    )
-        return bytes_moving
+        return _listed(self.transfers)
 
     @cached_property
     def resources(self) -> tuple[Resource, ...]:
         """What the limit restricts: pairs, bytes or both."""
         resources = []
         if self.limit.max_activations is not None:
-            during = [1.0 if op is Op.FORWARD else 0.0 for op in _OPS]
-            after = [more - (op in rules.RELEASES) for more, op in zip(during, _OPS, strict=True)]
+            during = [1.0 if op == F else 0.0 for op in range(4)]
+            after = [more - (op in rules.RELEASES) for more, op in zip(during, entries.SEARCHED, strict=True)]
             pairs, nothing = len(self.rank), [0.0] * self.num_ranks
             resources.append(Resource(during * pairs, after * pairs, nothing, self.limit.most_pairs))
         if self.limit.max_bytes is not None:
-            resources.append(self._bytes(self.limit.most_bytes))
+            sizes = Sizes.of(self.plain, self.costs)
+            during, after = map(_listed, entries.bytes_held(self.costs, sizes, self.shape))
+            static = [sum(sizes.static[lane.stage] for lane in lanes) for lanes in self.lanes]
+            resources.append(Resource(during, after, static, self.limit.most_bytes))
         return tuple(resources)
-
-    def _bytes(self, most: float) -> Resource:
-        sizes = Sizes.of(self.plain, self.costs)
-        factors = self.costs.factors(self.num_microbatches)
-        during, after = [0.0] * self.num_actions, [0.0] * self.num_actions
-        for number in range(self.num_actions):
-            stage, op, m, _ = self.action(number)
-            more, less = sizes.change[op, stage]
-            during[number], after[number] = more * factors[m or 0], (more + less) * factors[m or 0]
-        static = [sum(sizes.static[lane.stage] for lane in lanes) for lanes in self.lanes]
-        return Resource(during, after, static, most)
 
     def rows_fit(self, program: Program) -> bool:
         """Whether all rows of a program stay within the limit."""
@@ -283,3 +243,8 @@ class Instance:
                     return False
                 stash += after[number]
         return True
+
+
+def _listed(table: Floats | Ints) -> list[Any]:
+    """Return a table's entries as plain numbers, which Python reads faster than an array's."""
+    return table.ravel().tolist()

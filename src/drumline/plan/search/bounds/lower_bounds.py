@@ -59,7 +59,7 @@ def work(instance: Instance, objective: str) -> float:
     del objective
     relaxed = Relaxation(instance)
     return max(
-        sum(relaxed.exact[lane.stage, m] for lane in lanes for m in lane.microbatches) for lanes in instance.lanes
+        sum(relaxed.exact[lane.stage][m] for lane in lanes for m in lane.microbatches) for lanes in instance.lanes
     )
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import numpy as np
+
 from drumline.plan.search.bounds.instance import F, I, Instance, W
 
 _OPS = (F, I, W)
@@ -21,32 +23,29 @@ class Relaxation:
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
         self.linked = not instance.placement.mirrored
+        forward, first, second, whole = np.moveaxis(instance.times, 2, 0)
+        early = np.minimum(first, whole)
+        late = np.maximum(0.0, np.minimum(first + second, whole) - early)
+        # The seconds of every pair, by stage and microbatch.
+        self.exact: list[list[float]] = (forward + early + late).tolist()
         self.seconds: dict[Key, float] = {}
-        self.exact: dict[Key, float] = {}
-        for stage in range(instance.num_stages):
-            halves = [self._halves(stage, m) for m in range(instance.num_microbatches)]
-            for op, column in zip(_OPS, zip(*halves, strict=True), strict=True):
-                self.seconds[stage, op] = min(column)
-            for m, parts in enumerate(halves):
-                self.exact[stage, m] = sum(parts)
+        for op, table in zip(_OPS, (forward, early, late), strict=True):
+            self.seconds |= {(stage, op): least for stage, least in enumerate(table.min(axis=1).tolist())}
+        self._latency: list[list[float]] = instance.latencies.min(axis=1).tolist()
+        self._sizes = [self._of_resource(resource.after) for resource in instance.resources]
 
-    def _halves(self, stage: int, m: int) -> tuple[float, float, float]:
-        number = self.instance.number(stage, F, m)
-        forward, first, second, whole = self.instance.seconds[number : number + 4]
-        early = min(first, whole)
-        return forward, early, max(0.0, min(first + second, whole) - early)
+    def _of_resource(self, after: list[float]) -> list[tuple[float, float]]:
+        table = np.array(after).reshape(self.instance.shape)
+        full = table[..., F].min(axis=1)
+        return list(zip(full.tolist(), np.minimum(full, (-table[..., W]).min(axis=1)).tolist(), strict=True))
 
     def sizes(self, stage: int, resource: int) -> tuple[float, float]:
         """Return what the smallest microbatch holds from F on, and at least from I on."""
-        device = self.instance.resources[resource]
-        numbers = [self.instance.number(stage, F, m) for m in range(self.instance.num_microbatches)]
-        full = min(device.after[n] for n in numbers)
-        return full, min(full, *(-device.after[n + W] for n in numbers))
+        return self._sizes[resource][stage]
 
     def latency(self, stage: int, op: int) -> float:
         """Return the least latency of the output of (stage, op)."""
-        count = self.instance.num_microbatches
-        return min(self.instance.latency[self.instance.number(stage, op, m)] for m in range(count))
+        return self._latency[stage][op]
 
     @cached_property
     def way_down(self) -> list[float]:
