@@ -30,7 +30,7 @@ VERBS = {
     "demo": "train a small model on two ranks with several schedules, and write a report",
     "show": "draw a schedule in the terminal, or write it to a file",
     "simulate": "print the times, the idle time by cause and the memory of one schedule",
-    "replicas": "simulate one step of many copies of a pipeline, with times that vary, and name what is slow",
+    "replicas": "simulate one step of many copies of a pipeline, and name what is slow",
     "compare": "compare all schedules, or those you name, for one model, best first",
     "search": "find the best schedule within a memory limit, and say how far from optimal it can be",
     "profile": "measure a model's blocks and the links between ranks on this machine",

@@ -9,7 +9,8 @@ Every copy runs the same compiled program with factors of its own, one copy afte
 grow with their number. A rank's exchanges go one after the other.
 
 After its last action a rank waits for the slowest copy of its stages (`replicas`), exchanges gradients (`exchange`),
-and drains. Imbalance is what the program idles beyond the same program with every action at the mean of its op.
+and drains. Imbalance is what the program idles beyond the same program with every action at the mean of its op, and
+every link at its given latency.
 """
 
 from __future__ import annotations
@@ -178,8 +179,9 @@ class _Cluster:
     def of(graph: TimeGraph, costs: Costs, num_replicas: int) -> _Cluster:
         nominal = work_seconds(graph, [costs])[:, 0]
         latency = np.array([costs.edge(*edge).latency for edge in graph.edges[0]]) if _is_late(costs) else np.empty(0)
-        ended = evaluate(graph, level_work(graph, nominal))
-        twin = Times(starts_of(graph, ended, None), np.ascontiguousarray(ended), 0.0, float(ended.max()))
+        level, lag = level_work(graph, nominal), _lag(graph, latency)
+        ended = np.ascontiguousarray(evaluate(graph, level, lag))
+        twin = Times(starts_of(graph, ended, lag), ended, 0.0, float(ended.max()))
         shape, links = (num_replicas, graph.num_ranks), (num_replicas, len(latency))
         zeros = (np.zeros(num_replicas), np.zeros(shape), np.zeros((num_replicas, graph.num_stages)), np.zeros(shape))
         return _Cluster(
@@ -202,7 +204,7 @@ class _Cluster:
         lag = None
         if len(self.latency):
             self.link_factors[replica] = draws.links(len(self.latency))
-            lag = np.append(self.latency * self.link_factors[replica], 0.0).take(graph.node_edge)
+            lag = _lag(graph, self.latency * self.link_factors[replica])
         ended = np.ascontiguousarray(evaluate(graph, seconds, lag))
         first, last = graph.chains.T
         self.own_ends[replica] = ended[last - 1]
@@ -265,6 +267,11 @@ class _Cluster:
         replica, link = divmod(int(self.waited.argmax()), len(self.latency))
         latency = float(self.latency[link] * self.link_factors[replica, link])
         return SlowLink(replica, *self.graph.edges[0][link], latency, float(self.waited[replica, link]))
+
+
+def _lag(graph: TimeGraph, latency: Floats) -> Floats | None:
+    """Return how long after its need each action may start."""
+    return np.append(latency, 0.0).take(graph.node_edge) if len(latency) else None
 
 
 def _is_late(costs: Costs) -> bool:
