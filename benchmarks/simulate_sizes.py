@@ -116,7 +116,7 @@ def timed_size(name: str, ranks: int, microbatches: int) -> None:
 
 def measure_growth(rounds: int, most: float) -> list[dict[str, Any]]:
     """Return the sizes, the fastest of a few runs for each, and the exponent fitted to those of a kind."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, ranks, microbatches, grows in sizes(most):
         each = [one_size(name, ranks, microbatches) for _ in range(rounds)]
         rows.append({"grows": grows, "ranks": ranks, "microbatches": microbatches} | min(each, key=_seconds))
