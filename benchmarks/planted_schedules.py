@@ -204,8 +204,8 @@ SCHEDULES = (
     Bug(
         "empty-rows-cost-nothing",
         "_checked",
-        "left -= max(len(actions), 1)",
-        "left -= len(actions)",
+        "count += max(len(actions), 1)",
+        "count += len(actions)",
         "A recipe that yields empty rows for ever is never stopped.",
     ),
 )
