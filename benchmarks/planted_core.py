@@ -427,6 +427,27 @@ CORE = (
         "A part of zb-v writes microbatches that it does not have.",
     ),
     Bug(
+        "kernel-forgets-that-ranks-worked",
+        "drumline_causes",
+        "worked |= ends[node] > starts[node];",
+        "worked |= 0;",
+        "A rank fills for as long as it runs.",
+    ),
+    Bug(
+        "kernel-path-takes-the-row",
+        "drumline_path",
+        "ends[node - 1] >= starts[node] || need[node] < 0",
+        "1",
+        "The critical path of plain rows stays on the rank that ends last.",
+    ),
+    Bug(
+        "too-many-to-look-at",
+        "Program.__getattr__",
+        "if self.num_actions > MAX_ACTIONS:",
+        "if self.num_actions > MAX_IN_ARRAYS:",
+        "A program of millions becomes objects, one by one, until there is no memory.",
+    ),
+    Bug(
         "kernel-of-other-sources",
         "loaded",
         "if build.digest_in(library) != build.digest():",

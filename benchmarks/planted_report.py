@@ -6,6 +6,27 @@ from planting import Bug
 
 REPORT = (
     Bug(
+        "replicas-exchange-too-early",
+        "_Cluster._exchanges",
+        "self.ready.max(axis=0)",
+        "self.ready[0]",
+        "Copies of a pipeline exchange gradients before the slowest of them has any.",
+    ),
+    Bug(
+        "replicas-all-alike",
+        "FactorDraws.actions",
+        "if not self._varies:",
+        "if True:",
+        "Every copy of a pipeline takes the same times.",
+    ),
+    Bug(
+        "replicas-the-fastest-link",
+        "_Cluster._slowest",
+        "int(self.waited.argmax())",
+        "int(self.waited.argmin())",
+        "The link that nobody waits for is called the slowest.",
+    ),
+    Bug(
         "compared-peaks-in-another-unit",
         "compare_table",
         'f"{timeline.span_bubble:.2%}", str(max(timeline.peak_activations))]',

@@ -122,9 +122,10 @@ def measure_growth(rounds: int, most: float) -> list[dict[str, Any]]:
         rows.append({"grows": grows, "ranks": ranks, "microbatches": microbatches} | min(each, key=_seconds))
     for grows in dict.fromkeys(row["grows"] for row in rows):
         kind = [row for row in rows if row["grows"] == grows]
-        logs = np.log([[row["actions"], row["seconds"]] for row in kind])
+        actions, seconds = (np.log([row[name] for row in kind]) for name in ("actions", "seconds"))
+        slope = np.cov(actions, seconds)[0, 1] / np.var(actions, ddof=1)
         for row in kind:
-            row["exponent"] = float(np.polyfit(*logs.T, 1)[0])
+            row["exponent"] = float(slope)
     return rows
 
 

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 
 from drumline.core import program as module
+from drumline.core.costs import Costs
 from drumline.core.errors import ProgramError
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
+from drumline.core.simulate.simulate import simulate
 from programs import NAMES, build, programs
 from refused import refused
 
@@ -116,3 +118,16 @@ def test_numbers_far_apart_do_not_fill_memory(tmp_path: Path) -> None:
 def test_what_is_not_a_file_is_refused(what: str, said: str, tmp_path: Path) -> None:
     with refused(ProgramError, said, expected="a CSV file"):
         Program.load(tmp_path if what == "a folder" else tmp_path / "none.csv")
+
+
+def test_a_program_of_arrays_too_large_to_look_at_is_still_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
+    depths = simulate(small, Costs(comm=0.5)).queue_depths.items()
+    queues, columns = {edge: max(depth for _, depth in curve) for edge, curve in depths}, small.columns
+    monkeypatch.setattr(module, "MAX_ACTIONS", 7)
+    program = Program.of_columns(columns, "large")
+    timeline = simulate(program, Costs(comm=0.5))
+    assert (timeline.makespan, timeline.peak_activations, len(timeline.critical_path)) == (10.0, (2, 1), 6)
+    assert timeline.peak_queues == queues == {(0, 1): 1, (1, 0): 1}
+    with refused(ProgramError, "large has 8 actions", expected="at most 7", fix="fewer microbatches"):
+        program.format()

@@ -17,10 +17,11 @@ from drumline.core.kernel.library import kernel
 from drumline.core.program import Program
 from drumline.report.replicas.measured import measured_spread
 from drumline.report.replicas.picture import picture
-from drumline.report.replicas.spread import Draws, Spread
+from drumline.report.replicas.spread import FactorDraws, Spread
 from drumline.report.replicas.step import REASONS, ReplicaStep, replicas
 from drumline.report.summary import idle_by_cause
 from refused import refused
+from some import some
 
 TRACES = Path(__file__).parents[2] / "docs" / "traces"
 UNEQUAL = dl.Costs(forward=1.0, backward_input=1.5, backward_weight=0.5, comm=0.25, reduce=3.0)
@@ -54,7 +55,7 @@ def test_every_copy_is_simulated_with_its_own_times_and_links() -> None:
     """The reference simulates each copy by itself, with the factors as arguments, and adds the exchanges by hand."""
     program, spread = program_of("zb-v"), Spread.log_normal(0.2, 0.5)
     step = replicas(program, UNEQUAL, num_replicas=3, spread=spread, seed=7)
-    draws, edges = Draws(spread, program.columns, 7), dl.simulate(program, UNEQUAL).graph.edges[0]
+    draws, edges = FactorDraws(spread, program.columns, 7), dl.simulate(program, UNEQUAL).graph.edges[0]
     timelines = []
     for _ in range(3):
         factors, slow = draws.actions(), draws.links(len(edges))
@@ -85,7 +86,7 @@ def test_busy_and_idle_time_are_all_there_is_with_and_without_a_kernel(name: str
     for use in (kernel(), None):
         with kernel_cases.using(use):
             steps.append(replicas(program_of(name), UNEQUAL, num_replicas=4, spread=0.3, seed=1))
-    for step in steps:
+    for step in some(steps):
         assert (step.busy + step.idle.sum(axis=0)).ravel() == pytest.approx([step.makespan] * 16)
         assert sum(step.idle_shares.values()) == pytest.approx(step.bubble)
         assert (step.idle >= -1e-12).all()

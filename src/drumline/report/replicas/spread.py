@@ -60,8 +60,8 @@ class Spread:
         return np.stack([self.ops[op] for op in OPS])
 
 
-class Draws:
-    """Draws a factor for every action of a program, the same for the same seed."""
+class FactorDraws:
+    """FactorDraws a factor for every action of a program, the same for the same seed."""
 
     def __init__(self, spread: Spread, work: Columns, seed: int) -> None:
         self._table = spread.table().ravel()

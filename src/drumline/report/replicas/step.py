@@ -32,7 +32,7 @@ from drumline.core.simulate.durations import level_work, work_seconds
 from drumline.core.simulate.simulate import compiled, invalid
 from drumline.core.timeline.causes import CAUSES, Arrivals, Causes, Times, causes_of
 from drumline.core.timeline.idle import Cause
-from drumline.report.replicas.spread import Draws, Spread
+from drumline.report.replicas.spread import FactorDraws, Spread
 
 # Why a rank idles: causes of a single pipeline, and those of many.
 REASONS = (Cause.FILL, Cause.WAIT, Cause.IMBALANCE, Cause.TRANSFER, "replicas", "exchange", Cause.DRAIN)
@@ -133,7 +133,7 @@ def replicas(
     costs = costs or Costs()
     graph = _graph(program, costs, num_replicas)
     spread = spread if isinstance(spread, Spread) else Spread.log_normal(spread)
-    draws, cluster = Draws(spread, graph.work, seed), _Cluster.of(graph, costs, num_replicas)
+    draws, cluster = FactorDraws(spread, graph.work, seed), _Cluster.of(graph, costs, num_replicas)
     for replica in range(num_replicas):
         cluster.add(replica, draws)
     return cluster.finished(program, draws)
@@ -196,7 +196,7 @@ class _Cluster:
             np.ones(links),
         )
 
-    def add(self, replica: int, draws: Draws) -> None:
+    def add(self, replica: int, draws: FactorDraws) -> None:
         """Run one replica."""
         graph, work = self.graph, self.graph.work
         factors = draws.actions()
@@ -233,7 +233,7 @@ class _Cluster:
         seconds = (found_causes.end - found_causes.start)[late]
         return np.bincount(link, seconds, len(self.latency)).astype(np.float64)
 
-    def _exchanges(self, draws: Draws) -> Iterator[list[tuple[float, float]]]:
+    def _exchanges(self, draws: FactorDraws) -> Iterator[list[tuple[float, float]]]:
         """Yield, rank by rank, when its exchanges start and end, the same in all replicas."""
         ready = self.ready.max(axis=0)
         takes = np.array(self.costs.per_stage("reduce", self.graph.num_stages))
@@ -248,16 +248,16 @@ class _Cluster:
                 spans.append((start, free))
             yield spans
 
-    def finished(self, program: Program, draws: Draws) -> ReplicaStep:
+    def finished(self, program: Program, draws: FactorDraws) -> ReplicaStep:
         """Exchange the gradients, and return the whole step."""
         exchanges = list(self._exchanges(draws))
         makespan = max(float(self.ends.max()), *(end for spans in exchanges for _, end in spans))
         for rank, spans in enumerate(exchanges):
-            own = self.own_ends[:, rank]
-            free = np.maximum(own, spans[-1][1])
-            moving = sum(np.maximum(end - np.maximum(own, start), 0.0) for start, end in spans)
+            idle_from = self.own_ends[:, rank]
+            free = np.maximum(idle_from, spans[-1][1])
+            moving = sum(np.maximum(end - np.maximum(idle_from, start), 0.0) for start, end in spans)
             self.idle[_EXCHANGE, :, rank] = moving
-            self.idle[_REPLICAS, :, rank] = free - own - moving
+            self.idle[_REPLICAS, :, rank] = free - idle_from - moving
             self.idle[_DRAIN, :, rank] = makespan - free
         return ReplicaStep(program, makespan, self.ends, self.busy, self.idle, self._slowest())
 
