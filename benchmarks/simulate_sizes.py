@@ -32,10 +32,10 @@ from drumline.report.draw.table import table
 from drumline.report.replicas.measured import measured_spread
 from drumline.report.replicas.picture import picture
 from drumline.report.replicas.step import replicas
-from drumline.schedules import building_block, cells, hanayo
+from drumline.schedules import building_block, cells, hanayo, orders
 from measure import Timing, interleaved, machine
 
-ASKING = (evaluate, producers, durations, memory, walks, causes, cells, building_block, hanayo)
+ASKING = (evaluate, producers, durations, memory, walks, causes, cells, orders, building_block, hanayo)
 # Schedule, ranks, microbatches.
 WRITTEN = [
     *((name, 64, 1000) for name in ("1f1b", "zb-h1", "interleaved-1f1b", "zb-v", "v-half", "v-min", "hanayo")),
@@ -106,6 +106,7 @@ def one_size(name: str, ranks: int, microbatches: int) -> dict[str, Any]:
 
 def timed_size(name: str, ranks: int, microbatches: int) -> None:
     """Print what one size takes; the first run of a small program loads the library."""
+    assert kernel() is not None, "there is no kernel"
     to_clock(name, 2, 2)
     before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     actions = to_clock(name, ranks, microbatches)

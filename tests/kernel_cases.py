@@ -31,7 +31,7 @@ from drumline.core.simulate import durations, walks
 from drumline.core.simulate.durations import lags, node_seconds, work_seconds
 from drumline.core.simulate.simulate import compiled, simulate
 from drumline.core.timeline import causes
-from drumline.schedules import building_block, cells, hanayo
+from drumline.schedules import building_block, cells, hanayo, orders
 
 ASKING = (
     arrays,
@@ -42,6 +42,7 @@ ASKING = (
     durations,
     hanayo,
     memory,
+    orders,
     producers,
     rows_and_text,
     text,
@@ -49,7 +50,15 @@ ASKING = (
     walks,
 )
 NAMES = ("1f1b", "zb-h1", "zb-v", "chimera", "dualpipe", "pipedream")
-WRITTEN = ("v-half", "v-min", "hanayo", "zb-v", "zb-h1", "pipedream")  # recipes whose rows the kernel writes
+WRITTEN = (
+    "v-half",
+    "v-min",
+    "hanayo",
+    "zb-v",
+    "zb-h1",
+    "pipedream",
+    "interleaved-zb",
+)  # recipes whose rows the kernel writes
 COSTS = (
     Costs(),
     Costs(comm=0.3),

@@ -19,6 +19,7 @@ import numpy as np
 
 from drumline.core.action import Op
 from drumline.core.graph import Ints, Number
+from drumline.core.kernel.library import kernel
 from drumline.schedules.cells import Cells, Turns, joined
 
 
@@ -31,14 +32,27 @@ def in_turn(forwards: Cells, backwards: Cells, weights: Cells | None = None, *, 
     [1F0, 1I0, 1F1, 1I1, 1W0, 1F2, 1I2, 1W1, 1W2]
     """
     lanes = [(forwards[ahead:], 0), (backwards, 0), *([] if weights is None else [(weights, delay)])]
-    turns = np.full((max(len(lane) + begin for lane, begin in lanes), len(lanes)), -1, dtype=Number)
-    first = min(ahead, len(forwards))
-    number = first
-    for at, (lane, begin) in enumerate(lanes):
-        turns[begin : begin + len(lane), at] = np.arange(number, number + len(lane), dtype=Number)
-        number += len(lane)
+    first, library = min(ahead, len(forwards)), kernel()
+    lengths, begins = (
+        np.array(numbers) for numbers in zip(*((len(lane), begin) for lane, begin in lanes), strict=True)
+    )
+    if library is None:
+        order = _order_in_python(lengths, begins, first)
+    else:
+        order = np.empty(int(lengths.sum()), dtype=Number)
+        library.lanes(len(lanes), lengths, begins, first, order)
     every = joined([forwards[:ahead], *(lane for lane, _ in lanes)])
-    return every[np.concatenate((np.arange(first, dtype=Number), turns[turns >= 0]))]
+    return every[np.concatenate((np.arange(first, dtype=Number), order))]
+
+
+def _order_in_python(lengths: Ints, begins: Ints, first: int) -> Ints:
+    """Return the entries of lanes that lie one after the other, in the order of their turns."""
+    turns = np.full((int((lengths + begins).max()), len(lengths)), -1, dtype=Number)
+    number = first
+    for lane, (length, begin) in enumerate(zip(lengths.tolist(), begins.tolist(), strict=True)):
+        turns[begin : begin + length, lane] = np.arange(number, number + length, dtype=Number)
+        number += length
+    return turns[turns >= 0]
 
 
 def alternating(stage: int, num_microbatches: int, *, ahead: int) -> Turns:

@@ -26,6 +26,28 @@ void drumline_turns(int64_t num_parts, const int32_t *part, int32_t *stage, int3
     }
 }
 
+/* Lists the entries of lanes that lie one after the other in the order of their turns.
+ *
+ * In turn t a lane gives its entry t - begins[lane], if it has that; lanes of the same turn come in their order. `first`
+ * is the number of the first lane's first entry.
+ */
+void drumline_lanes(int64_t num_lanes, const int64_t *lengths, const int64_t *begins, int64_t first, int32_t *order)
+{
+    int64_t at = 0, turns = 0;
+    for (int64_t lane = 0; lane < num_lanes; lane++)
+        if (lengths[lane] + begins[lane] > turns)
+            turns = lengths[lane] + begins[lane];
+    for (int64_t turn = 0; turn < turns; turn++) {
+        int64_t entry = first + turn;
+        for (int64_t lane = 0; lane < num_lanes; lane++) {
+            const int64_t number = turn - begins[lane];
+            if (number >= 0 && number < lengths[lane])
+                order[at++] = (int32_t)(entry - begins[lane]);
+            entry += lengths[lane];
+        }
+    }
+}
+
 /* A rank's place in its repeated block: the next microbatch of F down, F up, I up and I down, and of both W. */
 typedef struct {
     const int64_t *slots; /* of these four in the first block */
