@@ -21,9 +21,9 @@ SCHEDULES = (
     ),
     Bug(
         "interleaved-short-warm-up",
-        "interleaved_1f1b.ahead",
-        "ahead = round_trip + 2 * (num_ranks - 1 - rank)",
-        "ahead = round_trip + (num_ranks - 1 - rank)",
+        "interleaved_1f1b",
+        "ahead=round_trip + 2 * (num_ranks - 1 - rank)",
+        "ahead=round_trip + (num_ranks - 1 - rank)",
         "Too few forwards are ahead, so that ranks wait in the steady part.",
     ),
     Bug(
@@ -42,9 +42,9 @@ SCHEDULES = (
     ),
     Bug(
         "in-turn-until-the-last-forward",
-        "in_turn.turns",
-        "max(len(lane) + begin for lane, begin in lanes)",
-        "max(len(lanes[0][0]) + begin for lane, begin in lanes)",
+        "drumline_lanes",
+        "lengths[lane] + begins[lane] > turns",
+        "lengths[0] + begins[lane] > turns",
         "Backwards and W that are owed when the forwards have run never run.",
     ),
     Bug(

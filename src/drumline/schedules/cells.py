@@ -56,6 +56,14 @@ class Cells(Iterable[Action]):
         overlaps = None if self.overlaps is None else self.overlaps[chosen]
         return Cells(self.stage[chosen], self.code[chosen], self.microbatch[chosen], overlaps)
 
+    def down(self, num_stages: int) -> Cells:
+        """Return the same actions so many stages further down.
+
+        >>> list(run(Op.FORWARD, 0, 2).down(3))
+        [3F0, 3F1]
+        """
+        return Cells(self.stage + Number(num_stages), self.code, self.microbatch)
+
     def rows_of(self, length: int) -> Iterator[Cells]:
         """Yield rows of this length."""
         return (self[low : low + length] for low in range(0, len(self), length))

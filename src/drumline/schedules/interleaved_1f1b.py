@@ -44,9 +44,8 @@ def _peak_pairs(rank: int, num_ranks: int, num_microbatches: int, stages_per_ran
 def interleaved_1f1b(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterator[Cells]:
     """Alternate the grouped forwards and backwards."""
     local, microbatches = visits(num_ranks, num_microbatches, stages_per_rank)
+    forwards = cells(Op.FORWARD, local * num_ranks, microbatches)
+    backwards = cells(Op.BACKWARD, (stages_per_rank - 1 - local) * num_ranks, microbatches)
+    round_trip = (stages_per_rank - 1) * group_sizes(num_ranks, num_microbatches)[0]
     for rank in range(num_ranks):
-        forwards = cells(Op.FORWARD, local * num_ranks + rank, microbatches)
-        backwards = cells(Op.BACKWARD, (stages_per_rank - 1 - local) * num_ranks + rank, microbatches)
-        round_trip = (stages_per_rank - 1) * group_sizes(num_ranks, num_microbatches)[0]
-        ahead = round_trip + 2 * (num_ranks - 1 - rank)
-        yield in_turn(forwards, backwards, ahead=ahead)
+        yield in_turn(forwards, backwards, ahead=round_trip + 2 * (num_ranks - 1 - rank)).down(rank)

@@ -30,9 +30,8 @@ from drumline.schedules.registry import schedule
 def interleaved_zb(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterator[Cells]:
     """Alternate the grouped forwards and input halves, with weight halves delayed by r."""
     local, microbatches = visits(num_ranks, num_microbatches, stages_per_rank)
+    forwards, back = cells(Op.FORWARD, local * num_ranks, microbatches), (stages_per_rank - 1 - local) * num_ranks
+    halves = [cells(op, back, microbatches) for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
+    round_trip = (stages_per_rank - 1) * group_sizes(num_ranks, num_microbatches)[0]
     for rank in range(num_ranks):
-        forwards = cells(Op.FORWARD, local * num_ranks + rank, microbatches)
-        back = (stages_per_rank - 1 - local) * num_ranks + rank
-        round_trip = (stages_per_rank - 1) * group_sizes(num_ranks, num_microbatches)[0]
-        halves = (cells(op, back, microbatches) for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
-        yield in_turn(forwards, *halves, ahead=round_trip + num_ranks - 1 - rank, delay=rank)
+        yield in_turn(forwards, *halves, ahead=round_trip + num_ranks - 1 - rank, delay=rank).down(rank)

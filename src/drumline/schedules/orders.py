@@ -41,7 +41,7 @@ def in_turn(forwards: Cells, backwards: Cells, weights: Cells | None = None, *, 
     else:
         order = np.empty(int(lengths.sum()), dtype=Number)
         library.lanes(len(lanes), lengths, begins, first, order)
-    every = joined([forwards[:ahead], *(lane for lane, _ in lanes)])
+    every = joined([forwards, *(lane for lane, _ in lanes[1:])])
     return every[np.concatenate((np.arange(first, dtype=Number), order))]
 
 

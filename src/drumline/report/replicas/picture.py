@@ -1,7 +1,9 @@
 """Many pipelines as one picture: a cell per rank, darker the more it loses to others, and what its idle time is.
 
-replica 0   ░░░▒▒▒▓▓▓      one column per rank of a pipeline
-replica 1   ░░░▒▒▒▓▓▓      the slowest link lies between two framed cells
+    replica 0   ░░░▒▒▒▓▓▓      one column per rank of a pipeline
+    replica 1   ░░░▒▒▒▓▓▓      one row per pipeline
+
+The ranks of the slowest link are framed.
 """
 
 from __future__ import annotations
