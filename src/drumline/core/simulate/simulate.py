@@ -241,11 +241,11 @@ class Simulation(Timeline):
     def causes(self) -> Sequence[Idle]:
         """Every idle interval with its cause; they sum to `idle`."""
         graph = self.graph
-        is_plain = not (self.limit or len(graph.exchanges.node) or len(graph.waits.node) or graph.work.paired.any())
+        is_plain = not (self.limit or len(graph.waits.node) or self._exchanges_matter)
         if not is_plain or graph.messages is Messages.BLOCKING or not all(graph.work.lengths):
             return attribute(self, self.limit)
         maker = graph.need
-        if graph.messages is not Messages.LATENCY:
+        if graph.messages is not Messages.LATENCY or not graph.only_work:
             maker = np.full(len(graph.node), -1, dtype=Number)
             maker[graph.crossings.consumer] = graph.crossings.producer
         times, twin = self.times, self.balanced
@@ -254,11 +254,21 @@ class Simulation(Timeline):
         return causes_of(graph.work, times, arrivals, twin.times if isinstance(twin, Simulation) else None)
 
     @property
+    def _exchanges_matter(self) -> bool:
+        """Whether exchanges take time, or an optimizer step waits for one."""
+        graph = self.graph
+        nodes = np.concatenate((graph.exchanges.node, graph.exchanges.packed))
+        if len(nodes) == 0:
+            return False
+        return Op.UPDATE in graph.work.ops or bool((self.ended[nodes] > self.started[nodes]).any())
+
+    @property
     def times(self) -> Times:
-        """The times of all timed actions as arrays; the halves of an overlapped pair have the same."""
+        """The times of all timed actions as arrays; an overlapped pair is one action."""
         if self.graph.only_work:
             return Times(self.started, np.ascontiguousarray(self.ended), self.start, self.end)
-        return Times(self.started[self.graph.node], self.ended[self.graph.node], self.start, self.end)
+        nodes = np.concatenate(self.graph.action_nodes)
+        return Times(self.started[nodes], self.ended[nodes], self.start, self.end)
 
     @cached_property
     def balanced(self) -> Timeline | None:

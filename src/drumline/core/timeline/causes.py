@@ -3,19 +3,21 @@
     gap of a rank    low ──────── balanced ──────── arrived ──────── high
                       fill or wait        imbalance         transfer
 
-It covers rows of plain actions whose ranks compute all the time: no exchanges, no messages that occupy a rank, no
-limit. `attribute` takes whatever else there is, one action at a time, and gives the same intervals.
+It covers rows whose ranks compute all the time: no exchanges that take time, no messages that occupy a rank, no limit.
+`attribute` takes whatever else there is, one action at a time, and gives the same intervals.
+
+An overlapped pair is one action. It waits for the input that comes last, of either half.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import overload
 
 import numpy as np
 
-from drumline.core.action import Action
+from drumline.core.action import Action, overlap
 from drumline.core.graph import OPS, Columns, Floats, Ints, Number
 from drumline.core.kernel.library import Kernel, kernel
 from drumline.core.timeline.idle import Cause, Idle
@@ -31,7 +33,8 @@ _CODES = np.array([_FILL, _WAIT, _DRAIN, _IMBALANCE, _TRANSFER], dtype=Number)
 class Causes(Sequence[Idle]):
     """Idle intervals with their causes, rank by rank in time order; each is made when somebody looks at it.
 
-    `before` and `waits_for` are numbers of plain actions, -1 for none.
+    `before` and `waits_for` are numbers of plain actions, -1 for none. `before` is the first half of a pair; what
+    drains waits for an action, and all else for one of its halves.
     """
 
     work: Columns
@@ -60,8 +63,8 @@ class Causes(Sequence[Idle]):
             float(self.start[index]),
             float(self.end[index]),
             CAUSES[self.cause[index]],
-            self._action(before),
-            self._action(waits_for),
+            self._action(before, whole=True),
+            self._action(waits_for, whole=before < 0),
             int(self.work.rank[waits_for]) if waits_for >= 0 else None,
         )
 
@@ -75,15 +78,47 @@ class Causes(Sequence[Idle]):
         present = np.unique(self.cause).tolist()
         return {CAUSES[number]: total[number].tolist() for number in present}
 
-    def _action(self, number: int) -> Action | None:
+    def _action(self, number: int, *, whole: bool) -> Action | None:
         if number < 0:
             return None
         work = self.work
-        return Action(int(work.stage[number]), OPS[work.code[number]], int(work.microbatch[number]))
+        action = Action(int(work.stage[number]), OPS[work.code[number]], int(work.microbatch[number]))
+        if whole and work.paired[number]:
+            second = self._action(number + 1, whole=False)
+            assert second is not None
+            return overlap(action, second)
+        return action
 
 
 def causes_of(work: Columns, times: Times, arrivals: Arrivals, twin: Times | None) -> Causes:
     """Return every idle interval with its cause; `twin` are the times with all stages and microbatches alike."""
+    if not work.paired.any():
+        return _of_plain(work, times, arrivals, twin)
+    heads = np.flatnonzero(work.heads)
+    firsts = Columns.plain(work.lengths, work.stage[heads], work.code[heads], work.microbatch[heads])
+    latest = _latest_makers(work, times, arrivals.maker)
+    cells = Arrivals(np.where(latest < 0, Number(-1), work.cell[latest]), arrivals.last)
+    found_causes = _of_plain(firsts, times, cells, twin)
+    drains = found_causes.before < 0
+    before = np.where(drains, -1, heads[found_causes.before])
+    waits_for = np.where(drains, heads[found_causes.waits_for], latest[found_causes.before])
+    return replace(found_causes, work=work, before=before.astype(Number), waits_for=waits_for.astype(Number))
+
+
+def _latest_makers(work: Columns, times: Times, maker: Ints) -> Ints:
+    """Return, per action, the plain action that makes its latest input; -1 for none.
+
+    Of two that end together the one on the later rank counts, or later in its row; of a pair's two, the first.
+    """
+    takers = np.flatnonzero(maker >= 0)
+    makers = maker[takers]
+    order = np.lexsort((-makers, work.cell[makers], times.ends[work.cell[makers]]))
+    latest = np.full(sum(work.lengths), -1, dtype=Number)
+    latest[work.cell[takers[order]]] = makers[order]  # the last one written counts
+    return latest
+
+
+def _of_plain(work: Columns, times: Times, arrivals: Arrivals, twin: Times | None) -> Causes:
     library = kernel()
     if library is not None:
         return _by_kernel(library, work, times, arrivals, twin)
@@ -132,7 +167,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Per action, the action of another rank that made its input, or -1; and the action that ends last."""
+    """Per plain action, the plain action of another rank that made its input, or -1; and the action that ends last."""
 
     maker: Ints
     last: int
