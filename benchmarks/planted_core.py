@@ -463,7 +463,7 @@ CORE = (
     ),
     Bug(
         "late-messages-count-as-waiting",
-        "causes_of.arrived",
+        "_of_plain.arrived",
         "np.minimum(np.maximum(ready, low), high)",
         "high",
         "The time in which an input was on its way counts as waiting for it.",

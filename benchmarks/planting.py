@@ -150,6 +150,8 @@ OF_FILE = {
     "core/timeline/timeline.py": ("tests/core/test_simulate.py", "tests/core/test_attribute.py"),
     "core/kernel": ("tests/core/test_kernel.py",),
     "core/kernel/legality.c": ("tests/core/test_legality.py",),
+    "core/kernel/csv.c": ("tests/core/test_text.py",),
+    "core/kernel/text.py": ("tests/core/test_text.py",),
     "core/prove/arrays.py": ("tests/core/test_legality.py",),
     "core/clock": ("tests/core/test_kernel.py", "tests/core/test_validate.py"),
     "core/timeline/causes.py": ("tests/core/test_attribute.py",),

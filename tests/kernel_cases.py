@@ -112,6 +112,7 @@ def computed(program: Program, costs: Costs, rng: np.random.Generator) -> Iterat
     ends = clock.evaluate(graph, seconds, lag)
     yield ends
     yield clock.starts_of(graph, ends, lag)
+    yield np.array(durations.sums(ends, [len(ends)]))
     yield clock.starts_of(graph, ends, lag, np.arange(0, graph.num_nodes, 3))
     order, mixed = clock.order_of(graph), rng.permutation(graph.num_nodes)
     yield clock.latest_ends(order, many, lag=late)

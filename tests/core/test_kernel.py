@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from drumline.core.costs import Costs
 from drumline.core.kernel import build, library
 from drumline.core.program import Program
 from drumline.core.prove.violation import InvalidProgram
+from drumline.core.simulate.durations import sums
 from drumline.core.simulate.simulate import makespans, simulate
 from kernels import compiled
 from kernels import library as library_file
@@ -180,6 +183,15 @@ def test_sanitizers_find_nothing_in_the_kernel() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "compared 30"), done.stderr
     broken = subprocess.run([*command, "too short"], env=env, capture_output=True, text=True, check=False)
     assert "ERROR: AddressSanitizer" in broken.stderr  # it was there
+
+
+@settings(max_examples=examples(200))
+@given(st.lists(st.lists(st.floats(-1e100, 1e100) | st.sampled_from([1e16, 1.0, -1e16, 2**-53, 1e-300])), min_size=1))
+def test_sums_are_rounded_once(kernel: library.Kernel, groups: list[list[float]]) -> None:
+    values = np.array([value for group in groups for value in group], dtype=np.float64)
+    with kernel_cases.using(kernel):
+        found = sums(values, [len(group) for group in groups])
+    assert [struct.pack("d", total) for total in found] == [struct.pack("d", math.fsum(group)) for group in groups]
 
 
 def test_the_time_of_many_samples_does_not_depend_on_how_many_there_are(kernel: library.Kernel) -> None:

@@ -47,7 +47,8 @@ def test_schedules_that_do_not_admit_the_counts_are_left_out_with_the_reason() -
 def test_what_is_too_large_with_two_stages_per_rank_is_named_and_not_passed_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("drumline.schedules.registry.MAX_PAIRS", 20)
+    for limit in ("drumline.schedules.registry.MAX_PAIRS", "drumline.report.compare.MOST_PAIRS"):
+        monkeypatch.setattr(limit, 20)
     rows = compare(4, num_microbatches=4)
     names = [schedule.name for schedule in rows.left_out]
     assert {"zb-v", "interleaved-1f1b", "hanayo"} <= set(names)
@@ -57,7 +58,16 @@ def test_what_is_too_large_with_two_stages_per_rank_is_named_and_not_passed_over
         "expected at most 20 (stage, microbatch) pairs"
     )
     assert str(recommend(rows)).endswith(f" Not compared: {', '.join(names)}.")
-    assert "Not compared" in compare_page(rows, num_ranks=4, num_microbatches=4)
+    page = compare_page(rows, num_ranks=4, num_microbatches=4)
+    assert "Not compared" in page
+    assert "4 ranks x 2 stages x 4 microbatches is too large" in page
+
+
+def test_a_named_schedule_without_a_backward_is_left_out_by_name() -> None:
+    rows = compare(2, num_microbatches=2, only=["forward-only", "1f1b"])
+    assert [row.name for row in rows] == ["1f1b"]
+    assert left_out_text(rows.left_out) == "left out: forward-only has no backward; expected schedules that train"
+    assert [schedule.name for schedule in compare(2, num_microbatches=2).left_out] == []
 
 
 def test_what_is_over_the_limit_comes_last() -> None:

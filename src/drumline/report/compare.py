@@ -12,6 +12,7 @@ from typing import Any
 
 from drumline.core.costs import Costs, cut_finer
 from drumline.core.errors import CostsError, ScheduleError, counted
+from drumline.core.kernel.library import kernel
 from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
 from drumline.core.simulate.simulate import Simulation, simulate
@@ -22,6 +23,9 @@ from drumline.report.draw.table import table
 from drumline.report.summary import refused, summarize
 from drumline.schedules import DEFAULT, find, schedules
 from drumline.schedules.registry import too_large
+
+# Of each program; all schedules together then take some 2 GiB and 15 seconds.
+MOST_PAIRS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +92,9 @@ def compare(
 ) -> Comparison:
     """Return every training schedule that supports these counts, best first; those over the limit come last.
 
-    `left_out` lists the others, each with the reason. `frozen` are stages without trainable parameters, numbered as if
-    every rank held one stage. `only` names the schedules to compare, or gives programs with these counts.
+    `left_out` lists the others, each with the reason: also those of `only` that have no backward. `frozen` are stages
+    without trainable parameters, numbered as if every rank held one stage. `only` names the schedules to compare, or
+    gives programs with these counts.
 
     >>> [row.name for row in compare(4, num_microbatches=8)[:3]]
     ['zb-v', 'interleaved-zb', 'dualpipe']
@@ -114,6 +119,8 @@ def compare(
             left_out.append(LeftOut(name, v, error))
             continue
         if not program.has_backward:
+            if only is not None:
+                left_out.append(LeftOut(name, v, _no_backward(name)))
             continue
         program = prune(program, [stage // v not in frozen for stage in range(program.num_stages)])
         timeline = simulate(program, _over_all_steps(cut_finer(costs, v), program.num_microbatches))
@@ -135,7 +142,8 @@ def _with_counts(name: str | Program, num_ranks: int, num_microbatches: int, sta
     """Return the schedule's program; refuse a given one that has other counts."""
     if not isinstance(name, Program):
         # Checked first, as a program that is too large for all of them takes seconds for each.
-        if (refused := too_large(num_ranks, num_microbatches, stages_per_rank)) is not None:
+        most = None if kernel() is None else MOST_PAIRS
+        if (refused := too_large(num_ranks, num_microbatches, stages_per_rank, most)) is not None:
             raise find(name).refusal(num_ranks, num_microbatches, stages_per_rank) or refused
         return find(name).build(num_ranks, num_microbatches, stages_per_rank)
     if (name.num_ranks, name.num_microbatches) != (num_ranks, num_microbatches):
@@ -144,6 +152,11 @@ def _with_counts(name: str | Program, num_ranks: int, num_microbatches: int, sta
             expected=f"{counted(num_ranks, 'rank')} and {counted(num_microbatches, 'microbatch')}, like the others",
         )
     return name
+
+
+def _no_backward(name: str) -> ScheduleError:
+    fix = f"`drumline simulate {name}` prints its times"
+    return ScheduleError(f"{name} has no backward", expected="schedules that train", fix=fix)
 
 
 def _fits(timeline: Simulation, stages_per_rank: int, limit: Limit | None) -> bool:
@@ -281,5 +294,7 @@ def compare_page(rows: Sequence[Row], *, num_ranks: int, num_microbatches: int) 
     from drumline.report.draw.html import page
 
     title = f"Comparison of {len(rows)} schedules: {num_ranks} ranks, {num_microbatches} microbatches"
+    left_out = left_out_text(rows.left_out) if isinstance(rows, Comparison) else ""
+    advice = "\n".join(text for text in (str(recommend(rows)), left_out) if text)
     points = [{"name": row.name, **row.summary()} for row in rows]
-    return page([row.timeline for row in rows], title=title, rows=points, advice=str(recommend(rows)))
+    return page([row.timeline for row in rows], title=title, rows=points, advice=advice)

@@ -68,6 +68,7 @@ _PARAMETERS: dict[str, tuple[Any, ...]] = {
         *(_Count, *[_Int32] * 5, _Byte, _Count, _Count, _Count, _Int32, _Byte),
         *(_Count, _Count, _Int32, _Count, _Count, _Int32, _Byte, _Byte, _Int32, _Count),
     ),
+    "sums": (_Count, _Int64, _Float, _Float),
     "read_rows": (_Byte, _Count, _Byte, _Byte, _Count, _Count, _Int64, _Int64, *[_Int32] * 4, _Byte),
     "write_rows": (_Count, _Int64, *[_Int32] * 3, _Byte, _Byte, _Count, _Count, _Byte),
 }
@@ -89,6 +90,7 @@ class Kernel:
     legal: Callable[..., int]
     read_rows: Callable[..., int]
     write_rows: Callable[..., int]
+    sums: Callable[..., None]
     seconds: Callable[..., None]
     starts: Callable[..., None]
     stash: Callable[..., None]

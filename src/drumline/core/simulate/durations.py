@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -47,6 +48,22 @@ def _table(graph: TimeGraph, costs: Costs) -> Floats:
         for op in (Op.BACKWARD, Op.BACKWARD_INPUT):
             table[CODE[op]] += again
     return table
+
+
+def sums(values: Floats, lengths: Sequence[int]) -> list[float]:
+    """Return the sums of groups of numbers side by side, each rounded once.
+
+    >>> sums(np.array([0.1] * 10 + [1e16, 1.0, -1e16]), [10, 3])
+    [1.0, 1.0]
+    """
+    library, last = kernel(), np.cumsum(lengths, dtype=np.int64)
+    if library is None or not np.isfinite(values).all():
+        return [math.fsum(group.tolist()) for group in np.split(values, last[:-1])] if len(lengths) else []
+    totals = np.empty(len(lengths))
+    bounds = np.stack((last - np.array(lengths, dtype=np.int64), last), axis=1)
+    library.sums(len(lengths), bounds, np.ascontiguousarray(values), totals)
+    each: list[float] = totals.tolist()
+    return each
 
 
 def all_alike(graph: TimeGraph, costs: Costs) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,6 +25,7 @@ from drumline.core.simulate.durations import (
     level_work,
     message_bytes,
     node_seconds,
+    sums,
     work_seconds,
 )
 from drumline.core.simulate.walks import critical_nodes, peak_queues, peak_receive_bytes
@@ -101,8 +101,9 @@ class Simulation(Timeline):
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Seconds each rank computed."""
-        times = ((self.started[nodes].tolist(), self.ended[nodes].tolist()) for nodes in self.graph.action_nodes)
-        return tuple(math.fsum(ends) - math.fsum(starts) for starts, ends in times)
+        times, lengths = self.times, self.graph.work.lengths
+        each = zip(sums(times.ends, lengths), sums(times.starts, lengths), strict=True)
+        return tuple(ends - starts for ends, starts in each)
 
     @cached_property
     def span(self) -> float:
