@@ -203,9 +203,9 @@ PROOF = (
     ),
     Bug(
         "free-exchanges-matter-not",
-        "_exchanges_matter",
-        "bool((self.ended[nodes] > self.started[nodes]).any())",
-        "False",
+        "Simulation._exchanges_matter",
+        "Op.UPDATE in graph.work.ops or bool((self.ended[nodes] > self.started[nodes]).any())",
+        "Op.UPDATE in graph.work.ops",
         "The time in which gradients are exchanged counts as draining.",
     ),
 )
