@@ -28,9 +28,9 @@ PROOF = (
     ),
     Bug(
         "proof-of-strays",
-        "enter",
-        "if (op->role == COMPUTE && rows->rank[at] != home_of(rows, stage, microbatch))",
-        "if (op->role == COMPUTE && rows->rank[at] != rows->home[stage])",
+        "home_of",
+        "return rows->mirrored[microbatch] ?",
+        "return rows->mirrored[microbatch] && rows->count < 0 ?",
         "Mirrored microbatches are looked for on the wrong ranks.",
     ),
     Bug(
