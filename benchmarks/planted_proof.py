@@ -37,14 +37,14 @@ PROOF = (
         "proof-of-pairs-of-anything",
         "pairs",
         "if (!((a == halves[0] && b == halves[1]) || (a == halves[1] && b == halves[0])))",
-        "if (a == b)",
+        "if (a == b || halves[0] == halves[1])",
         "A forward may overlap half a backward.",
     ),
     Bug(
         "proof-without-all-work",
         "complete",
         "if (!admits[bits])",
-        "if (!bits)",
+        "if (!bits && !admits[bits])",
         "A program that leaves out backwards is proven.",
     ),
     Bug(
