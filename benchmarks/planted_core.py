@@ -303,8 +303,8 @@ CORE = (
     Bug(
         "second-posting-too-early",
         "_posting",
-        "consumed[number - ahead] + 1 if number >= ahead else 0",
-        "consumed[number - ahead] if number >= ahead else 0",
+        "consumed[np.maximum(np.arange(len(taken)) - ahead, 0)] + 1",
+        "consumed[np.maximum(np.arange(len(taken)) - ahead, 0)]",
         "One receive more than `ahead` is open at once.",
     ),
     Bug(

@@ -28,23 +28,23 @@ PROOF = (
     ),
     Bug(
         "proof-of-strays",
-        "enter",
-        "if (op->role == COMPUTE && rows->rank[at] != home_of(rows, stage, microbatch))",
-        "if (op->role == COMPUTE && rows->rank[at] != rows->home[stage])",
+        "home_of",
+        "return rows->mirrored[microbatch] ?",
+        "return rows->mirrored[microbatch] && rows->count < 0 ?",
         "Mirrored microbatches are looked for on the wrong ranks.",
     ),
     Bug(
         "proof-of-pairs-of-anything",
         "pairs",
         "if (!((a == halves[0] && b == halves[1]) || (a == halves[1] && b == halves[0])))",
-        "if (a == b)",
+        "if (a == b || halves[0] == halves[1])",
         "A forward may overlap half a backward.",
     ),
     Bug(
         "proof-without-all-work",
         "complete",
         "if (!admits[bits])",
-        "if (!bits)",
+        "if (!bits && !admits[bits])",
         "A program that leaves out backwards is proven.",
     ),
     Bug(
@@ -203,9 +203,9 @@ PROOF = (
     ),
     Bug(
         "free-exchanges-matter-not",
-        "_exchanges_matter",
-        "bool((self.ended[nodes] > self.started[nodes]).any())",
-        "False",
+        "Simulation._exchanges_matter",
+        "Op.UPDATE in graph.work.ops or bool((self.ended[nodes] > self.started[nodes]).any())",
+        "Op.UPDATE in graph.work.ops",
         "The time in which gradients are exchanged counts as draining.",
     ),
 )

@@ -10,7 +10,10 @@ from drumline.core.action import TRANSFER_OPS
 from drumline.core.errors import ProgramError
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
+from drumline.core.prove.index import Index
 from drumline.core.prove.violation import InvalidProgram
+from drumline.core.state_actions import with_state
+from lowered_rows import lowered_rows
 from matrices import examples
 from programs import NAMES, build, programs
 from reference import run_on_edge_channel
@@ -24,6 +27,13 @@ def test_what_is_lowered_is_the_same_compute_with_every_message_once(program: Pr
     assert lowered.compute_only() == program
     transfers = [action for row in lowered.rows for action in row if action.op in TRANSFER_OPS]
     assert len(transfers) == len(set(transfers))
+
+
+@settings(max_examples=examples(60))
+@given(programs(), st.integers(1, 4), st.booleans())
+def test_arrays_are_lowered_as_action_by_action(program: Program, ahead: int, has_state: bool) -> None:
+    program = with_state(program) if has_state and not program.num_updates else program
+    assert lower(program, ahead=ahead).rows == lowered_rows(Index(program, program.placement), ahead)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -30,8 +30,10 @@ from drumline.core.graph import (
 from drumline.core.program import Program, once_per_program
 
 # By the code of the op that makes a message: its send, its receive, and whether it leaves an overlapped pair second.
-_SEND, _RECV = (np.array([CODE[rules.SPELLED[op][end]] if op in rules.SPELLED else -1 for op in OPS]) for end in (0, 1))
-_LATE = np.array([op in rules.SPELLED and rules.leaves_late(Action(0, rules.SPELLED[op][0], 0)) for op in OPS])
+SEND_OF, RECV_OF = (
+    np.array([CODE[rules.SPELLED[op][end]] if op in rules.SPELLED else -1 for op in OPS]) for end in (0, 1)
+)
+LEAVES_LATE = np.array([op in rules.SPELLED and rules.leaves_late(Action(0, rules.SPELLED[op][0], 0)) for op in OPS])
 
 
 @once_per_program
@@ -112,7 +114,7 @@ class GraphBuilder:
         self.exchanges = np.flatnonzero(self.untimed.code == CODE[Op.REDUCE_GRAD])
         self.exchange_node = np.empty(0, dtype=np.int64)
         # Activations leave a pair before gradients.
-        self.forward_first = self.made_by * 2 + _LATE[self.work.code[producer]]
+        self.forward_first = self.made_by * 2 + LEAVES_LATE[self.work.code[producer]]
         self.waits = np.flatnonzero(np.isin(self.untimed.code, WAITS))
         self.awaited = np.full(len(self.waits), -1)
         # What a row stops at between its timed actions: a WAIT, or copying gradients together for an exchange.
@@ -198,8 +200,8 @@ class GraphBuilder:
         where = np.full((len(OPS), num_stages, num_microbatches), -1, dtype=np.int64)
         where[untimed.code[listed], stage, at] = listed
         producer_codes, microbatch = work.code[self.producer], work.microbatch[self.producer]
-        sent = where[_SEND[producer_codes], work.stage[self.producer], microbatch]
-        received = where[_RECV[producer_codes], work.stage[self.consumer], microbatch]
+        sent = where[SEND_OF[producer_codes], work.stage[self.producer], microbatch]
+        received = where[RECV_OF[producer_codes], work.stage[self.consumer], microbatch]
         every_one = len(listed) == 2 * len(sent) == np.count_nonzero(where >= 0)
         if not every_one or np.any((sent < 0) | (received < 0)):
             raise NotCompilable

@@ -30,17 +30,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
-from itertools import accumulate
+
+import numpy as np
 
 from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.channel import Queues
+from drumline.core.clock.assemble import LEAVES_LATE, RECV_OF, SEND_OF, compile_program
 from drumline.core.errors import ProgramError
-from drumline.core.program import Program, Row
+from drumline.core.graph import Columns, Ints, Messages
+from drumline.core.program import Program
 from drumline.core.prove import exchanges, messages
 from drumline.core.prove.index import Index, RowPosition
 from drumline.core.prove.validate import validate
 from drumline.core.prove.violation import InvalidProgram
+
+_NONE_YET = Messages.LATENCY  # a graph without nodes for messages
 
 
 def lower(program: Program, *, ahead: int = 2, channel: str = Queues.EDGE) -> Program:
@@ -63,48 +68,60 @@ def lower(program: Program, *, ahead: int = 2, channel: str = Queues.EDGE) -> Pr
         raise InvalidProgram(program.name, violations)
     if program.has_communication:
         return program
-    index = Index(program, program.placement)
     if queues is not Queues.EDGE:
-        lowered = Program.of(_PaperRun(index).to_the_end(), program.name)
+        lowered = Program.of(_PaperRun(Index(program, program.placement)).to_the_end(), program.name)
         if violations := validate(lowered, channel=queues):
             raise InvalidProgram(program.name, violations)
         return lowered
-    return Program(_receives_ahead(index, ahead), program.name)
+    return Program.of_columns(_receives_ahead(program, ahead), program.name)
 
 
-def _receives_ahead(index: Index, ahead: int) -> tuple[Row, ...]:
+def _receives_ahead(program: Program, ahead: int) -> Columns:
     """Return the rows with receives as early as one queue per directed edge allows."""
-    sends: dict[RowPosition, list[Action]] = defaultdict(list)
-    edges: dict[tuple[int, int], list[tuple[RowPosition, Action, int]]] = defaultdict(list)
-    for message, row_position, taken in index.messages():
-        sends[row_position].append(message.send)
-        edges[row_position.rank, taken.rank].append((row_position, message.recv, taken.at))
-    receives: dict[RowPosition, list[Action]] = defaultdict(list)
-    for (_, target), passing in sorted(edges.items()):
-        # In an overlapped pair, activations leave before gradients, here as in the sends below.
-        passing.sort(key=lambda message: (message[0], rules.leaves_late(message[1])))
-        for position, (_, recv, _) in zip(_posting([at for *_, at in passing], ahead), passing, strict=True):
-            receives[RowPosition(target, position)].append(recv)
-    rows = []
-    for rank, row in enumerate(index.program.rows):
-        lowered: list[Action] = []
-        for at, action in enumerate(row):
-            lowered += receives[RowPosition(rank, at)]
-            lowered.append(action)
-            lowered += sorted(sends[RowPosition(rank, at)], key=rules.leaves_late)
-        rows.append(tuple(lowered))
-    return tuple(rows)
+    columns, work, crossings = program.columns, program.timed_columns, compile_program(program, _NONE_YET).crossings
+    producer, consumer = crossings.producer, crossings.consumer
+    entry = np.flatnonzero(columns.timed)  # of each timed plain action, among all
+    made, taken = columns.cell[entry[producer]], columns.cell[entry[consumer]]
+    # In an overlapped pair, activations leave before gradients, here as in the sends below.
+    late = LEAVES_LATE[work.code[producer]]
+    edge = crossings.source.astype(np.int64) * columns.num_ranks + crossings.target
+    passing = np.lexsort((late, made, edge))
+    first = np.cumsum((0, *columns.lengths))[crossings.target[passing]]
+    posted = _posting(edge[passing], taken[passing], first, ahead)
+    sending = np.argsort(late, kind="stable")
+    maker, sender = producer[passing], producer[sending]
+    parts = (  # receives come before the action of the same cell, sends after it
+        (posted, 0, work.stage[consumer[passing]], RECV_OF[work.code[maker]], work.microbatch[maker]),
+        (columns.cell, 1, columns.stage, columns.code, columns.microbatch),
+        (made[sending], 2, work.stage[sender], SEND_OF[work.code[sender]], work.microbatch[sender]),
+    )
+    order = np.argsort(np.concatenate([3 * part[0].astype(np.int64) + part[1] for part in parts]), kind="stable")
+    numbers = np.stack([np.concatenate([part[field] for part in parts])[order] for field in (2, 3, 4)])
+    alone = np.zeros(len(passing), dtype=bool)
+    second = np.concatenate((alone, ~columns.heads, alone))[order]
+    paired = np.concatenate((alone, columns.paired, alone))[order]
+    ends = np.concatenate((crossings.source, crossings.target))
+    lengths = np.array(columns.lengths) + np.bincount(ends, minlength=columns.num_ranks)
+    return Columns.spread(lengths.tolist(), numbers, np.cumsum(~second) - 1, paired)
 
 
-def _posting(taken: list[int], ahead: int) -> list[int]:
-    """Return the position before which each of an edge's receives is posted, given where its message is used.
+def _posting(edge: Ints, taken: Ints, first: Ints, ahead: int) -> Ints:
+    """Return the place before which each receive is posted, given where its message is used; edge by edge, in order.
 
-    >>> _posting([4, 6, 8, 10], ahead=2)
+    `first` is the first place of the receiver's row.
+
+    >>> nothing = np.zeros(4, dtype=np.int64)
+    >>> _posting(nothing, np.array([4, 6, 8, 10]), nothing, ahead=2).tolist()
     [0, 0, 5, 7]
     """
-    latest = list(accumulate(reversed(taken), min))[::-1]
-    consumed = sorted(taken)
-    return [min(latest[number], consumed[number - ahead] + 1 if number >= ahead else 0) for number in range(len(taken))]
+    _, group, counts = np.unique(edge, return_inverse=True, return_counts=True)
+    apart = group * (int(taken.max(initial=0)) + 1)  # so that what comes later of other edges is larger
+    latest = np.minimum.accumulate((taken + apart)[::-1])[::-1] - apart
+    consumed = taken[np.lexsort((taken, group))]
+    number = np.arange(len(taken)) - np.repeat(np.cumsum(counts) - counts, counts)
+    free = np.where(number >= ahead, consumed[np.maximum(np.arange(len(taken)) - ahead, 0)] + 1, first)
+    earliest: Ints = np.minimum(latest, free)
+    return earliest
 
 
 _SECONDS = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: 1, Op.OVERLAP: 3}

@@ -75,7 +75,7 @@ class Causes(Sequence[Idle]):
         """Return the idle seconds of every rank, by cause."""
         place = self.cause * num_ranks + self.rank
         total = np.bincount(place, self.end - self.start, len(CAUSES) * num_ranks).reshape(-1, num_ranks)
-        present = np.unique(self.cause).tolist()
+        present = np.flatnonzero(np.bincount(self.cause)).tolist()
         return {CAUSES[number]: total[number].tolist() for number in present}
 
     def _action(self, number: int, *, whole: bool) -> Action | None:
