@@ -1,0 +1,68 @@
+"""How slices of sequences attach to a pipeline."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from drumline.engine.kit import Kit
+from drumline.engine.lines import Lines
+from drumline.engine.no_check import NoCheck
+from drumline.engine.ranks.observer import Observer
+from drumline.engine.setup import PipelineSetup
+from drumline.engine.site import Site
+from drumline.engine.stages.engine import Around
+from drumline.features.slices.calls import SliceCalls
+from drumline.features.slices.division import Division
+from drumline.features.slices.following import follow
+from drumline.features.slices.options import SliceOptions
+from drumline.features.slices.units import BY_SLICES, in_units
+from drumline.runtime.sequences import Takes, positions_of, without_packing
+from drumline.runtime.step import CalledWith, Step
+
+
+def fit(kit: Kit, setting: PipelineSetup, options: SliceOptions) -> None:
+    """Have sequences divided, if the user asks for it: a comparison with whole steps does not know slices yet."""
+    if options.division.num_slices > 1:
+        kit.lines, kit.check = SlicedLines, NoCheck
+
+
+def attach(site: Site, setting: PipelineSetup, options: SliceOptions) -> Observer | None:
+    """Return what divides the sequences of every step, if the user asks for it."""
+    if options.division.num_slices == 1:
+        return None
+    return Slices(site, options.division, positions_of(setting.options.model, BY_SLICES))
+
+
+class SlicedLines(Lines):
+    """A line that runs slices: its model is traced with positions that are no packed documents."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Leave out masks while the model is cut."""
+        return without_packing()
+
+    def around(self) -> tuple[Around, ...]:
+        """Leave them out in steps."""
+        return (without_packing,)
+
+
+class Slices(Observer):
+    """Divides the sequences of every step, and lets stages know which slice they run."""
+
+    order = -1  # what else takes a call, takes units
+
+    def __init__(self, site: Site, division: Division, takes: Takes) -> None:
+        self._site, self._division, self._takes = site, division, takes
+        self._calls = SliceCalls(division)
+        site.engine.assembly.randomness.alike = division.num_slices
+        for stage in site.engine.stages():
+            follow(stage, self._calls)
+
+    def take_call(self, step: Step, call: CalledWith) -> CalledWith:
+        """Return a step's arguments in units."""
+        self._calls.clear()
+        program = self._site.frozen.program
+        return in_units(call, self._takes, self._division, program.num_microbatches // self._division.num_slices)
+
+    def end(self, step: Step) -> None:
+        """Forget the step's sequences."""
+        self._calls.clear()
