@@ -6,8 +6,9 @@ Calls are seen as torch shows them to a `TorchFunctionMode`, so models need not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from drumline.core.errors import ModelError
 from drumline.features.slices.attention import Context, attend
 from drumline.features.slices.division import Division
+from drumline.model.layers.routing import is_traced
+from drumline.model.values import pack
 
 Key = tuple[int, str, int, int]  # a call of attention in a sequence: stage, block, how many calls before it, microbatch
 
@@ -46,6 +49,7 @@ class SliceCalls(TorchFunctionMode):
         self.division = division
         self.contexts: dict[Key, Context] = {}
         self._stage, self._unit, self._block, self._number = 0, 0, "", 0
+        self._shape = (0, 0)  # rows and tokens of the unit
         self._handlers: dict[Any, Callable[..., Any]] = {
             functional.scaled_dot_product_attention: self._attention,
             functional.dropout: self._dropout,
@@ -58,9 +62,11 @@ class SliceCalls(TorchFunctionMode):
 
     # ---- where it is -------------------------------------------------------------------------------------------------
 
-    def at(self, stage: int, unit: int) -> SliceCalls:
-        """Let blocks of a stage run on a unit inside of `with`."""
+    def at(self, stage: int, unit: int, value: Any) -> SliceCalls:
+        """Let blocks of a stage run on a unit inside of `with`; its shape is that of their input."""
         self._stage, self._unit = stage, unit
+        shapes = [tensor.shape for tensor in pack(value)[0] if tensor.dim() > 1]
+        self._shape = tuple(max(shapes, key=len)[:2]) if shapes else (0, 0)
         return self
 
     def enter(self, block: str) -> None:
@@ -83,7 +89,7 @@ class SliceCalls(TorchFunctionMode):
     ) -> Any:
         """Run a call of a block."""
         handler = self._handlers.get(func)
-        if handler is not None:
+        if handler is not None and not _are_traced(args) and not _are_traced((kwargs or {}).values()):
             return handler(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if func in self._watched:
@@ -147,17 +153,22 @@ class SliceCalls(TorchFunctionMode):
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0.0:
             return input
-        number = self.division.place(self._unit)[1]
-        if input.dim() < 2:
-            self._refuse("a dropout without a sequence")
-        start, stop, length = self.division.bounds(input.shape[1], number)
-        # In memory as the whole sequence would be: dropout draws in the order of memory.
+        rows, tokens = self._shape
+        if input.dim() > 1 and input.shape[:2] == self._shape:
+            noise = self._drawn(input, tokens, p)
+        elif input.dim() > 1 and input.shape[0] == rows * tokens:  # all tokens in one dimension
+            noise = self._drawn(input.unflatten(0, self._shape), tokens, p).flatten(0, 1)
+        else:
+            self._refuse(f"a dropout of the shape {tuple(input.shape)} where slices have {rows} x {tokens} tokens")
+        return input.mul_(noise) if inplace else input * noise
+
+    def _drawn(self, input: Tensor, tokens: int, p: float) -> Tensor:
+        """Return what dropout multiplies a slice by, as drawn for the whole sequence: in the order of its memory."""
+        start, stop, length = self.division.bounds(tokens, self.division.place(self._unit)[1])
         order = sorted(range(input.dim()), key=lambda at: (-input.stride(at), at))
         shape = [length if at == 1 else input.shape[at] for at in order]
         ones = torch.ones(shape, dtype=input.dtype, device=input.device)
-        whole = functional.dropout(ones.permute([order.index(at) for at in range(input.dim())]), p)
-        part = whole[:, start:stop]
-        return input.mul_(part) if inplace else input * part
+        return functional.dropout(ones.permute([order.index(at) for at in range(input.dim())]), p)[:, start:stop]
 
     def _look(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
         """Refuse what works along a sequence: sums over it, numbers drawn for its tokens, attention by products."""
@@ -167,7 +178,7 @@ class SliceCalls(TorchFunctionMode):
         if function in _SOFTMAX:
             if result.dim() == 4 and result.shape[-1] == result.shape[-2] > 1:
                 self._refuse("attention by a softmax of its own")
-        elif result.dim() > 1 and result.shape[1] > 1:
+        elif result.dim() > 1 and (result.shape[:2] == self._shape or result.shape[0] == math.prod(self._shape) > 1):
             self._refuse(f"`{name}` over a sequence")
 
     def _refusing(self, what: str) -> Callable[..., Any]:
@@ -176,9 +187,13 @@ class SliceCalls(TorchFunctionMode):
 
         return refuse
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str) -> NoReturn:
         raise ModelError(
             f"block {self._block!r} has {what}, and its sequences are divided into slices",
             expected="blocks in which only scaled_dot_product_attention sees other tokens",
             fix="use slices=1",
         )
+
+
+def _are_traced(values: Iterable[Any]) -> bool:
+    return any(isinstance(value, Tensor) and is_traced(value) for value in values)

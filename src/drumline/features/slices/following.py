@@ -32,7 +32,7 @@ def _sliced(stage: Stage, segment: Segment, calls: SliceCalls) -> Callable[..., 
     run = segment.run
 
     def sliced(value: Any, microbatch: int, *more: Any) -> Any:
-        with calls.at(stage.index, microbatch):
+        with calls.at(stage.index, microbatch, value):
             return run(value, microbatch, *more)
 
     return sliced
