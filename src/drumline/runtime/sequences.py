@@ -111,7 +111,7 @@ def window_of(config: Any) -> int | None:
 
 def refuse_packed(value: Any, name: str, divider: Divider) -> None:
     """Refuse positions that a model of transformers takes for packed documents: its masks are left out."""
-    for tensor in pack(list(positions) if isinstance(positions, Microbatches) else positions)[0]:
+    for tensor in pack(list(value) if isinstance(value, Microbatches) else value)[0]:
         if bool((tensor.diff(dim=-1) != 1).any()):
             raise BatchError(
                 f"{name} do not count up by one in every row, as of packed documents, and {divider.clause} the"

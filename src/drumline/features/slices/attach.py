@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from functools import partial
 
 from drumline.engine.kit import Kit
 from drumline.engine.lines import Lines
@@ -10,7 +11,6 @@ from drumline.engine.no_check import NoCheck
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.setup import PipelineSetup
 from drumline.engine.site import Site
-from drumline.engine.stages.engine import Around
 from drumline.features.slices.calls import SliceCalls
 from drumline.features.slices.division import Division
 from drumline.features.slices.following import follow
@@ -23,7 +23,16 @@ from drumline.runtime.step import CalledWith, Step
 def fit(kit: Kit, setting: PipelineSetup, options: SliceOptions) -> None:
     """Have sequences divided, if the user asks for it: a comparison with whole steps does not know slices yet."""
     if options.division.num_slices > 1:
-        kit.lines, kit.check = SlicedLines, NoCheck
+        kit.lines, kit.check = partial(_unpacked, kit.lines), NoCheck
+
+
+def _unpacked(made: Callable[[PipelineSetup], Lines], setting: PipelineSetup) -> Lines:
+    """Return the lines of a pipeline; while its model is traced, positions do not mean packed documents."""
+    lines = made(setting)
+    around = lines.around
+    lines.whole = without_packing  # type: ignore[method-assign]
+    lines.around = lambda: [without_packing, *around()]  # type: ignore[method-assign]
+    return lines
 
 
 def attach(site: Site, setting: PipelineSetup, options: SliceOptions) -> Observer | None:
@@ -31,18 +40,6 @@ def attach(site: Site, setting: PipelineSetup, options: SliceOptions) -> Observe
     if options.division.num_slices == 1:
         return None
     return Slices(site, options.division, positions_of(setting.options.model, BY_SLICES))
-
-
-class SlicedLines(Lines):
-    """A line that runs slices: its model is traced with positions that are no packed documents."""
-
-    def whole(self) -> AbstractContextManager[None]:
-        """Leave out masks while the model is cut."""
-        return without_packing()
-
-    def around(self) -> tuple[Around, ...]:
-        """Leave them out in steps."""
-        return (without_packing,)
 
 
 class Slices(Observer):

@@ -49,11 +49,11 @@ class SliceCalls(TorchFunctionMode):
         self.division = division
         self.contexts: dict[Key, Context] = {}
         self._stage, self._unit, self._block, self._number = 0, 0, "", 0
-        self._shape = (0, 0)  # rows and tokens of the unit
+        self._shape: tuple[int, ...] = (0, 0)  # rows and tokens of the unit
         self._handlers: dict[Any, Callable[..., Any]] = {
             functional.scaled_dot_product_attention: self._attention,
-            functional.dropout: self._dropout,
-            torch.dropout: self._dropout,
+            functional.dropout: self._named_dropout,
+            torch.dropout: self._named_dropout,
         }
         for what, functions in _MIXES.items():
             self._handlers.update(dict.fromkeys(functions, self._refusing(what)))
@@ -66,7 +66,7 @@ class SliceCalls(TorchFunctionMode):
         """Let blocks of a stage run on a unit inside of `with`; its shape is that of their input."""
         self._stage, self._unit = stage, unit
         shapes = [tensor.shape for tensor in pack(value)[0] if tensor.dim() > 1]
-        self._shape = tuple(max(shapes, key=len)[:2]) if shapes else (0, 0)
+        self._shape = max(shapes, key=len)[:2] if shapes else (0, 0)
         return self
 
     def enter(self, block: str) -> None:
@@ -150,25 +150,30 @@ class SliceCalls(TorchFunctionMode):
         whole = functional.dropout(torch.ones(shape, dtype=kind), chance)
         return whole[..., start:stop, :stop].to(query.dtype)
 
-    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if not training or p == 0.0:
-            return input
-        rows, tokens = self._shape
-        if input.dim() > 1 and input.shape[:2] == self._shape:
-            noise = self._drawn(input, tokens, p)
-        elif input.dim() > 1 and input.shape[0] == rows * tokens:  # all tokens in one dimension
-            noise = self._drawn(input.unflatten(0, self._shape), tokens, p).flatten(0, 1)
-        else:
-            self._refuse(f"a dropout of the shape {tuple(input.shape)} where slices have {rows} x {tokens} tokens")
-        return input.mul_(noise) if inplace else input * noise
+    def _named_dropout(self, *args: Any, **named: Any) -> Tensor:
+        names = {"input": "value", "train": "training"}
+        return self._dropout(*args, **{names.get(name, name): value for name, value in named.items()})
 
-    def _drawn(self, input: Tensor, tokens: int, p: float) -> Tensor:
+    def _dropout(self, value: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p == 0.0:
+            return value
+        rows, tokens = self._shape
+        if value.dim() > 1 and value.shape[:2] == self._shape:
+            noise = self._drawn(value, tokens, p)
+        elif value.dim() > 1 and value.shape[0] == rows * tokens:  # all tokens in one dimension
+            noise = self._drawn(value.view(*self._shape, *value.shape[1:]), tokens, p).flatten(0, 1)
+        else:
+            self._refuse(f"a dropout of the shape {tuple(value.shape)} where slices have {rows} x {tokens} tokens")
+        return value.mul_(noise) if inplace else value * noise
+
+    def _drawn(self, value: Tensor, tokens: int, p: float) -> Tensor:
         """Return what dropout multiplies a slice by, as drawn for the whole sequence: in the order of its memory."""
         start, stop, length = self.division.bounds(tokens, self.division.place(self._unit)[1])
-        order = sorted(range(input.dim()), key=lambda at: (-input.stride(at), at))
-        shape = [length if at == 1 else input.shape[at] for at in order]
-        ones = torch.ones(shape, dtype=input.dtype, device=input.device)
-        return functional.dropout(ones.permute([order.index(at) for at in range(input.dim())]), p)[:, start:stop]
+        strides = value.stride()
+        order = sorted(range(value.dim()), key=lambda at: (-strides[at], at))
+        shape = [length if at == 1 else value.shape[at] for at in order]
+        ones = torch.ones(shape, dtype=value.dtype, device=value.device)
+        return functional.dropout(ones.permute([order.index(at) for at in range(value.dim())]), p)[:, start:stop]
 
     def _look(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
         """Refuse what works along a sequence: sums over it, numbers drawn for its tokens, attention by products."""

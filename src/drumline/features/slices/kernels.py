@@ -69,7 +69,8 @@ def grouped(gradient: Tensor, heads: int) -> Tensor:
     >>> grouped(torch.arange(4.0).view(1, 4, 1, 1), 2).flatten().tolist()
     [1.0, 5.0]
     """
-    return gradient if gradient.shape[1] == heads else gradient.unflatten(1, (heads, -1)).sum(2)
+    rows, num_queries, *shape = gradient.shape
+    return gradient if num_queries == heads else gradient.reshape(rows, heads, -1, *shape).sum(2)
 
 
 # ---- one product after the other: any dtype, any device, dropout ----------------------------------------------------

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from drumline.core.settings.clash import Clash, Given, call, fact
-from drumline.engine.together import NAMED_PROGRAM, NO_FLUSH, SEVERAL_LINES, TWO_COPIES
+from drumline.engine.together import NAMED_PROGRAM, NO_FLUSH, TWO_COPIES, axis
 
 _SLICED = Given("slices", "`slices`", lambda facts: facts.get("slices", 1) > 1, "slices is {slices}")
 _NOT = ("slices", 1)
 _WHY = {
     NO_FLUSH: "steps of endless rows are cut where forwards of a microbatch begin",
     TWO_COPIES: "slices of one microbatch would be on different ranks",
-    SEVERAL_LINES: "lines of a mesh do not divide steps in slices yet",
+    axis("cp", "tp", "ep"): "lines of a mesh see parts of sequences or layers in one piece",
     NAMED_PROGRAM: "a program says nothing of slices yet",
     fact("programs"): "a program says nothing of slices yet",
     fact("adapt"): "slices are not moved with layers yet",

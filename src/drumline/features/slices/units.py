@@ -86,7 +86,7 @@ class _Cut:
     def _units(self, tensor: Tensor) -> Any:
         if tensor.dim() < 2 or tensor.shape[1] != self._length:
             if tensor.dim() and tensor.shape[0] == self._num_rows:
-                return Microbatches(part for part in tensor.split(list(self._rows)) for _ in self._parts)
+                return Microbatches(part for part in torch.split(tensor, list(self._rows)) for _ in self._parts)
             return tensor
         rows = tensor.expand(self._num_rows, *tensor.shape[1:]) if tensor.shape[0] == 1 else tensor
         if rows.shape[0] != self._num_rows:
@@ -95,5 +95,7 @@ class _Cut:
                 expected="as many rows, or one for all of them",
             )
         return Microbatches(
-            part.contiguous() for row in rows.split(list(self._rows)) for part in row.split(list(self._parts), 1)
+            part.contiguous()
+            for row in torch.split(rows, list(self._rows))
+            for part in torch.split(row, list(self._parts), dim=1)
         )
