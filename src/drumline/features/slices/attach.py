@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from drumline.engine.kit import Kit
 from drumline.engine.lines import Lines
@@ -11,19 +12,36 @@ from drumline.engine.no_check import NoCheck
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.setup import PipelineSetup
 from drumline.engine.site import Site
+from drumline.engine.stages.intake import Intake
 from drumline.features.slices.calls import SliceCalls
 from drumline.features.slices.division import Division
 from drumline.features.slices.following import follow
 from drumline.features.slices.options import SliceOptions
 from drumline.features.slices.units import BY_SLICES, in_units
+from drumline.model.patches import put_in
 from drumline.runtime.sequences import Takes, positions_of, without_packing
 from drumline.runtime.step import CalledWith, Step
+from drumline.runtime.user_batch import has_microbatches
 
 
 def fit(kit: Kit, setting: PipelineSetup, options: SliceOptions) -> None:
     """Have sequences divided, if the user asks for it: a comparison with whole steps does not know slices yet."""
     if options.division.num_slices > 1:
         kit.lines, kit.check = partial(_unpacked, kit.lines), NoCheck
+        kit.intake = type("SlicedIntake", (_Intake,), {"num_slices": options.division.num_slices})
+
+
+class _Intake(Intake):
+    """Splits steps into units; what is no step, such as an example that is timed, into microbatches."""
+
+    num_slices: int
+
+    def cut_batch(self, batch: Any, *, what: str = "the batch") -> list[Any]:
+        """Return the microbatches of a batch of whole sequences, or its units."""
+        if has_microbatches(batch):
+            return super().cut_batch(batch, what=what)
+        with put_in([(vars(self), "num_microbatches", self.num_microbatches // self.num_slices)]):
+            return super().cut_batch(batch, what=what)
 
 
 def _unpacked(made: Callable[[PipelineSetup], Lines], setting: PipelineSetup) -> Lines:
