@@ -14,7 +14,7 @@ import drumline as dl
 from drumline.core.errors import BatchError, DrumlineError, ModelError, ScheduleError
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
-from drumline.features.slices.attention import Context, attend
+from drumline.features.slices.attention import SliceMemory, attend
 from drumline.features.slices.kernels import FLASH, ON_CPU, PLAIN, kernel_for
 from drumline.schedules import generate
 from drumline.schedules.slices import sliced
@@ -192,11 +192,11 @@ def test_slices_attend_as_whole_sequences_do(heads: int, noisy: bool) -> None:
     wanted = whole_attention(whole[0], whole[1], whole[2], noise)
     towards = torch.randn_like(wanted)
     gradients = torch.autograd.grad(wanted, whole, towards)
-    context, outputs, inputs, start = Context(), [], [], 0
+    memory, outputs, inputs, start = SliceMemory(), [], [], 0
     for number, size in enumerate(parts):
         own = [tensor[:, :, start : start + size].detach().requires_grad_() for tensor in whole]
         seen = None if noise is None else noise[:, :, start : start + size, : start + size]
-        outputs.append(attend(own[0], own[1], own[2], context, number, scale=1 / 3.0, noise=seen))
+        outputs.append(attend(own[0], own[1], own[2], memory, number, scale=1 / 3.0, noise=seen))
         inputs.append(own)
         start += size
     torch.testing.assert_close(torch.cat(outputs, -2), wanted, rtol=1e-12, atol=1e-12)
@@ -207,8 +207,8 @@ def test_slices_attend_as_whole_sequences_do(heads: int, noisy: bool) -> None:
     for at, gradient in enumerate(gradients):
         found = torch.cat([each[at] for each in back[::-1]], -2)
         torch.testing.assert_close(found, gradient, rtol=1e-11, atol=1e-12)
-    assert not context.keys
-    assert context.owed is None
+    assert not memory.keys
+    assert memory.owed is None
 
 
 def test_a_kernel_is_chosen_by_what_it_can_take() -> None:
@@ -227,7 +227,7 @@ def test_every_order_of_slices_is_proven_and_runs_backwards_in_reverse(name: str
         program = sliced(generate(name, num_ranks=ranks, num_microbatches=count * slices), slices)
         assert not validate(program)
         for row in some(program.rows):
-            for stage in {action.stage for action in row}:
+            for stage in some({action.stage for action in row}):
                 backs = [a.microbatch for a in row if a.stage == stage and str(a.op) in "BI"]
                 wanted = [m * slices + s for m in range(count) for s in reversed(range(slices))]
                 assert backs == wanted

@@ -104,7 +104,7 @@ def test_ranks_and_lines_give_the_gradients_of_one_process() -> None:
     cases = [(schedule, DIVISIONS[at]) for at, schedule in zip((1, 3), SCHEDULES, strict=False)]
     cases = [(schedule, slices) for schedule in SCHEDULES for slices in DIVISIONS] if ALL else cases
     ranks = dl.launch(_of_ranks, cases, num_ranks=2)
-    for number in range(len(some(cases))):
+    for number, _ in enumerate(some(cases)):
         found = {name: gradient for rank in ranks for name, gradient in rank[number][1].items()}
         assert ranks[0][number][0] == pytest.approx(loss.item(), rel=1e-12)
         assert found.keys() == wanted.keys()

@@ -6,8 +6,8 @@
     rank 1 |.. F0 F1 F2 B2 F3 B1 F4 B0 F5 B5 B4 B3 |
 
 A schedule is built for units as if they were microbatches. Its k-th backward of a microbatch then becomes that of the
-k-th slice from the end, and all forwards run earlier by as many as that needs: S-1 where a rank holds one stage. For
-1f1b this is the order of Seq1F1B (arXiv 2406.03488).
+k-th slice from the end. All forwards run earlier by as many as that needs: S-1 where a rank holds one stage. For 1f1b
+this is the order of Seq1F1B (arXiv 2406.03488).
 """
 
 from __future__ import annotations

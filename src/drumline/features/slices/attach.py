@@ -14,7 +14,7 @@ from drumline.engine.setup import PipelineSetup
 from drumline.engine.site import Site
 from drumline.engine.stages.intake import Intake
 from drumline.features.slices.calls import SliceCalls
-from drumline.features.slices.division import Division
+from drumline.features.slices.division import SliceLengths
 from drumline.features.slices.following import follow
 from drumline.features.slices.options import SliceOptions
 from drumline.features.slices.units import BY_SLICES, in_units
@@ -44,9 +44,9 @@ class _Intake(Intake):
             return super().cut_batch(batch, what=what)
 
 
-def _unpacked(made: Callable[[PipelineSetup], Lines], setting: PipelineSetup) -> Lines:
+def _unpacked(make: Callable[[PipelineSetup], Lines], setting: PipelineSetup) -> Lines:
     """Return the lines of a pipeline; while its model is traced, positions do not mean packed documents."""
-    lines = made(setting)
+    lines = make(setting)
     around = lines.around
     lines.whole = without_packing  # type: ignore[method-assign]
     lines.around = lambda: [without_packing, *around()]  # type: ignore[method-assign]
@@ -65,7 +65,7 @@ class Slices(Observer):
 
     order = -1  # what else takes a call, takes units
 
-    def __init__(self, site: Site, division: Division, takes: Takes) -> None:
+    def __init__(self, site: Site, division: SliceLengths, takes: Takes) -> None:
         self._site, self._division, self._takes = site, division, takes
         self._calls = SliceCalls(division)
         site.engine.assembly.randomness.alike = division.num_slices

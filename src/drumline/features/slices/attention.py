@@ -18,7 +18,7 @@ from torch import Tensor
 from drumline.features.slices.kernels import Attended, kernel_for
 
 
-class Context:
+class SliceMemory:
     """What one call of attention keeps of one sequence: keys and values by slice, and gradients that are owed."""
 
     __slots__ = ("keys", "owed", "values")
@@ -34,7 +34,7 @@ class Context:
 
     def until(self, number: int) -> tuple[Tensor, Tensor]:
         """Return all keys and values up to a slice's own."""
-        keys, values = ([kept[at] for at in range(number + 1)] for kept in (self.keys, self.values))
+        keys, values = ([by_slice[at] for at in range(number + 1)] for by_slice in (self.keys, self.values))
         return (keys[0], values[0]) if number == 0 else (torch.cat(keys, -2), torch.cat(values, -2))
 
     def settle(self, number: int, of_keys: Tensor, of_values: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,12 +45,12 @@ class Context:
             for total, part in zip(self.owed, pair, strict=True):
                 total[..., : part.shape[-2], :].add_(part)
             pair = self.owed
-        own = [total[..., start : start + self.keys[number].shape[-2], :] for total in pair]
+        parts = [total[..., start : start + self.keys[number].shape[-2], :] for total in pair]
         self.owed = (pair[0], pair[1]) if number else None
         self.keys.pop(number), self.values.pop(number)
         # Copies where others are still owed: a view would keep all of the sum.
-        own = [part.clone() for part in own] if number else own
-        return own[0], own[1]
+        parts = [part.clone() for part in parts] if number else parts
+        return parts[0], parts[1]
 
 
 class _OfSlice(torch.autograd.Function):
@@ -58,29 +58,29 @@ class _OfSlice(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: Context, number: int, scale: float, noise: Any
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, memory: SliceMemory, number: int, scale: float, noise: Any
     ) -> Tensor:
-        context.take(number, key.detach(), value.detach())
+        memory.take(number, key.detach(), value.detach())
         kernel = kernel_for(query, value, has_noise=noise is not None)
-        result = kernel.forward(query, *context.until(number), scale, noise)
+        result = kernel.forward(query, *memory.until(number), scale, noise)
         ctx.save_for_backward(query, key, value, result.out, result.lse, noise, *result.more)
-        ctx.kernel, ctx.context, ctx.number, ctx.scale = kernel, context, number, scale
+        ctx.kernel, ctx.memory, ctx.number, ctx.scale = kernel, memory, number, scale
         return result.out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         query, _, _, out, lse, noise, *more = ctx.saved_tensors
-        keys, values = ctx.context.until(ctx.number)
+        keys, values = ctx.memory.until(ctx.number)
         result = Attended(out, lse, tuple(more))
         of_query, of_keys, of_values = ctx.kernel.backward(gradients[0], query, keys, values, result, ctx.scale, noise)
-        return of_query, *ctx.context.settle(ctx.number, of_keys, of_values), None, None, None, None
+        return of_query, *ctx.memory.settle(ctx.number, of_keys, of_values), None, None, None, None
 
 
 def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    context: Context,
+    memory: SliceMemory,
     number: int,
     *,
     scale: float | None = None,
@@ -93,12 +93,12 @@ def attend(
     >>> whole = torch.nn.functional.scaled_dot_product_attention
     >>> _ = torch.manual_seed(0)
     >>> q, k, v = torch.randn(3, 1, 2, 6, 8, dtype=torch.float64).unbind()
-    >>> context = Context()
+    >>> memory = SliceMemory()
     >>> parts = [torch.split(tensor, [3, 1, 2], dim=-2) for tensor in (q, k, v)]
-    >>> out = [attend(*slices, context, number) for number, slices in enumerate(zip(*parts))]
+    >>> out = [attend(*slices, memory, number) for number, slices in enumerate(zip(*parts))]
     >>> torch.allclose(torch.cat(out, -2), whole(q, k, v, is_causal=True))
     True
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    result: Tensor = _OfSlice.apply(query, key, value, context, number, scale, noise)  # type: ignore[no-untyped-call]
+    result: Tensor = _OfSlice.apply(query, key, value, memory, number, scale, noise)  # type: ignore[no-untyped-call]
     return result

@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from drumline.core.errors import ModelError
-from drumline.features.slices.attention import Context, attend
-from drumline.features.slices.division import Division
+from drumline.features.slices.attention import SliceMemory, attend
+from drumline.features.slices.division import SliceLengths
 from drumline.model.layers.routing import is_traced
 from drumline.model.values import pack
 
@@ -44,10 +44,10 @@ _SOFTMAX = {torch.softmax, Tensor.softmax, functional.softmax}
 class SliceCalls(TorchFunctionMode):
     """Where a slice runs, and what its calls see there; active while blocks of a stage run."""
 
-    def __init__(self, division: Division) -> None:
+    def __init__(self, division: SliceLengths) -> None:
         super().__init__()
         self.division = division
-        self.contexts: dict[Key, Context] = {}
+        self.memories: dict[Key, SliceMemory] = {}
         self._stage, self._unit, self._block, self._number = 0, 0, "", 0
         self._shape: tuple[int, ...] = (0, 0)  # rows and tokens of the unit
         self._handlers: dict[Any, Callable[..., Any]] = {
@@ -75,11 +75,11 @@ class SliceCalls(TorchFunctionMode):
 
     def clear(self) -> None:
         """Forget all sequences."""
-        self.contexts.clear()
+        self.memories.clear()
 
     def owed_bytes(self) -> int:
         """Return the bytes of gradients of keys and values that later slices have left for earlier ones."""
-        owed = (pair for context in self.contexts.values() if (pair := context.owed) is not None)
+        owed = (pair for memory in self.memories.values() if (pair := memory.owed) is not None)
         return sum(part.untyped_storage().nbytes() for pair in owed for part in pair)
 
     # ---- calls -------------------------------------------------------------------------------------------------------
@@ -127,12 +127,12 @@ class SliceCalls(TorchFunctionMode):
         noise = self._noise(query, number, dropout_p) if dropout_p > 0.0 else None
         place = (self._stage, self._block, self._number, microbatch)
         self._number += 1
-        context = self.contexts.get(place)
-        if context is None:
-            context = self.contexts[place] = Context()
-        output = attend(query, key, value, context, number, scale=scale, noise=noise)
+        memory = self.memories.get(place)
+        if memory is None:
+            memory = self.memories[place] = SliceMemory()
+        output = attend(query, key, value, memory, number, scale=scale, noise=noise)
         if number == self.division.num_slices - 1 and not output.requires_grad:  # nothing goes back
-            del self.contexts[place]
+            del self.memories[place]
         return output
 
     def _noise(self, query: Tensor, number: int, chance: float) -> Tensor:

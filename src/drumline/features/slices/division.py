@@ -13,10 +13,10 @@ from drumline.core.errors import BatchError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class SliceLengths:
     """So many slices of every sequence: all of one length, unless `lengths` says the length of each.
 
-    >>> Division.of(4).parts(12), Division.of([5, 4, 3]).parts(12)
+    >>> SliceLengths.of(4).parts(12), SliceLengths.of([5, 4, 3]).parts(12)
     ((3, 3, 3, 3), (5, 4, 3))
     """
 
@@ -24,10 +24,10 @@ class Division:
     lengths: tuple[int, ...] = ()
 
     @staticmethod
-    def of(slices: int | list[int] | tuple[int, ...]) -> Division:
+    def of(slices: int | list[int] | tuple[int, ...]) -> SliceLengths:
         """Return what the option `slices` says.
 
-        >>> Division.of([5, 0])
+        >>> SliceLengths.of([5, 0])
         Traceback (most recent call last):
         drumline.core.errors.UsageError: slices is [5, 0]; expected a number of slices, or the tokens of each: ...
         """
@@ -39,12 +39,12 @@ class Division:
             raise UsageError(
                 f"slices is {slices!r:.80}", expected="a number of slices, or the tokens of each: 2 at least"
             )
-        return Division(counts[0]) if isinstance(slices, int) else Division(len(counts), tuple(counts))
+        return SliceLengths(counts[0]) if isinstance(slices, int) else SliceLengths(len(counts), tuple(counts))
 
     def parts(self, length: int) -> tuple[int, ...]:
         """Return the tokens of each slice of a sequence; refuse a length that cannot be divided like this.
 
-        >>> Division.of(4).parts(10)
+        >>> SliceLengths.of(4).parts(10)
         Traceback (most recent call last):
         drumline.core.errors.BatchError: a sequence has 10 tokens for 4 slices; expected a multiple of it, ...
         """
@@ -68,7 +68,7 @@ class Division:
     def place(self, unit: int) -> tuple[int, int]:
         """Return the microbatch and the slice of a unit.
 
-        >>> Division.of(4).place(6)
+        >>> SliceLengths.of(4).place(6)
         (1, 2)
         """
         return divmod(unit, self.num_slices)
@@ -76,7 +76,7 @@ class Division:
     def bounds(self, tokens: int, number: int) -> tuple[int, int, int]:
         """Return where a slice of so many tokens begins and ends, and the length of its sequence.
 
-        >>> Division.of(4).bounds(3, 2), Division.of([5, 4, 3]).bounds(4, 1)
+        >>> SliceLengths.of(4).bounds(3, 2), SliceLengths.of([5, 4, 3]).bounds(4, 1)
         ((6, 9, 12), (5, 9, 12))
         """
         if self.lengths:

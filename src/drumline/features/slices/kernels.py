@@ -33,14 +33,14 @@ class Attended(NamedTuple):
     more: tuple[Tensor, ...] = ()
 
 
-class Kernel(NamedTuple):
+class SliceKernel(NamedTuple):
     """How attention is computed; `noise` multiplies its weights (dropout), where the kernel takes that."""
 
     forward: Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Attended]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Attended, float, Tensor | None], Gradients]
 
 
-def kernel_for(query: Tensor, value: Tensor, *, has_noise: bool) -> Kernel:
+def kernel_for(query: Tensor, value: Tensor, *, has_noise: bool) -> SliceKernel:
     """Return the kernel for such tensors.
 
     >>> kernel_for(torch.ones(1, 1, 2, 8), torch.ones(1, 1, 2, 8), has_noise=True) is PLAIN
@@ -105,7 +105,7 @@ def _plain_backward(
     return of_scores @ keys, grouped(of_scores.mT @ query, heads), grouped(of_values, heads)
 
 
-PLAIN = Kernel(_plain, _plain_backward)
+PLAIN = SliceKernel(_plain, _plain_backward)
 
 
 # ---- flash attention of a CPU: prefix and diagonal, merged -----------------------------------------------------------
@@ -151,7 +151,7 @@ def _cpu_backward(
     return of_query, grouped(of_keys, heads), grouped(of_values, heads)
 
 
-ON_CPU = Kernel(_cpu, _cpu_backward)
+ON_CPU = SliceKernel(_cpu, _cpu_backward)
 
 
 # ---- flash attention of a GPU: aligned to the last query and the last key --------------------------------------------
@@ -168,7 +168,7 @@ def _flash_backward(
 ) -> Gradients:
     back = torch.ops.aten._scaled_dot_product_flash_attention_backward
     lengths = (query.shape[-2], keys.shape[-2])
-    found = back(
+    gradients = back(
         gradient,
         query,
         keys,
@@ -183,7 +183,7 @@ def _flash_backward(
         *result.more,
         scale=scale,
     )
-    return found[0], found[1], found[2]
+    return gradients[0], gradients[1], gradients[2]
 
 
-FLASH = Kernel(_flash, _flash_backward)
+FLASH = SliceKernel(_flash, _flash_backward)

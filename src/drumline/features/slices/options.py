@@ -10,7 +10,7 @@ from typing import Any
 from drumline.core.errors import ModelError
 from drumline.core.settings.rule import Rule
 from drumline.engine.options import FeatureOptions, is_whole, option
-from drumline.features.slices.division import Division
+from drumline.features.slices.division import SliceLengths
 from drumline.features.slices.units import BY_SLICES
 from drumline.runtime.sequences import positions_of
 
@@ -32,9 +32,9 @@ class SliceOptions(FeatureOptions):
     slices: int | Sequence[int] = option(1, _SLICES, alike=True)
 
     @property
-    def division(self) -> Division:
+    def division(self) -> SliceLengths:
         """How sequences are divided."""
-        return Division.of(self.slices if isinstance(self.slices, int) else tuple(self.slices))
+        return SliceLengths.of(self.slices if isinstance(self.slices, int) else tuple(self.slices))
 
     def facts(self) -> dict[str, Any]:
         """Return whether there are slices, as a number of them."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import BatchError
-from drumline.features.slices.division import Division
+from drumline.features.slices.division import SliceLengths
 from drumline.model.microbatches import Microbatches
 from drumline.model.values import mapped, pack
 from drumline.runtime.batch import rows_of_each
@@ -28,7 +28,7 @@ from drumline.runtime.user_batch import has_microbatches
 BY_SLICES = Divider("slices divide", "slices=1")
 
 
-def in_units(call: CalledWith, takes: Takes, division: Division, num_microbatches: int) -> CalledWith:
+def in_units(call: CalledWith, takes: Takes, division: SliceLengths, num_microbatches: int) -> CalledWith:
     """Return what a step is called with, every tensor with one value for each unit."""
     args, named, target = call
     if any(has_microbatches(value) for value in (*args, *named.values(), target)):
