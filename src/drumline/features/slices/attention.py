@@ -32,6 +32,10 @@ class SliceMemory:
         """Keep a slice's keys and values; a recomputed forward brings the same again."""
         self.keys[number], self.values[number] = key, value
 
+    def tensors(self) -> list[Tensor]:
+        """Return all that it keeps."""
+        return [*self.keys.values(), *self.values.values(), *(self.owed or ())]
+
     def until(self, number: int) -> tuple[Tensor, Tensor]:
         """Return all keys and values up to a slice's own."""
         keys, values = ([by_slice[at] for at in range(number + 1)] for by_slice in (self.keys, self.values))

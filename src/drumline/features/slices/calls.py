@@ -77,10 +77,10 @@ class SliceCalls(TorchFunctionMode):
         """Forget all sequences."""
         self.memories.clear()
 
-    def owed_bytes(self) -> int:
-        """Return the bytes of gradients of keys and values that later slices have left for earlier ones."""
-        owed = (pair for memory in self.memories.values() if (pair := memory.owed) is not None)
-        return sum(part.untyped_storage().nbytes() for pair in owed for part in pair)
+    def kept(self, stage: int) -> list[Tensor]:
+        """Return the keys and values that a stage keeps, and their gradients so far."""
+        memories = [memory for (index, *_), memory in self.memories.items() if index == stage]
+        return [tensor for memory in memories for tensor in memory.tensors()]
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
