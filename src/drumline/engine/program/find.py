@@ -9,6 +9,8 @@ from typing import Any
 from drumline.core.action import WAIT_OPS, Op
 from drumline.core.errors import ProgramError, counted
 from drumline.core.program import Program
+from drumline.core.prove.violation import InvalidProgram
+from drumline.core.slices.order import order_violations
 from drumline.schedules import find, generate
 from drumline.schedules.slices import sliced
 
@@ -43,6 +45,8 @@ def program_for(
             options["vertical_sync"] = True
         counts: dict[str, Any] = {"num_ranks": num_ranks, "num_microbatches": num_microbatches * slices}
         program = sliced(generate(schedule, **counts, stages_per_rank=stages_per_rank, **options), slices)
+    if slices > 1 and (late := next(order_violations(program, slices), None)) is not None:
+        raise InvalidProgram(program.name, [late])
     if program.num_ranks != num_ranks:
         raise ProgramError(
             f"program {program.name!r} is for {counted(program.num_ranks, 'rank')}",
