@@ -213,8 +213,8 @@ def test_slices_attend_as_whole_sequences_do(heads: int, noisy: bool) -> None:
 
 def test_a_kernel_is_chosen_by_what_it_can_take() -> None:
     query, value = torch.ones(1, 2, 3, 8), torch.ones(1, 2, 3, 4)
-    assert kernel_for(query, query, has_noise=False) is ON_CPU
-    assert kernel_for(query, value, has_noise=False) is PLAIN
+    assert kernel_for(query, query, query, has_noise=False) is ON_CPU
+    assert kernel_for(query, query, value, has_noise=False) is PLAIN
     assert FLASH not in (ON_CPU, PLAIN)
 
 

@@ -65,7 +65,7 @@ class _OfSlice(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, memory: SliceMemory, number: int, scale: float, noise: Any
     ) -> Tensor:
         memory.take(number, key.detach(), value.detach())
-        kernel = kernel_for(query, value, has_noise=noise is not None)
+        kernel = kernel_for(query, key, value, has_noise=noise is not None)
         result = kernel.forward(query, *memory.until(number), scale, noise)
         ctx.save_for_backward(query, key, value, result.out, result.lse, noise, *result.more)
         ctx.kernel, ctx.memory, ctx.number, ctx.scale = kernel, memory, number, scale

@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+FLASH_ATTENTION, CUDNN_ATTENTION = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of queries, keys, values
 
@@ -40,18 +43,19 @@ class SliceKernel(NamedTuple):
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Attended, float, Tensor | None], Gradients]
 
 
-def kernel_for(query: Tensor, value: Tensor, *, has_noise: bool) -> SliceKernel:
-    """Return the kernel for such tensors.
+def kernel_for(query: Tensor, key: Tensor, value: Tensor, *, has_noise: bool) -> SliceKernel:
+    """Return the kernel for such tensors: the one that torch would choose for a whole sequence, if slices can use it.
 
-    >>> kernel_for(torch.ones(1, 1, 2, 8), torch.ones(1, 1, 2, 8), has_noise=True) is PLAIN
+    >>> tensor = torch.ones(1, 1, 2, 8)
+    >>> kernel_for(tensor, tensor, tensor, has_noise=True) is PLAIN
     True
     """
-    is_plain = has_noise or query.shape[-1] != value.shape[-1] or query.dim() != 4
-    if query.is_cpu and not is_plain:
+    if has_noise or query.dim() != 4 or query.shape[-1] != value.shape[-1]:
+        return PLAIN
+    if query.is_cpu:
         return ON_CPU
-    if query.is_cuda and not is_plain and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] % 8 == 0:
-        return FLASH
-    return PLAIN
+    chosen = torch._fused_sdp_choice(query, key, value, None, 0.0, True, enable_gqa=query.shape[1] != key.shape[1])
+    return {FLASH_ATTENTION.value: FLASH, CUDNN_ATTENTION.value: CUDNN}.get(chosen, PLAIN)
 
 
 def expanded(tensor: Tensor, heads: int) -> Tensor:
@@ -108,50 +112,89 @@ def _plain_backward(
 PLAIN = SliceKernel(_plain, _plain_backward)
 
 
-# ---- flash attention of a CPU: prefix and diagonal, merged -----------------------------------------------------------
+# ---- prefix and diagonal, merged -------------------------------------------------------------------------------------
+
+Attend = Callable[[Tensor, Tensor, Tensor, bool, float], Attended]
+Back = Callable[[Tensor, Tensor, Tensor, Tensor, Attended, bool, float], Gradients]
 
 
-def _cpu_pieces(query: Tensor, keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor, bool]]:
-    """Return keys, values and whether it is causal of each piece."""
+def in_pieces(attend: Attend, back: Back) -> SliceKernel:
+    """Return a kernel made of one that takes square causal pieces and whole rectangles; keys have all heads there."""
+
+    def forward(query: Tensor, keys: Tensor, values: Tensor, scale: float, noise: Tensor | None) -> Attended:
+        keys, values = expanded(keys, query.shape[1]), expanded(values, query.shape[1])
+        parts = [attend(query, key, value, causal, scale) for key, value, causal in _pieces(query, keys, values)]
+        out, lse, more = parts[0]
+        for other, other_lse, other_more in parts[1:]:
+            both = torch.logaddexp(lse, other_lse)
+            out = out * (lse - both).exp_()[..., None].to(out.dtype)
+            out.addcmul_(other, (other_lse - both).exp_()[..., None].to(out.dtype))
+            lse, more = both, (*more, *other_more)
+        return Attended(out, lse, more)
+
+    def backward(
+        gradient: Tensor, query: Tensor, keys: Tensor, values: Tensor, result: Attended, scale: float, noise: Any
+    ) -> Gradients:
+        heads = keys.shape[1]
+        keys, values = expanded(keys, query.shape[1]), expanded(values, query.shape[1])
+        pieces = _pieces(query, keys, values)
+        each = len(result.more) // len(pieces)
+        parts = []
+        for at, (key, value, causal) in enumerate(pieces):
+            of_piece = result._replace(more=result.more[at * each : (at + 1) * each])
+            parts.append(back(gradient, query, key, value, of_piece, causal, scale))
+        of_query = parts[0][0]
+        for part in parts[1:]:
+            of_query = of_query + part[0]
+        of_keys, of_values = (torch.cat([part[at] for part in parts[::-1]], -2) for at in (1, 2))
+        return of_query, grouped(of_keys, heads), grouped(of_values, heads)
+
+    return SliceKernel(forward, backward)
+
+
+def _pieces(query: Tensor, keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor, bool]]:
+    """Return keys, values and whether it is causal of each piece: the diagonal, and the prefix if there is one."""
     prefix = keys.shape[-2] - query.shape[-2]
     cuts = [(slice(prefix, None), True), (slice(0, prefix), False)]
     return [(keys[..., cut, :], values[..., cut, :], causal) for cut, causal in cuts[: 1 + bool(prefix)]]
 
 
-def _cpu(query: Tensor, keys: Tensor, values: Tensor, scale: float, noise: Tensor | None) -> Attended:
-    keys, values = expanded(keys, query.shape[1]), expanded(values, query.shape[1])
+def _cpu(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Attended:
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    parts = [
-        attend(query, key, value, 0.0, causal, attn_mask=None, scale=scale)
-        for key, value, causal in _cpu_pieces(query, keys, values)
-    ]
-    out, lse = parts[0]
-    for other, other_lse in parts[1:]:
-        both = torch.logaddexp(lse, other_lse)
-        out = out * (lse - both).exp_()[..., None].to(out.dtype)
-        out.addcmul_(other, (other_lse - both).exp_()[..., None].to(out.dtype))
-        lse = both
-    return Attended(out, lse)
+    return Attended(*attend(query, key, value, 0.0, causal, attn_mask=None, scale=scale))
 
 
 def _cpu_backward(
-    gradient: Tensor, query: Tensor, keys: Tensor, values: Tensor, result: Attended, scale: float, noise: Tensor | None
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, result: Attended, causal: bool, scale: float
 ) -> Gradients:
-    heads = keys.shape[1]
-    keys, values = expanded(keys, query.shape[1]), expanded(values, query.shape[1])
     back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    parts = [
-        back(gradient, query, key, value, result.out, result.lse, 0.0, causal, attn_mask=None, scale=scale)
-        for key, value, causal in _cpu_pieces(query, keys, values)
-    ]
-    of_query = parts[0][0]
-    for part in parts[1:]:
-        of_query = of_query + part[0]
-    of_keys, of_values = (torch.cat([part[at] for part in parts[::-1]], -2) for at in (1, 2))
-    return of_query, grouped(of_keys, heads), grouped(of_values, heads)
+    of_query, of_key, of_value = back(
+        gradient, query, key, value, result.out, result.lse, 0.0, causal, attn_mask=None, scale=scale
+    )
+    return of_query, of_key, of_value
 
 
-ON_CPU = SliceKernel(_cpu, _cpu_backward)
+ON_CPU = in_pieces(_cpu, _cpu_backward)
+
+
+def _cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Attended:
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, lse, _, _, _, _, seed, offset, _ = attend(query, key, value, None, True, 0.0, causal, False, scale=scale)
+    return Attended(out, lse.reshape(lse.shape[:3]), (seed, offset))
+
+
+def _cudnn_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, result: Attended, causal: bool, scale: float
+) -> Gradients:
+    back = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    lengths, lse = (query.shape[-2], key.shape[-2]), result.lse[..., None].contiguous()
+    of_query, of_key, of_value = back(
+        gradient, query, key, value, result.out, lse, *result.more, None, None, None, *lengths, 0.0, causal, scale=scale
+    )
+    return of_query, of_key, of_value
+
+
+CUDNN = in_pieces(_cudnn, _cudnn_backward)
 
 
 # ---- flash attention of a GPU: aligned to the last query and the last key --------------------------------------------
