@@ -49,8 +49,8 @@ def llama(width: int, layers: int, heads: int, groups: int) -> Any:
 
         def forward(self, x: Any, cos: Any, sin: Any) -> Any:
             def turned(value: Any) -> Any:
-                one, two = value.chunk(2, -1)
-                return value * cos + torch.cat((-two, one), -1) * sin
+                first, second = value.chunk(2, -1)
+                return value * cos + torch.cat((-second, first), -1) * sin
 
             h = self.before(x)
             q, k, v = (part(h).unflatten(-1, (-1, size)).transpose(1, 2) for part in (self.q, self.k, self.v))

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import drumline as dl
-from drumline.core.errors import BatchError, DrumlineError, ModelError, ScheduleError
+from drumline.core.errors import BatchError, DrumlineError, ModelError, ProgramError, ScheduleError
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
+from drumline.core.slices.order import peak_bytes
+from drumline.core.slices.text import format_slices, parse_slices
 from drumline.features.slices.attention import SliceMemory, attend
 from drumline.features.slices.kernels import FLASH, ON_CPU, PLAIN, kernel_for
 from drumline.schedules import generate
@@ -243,6 +245,40 @@ def test_orders_that_cannot_be_sliced_are_refused() -> None:
         sliced(generate("1f1b", num_ranks=2, num_microbatches=5), 2)
     with refused(ScheduleError, "has 0UPDATE0", fix="1f1b"):
         sliced(Program.parse("0F0,0B0,0UPDATE0,0F1,0B1"), 2)
+
+
+def test_a_program_whose_slices_go_back_too_early_is_refused() -> None:
+    early = generate("gpipe", num_ranks=2, num_microbatches=8)
+    with refused(ProgramError, "slice 0 of microbatch 0 goes backward before slice 1"):
+        piped(made("Llama"), 4, schedule=early)
+    assert piped(made("Llama"), 4, schedule=sliced(early, 4)).program.num_microbatches == 8
+
+
+def test_text_with_slices_is_read_as_it_was_written() -> None:
+    program = sliced(generate("zb-h1", num_ranks=3, num_microbatches=6), 3)
+    text = format_slices(program, 3)
+    assert text.startswith("0F0.0,0F0.1")
+    assert parse_slices(text) == (program, 3)
+
+
+@pytest.mark.features("record")
+@pytest.mark.slow
+def test_weighed_bytes_are_those_that_the_row_says() -> None:
+    x, target = batch()
+    held = {}
+    for slices in (1, 4):
+        with piped(made("Llama"), slices, record=True, weigh=True, check_model=False) as pipe:
+            for _ in range(2):
+                assert pipe.step(input_ids=x, target=target).loss is not None
+            stash = pipe.timeline().stash
+            assert stash is not None
+            held[slices] = [max(rank) for rank in stash], pipe.program.compute_only()
+    for rank, microbatches in enumerate((2, 1)):
+        unit = held[1][0][rank] / microbatches / 4
+        owed = 2 * (ROWS // 2) * LENGTH * (WIDTH // 2) * 8  # keys and values of one layer, two of four heads
+        wanted = peak_bytes(held[4][1].rows[rank], 4, unit, owed)
+        assert held[4][0][rank] == pytest.approx(wanted, rel=0.05)
+    assert held[4][0][0] < 0.75 * held[1][0][0]
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------

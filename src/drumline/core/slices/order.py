@@ -60,13 +60,13 @@ def peak_bytes(row: Iterable[Action], num_slices: int, unit_bytes: float, owed_b
     >>> peak_bytes(row, 2, 10.0, 3.0)
     33.0
     """
-    held = owed = most = 0.0
+    stash = owed = most = 0.0
     for action in row:
         for part in action.work:
             assert part.microbatch is not None, f"{part} belongs to no unit"
             number = part.microbatch % num_slices
-            held += unit_bytes * ((part.op is Op.FORWARD) - (part.op in _FREES))
+            stash += unit_bytes * ((part.op is Op.FORWARD) - (part.op in _FREES))
             if part.op in _BACK and num_slices > 1:
                 owed += owed_bytes * ((number == num_slices - 1) - (number == 0))
-            most = max(most, held + owed)
+            most = max(most, stash + owed)
     return most

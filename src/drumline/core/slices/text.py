@@ -38,10 +38,10 @@ def parse_slices(text: str, name: str = "custom") -> tuple[Program, int]:
     Traceback (most recent call last):
     drumline.core.errors.ProgramError: some actions name a slice and 0F1 does not; expected a slice in all of them
     """
-    found = list(_UNIT.finditer(text))
-    if not found:
+    units = list(_UNIT.finditer(text))
+    if not units:
         return Program.parse(text, name), 1
-    num_slices = 1 + max(int(match[4]) for match in found)
+    num_slices = 1 + max(int(match[4]) for match in units)
     plain = _UNIT.sub("", text)
     if (bare := _CELL.search(plain)) is not None:
         raise ProgramError(f"some actions name a slice and {bare[0]} does not", expected="a slice in all of them")

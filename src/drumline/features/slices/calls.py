@@ -77,7 +77,7 @@ class SliceCalls(TorchFunctionMode):
         """Forget all sequences."""
         self.memories.clear()
 
-    def kept(self, stage: int) -> list[Tensor]:
+    def context(self, stage: int) -> list[Tensor]:
         """Return the keys and values that a stage keeps, and their gradients so far."""
         memories = [memory for (index, *_), memory in self.memories.items() if index == stage]
         return [tensor for memory in memories for tensor in memory.tensors()]

@@ -13,7 +13,7 @@ from drumline.runtime.stage import Stage
 
 def follow(stage: Stage, calls: SliceCalls) -> None:
     """Have every run of a stage's blocks, first or repeated, see the slices before its own."""
-    stage.beside = partial(calls.kept, stage.index)
+    stage.beside = partial(calls.context, stage.index)
     for segment in stage.segments:
         segment.whole = [
             _entering(calls, name, run) for (name, _), run in zip(segment.blocks, segment.whole, strict=True)
