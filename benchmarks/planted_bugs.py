@@ -17,6 +17,7 @@ from planted_runtime import RUNTIME
 from planted_saving import SAVING
 from planted_schedules import SCHEDULES
 from planted_serve import SERVE
+from planted_slices import SLICES
 from planted_state import STATE
 from planted_stream import STREAM
 from planted_train import TRAIN
@@ -37,6 +38,7 @@ BUGS = (
     *PIPELINE,
     *CALLS,
     *SAVING,
+    *SLICES,
     *STATE,
     *STREAM,
     *SERVE,

@@ -183,8 +183,8 @@ RUNTIME = (
     Bug(
         "same-numbers-every-step",
         "Randomness.seed_for.key",
-        'key = f"{self.seed}/{self.step}/{self.first + microbatch}/0/{block}".encode()',
-        'key = f"{self.seed}/{self.first + microbatch}/0/{block}".encode()',
+        'key = f"{self.seed}/{self.step}/{(self.first + microbatch) // self.alike}/0/{block}".encode()',
+        'key = f"{self.seed}/{(self.first + microbatch) // self.alike}/0/{block}".encode()',
         "Dropout drops the same places in every step.",
     ),
     Bug(

@@ -30,7 +30,9 @@ from some import some
 
 pytestmark = [
     pytest.mark.torch,
-    pytest.mark.features("adapt", "capture", "lengths", "mesh", "moving", "precision", "record", "stream", "validated"),
+    pytest.mark.features(
+        "adapt", "capture", "lengths", "mesh", "moving", "precision", "record", "slices", "stream", "validated"
+    ),
 ]
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -139,6 +141,25 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"base": "nf4", **TWO_LINES}, {"adapter.base": "nf4", "memory.zero": 3, "mesh.data": 2}),
     "`--adapter loha` or `lokr` x `--base nf4`": (
         {"adapter": "loha", "base": "nf4"}, {"adapter.method": "lokr", "adapter.base": "nf4"}),
+    **{
+        f"{other} x `slices`": ({"slices": 3, **facts}, {})
+        for other, facts in {
+            FLUSH: {"flushed": False, "program_name": "pipedream"},
+            "a schedule with two copies of each stage": program_facts(
+                generate("dualpipe", num_ranks=2, num_microbatches=4)),
+            "a `mesh` with `cp` or `tp` or `ep`": mesh_facts(TP),
+            "a step's `program`": {"program": "few"},
+            "`programs`": {"programs": {"few": 1}},
+            "`adapt`": {"adapt": True},
+            '`schedule="auto"`': {"schedule": "auto"},
+            "`arrange`": {"arrange": True},
+            "`capture`": {"capture": True},
+            "`compile`": {"compile": True},
+            "`take_program`": {"call": "take_program"},
+            "`search`": {"call": "search"},
+            "`repartition`": {"call": "repartition"},
+        }.items()
+    },
     "`--elastic` x several lines without `dp`": (
         {"elastic": True, **mesh_facts(TP)}, {"failures.elastic": True, "mesh.tensor": 2}),
 }  # fmt: skip

@@ -139,6 +139,7 @@ class Randomness:
     def __init__(self, seed: int, device: torch.device, *, first: int = 0) -> None:
         self.seed = seed
         self.first = first  # microbatches of the lines before this one
+        self.alike = 1  # so many microbatches in a row draw the same numbers: parts of one
         self.step = 0
         self._silent = False
         self._standing: list[Tensor] = []
@@ -154,7 +155,7 @@ class Randomness:
         (True, False)
         """
         # The 0 keeps the numbers of earlier versions, so that runs can continue from their checkpoints bit for bit.
-        key = f"{self.seed}/{self.step}/{self.first + microbatch}/0/{block}".encode()
+        key = f"{self.seed}/{self.step}/{(self.first + microbatch) // self.alike}/0/{block}".encode()
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
 
     def apply(self, microbatch: int, block: str) -> None:

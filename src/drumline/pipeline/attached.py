@@ -29,6 +29,8 @@ from drumline.features.precision.options import PrecisionOptions
 from drumline.features.record import attach as record
 from drumline.features.record.options import RecordOptions
 from drumline.features.saving.methods import SavingMethods
+from drumline.features.slices import attach as slices
+from drumline.features.slices.options import SliceOptions
 from drumline.features.stream import attach as stream
 from drumline.features.stream.options import StreamOptions
 from drumline.features.validated import attach as validated
@@ -44,6 +46,7 @@ class AttachedOptions(
     CheckOptions,
     AdaptOptions,
     LengthOptions,
+    SliceOptions,
     StreamOptions,
 ):
     """The options of all features."""
@@ -71,6 +74,7 @@ def kit_for(setting: PipelineSetup, options: AttachedOptions) -> Kit:
         lengths.fit,
         mesh.fit,
         record.fit,
+        slices.fit,
         stream.fit,
     ):
         fit(kit, setting, options)
@@ -86,6 +90,7 @@ def attached(site: Site, setting: PipelineSetup, cut: ModelCut, options: Attache
         *mesh.attach(site, setting, cut),
         moving.attach(site),
         precision.attach(site, options),
+        slices.attach(site, setting, options),
         stream.attach(site),
         validated.attach(site),
     ]

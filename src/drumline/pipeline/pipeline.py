@@ -88,6 +88,8 @@ class Pipeline(AttachedMethods):
       microbatches for the same schedule. All must place the same stages on the same ranks.
     - `arrange`: run `Microbatches` of unequal sizes in the order that the simulator finds fastest. This adds gradients
       in a different order.
+    - `slices`: run every microbatch in so many slices of its sequences, or in slices of these lengths (a list). For
+      causal models that call `scaled_dot_product_attention` and take positions. See the page on slices.
     - `mesh`: several pipelines side by side that train one model, as a dict or a DeviceMesh: `{"pp": 2, "dp": 2}`.
       Each rank passes its part of the batch, `pipe.axes.rows`. See the page on meshes.
     - `zero`: what the data-parallel lines of a mesh divide: 1 the optimizer's state, 3 parameters and gradients too; a

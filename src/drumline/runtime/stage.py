@@ -14,7 +14,7 @@ no tape, and frees a microbatch after I. Blocks below the lowest trained one rec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
@@ -87,6 +87,7 @@ class Stage:
             self.segments.append(Segment([], checkpointed=False))  # the loss itself is cheap, so it runs only once
         self.passes: dict[int, list[Pass]] = {}
         self.outputs: dict[int, Any] | None = None  # outputs of a training step, if wanted
+        self.beside: Callable[[], Iterable[Tensor]] = tuple  # returns what is kept for its backwards beside its passes
         self.at_peak: Callable[[], object] | None = None  # called when everything recomputed is held at once
         self.is_doubled = False  # whether there is another copy, which runs other microbatches
         self.keeps_latest = False  # whether somebody may want to run it again on an input

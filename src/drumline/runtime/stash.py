@@ -89,6 +89,7 @@ class Scale:
         held_places = set(self.kept_bytes())
         alive: dict[tuple[int, int], set[int]] = {}
         for stage in self._stages:
+            held_places |= self._places(stage.beside())
             for microbatch, passes in stage.passes.items():
                 # After I, the first segment's leaves are gone, but W may still need what was received.
                 first = self._places(passes[0].leaves)

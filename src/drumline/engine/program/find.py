@@ -9,7 +9,10 @@ from typing import Any
 from drumline.core.action import WAIT_OPS, Op
 from drumline.core.errors import ProgramError, counted
 from drumline.core.program import Program
+from drumline.core.prove.violation import InvalidProgram
+from drumline.core.slices.order import order_violations
 from drumline.schedules import find, generate
+from drumline.schedules.slices import sliced
 
 
 def program_for(
@@ -20,10 +23,12 @@ def program_for(
     stages_per_rank: int | None = None,
     streams: bool = False,
     vertical_sync: bool = False,
+    slices: int = 1,
 ) -> Program:
     """Return the program that `schedule` means on these ranks, and check that the executor can run it.
 
-    With `streams`, it may be one step of a schedule without a flush.
+    With `streams`, it may be one step of a schedule without a flush. With `slices`, it runs so many slices of every
+    microbatch, which count as microbatches of their own.
 
     >>> program_for("1f1b", num_ranks=2, num_microbatches=4).num_microbatches
     4
@@ -38,8 +43,10 @@ def program_for(
         options: dict[str, Any] = {"num_steps": 1} if "num_steps" in find(schedule).options else {}
         if vertical_sync:
             options["vertical_sync"] = True
-        counts: dict[str, Any] = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-        program = generate(schedule, **counts, stages_per_rank=stages_per_rank, **options)
+        counts: dict[str, Any] = {"num_ranks": num_ranks, "num_microbatches": num_microbatches * slices}
+        program = sliced(generate(schedule, **counts, stages_per_rank=stages_per_rank, **options), slices)
+    if slices > 1 and (late := next(order_violations(program, slices), None)) is not None:
+        raise InvalidProgram(program.name, [late])
     if program.num_ranks != num_ranks:
         raise ProgramError(
             f"program {program.name!r} is for {counted(program.num_ranks, 'rank')}",
@@ -51,7 +58,7 @@ def program_for(
             expected="a flushed schedule here",
             fix="use 1f1b, the flushed form of pipedream",
         )
-    if num_microbatches not in (None, program.num_microbatches):
+    if num_microbatches is not None and num_microbatches * slices != program.num_microbatches:
         raise ProgramError(
             f"program {program.name!r} has {counted(program.num_microbatches, 'microbatch')}",
             expected=f"{num_microbatches}, the num_microbatches you passed",

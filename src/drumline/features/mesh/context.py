@@ -9,10 +9,8 @@ found by its call: `torch.nn.functional.scaled_dot_product_attention` inside a s
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -23,10 +21,9 @@ from drumline.channel.lines.axes import Axes
 from drumline.core.errors import ModelError
 from drumline.features.mesh.passing import spread
 from drumline.model.layers.routing import is_traced
-from drumline.model.patches import Patch, Replacement
+from drumline.runtime.sequences import without_packing
 
 AXIS = "cp"
-_PACKED = "find_packed_sequence_indices"  # by which transformers finds packed documents
 
 
 class WholeContext(TorchFunctionMode):
@@ -95,19 +92,6 @@ def whole_context(axes: Axes) -> AbstractContextManager[None]:
 
 @contextmanager
 def _gathering(axes: Axes) -> Iterator[None]:
-    """Gather keys and values inside.
-
-    While a model of transformers is traced, it cannot look whether positions mean packed documents, and makes a mask in
-    any case. Positions that do are refused (`placed`), so it need not.
-    """
-    masks = sys.modules.get("transformers.masking_utils")
-    with WholeContext(axes), _packed_in(masks).by(True) if hasattr(masks, _PACKED) else nullcontext():
+    """Gather keys and values inside; positions that mean packed documents are refused before (`placed`)."""
+    with WholeContext(axes), without_packing():
         yield
-
-
-@cache
-def _packed_in(masks: Any) -> Patch:
-    def unpacked(replaced: Replacement) -> Callable[..., Any]:
-        return lambda *args, **kwargs: None if replaced.watcher else replaced.original(*args, **kwargs)
-
-    return Patch(masks, _PACKED, unpacked)

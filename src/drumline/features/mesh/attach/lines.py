@@ -41,6 +41,7 @@ from drumline.features.mesh.reduce import Reducer, reducer_for, share_values
 from drumline.features.mesh.sharding import FullShards, StateShards
 from drumline.features.mesh.tensor.layers import TensorParallel
 from drumline.model.layers.styles import StylePlan
+from drumline.runtime.sequences import positions_of
 from drumline.runtime.step import CalledWith
 
 _KINDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of losses
@@ -63,7 +64,7 @@ class MeshLines(Lines):
         self._tensors: TensorParallel | None = None
         self._experts: ExpertParallel | None = None
         has_parts = self.axes.size("cp") > 1
-        self.positions = sequences.positions_of(setting.options.model) if has_parts else None
+        self.positions = positions_of(setting.options.model, sequences.BY_CP) if has_parts else None
 
     def whole(self) -> AbstractContextManager[None]:
         """Refuse masks inside, which would be made for a part of the sequence."""

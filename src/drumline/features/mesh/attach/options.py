@@ -14,6 +14,7 @@ from drumline.engine.options import SWITCH, FeatureOptions, is_whole, option
 from drumline.engine.together import mesh_facts
 from drumline.features.mesh import sequences
 from drumline.model.layers import styles
+from drumline.runtime.sequences import positions_of
 
 _ZERO = Rule(
     "0 (nothing is divided), 1 (optimizer state) or 3 (parameters and gradients too), or a dict of these by stage",
@@ -47,7 +48,7 @@ class MeshOptions(FeatureOptions):
         """Refuse a model whose sequences or layers cannot be divided."""
         super().refuse_model(model)
         if self._sizes.get("cp", 1) > 1:
-            sequences.positions_of(model)
+            positions_of(model, sequences.BY_CP)
         if self._sizes.get("tp", 1) > 1:
             styles.StylePlan.of(self.tensor_parallel, model)
 

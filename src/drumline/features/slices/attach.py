@@ -1,0 +1,83 @@
+"""How slices of sequences attach to a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from drumline.engine.kit import Kit
+from drumline.engine.lines import Lines
+from drumline.engine.no_check import NoCheck
+from drumline.engine.ranks.observer import Observer
+from drumline.engine.setup import PipelineSetup
+from drumline.engine.site import Site
+from drumline.engine.stages.intake import Intake
+from drumline.features.slices.calls import SliceCalls
+from drumline.features.slices.division import SliceLengths
+from drumline.features.slices.following import follow
+from drumline.features.slices.options import SliceOptions
+from drumline.features.slices.units import BY_SLICES, in_units
+from drumline.model.patches import put_in
+from drumline.runtime.sequences import Takes, positions_of, without_packing
+from drumline.runtime.step import CalledWith, Step
+from drumline.runtime.user_batch import has_microbatches
+
+
+def fit(kit: Kit, setting: PipelineSetup, options: SliceOptions) -> None:
+    """Have sequences divided, if the user asks for it: a comparison with whole steps does not know slices yet."""
+    if options.division.num_slices > 1:
+        kit.lines, kit.check = partial(_unpacked, kit.lines), NoCheck
+        kit.intake = type("SlicedIntake", (_Intake,), {"num_slices": options.division.num_slices})
+
+
+class _Intake(Intake):
+    """Splits steps into units; what is no step, such as an example that is timed, into microbatches."""
+
+    num_slices: int
+
+    def cut_batch(self, batch: Any, *, what: str = "the batch") -> list[Any]:
+        """Return the microbatches of a batch of whole sequences, or its units."""
+        if has_microbatches(batch):
+            return super().cut_batch(batch, what=what)
+        with put_in([(vars(self), "num_microbatches", self.num_microbatches // self.num_slices)]):
+            return super().cut_batch(batch, what=what)
+
+
+def _unpacked(make: Callable[[PipelineSetup], Lines], setting: PipelineSetup) -> Lines:
+    """Return the lines of a pipeline; while its model is traced, positions do not mean packed documents."""
+    lines = make(setting)
+    around = lines.around
+    lines.whole = without_packing  # type: ignore[method-assign]
+    lines.around = lambda: [without_packing, *around()]  # type: ignore[method-assign]
+    return lines
+
+
+def attach(site: Site, setting: PipelineSetup, options: SliceOptions) -> Observer | None:
+    """Return what divides the sequences of every step, if the user asks for it."""
+    if options.division.num_slices == 1:
+        return None
+    return Slices(site, options.division, positions_of(setting.options.model, BY_SLICES))
+
+
+class Slices(Observer):
+    """Divides the sequences of every step, and lets stages know which slice they run."""
+
+    order = -1  # what else takes a call, takes units
+
+    def __init__(self, site: Site, division: SliceLengths, takes: Takes) -> None:
+        self._site, self._division, self._takes = site, division, takes
+        self._calls = SliceCalls(division)
+        site.engine.assembly.randomness.alike = division.num_slices
+        for stage in site.engine.stages():
+            follow(stage, self._calls)
+
+    def take_call(self, step: Step, call: CalledWith) -> CalledWith:
+        """Return a step's arguments in units."""
+        self._calls.clear()
+        program = self._site.frozen.program
+        return in_units(call, self._takes, self._division, program.num_microbatches // self._division.num_slices)
+
+    def end(self, step: Step) -> None:
+        """Forget the step's sequences."""
+        self._calls.clear()

@@ -1,0 +1,101 @@
+"""A step's arguments in units: every sequence of every microbatch in slices, with the position of each token.
+
+    input_ids (4, 12), 2 microbatches, 3 slices     position_ids
+    (2, 4) (2, 4) (2, 4)   rows 0 and 1             0..3   4..7   8..11
+    (2, 4) (2, 4) (2, 4)   rows 2 and 3             0..3   4..7   8..11
+
+Behind the cut a unit is a microbatch like any other: its loss counts its own labels, and its share of the batch follows
+from that. So the logits of a whole sequence never exist at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drumline.core.errors import BatchError
+from drumline.features.slices.division import SliceLengths
+from drumline.model.microbatches import Microbatches
+from drumline.model.values import mapped, pack
+from drumline.runtime.batch import rows_of_each
+from drumline.runtime.sequences import Divider, Takes, refuse_packed, sequences_in
+from drumline.runtime.step import CalledWith
+from drumline.runtime.user_batch import has_microbatches
+
+BY_SLICES = Divider("slices divide", "slices=1")
+
+
+def in_units(call: CalledWith, takes: Takes, division: SliceLengths, num_microbatches: int) -> CalledWith:
+    """Return what a step is called with, every tensor with one value for each unit."""
+    args, named, target = call
+    if any(has_microbatches(value) for value in (*args, *named.values(), target)):
+        raise BatchError(
+            "a step gets Microbatches, and its sequences are divided into slices",
+            expected="tensors with one row for each sequence",
+            fix="pass sequences of one length as a tensor, or use slices=1",
+        )
+    _check(args, named, takes)
+    batch = sequences_in(*args, *named.values())
+    lead = next(iter(batch or sequences_in(target)), None)
+    if lead is None:  # this rank has neither the first nor the last stage
+        return call
+    rows, length = int(lead.shape[0]), int(lead.shape[1])
+    if takes.window is not None and length > takes.window:
+        raise BatchError(
+            f"sequences of {length} tokens are divided into slices, and layers of the model attend to a window of"
+            f" {takes.window}",
+            expected=f"at most {takes.window} tokens: masks of windows are made for only a part of the sequence",
+            fix="use shorter sequences, or slices=1",
+        )
+    if rows < num_microbatches:
+        raise BatchError(
+            f"the batch has {rows} rows for {num_microbatches} microbatches",
+            expected="a row for each microbatch; slices divide a sequence further",
+            fix=f"use num_microbatches={rows} or fewer",
+        )
+    if batch and takes.name not in named and takes.place >= len(args):
+        named = {**named, takes.name: torch.arange(length, device=lead.device)[None].expand(rows, -1)}
+    cut = _Cut(rows_of_each(rows, num_microbatches), division.parts(length), rows, length)
+    return CalledWith(cut.each(args), cut.each(named), cut.each(target))
+
+
+def _check(args: Sequence[Any], named: dict[str, Any], takes: Takes) -> None:
+    value = named.get(takes.name, args[takes.place] if takes.place < len(args) else None)
+    if takes.counted and value is not None:
+        refuse_packed(value, takes.name, BY_SLICES)
+    if takes.shifts and named.get("labels") is not None:
+        raise BatchError(
+            "the model shifts labels itself, and slices divide its sequences: the last label of a slice is in the next",
+            expected="a target that was shifted before: the next token of each",
+            fix="leave out labels=, pass loss_fn= to Pipeline, and that target= to step",
+        )
+
+
+class _Cut:
+    """Cuts tensors into units: those with a whole sequence in rows and slices, others in rows alone."""
+
+    def __init__(self, rows: Sequence[int], parts: Sequence[int], num_rows: int, length: int) -> None:
+        self._rows, self._parts, self._num_rows, self._length = rows, parts, num_rows, length
+
+    def each(self, values: Any) -> Any:
+        return mapped(values, self._units) if pack(values)[0] else values
+
+    def _units(self, tensor: Tensor) -> Any:
+        if tensor.dim() < 2 or tensor.shape[1] != self._length:
+            if tensor.dim() and tensor.shape[0] == self._num_rows:
+                return Microbatches(part for part in torch.split(tensor, list(self._rows)) for _ in self._parts)
+            return tensor
+        rows = tensor.expand(self._num_rows, *tensor.shape[1:]) if tensor.shape[0] == 1 else tensor
+        if rows.shape[0] != self._num_rows:
+            raise BatchError(
+                f"a tensor of the shape {tuple(tensor.shape)} has sequences, and the batch {self._num_rows} rows",
+                expected="as many rows, or one for all of them",
+            )
+        return Microbatches(
+            part.contiguous()
+            for row in torch.split(rows, list(self._rows))
+            for part in torch.split(row, list(self._parts), dim=1)
+        )

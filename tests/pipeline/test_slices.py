@@ -1,0 +1,374 @@
+"""Slices of sequences: the gradients of one process, whatever the model, the schedule and the slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import drumline as dl
+from drumline.core.errors import BatchError, DrumlineError, ModelError, ProgramError, ScheduleError
+from drumline.core.program import Program
+from drumline.core.prove.validate import validate
+from drumline.core.slices.order import peak_bytes
+from drumline.core.slices.text import format_slices, parse_slices
+from drumline.features.slices.attention import SliceMemory, attend
+from drumline.features.slices.kernels import FLASH, ON_CPU, PLAIN, kernel_for
+from drumline.schedules import generate
+from drumline.schedules.slices import sliced
+from extras import needed
+from matrices import chosen, long
+from refused import refused
+from some import some
+
+pytestmark = [pytest.mark.torch, pytest.mark.features("slices")]
+transformers: Any = needed("transformers", extra="hf")
+
+WORDS, WIDTH, LENGTH, ROWS = 32, 16, 16, 4
+Division = int | Sequence[int]
+SIZES: dict[str, Any] = {
+    "vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": LENGTH, "use_cache": False, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GPT2 = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": LENGTH, "n_inner": 2 * WIDTH}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {"num_key_value_heads": 2},
+    "GPT2": {**GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "Qwen2": {"num_key_value_heads": 2},
+    "Mistral": {"num_key_value_heads": 2, "sliding_window": None},
+    "Gemma": {"num_key_value_heads": 1, "head_dim": 8},
+    "Phi": {"num_key_value_heads": 4},
+    "GPTNeoX": {},
+    "OPT": {"ffn_dim": 2 * WIDTH, "word_embed_proj_dim": WIDTH, "dropout": 0.0},
+}
+SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1")
+DIVISIONS: tuple[Division, ...] = (2, 4, 8, (7, 6, 3))
+# Gemma computes its norms in float32 whatever its dtype.
+BOUNDS = {torch.float32: 5e-6, torch.float64: 1e-10}
+IN_FLOAT32 = {"Gemma": 5e-6}
+
+
+def made(family: str, dtype: torch.dtype = torch.float64, **settings: Any) -> nn.Module:
+    """Return a small model of a family, the same each time; large weights, so that attention matters."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES[family], **settings})
+    config._attn_implementation = settings.get("attn_implementation", "sdpa")
+    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    make: Callable[..., nn.Module] = getattr(transformers, f"{family}{head}")
+    model = make(config).to(dtype).train()
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() > 1:
+                param.mul_(4.0)
+    return model
+
+
+def loss_fn(output: Any, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output["logits"].flatten(0, 1), target.flatten())
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Return tokens and the tokens after them; labels that do not count are spread unevenly."""
+    text = torch.randint(3, WORDS, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    target = text[:, 1:].clone()
+    target[0, 2:7] = target[1, -4:] = -100
+    return text[:, :-1], target
+
+
+def plain(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss and the gradients of one process, which has whole sequences."""
+    x, target = batch()
+    loss = loss_fn(model(input_ids=x), target)
+    torch.autograd.backward(loss)
+    return loss.detach(), {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+def piped(model: nn.Module, slices: Division, **settings: Any) -> dl.Pipeline:
+    how: dict[str, Any] = {"schedule": "1f1b", "num_microbatches": 2, "balance": "parameters", "record": False}
+    if "mesh" not in settings:
+        how |= {"num_ranks": 2, "transport": "in-process"}
+    return dl.Pipeline(model, loss_fn=loss_fn, slices=slices, **{**how, **settings})
+
+
+def stepped(model: nn.Module, slices: Division, **settings: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return loss and gradients of this process after a second step, which follows an update of size 0."""
+    x, target = batch()
+    with piped(model, slices, **settings) as pipe:
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.0)
+        assert pipe.step(input_ids=x, target=target).loss is not None
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = pipe.step(input_ids=x, target=target).loss
+        assert loss is not None
+        return loss, {name: param.grad.clone() for name, param in pipe.named_parameters() if param.grad is not None}
+
+
+def compare(found: tuple[Tensor, dict[str, Tensor]], wanted: tuple[Tensor, dict[str, Tensor]], bound: float) -> None:
+    assert found[0].item() == pytest.approx(wanted[0].item(), rel=bound)
+    assert found[1].keys() == wanted[1].keys()
+    largest = max(float(gradient.abs().max()) for gradient in wanted[1].values())
+    for name, gradient in some(wanted[1].items()):
+        assert float((found[1][name] - gradient).abs().max()) <= bound * max(largest, 1.0), name
+
+
+CASES = chosen(FAMILIES, SCHEDULES, DIVISIONS, BOUNDS, times=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "schedule", "slices", "dtype"), CASES)
+def test_gradients_are_those_of_one_process(family: str, schedule: str, slices: Division, dtype: torch.dtype) -> None:
+    deep = {"n_layer" if family == "GPT2" else "num_hidden_layers": 4} if schedule == "interleaved-1f1b" else {}
+    wanted = plain(made(family, dtype, **deep))
+    found = stepped(made(family, dtype, **deep), slices, schedule=schedule)
+    compare(found, wanted, max(BOUNDS[dtype], IN_FLOAT32.get(family, 0.0)))
+
+
+DROPOUT: dict[str, dict[str, Any]] = {
+    "GPT2": {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.3},
+    "OPT": {"dropout": 0.2, "attention_dropout": 0.3},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DROPOUT)
+def test_dropout_draws_the_same_numbers_whatever_the_slices_and_when_recomputed(family: str) -> None:
+    wanted = stepped(made(family, **DROPOUT[family]), 1, check_model=False)
+    compare(stepped(made(family, **DROPOUT[family]), (7, 6, 3)), wanted, 1e-10)
+    compare(stepped(made(family, **DROPOUT[family]), 4, checkpoint="full", schedule="zb-h1"), wanted, 1e-10)
+    without = stepped(made(family), 1, check_model=False)
+    assert abs(float(without[0] - wanted[0])) > 1e-4
+
+
+@pytest.mark.slow
+def test_frozen_parts_and_evaluations_leave_nothing_behind() -> None:
+    model, whole = made("Llama"), made("Llama")
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith(("model.embed_tokens", "model.layers.0.")))
+    x, target = batch()
+    wanted = plain(whole)[1]
+    with piped(model, 4) as pipe:
+        loss = pipe.eval_step(input_ids=x, target=target, outputs=False).loss
+        assert loss is not None
+        trained = pipe.step(input_ids=x, target=target).loss
+        assert trained is not None
+        assert trained.item() == pytest.approx(loss.item(), rel=1e-12)
+        found = {name: param.grad for name, param in pipe.named_parameters() if param.grad is not None}
+        assert found
+        assert not any(name.startswith(("model.embed_tokens", "model.layers.0.")) for name in found)
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-10, atol=1e-12)
+
+
+@long
+def test_blocks_are_timed_on_whole_sequences() -> None:
+    x, target = batch()
+    example = {"input_ids": x}
+    with piped(made("Llama"), 4, balance="auto", example=example, example_target=target) as pipe:
+        assert pipe.balance is not None
+        assert pipe.step(input_ids=x, target=target).loss is not None
+
+
+# ---- attention -----------------------------------------------------------------------------------------------------
+
+
+def whole_attention(query: Tensor, key: Tensor, value: Tensor, noise: Tensor | None) -> Tensor:
+    """Return causal attention by its formula."""
+    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+    future = torch.ones(query.shape[-2], query.shape[-2], dtype=torch.bool).triu(1)
+    weights = (query @ key.mT / 3.0).masked_fill(future, -torch.inf).softmax(-1)
+    return (weights if noise is None else weights * noise) @ value
+
+
+@pytest.mark.parametrize("heads", [4, 2, 1])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_slices_attend_as_whole_sequences_do(heads: int, noisy: bool) -> None:
+    torch.manual_seed(0)
+    parts = [5, 1, 4, 2]
+    whole = [torch.randn(2, each, 12, 8, dtype=torch.float64, requires_grad=True) for each in (4, heads, heads)]
+    noise = functional.dropout(torch.ones(2, 4, 12, 12, dtype=torch.float64), 0.3) if noisy else None
+    wanted = whole_attention(whole[0], whole[1], whole[2], noise)
+    towards = torch.randn_like(wanted)
+    gradients = torch.autograd.grad(wanted, whole, towards)
+    memory, outputs, inputs, start = SliceMemory(), [], [], 0
+    for number, size in enumerate(parts):
+        own = [tensor[:, :, start : start + size].detach().requires_grad_() for tensor in whole]
+        seen = None if noise is None else noise[:, :, start : start + size, : start + size]
+        outputs.append(attend(own[0], own[1], own[2], memory, number, scale=1 / 3.0, noise=seen))
+        inputs.append(own)
+        start += size
+    torch.testing.assert_close(torch.cat(outputs, -2), wanted, rtol=1e-12, atol=1e-12)
+    back = [
+        torch.autograd.grad(output, own, towards_own)
+        for output, own, towards_own in [*zip(outputs, inputs, torch.split(towards, parts, -2), strict=True)][::-1]
+    ]
+    for at, gradient in enumerate(gradients):
+        found = torch.cat([each[at] for each in back[::-1]], -2)
+        torch.testing.assert_close(found, gradient, rtol=1e-11, atol=1e-12)
+    assert not memory.keys
+    assert memory.owed is None
+
+
+def test_a_kernel_is_chosen_by_what_it_can_take() -> None:
+    query, value = torch.ones(1, 2, 3, 8), torch.ones(1, 2, 3, 4)
+    assert kernel_for(query, query, query, has_noise=False) is ON_CPU
+    assert kernel_for(query, query, value, has_noise=False) is PLAIN
+    assert FLASH not in (ON_CPU, PLAIN)
+
+
+# ---- orders --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_order_of_slices_is_proven_and_runs_backwards_in_reverse(name: str) -> None:
+    for ranks, count, slices in ((2, 1, 3), (4, 2, 8), (3, 3, 2)):
+        program = sliced(generate(name, num_ranks=ranks, num_microbatches=count * slices), slices)
+        assert not validate(program)
+        for row in some(program.rows):
+            for stage in some({action.stage for action in row}):
+                backs = [a.microbatch for a in row if a.stage == stage and str(a.op) in "BI"]
+                wanted = [m * slices + s for m in range(count) for s in reversed(range(slices))]
+                assert backs == wanted
+
+
+def test_1f1b_in_slices_is_the_order_that_the_module_draws() -> None:
+    program = sliced(generate("1f1b", num_ranks=2, num_microbatches=6), 3)
+    assert str(program).replace("0F", "F").replace("0B", "B").splitlines()[0] == "F0,F1,F2,F3,B2,F4,B1,F5,B0,B5,B4,B3"
+
+
+def test_orders_that_cannot_be_sliced_are_refused() -> None:
+    with refused(ScheduleError, "5 units for 2 slices"):
+        sliced(generate("1f1b", num_ranks=2, num_microbatches=5), 2)
+    with refused(ScheduleError, "has 0UPDATE0", fix="1f1b"):
+        sliced(Program.parse("0F0,0B0,0UPDATE0,0F1,0B1"), 2)
+
+
+def test_a_program_whose_slices_go_back_too_early_is_refused() -> None:
+    early = generate("gpipe", num_ranks=2, num_microbatches=8)
+    with refused(ProgramError, "slice 0 of microbatch 0 goes backward before slice 1"):
+        piped(made("Llama"), 4, schedule=early)
+    assert piped(made("Llama"), 4, schedule=sliced(early, 4)).program.num_microbatches == 8
+
+
+def test_text_with_slices_is_read_as_it_was_written() -> None:
+    program = sliced(generate("zb-h1", num_ranks=3, num_microbatches=6), 3)
+    text = format_slices(program, 3)
+    assert text.startswith("0F0.0,0F0.1")
+    assert parse_slices(text) == (program, 3)
+
+
+@pytest.mark.features("record")
+@pytest.mark.slow
+def test_weighed_bytes_are_those_that_the_row_says() -> None:
+    x, target = batch()
+    held = {}
+    for slices in (1, 4):
+        with piped(made("Llama"), slices, record=True, weigh=True, check_model=False) as pipe:
+            for _ in range(2):
+                assert pipe.step(input_ids=x, target=target).loss is not None
+            stash = pipe.timeline().stash
+            assert stash is not None
+            held[slices] = [max(rank) for rank in stash], pipe.program.compute_only()
+    for rank, microbatches in enumerate((2, 1)):
+        unit = held[1][0][rank] / microbatches / 4
+        owed = 2 * (ROWS // 2) * LENGTH * (WIDTH // 2) * 8  # keys and values of one layer, two of four heads
+        wanted = peak_bytes(held[4][1].rows[rank], 4, unit, owed)
+        assert held[4][0][rank] == pytest.approx(wanted, rel=0.05)
+    assert held[4][0][0] < 0.75 * held[1][0][0]
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+class Tokens(nn.Module):
+    """A model of one block that does something along the sequence."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embedding, self.mix, self.head = nn.Embedding(WORDS, WIDTH), mix, nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> dict[str, Tensor]:
+        h: Tensor = self.embedding(tokens)
+        return {"logits": self.head(self.mix(h))}
+
+
+def _attends(h: Tensor, **how: Any) -> Tensor:
+    q = h[:, None]
+    return functional.scaled_dot_product_attention(q, q, q, **how)[:, 0]
+
+
+def _mask(h: Tensor) -> Tensor:
+    return torch.ones(h.shape[1], h.shape[1], dtype=torch.bool).tril()
+
+
+MIXES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "a convolution": (lambda h: functional.conv1d(h.mT, torch.ones(WIDTH, 1, 1), groups=WIDTH).mT, "a convolution"),
+    "a sum": (lambda h: h.cumsum(1), "`cumsum` over a sequence"),
+    "a turn": (lambda h: torch.roll(h, 1, 1), "`roll` over a sequence"),
+    "noise": (lambda h: h + torch.randn_like(h), "`randn_like` over a sequence"),
+    "a mask": (lambda h: _attends(h, attn_mask=_mask(h)), "gets a mask"),
+    "later tokens": (_attends, "is not causal attention"),
+    "a softmax": (lambda h: (h[:, None] @ h[:, None].mT).softmax(-1)[:, 0] @ h, "a softmax of its own"),
+}
+
+
+@pytest.mark.parametrize("kind", MIXES)
+def test_what_sees_other_tokens_otherwise_is_refused_by_name(kind: str) -> None:
+    mix, what = MIXES[kind]
+    x, target = batch()
+    with (
+        piped(Tokens(mix), 4, num_ranks=1, balance="even", example={"tokens": x, "positions": x}) as pipe,
+        refused(ModelError, what, fix="slices=1"),
+    ):
+        pipe.step(tokens=x, target=target)
+
+
+def test_models_whose_sequences_cannot_be_divided_are_refused_before_the_start() -> None:
+    with refused(ModelError, "takes no position_ids", fix="positions"):
+        piped(nn.Linear(2, 2), 2)
+    with refused(ModelError, "by 'eager'", fix="slices=1"):
+        piped(made("Llama", attn_implementation="eager"), 2)
+    config = transformers.RecurrentGemmaConfig(**{**SIZES, "num_hidden_layers": 1, "lru_width": WIDTH})
+    with refused(ModelError, "RecurrentBlock. carries a state", fix="slices=1"):
+        piped(transformers.RecurrentGemmaForCausalLM(config), 2)
+
+
+CALLS: dict[str, tuple[Callable[[Tensor], dict[str, Any]], type[DrumlineError], str]] = {
+    "lengths": (lambda x: {"input_ids": x[:, :-1]}, BatchError, "15 tokens for 4 slices"),
+    "rows": (lambda x: {"input_ids": x[:1]}, BatchError, "1 rows for 2 microbatches"),
+    "labels": (lambda x: {"input_ids": x, "labels": x}, BatchError, "the model shifts labels itself"),
+    "padding": (
+        lambda x: {"input_ids": x, "attention_mask": torch.ones_like(x).triu()}, ModelError, "gets a mask"),
+    "packed": (
+        lambda x: {"input_ids": x, "position_ids": torch.arange(LENGTH).expand(ROWS, -1) % 5}, BatchError,
+        "do not count up"),
+    "apart": (lambda x: {"input_ids": dl.Microbatches(x.chunk(2))}, BatchError, "gets Microbatches"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_arguments_that_cannot_be_divided_are_refused(kind: str) -> None:
+    call, error, what = CALLS[kind]
+    x, target = batch()
+    arguments = call(x)
+    with piped(made("Llama"), 4) as pipe, refused(error, what):
+        tokens = arguments["input_ids"]
+        wanted = target if kind == "apart" else target[: len(tokens), : tokens.shape[1]]
+        pipe.step(**arguments, target=wanted)
+
+
+def test_a_window_shorter_than_the_sequence_is_refused() -> None:
+    x, target = batch()
+    with piped(made("Mistral", sliding_window=8), 4) as pipe, refused(BatchError, "a window of 8", fix="slices=1"):
+        pipe.step(input_ids=x, target=target)
+
+
+@long
+def test_lengths_of_slices_must_add_up() -> None:
+    x, target = batch()
+    with piped(made("Llama"), (8, 4)) as pipe, refused(BatchError, "16 tokens, and slices of 8, 4 have 12"):
+        pipe.step(input_ids=x, target=target)
