@@ -130,4 +130,4 @@ def test_a_program_of_arrays_too_large_to_look_at_is_still_timed(monkeypatch: py
     assert (timeline.makespan, timeline.peak_activations, len(timeline.critical_path)) == (10.0, (2, 1), 6)
     assert timeline.peak_queues == queues == {(0, 1): 1, (1, 0): 1}
     with refused(ProgramError, "large has 8 actions", expected="at most 7", fix="fewer microbatches"):
-        program.format()
+        _ = program.rows
