@@ -58,7 +58,7 @@ PROOF = (
         "proof-half-a-pair",
         "inputs",
         "rows->need[at] = end_of_cell(rows, maker);",
-        "rows->need[at] = maker;",
+        "rows->need[at] = rows->count ? maker : end_of_cell(rows, maker);",
         "The first half of a pair is over before the second can begin.",
     ),
     Bug(
