@@ -58,7 +58,7 @@ PROOF = (
         "proof-half-a-pair",
         "inputs",
         "rows->need[at] = end_of_cell(rows, maker);",
-        "rows->need[at] = maker;",
+        "rows->need[at] = rows->count ? maker : end_of_cell(rows, maker);",
         "The first half of a pair is over before the second can begin.",
     ),
     Bug(
@@ -120,9 +120,9 @@ PROOF = (
     Bug(
         "proof-of-copies-that-differ",
         "check_copies",
-        "if (own->count[UPDATES] != other->count[UPDATES])",
-        "if (own->count[UPDATES] > 1 + other->count[UPDATES])",
-        "One copy of a stage may take a step that the other does not.",
+        "if (rows->microbatch[at] != rows->microbatch[entries[other->first[UPDATES] + turn]])",
+        "if (rows->microbatch[at] < 0)",
+        "The copies of a stage may step after different microbatches.",
     ),
     Bug(
         "proof-of-crossed-exchanges",

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 import drumline as dl
+import simulate_proof
 from drumline.core.action import TIMED_OPS
 from drumline.core.clock import evaluate as clock
 from drumline.core.kernel.library import kernel
@@ -215,6 +216,9 @@ def main() -> None:
             ["", "x", ""], [[w, f"{x:.1f}", f"±{samples['spread'][w]:.0%}"] for w, x in samples["times_faster"].items()]
         )
     )
+    print("\nproof, text and rows: million actions a second, processor time")
+    proof = simulate_proof.measure(max(3, args.rounds // 2))
+    print(table(simulate_proof.HEADER, proof))
     if args.json:
         report = {"machine": machine(), "clock": clocks, "cases": results, "samples": samples}
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

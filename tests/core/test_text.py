@@ -20,6 +20,7 @@ from matrices import examples
 from programs import programs
 from proof_cases import variants
 from refused import refused
+from some import some
 from text_cases import compare_texts, compare_writers, edited
 
 
@@ -32,7 +33,7 @@ def kernel() -> library.Kernel:
 @given(programs(max_ranks=4, max_microbatches=5), st.integers(0, 2**32 - 1))
 def test_both_forms_read_and_write_the_same(kernel: library.Kernel, program: Program, seed: int) -> None:
     rng = random.Random(seed)
-    for variant in variants(program, rng):
+    for variant in some(variants(program, rng)):
         text = compare_writers(kernel, variant)
         assert compare_texts(kernel, text)
         for _ in range(3):

@@ -39,7 +39,7 @@ class Spelling:
 
 
 @dataclass(frozen=True, slots=True)
-class Cells:
+class TextArrays:
     """Plain actions row by row, the halves of a pair side by side; `numbers` are stages, codes and microbatches."""
 
     lengths: list[int]
@@ -48,7 +48,7 @@ class Cells:
     paired: npt.NDArray[np.bool_]
 
 
-def read(text: str, spelling: Spelling, most: int) -> Cells | int | None:
+def read(text: str, spelling: Spelling, most: int) -> TextArrays | int | None:
     r"""Return the actions of a regular text; None for any other.
 
     Of a text with more than so many actions, return the number of the row that has too many, counted from 1.
@@ -64,14 +64,14 @@ def read(text: str, spelling: Spelling, most: int) -> Cells | int | None:
     data = np.frombuffer(text.encode("ascii"), dtype=np.uint8)
     sizes = np.zeros(2, dtype=np.int64)
     names = spelling.encoded, spelling.kinds, len(spelling.names)
-    given = data, len(data), *names, most
-    count = library.read_rows(*given, sizes, *[None] * 6)
+    source = data, len(data), *names, most
+    count = library.read_rows(*source, sizes, *[None] * 6)
     num_rows = int(sizes[0])
     if count <= 0:
         return num_rows if count == Kernel.TOO_MANY else None
     lengths, numbers, paired = np.empty(num_rows, np.int64), np.empty((4, count), np.int32), np.empty(count, np.uint8)
-    library.read_rows(*given, sizes, lengths, *numbers, paired)
-    return Cells(lengths.tolist(), numbers[:3], numbers[3], paired.view(np.bool_))
+    library.read_rows(*source, sizes, lengths, *numbers, paired)
+    return TextArrays(lengths.tolist(), numbers[:3], numbers[3], paired.view(np.bool_))
 
 
 def written(

@@ -81,19 +81,19 @@ def _receives_ahead(program: Program, ahead: int) -> Columns:
     columns, work, crossings = program.columns, program.timed_columns, compile_program(program, _NONE_YET).crossings
     producer, consumer = crossings.producer, crossings.consumer
     entry = np.flatnonzero(columns.timed)  # of each timed plain action, among all
-    made, taken = columns.cell[entry[producer]], columns.cell[entry[consumer]]
+    maker_cell, taker_cell = columns.cell[entry[producer]], columns.cell[entry[consumer]]
     # In an overlapped pair, activations leave before gradients, here as in the sends below.
     late = LEAVES_LATE[work.code[producer]]
     edge = crossings.source.astype(np.int64) * columns.num_ranks + crossings.target
-    passing = np.lexsort((late, made, edge))
+    passing = np.lexsort((late, maker_cell, edge))
     first = np.cumsum((0, *columns.lengths))[crossings.target[passing]]
-    posted = _posting(edge[passing], taken[passing], first, ahead)
+    posted = _posting(edge[passing], taker_cell[passing], first, ahead)
     sending = np.argsort(late, kind="stable")
     maker, sender = producer[passing], producer[sending]
     parts = (  # receives come before the action of the same cell, sends after it
         (posted, 0, work.stage[consumer[passing]], RECV_OF[work.code[maker]], work.microbatch[maker]),
         (columns.cell, 1, columns.stage, columns.code, columns.microbatch),
-        (made[sending], 2, work.stage[sender], SEND_OF[work.code[sender]], work.microbatch[sender]),
+        (maker_cell[sending], 2, work.stage[sender], SEND_OF[work.code[sender]], work.microbatch[sender]),
     )
     order = np.argsort(np.concatenate([3 * part[0].astype(np.int64) + part[1] for part in parts]), kind="stable")
     numbers = np.stack([np.concatenate([part[field] for part in parts])[order] for field in (2, 3, 4)])
@@ -115,8 +115,8 @@ def _posting(edge: Ints, taken: Ints, first: Ints, ahead: int) -> Ints:
     [0, 0, 5, 7]
     """
     _, group, counts = np.unique(edge, return_inverse=True, return_counts=True)
-    apart = group * (int(taken.max(initial=0)) + 1)  # so that what comes later of other edges is larger
-    latest = np.minimum.accumulate((taken + apart)[::-1])[::-1] - apart
+    offset = group * (int(taken.max(initial=0)) + 1)  # so that what comes later of other edges is larger
+    latest = np.minimum.accumulate((taken + offset)[::-1])[::-1] - offset
     consumed = taken[np.lexsort((taken, group))]
     number = np.arange(len(taken)) - np.repeat(np.cumsum(counts) - counts, counts)
     free = np.where(number >= ahead, consumed[np.maximum(np.arange(len(taken)) - ahead, 0)] + 1, first)
