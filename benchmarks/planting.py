@@ -175,6 +175,10 @@ OF_FILE = {
     "features/mesh/attach/lines.py": ("tests/mesh/test_running.py", "tests/mesh/test_lines_agree.py"),
     "model/layers": ("tests/mesh/test_parts.py", "tests/mesh/test_experts.py", "tests/mesh/test_hugging_face.py"),
     "engine/state/tensors.py": ("tests/pipeline/test_tied.py",),
+    "features/slices": ("tests/pipeline/test_slices.py", "tests/pipeline/test_slices_ranks.py"),
+    "core/slices": ("tests/pipeline/test_slices.py",),
+    "schedules/slices.py": ("tests/pipeline/test_slices.py",),
+    "engine/program/find.py": ("tests/pipeline/test_slices.py",),
     "features/moving": ("tests/pipeline/test_moving.py",),
     "engine/updates/guard.py": ("tests/model/test_patches.py", "tests/pipeline/test_pipeline.py"),
     "features/precision": ("tests/pipeline/test_precision.py",),
@@ -299,6 +303,7 @@ OF_FILE = {
     "channel/mesh.py": ("tests/channel/test_mesh.py", "tests/runtime/test_clock.py"),
     "channel/mesh_channel.py": ("tests/channel/test_channels.py",),
     "model/randomness.py": (
+        "tests/pipeline/test_slices.py",
         "tests/runtime/test_accelerators.py",
         "tests/pipeline/test_parity.py",
         "tests/pipeline/test_odd_models.py",

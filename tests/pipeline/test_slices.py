@@ -278,6 +278,7 @@ def test_weighed_bytes_are_those_that_the_row_says() -> None:
         owed = 2 * (ROWS // 2) * LENGTH * (WIDTH // 2) * 8  # keys and values of one layer, two of four heads
         wanted = peak_bytes(held[4][1].rows[rank], 4, unit, owed)
         assert held[4][0][rank] == pytest.approx(wanted, rel=0.05)
+        assert held[4][0][rank] > peak_bytes(held[4][1].rows[rank], 4, unit, owed / 2)
     assert held[4][0][0] < 0.75 * held[1][0][0]
 
 
