@@ -54,10 +54,11 @@ class Annealer:
         done; it says how many may follow at most.
         """
         annealing = self._begin(rows, num_steps, heat, enough)
-        best, done = annealing.best, 0
+        best, samples = annealing.best, 1 if self.objective.jitter is None else self.objective.jitter.num_samples
+        most = max(1, annealing.chunk // (self.instance.num_actions * samples))
         steps = steps_to_do(best, None, 0)
         while steps > 0 and annealing.is_going:
-            done = annealing.steps(min(steps, max(1, annealing.CHUNK // self.instance.num_actions)))
+            done = annealing.steps(min(steps, most))
             better, best = annealing.best < best, annealing.best
             steps = steps_to_do(best, annealing.best_rows if better else None, done)
         return annealing.best, annealing.best_rows
@@ -83,7 +84,7 @@ class Settings:
 class Annealing:
     """Steps in Python, from rows that run."""
 
-    CHUNK = 20_000  # action numbers to time between two looks at the clock
+    chunk = 20_000  # action numbers to time between two looks at the clock
 
     def __init__(self, objective: Objective, rows: Rows, draws: Draws, settings: Settings) -> None:
         self.objective, self.instance, self.draws = objective, objective.instance, draws
@@ -163,7 +164,7 @@ class Annealing:
 class CompiledAnnealing:
     """The same steps in the kernel: `_record` is where they are, `_reals` the same memory as real numbers."""
 
-    CHUNK = 400_000
+    chunk = 400_000
 
     def __init__(self, library: Kernel, packed: Packed, rows: Rows, draws: Draws, settings: Settings) -> None:
         self._anneal, self._packed = library.anneal, packed

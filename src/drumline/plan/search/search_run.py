@@ -40,6 +40,7 @@ _BUILD = 60.0  # the cost of building, per action
 _MEASURE = 30.0  # and of timing a program that was not moved
 _STEP = 50  # what a step of local search costs beside the timing
 _BRANCH = 8000.0  # the cost of growing one state of a beam
+_SIMULATED, _SAMPLED = 500.0, 80.0  # times as much for the simulator, and for each sample of a jitter
 _CONSTRUCTING = 0.4  # share of the budget for constructions
 _MOST_BUILDS = 300
 _CLOSE = 0.01  # a start this close to the bound is improved rather than replaced
@@ -94,6 +95,11 @@ class SearchRun:
     ) -> None:
         self.instance, self.objective, self.rng = instance, objective, random.Random(seed)
         self.size = 3 * len(instance.rank)
+        self.timing = 1.0  # the cost of timing one action
+        if objective.packed is None:  # in Python
+            jitter = objective.jitter
+            self.timing = _SIMULATED if jitter is None else _SAMPLED * jitter.num_samples
+            self.units *= self.timing if self.deadline == math.inf else 1.0  # then programs are counted, not time
         self.units, self.deadline, self.tries = budget.units, budget.deadline, budget.tries
         self.progress = progress
         times = instance.times
@@ -178,7 +184,7 @@ class SearchRun:
                     measured = self.objective.measure(longer)
                     if measured is not None:
                         self.offer(measured.value, longer)
-                if not self.keep_on(_MEASURE * self.size):
+                if not self.keep_on((_MEASURE + self.timing) * self.size):
                     return
 
     def construct(self) -> None:
@@ -212,7 +218,7 @@ class SearchRun:
             measured = objective.measure(built.rows)
             return math.inf if measured is None else measured.value
 
-        cost = _BUILD * 3 * len(instance.rank)
+        cost = (_BUILD + self.timing) * 3 * len(instance.rank)
         tries = int(min(units / cost, _MOST_BUILDS))
         drawn = {} if given_styles is None else {"num_drawn": 0}
         climbs = climb(
@@ -239,7 +245,7 @@ class SearchRun:
 
     def anneal(self, rows: Rows, turn: int) -> None:
         """Anneal along the critical paths from these rows."""
-        steps = max(_LEAST_STEPS, min(_MOST_STEPS, int(self.units / (4 * self.size))))
+        steps = max(_LEAST_STEPS, min(_MOST_STEPS, int(self.units / (4 * self.timing * self.size))))
         value, improved = self.annealer.run(
             rows,
             num_steps=steps,
@@ -252,7 +258,9 @@ class SearchRun:
     def weave(self, turn: int) -> None:
         """Place the W of a good order again: where they fill gaps, or where memory requires them."""
         rows = self.pool[turn % min(len(self.pool), 3)][1]
-        self._climb(self.instance, self.objective, _WEAVES * _BUILD * self.size, WOVEN, order=split(rows))
+        self._climb(
+            self.instance, self.objective, _WEAVES * (_BUILD + self.timing) * self.size, WOVEN, order=split(rows)
+        )
 
     def beam(self, turn: int) -> Rows | None:
         """Return what a beam finds, a different one every turn; None if the instance is too large for it."""
@@ -273,7 +281,7 @@ class SearchRun:
         self.num_tried += done
         if rows is not None and best < self.value * (1 - SAME):
             self.offer(best, rows)
-        each = self.size + _STEP
+        each = self.timing * self.size + _STEP
         if not self.keep_on(done * each):
             return 0
         return math.ceil(min(self.units / each, self.tries - self.num_tried))
