@@ -31,6 +31,14 @@ from drumline.core.simulate import durations, walks
 from drumline.core.simulate.durations import lags, node_seconds, work_seconds
 from drumline.core.simulate.simulate import compiled, simulate
 from drumline.core.timeline import causes
+from drumline.core.timeline.idle import Limit
+from drumline.plan.search import construct, local, row_times
+from drumline.plan.search.bounds.instance import Instance
+from drumline.plan.search.local import Annealer
+from drumline.plan.search.objective import Objective
+from drumline.plan.search.search import placement_named
+from drumline.plan.search.starts import split
+from drumline.plan.search.styles import FIRST, WOVEN, Styles
 from drumline.schedules import building_block, cells, hanayo, orders
 
 ASKING = (
@@ -39,11 +47,14 @@ ASKING = (
     causes,
     cells,
     clock,
+    construct,
     durations,
     hanayo,
+    local,
     memory,
     orders,
     producers,
+    row_times,
     rows_and_text,
     text,
     validate,
@@ -137,6 +148,59 @@ def computed(program: Program, costs: Costs, rng: np.random.Generator) -> Iterat
         yield from (holding.byte_counts, holding.pair_counts)
 
 
+def searched_instance(seed: int) -> Instance:
+    """Return an instance of a search, perhaps with links, unequal microbatches and whole backwards."""
+    rng = random.Random(seed)
+    name = ("linear", "v", "loop", "bidirectional")[seed % 4]
+    placement, few = placement_named(name, rng.choice([2, 4]), 6), rng.randint(4, 6)
+    stages, per_rank = placement.num_stages, 1 if name in ("linear", "bidirectional") else 2
+    more: dict[str, Any] = {}
+    if seed % 3 == 1:
+        more = {"message_bytes": 2.0, "bytes_per_second": 3.0}
+    if seed % 5 == 1:
+        more["microbatch_factor"] = [rng.choice([1.0, 1.5, 2.0]) for _ in range(few)]
+    if seed % 2:
+        more["backward"] = [rng.uniform(0.8, 2.0) for _ in range(stages)]
+    each: dict[str, Any] = {
+        name: [rng.uniform(0.3, 1.7) for _ in range(stages)] for name in ("forward", "backward_input")
+    }
+    costs = Costs(**each, backward_weight=0.7, comm=rng.choice([0.0, 0.3]), **more)
+    if name == "bidirectional":
+        placement = placement_named(name, placement.num_ranks, few)
+    limit = Limit(max_activations=per_rank * rng.randint(2, 4))
+    if seed % 3 == 2:
+        costs = replace(costs, activation_bytes=2.0, held_until_weight_bytes=0.9, weight_bytes=0.3)
+        limit = Limit(max_bytes=per_rank * 2.3 * rng.randint(2, 4))
+    return Instance(costs, placement, few, limit)
+
+
+def compare_searched(kernel: Kernel, seed: int, num_steps: int = 150) -> None:
+    """Compare programs that a search builds, times and moves."""
+    results: list[list[Any]] = []
+    for use in (kernel, None):
+        instance = searched_instance(seed)
+        with using(use):
+            results.append(list(searched(instance, seed, num_steps)))
+    assert len(results[0]) > len(FIRST)
+    assert results[0] == results[1]
+
+
+def searched(instance: Instance, seed: int, num_steps: int) -> Iterator[Any]:
+    """Yield what the kernel or the Python form builds and moves."""
+    styles, rng = Styles(instance, may_join=seed % 2 == 1), random.Random(seed)
+    built = [styles.build(style) for style in (*FIRST, *(styles.drawn(rng) for _ in range(5)))]
+    yield from built
+    rows = next((each.rows for each in built if each is not None), instance.rows_of(instance.plain) or [])
+    yield from (styles.build(style, split(rows)) for style in WOVEN)
+    yield from (styles.build(style, rows) for style in WOVEN[:2])
+    for name in ("makespan", "span", "steady"):
+        objective = Objective(instance, name)
+        measured = objective.measure(rows)
+        assert measured is not None
+        yield measured
+        yield Annealer(objective, random.Random(seed), may_join=seed % 2 == 1).run(rows, num_steps=num_steps, heat=0.03)
+
+
 def main() -> None:
     """Compare all cases with the kernel at the path."""
     kernel = Kernel(ctypes.CDLL(sys.argv[1]))
@@ -148,10 +212,12 @@ def main() -> None:
     for seed, (name, costs) in enumerate(cases):
         program = dl.generate(name, num_ranks=4, num_microbatches=6)
         compare(kernel, program, costs, seed, spelled=seed % 2 == 0 and name != "pipedream")
+    for seed in range(12):
+        compare_searched(kernel, seed, num_steps=40)
     for name in WRITTEN:
         for num_ranks, num_microbatches in ((1, 1), (2, 5), (5, 3), (6, 17)):
             compare_rows(kernel, name, num_ranks=num_ranks, num_microbatches=num_microbatches)
-    print(f"compared {len(cases)}")
+    print(f"compared {len(cases)} programs and 12 searches")
     import proof_cases  # these import this file
     import text_cases
 

@@ -13,7 +13,6 @@ from drumline.core.program import Program
 from drumline.core.simulate.simulate import makespans
 from drumline.plan.cut.cuts import neighbours
 from drumline.plan.device.blocks import OpTimes, Profile, ProfiledBlock
-from matrices import mainly
 from names import build
 
 SECONDS = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0, Op.BACKWARD_INPUT: 1.0, Op.BACKWARD_WEIGHT: 1.0}
@@ -40,9 +39,8 @@ def least(program: Program, num_blocks: int, slowness: list[float]) -> float:
     )
 
 
-@pytest.mark.slow
-@mainly("name, num_ranks, num_blocks", *CASES)
-@mainly("slow", 1.5, 1.25, 2.0, 3.0)
+@pytest.mark.parametrize(("name", "num_ranks", "num_blocks"), CASES)
+@pytest.mark.parametrize("slow", [1.5, 1.25, 2.0, 3.0])
 def test_no_cut_is_better_than_the_one_that_is_climbed_to(
     name: str, num_ranks: int, num_blocks: int, slow: float
 ) -> None:

@@ -95,12 +95,12 @@ class SearchRun:
     ) -> None:
         self.instance, self.objective, self.rng = instance, objective, random.Random(seed)
         self.size = 3 * len(instance.rank)
+        self.units, self.deadline, self.tries = budget.units, budget.deadline, budget.tries
         self.timing = 1.0  # the cost of timing one action
         if objective.packed is None:  # in Python
             jitter = objective.jitter
             self.timing = _SIMULATED if jitter is None else _SAMPLED * jitter.num_samples
             self.units *= self.timing if self.deadline == math.inf else 1.0  # then programs are counted, not time
-        self.units, self.deadline, self.tries = budget.units, budget.deadline, budget.tries
         self.progress = progress
         times = instance.times
         whole = bool((times[..., B] < times[..., I] + times[..., W] - 1e-12).any())
