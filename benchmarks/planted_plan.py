@@ -6,6 +6,69 @@ from planting import Bug
 
 PLAN = (
     Bug(
+        "annealing-never-stops",
+        "Annealer.run",
+        "while steps > 0 and annealing.is_going:",
+        "while annealing.is_going:",
+        "Moving actions goes on although no step is granted any more: the clock ends nothing.",
+    ),
+    Bug(
+        "other-random-numbers",
+        "EqualDraws._next",
+        "mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _WORD",
+        "mixed = (mixed ^ (mixed >> 31)) * 0xBF58476D1CE4E5B9 & _WORD",
+        "Without a compiler a search draws other random numbers, and finds another program.",
+    ),
+    Bug(
+        "links-late-twice",
+        "PackedInstance.__init__",
+        "_flat(instance.latencies - instance.transfers)",
+        "_flat(instance.latencies)",
+        "The kernel's clock of a search counts the seconds on a link twice.",
+    ),
+    Bug(
+        "builds-without-a-clock",
+        "_Build.run",
+        "if turn % _LOOK == 0 and is_late():",
+        "if turn < 0 and is_late():",
+        "Building a program in Python looks at no clock.",
+    ),
+    Bug(
+        "stretches-without-a-clock",
+        "stretched",
+        "if is_late():",
+        "if not few.lanes:",
+        "Repeating a period looks at no clock, however many moments there are.",
+    ),
+    Bug(
+        "works-of-any-cut",
+        "work_of.key",
+        "key = (which, layout.share, counts, layout.schedule,",
+        "key = (which, layout.share, len(counts), layout.schedule,",
+        "Layouts with other layers in their stages get each other's seconds.",
+    ),
+    Bug(
+        "bytes-of-any-gathering",
+        "_bytes_of.needs",
+        "needs = _gathers(layout), min(",
+        "needs = False, min(",
+        "Layouts with and without ZeRO 3 share the bytes of their buffers.",
+    ),
+    Bug(
+        "hops-of-another-layout",
+        "PipelineWork.down_and_up",
+        "if hop not in self.passes:",
+        "if not self.passes:",
+        "The bound of a layout takes the latency of another one's messages.",
+    ),
+    Bug(
+        "answers-of-another-batch",
+        "planned",
+        "known, asked = plan.survey.elsewhere, (devices, batch, plan.limit_bytes)",
+        "known, asked = plan.survey.elsewhere, (devices, 0, plan.limit_bytes)",
+        "Weak scaling repeats the plans of strong scaling.",
+    ),
+    Bug(
         "starts-without-a-clock",
         "starts",
         "if starts_by_size and is_late() and (",
@@ -133,8 +196,8 @@ PLAN = (
     ),
     Bug(
         "whole-backward-hands-on-late",
-        "Relaxation._halves.early",
-        "early = min(first, whole)",
+        "Relaxation.__init__",
+        "early = np.minimum(first, whole)",
         "early = first",
         "A whole backward that is shorter than I alone is bounded by I.",
     ),
@@ -161,9 +224,9 @@ PLAN = (
     ),
     Bug(
         "link-of-the-forward",
-        "Instance.link",
-        "links[4 * pair + B] = links[4 * pair + I]",
-        "links[4 * pair + B] = links[4 * pair + F]",
+        "links",
+        "entries[B::4] = entries[I::4]",
+        "entries[B::4] = entries[F::4]",
         "A whole backward's message takes the link of the forward's.",
     ),
     Bug(
@@ -302,7 +365,7 @@ PLAN = (
     ),
     Bug(
         "sharded-gradients-of-zero-1",
-        "device_bytes.whole_gradients",
+        "_bytes_of.whole_gradients",
         "whole_gradients = layout.zero < 2 or keeps_gradients(layout)",
         "whole_gradients = layout.zero < 1 or keeps_gradients(layout)",
         "ZeRO 1, which keeps whole gradients, is said to hold a part of them.",

@@ -14,7 +14,7 @@ from drumline.core.placement import Placement
 from drumline.core.simulate.simulate import simulate
 from drumline.plan.search.bounds.instance import Instance
 from drumline.plan.search.local import Annealer
-from drumline.plan.search.moves import Draws, falling
+from drumline.plan.search.moves import EqualDraws, falling
 from drumline.plan.search.objective import Objective
 from drumline.plan.search.styles import FIRST, Styles
 from kernels import compiled
@@ -62,8 +62,8 @@ def test_annealing_stops_where_it_is_good_enough_and_asks_how_many_steps_may_fol
 
 def test_draws_are_those_of_splitmix64() -> None:
     """The first number of the published algorithm for seed 0 is 0xe220a8397b1dcdaf."""
-    assert Draws(0).below(2**32) == 0xE220A839
-    assert Draws(0).share() == (0xE220A8397B1DCDAF >> 11) / 2**53
+    assert EqualDraws(0).below(2**32) == 0xE220A839
+    assert EqualDraws(0).share() == (0xE220A8397B1DCDAF >> 11) / 2**53
     assert falling(0.0) == 1.0
     assert falling(1.0) == pytest.approx(0.368, abs=1e-3)
 

@@ -19,8 +19,8 @@ from drumline.plan.cluster.layers import layers_of, product_weights
 from drumline.plan.cluster.layout import Layout, check
 from drumline.plan.cluster.loads import (
     Load,
+    PipelineWork,
     Volumes,
-    Work,
     device_volumes,
     hop_seconds,
     loads_of,
@@ -159,7 +159,7 @@ def least_seconds(transformer: Transformer, cluster: Cluster, layout: Layout) ->
     )
 
 
-def _least_taken(layout: Layout, work: Work, loads: Sequence[Load], hop: float) -> float:
+def _least_taken(layout: Layout, work: PipelineWork, loads: Sequence[Load], hop: float) -> float:
     """Return the least seconds of a pipeline: no rank takes less than three sums.
 
     - A microbatch comes down to its first stage, then it does all its work.

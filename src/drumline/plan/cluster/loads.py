@@ -172,7 +172,7 @@ class RankWork(NamedTuple):
     total: float
 
 
-class Work(NamedTuple):
+class PipelineWork(NamedTuple):
     """The ranks of a pipeline; before each stage, the seconds of a microbatch down to it and up from it.
 
     `ends` are the first and the last stage of every rank, grouped as the ranks are. `passes` holds `down` and `up` of
@@ -198,38 +198,38 @@ class Work(NamedTuple):
         return self.passes[hop]
 
 
-_WORKS: dict[tuple[object, ...], Work] = {}
+_WORKS: dict[tuple[object, ...], PipelineWork] = {}
 _NUMBERS: dict[tuple[object, ...], int] = {}
-_SEEN: dict[tuple[int, int], tuple[Transformer, Cluster, int]] = {}
+_NUMBERED: dict[tuple[int, int], tuple[Transformer, Cluster, int]] = {}
 _MOST_KNOWN = 20_000
 
 
 def _number(transformer: Transformer, cluster: Cluster) -> int:
     """Return a number for a transformer on these nodes, however many; to compare all their fields takes longer."""
-    seen = _SEEN.get((id(transformer), id(cluster)))
-    if seen is None or seen[0] is not transformer or seen[1] is not cluster:
+    entry = _NUMBERED.get((id(transformer), id(cluster)))
+    if entry is None or entry[0] is not transformer or entry[1] is not cluster:
         nodes = cluster.device, cluster.devices_per_node, cluster.intra_node, cluster.inter_node
         number = _NUMBERS.setdefault((transformer, nodes), len(_NUMBERS))
-        if len(_SEEN) >= _MOST_KNOWN:
-            _SEEN.clear()
-        seen = _SEEN[id(transformer), id(cluster)] = transformer, cluster, number
-    return seen[2]
+        if len(_NUMBERED) >= _MOST_KNOWN:
+            _NUMBERED.clear()
+        entry = _NUMBERED[id(transformer), id(cluster)] = transformer, cluster, number
+    return entry[2]
 
 
-def work_of(transformer: Transformer, cluster: Cluster, layout: Layout) -> Work:
+def work_of(transformer: Transformer, cluster: Cluster, layout: Layout) -> PipelineWork:
     """Return the work of a pipeline's ranks, which layouts share that differ only in batch, data and ZeRO."""
     counts = counts_of(transformer, layout)
     which = _number(transformer, cluster)
     key = (which, layout.share, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
-    found = _WORKS.get(key)
-    if found is None:
+    known = _WORKS.get(key)
+    if known is None:
         if len(_WORKS) >= _MOST_KNOWN:
             _WORKS.clear()
-        found = _WORKS[key] = _work(transformer, cluster, layout, counts)
-    return found
+        known = _WORKS[key] = _work(transformer, cluster, layout, counts)
+    return known
 
 
-def _work(transformer: Transformer, cluster: Cluster, layout: Layout, counts: tuple[int, ...]) -> Work:
+def _work(transformer: Transformer, cluster: Cluster, layout: Layout, counts: tuple[int, ...]) -> PipelineWork:
     share, schedule = layout.share, find(layout.schedule)
     ranks = alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
     slices, nodes = {slice_ for rank in ranks for slice_, _ in rank.slices}, cluster.nodes
@@ -273,7 +273,7 @@ def _work(transformer: Transformer, cluster: Cluster, layout: Layout, counts: tu
                 forward[stage], backward[stage] = pair
     homes = schedule.layout(layout.pipeline, layout.stages_per_rank).homes
     crosses = [home != before for before, home in pairwise(homes)] + [False]
-    return Work(tuple(works), ends, forward, backward, crosses, {})
+    return PipelineWork(tuple(works), ends, forward, backward, crosses, {})
 
 
 class Load(NamedTuple):
@@ -306,16 +306,20 @@ class Load(NamedTuple):
         return Pace(len(self.work.alike.ranks), self.forward, self.backward_input, self.backward_weight)
 
 
-def loads_of(transformer: Transformer, cluster: Cluster, layout: Layout, work: Work | None = None) -> list[Load]:
+def loads_of(
+    transformer: Transformer, cluster: Cluster, layout: Layout, work: PipelineWork | None = None
+) -> list[Load]:
     """Return the ranks of a pipeline; `work` is theirs, for whom has it already."""
     _, waiting = hop_seconds(transformer, cluster, layout)
     loads = []
-    for own in (work or work_of(transformer, cluster, layout)).ranks:
-        exchange = data_exchange(cluster, layout, own.parameters, own.forward, own.backward, own.num_layers, own.base)
-        waits = waiting * own.alike.sides
-        forward, by_input = own.forward + waits / 2 + exchange.forward, own.backward_input + waits / 2
-        by_weight = own.backward_weight + exchange.backward
-        loads.append(Load(own, waits, exchange, forward, by_input, by_weight, forward + by_input + by_weight))
+    for rank in (work or work_of(transformer, cluster, layout)).ranks:
+        exchange = data_exchange(
+            cluster, layout, rank.parameters, rank.forward, rank.backward, rank.num_layers, rank.base
+        )
+        waits = waiting * rank.alike.sides
+        forward, by_input = rank.forward + waits / 2 + exchange.forward, rank.backward_input + waits / 2
+        by_weight = rank.backward_weight + exchange.backward
+        loads.append(Load(rank, waits, exchange, forward, by_input, by_weight, forward + by_input + by_weight))
     return loads
 
 

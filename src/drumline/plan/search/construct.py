@@ -28,7 +28,7 @@ import numpy as np
 from drumline.core.graph import Floats, Ints
 from drumline.core.kernel.library import Kernel, kernel, pointer, slower
 from drumline.plan.search.bounds.instance import B, F, I, Instance, Resource, Rows, W
-from drumline.plan.search.packed import Packed, record
+from drumline.plan.search.packed import PackedInstance, record
 
 _UNKNOWN = math.inf
 _LOOK = 5000  # choices between two looks at the clock
@@ -113,9 +113,9 @@ class Builder:
         return {n: at for lanes in self.lanes for at, lane in enumerate(lanes) for n in lane}
 
     @cached_property
-    def _packed(self) -> tuple[Packed, list[Ints | Floats]]:
+    def _packed(self) -> tuple[PackedInstance, list[Ints | Floats]]:
         """The instance and the lanes for the kernel."""
-        packed, lanes = Packed(self.instance), [lane for lanes in self.lanes for lane in lanes]
+        packed, lanes = PackedInstance(self.instance), [lane for lanes in self.lanes for lane in lanes]
         lane_of = np.zeros(self.instance.num_actions // 4, dtype=np.int64)
         for number, lane in enumerate(lanes):
             lane_of[np.array(lane) // 4] = number
@@ -134,13 +134,13 @@ class Builder:
         rules = [rule for policy in policies for rule in policy.rules]
         each = [[rule.forward, rule.backward, rule.weight, rule.ahead] for rule in rules]
         patience = [[policy.idle, policy.late_idle] for policy in policies]
-        given = (None, None) if order is None else packed.flat([[n for n in row if n & 3 != W] for row in order])
+        orders = (None, None) if order is None else packed.flat([[n for n in row if n & 3 != W] for row in order])
         arrays = [
             *lanes,
             *np.ascontiguousarray(np.array(each, dtype=np.float64).T),
             np.array([int(rule.joined) for rule in rules]),
             *np.ascontiguousarray(np.array(patience, dtype=np.float64).T),
-            *given,
+            *orders,
         ]
         plan, ranks = record(*arrays), self.instance.num_ranks
         rows, lengths = np.empty(int(packed.offsets[-1]), dtype=np.int64), np.empty(ranks, dtype=np.int64)

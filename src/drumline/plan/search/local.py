@@ -15,9 +15,9 @@ import numpy as np
 
 from drumline.core.kernel.library import Kernel, kernel, pointer
 from drumline.plan.search.bounds.instance import Rows
-from drumline.plan.search.moves import Block, Draws, Neighbourhood, critical_blocks, falling
+from drumline.plan.search.moves import Block, EqualDraws, Neighbourhood, critical_blocks, falling
 from drumline.plan.search.objective import Objective, Score
-from drumline.plan.search.packed import Packed, record
+from drumline.plan.search.packed import PackedInstance, record
 
 _REACH = 8
 _ALL = 10**9
@@ -28,6 +28,7 @@ class Annealer:
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.placement import Placement
+    >>> from drumline.plan.search.bounds.instance import Instance
     >>> item = Instance(Costs(), Placement.linear(2), 2)
     >>> annealer = Annealer(Objective(item), random.Random(0))
     >>> value, rows = annealer.run(item.rows_of(item.plain), num_steps=400, heat=0.02)
@@ -50,8 +51,8 @@ class Annealer:
     ) -> tuple[float, Rows]:
         """Return the best value and rows of this many steps, or of fewer if the best is as low as `enough`.
 
-        After some steps at a time, `steps_to_do` gets the best value, its rows if they are new, and how many steps were
-        done; it says how many may follow at most.
+        After some steps at a time, `steps_to_do` says how many may follow at most. It gets the best value, its rows if
+        they are new, and how many steps were done.
         """
         annealing = self._begin(rows, num_steps, heat, enough)
         best, samples = annealing.best, 1 if self.objective.jitter is None else self.objective.jitter.num_samples
@@ -64,15 +65,15 @@ class Annealer:
         return annealing.best, annealing.best_rows
 
     def _begin(self, rows: Rows, num_steps: int, heat: float, enough: float) -> Annealing | CompiledAnnealing:
-        library, draws, packed = kernel(), Draws(self.rng.getrandbits(64)), self.objective.packed
-        settings = Settings(num_steps, heat, enough, self.may_join)
+        library, draws, packed = kernel(), EqualDraws(self.rng.getrandbits(64)), self.objective.packed
+        settings = AnnealSettings(num_steps, heat, enough, self.may_join)
         if library is None or packed is None:
             return Annealing(self.objective, rows, draws, settings)
         return CompiledAnnealing(library, packed, rows, draws, settings)
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class AnnealSettings:
     """How an annealing goes; it ends when its best is as low as `enough`."""
 
     num_steps: int
@@ -86,7 +87,7 @@ class Annealing:
 
     chunk = 20_000  # action numbers to time between two looks at the clock
 
-    def __init__(self, objective: Objective, rows: Rows, draws: Draws, settings: Settings) -> None:
+    def __init__(self, objective: Objective, rows: Rows, draws: EqualDraws, settings: AnnealSettings) -> None:
         self.objective, self.instance, self.draws = objective, objective.instance, draws
         self.around = Neighbourhood(objective.instance)
         self.settings, self.step = settings, 0
@@ -166,7 +167,9 @@ class CompiledAnnealing:
 
     chunk = 400_000
 
-    def __init__(self, library: Kernel, packed: Packed, rows: Rows, draws: Draws, settings: Settings) -> None:
+    def __init__(
+        self, library: Kernel, packed: PackedInstance, rows: Rows, draws: EqualDraws, settings: AnnealSettings
+    ) -> None:
         self._anneal, self._packed = library.anneal, packed
         count, actions, ranks = int(packed.offsets[-1]), packed.instance.num_actions, packed.instance.num_ranks
         flat, lengths = packed.flat(rows)

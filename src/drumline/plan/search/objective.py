@@ -21,7 +21,7 @@ from drumline.core.errors import CostsError, nearest
 from drumline.core.graph import Floats, Messages
 from drumline.plan.search.bounds.instance import B, I, Instance, Rows
 from drumline.plan.search.packed import OBJECTIVES as OBJECTIVES
-from drumline.plan.search.packed import Packed
+from drumline.plan.search.packed import PackedInstance
 from drumline.plan.search.row_times import Ends, clock, clock_many
 
 _STEPS = 12  # after this many steps the time of a step has settled, or oscillates around its mean
@@ -87,11 +87,11 @@ class Objective:
         self._many = None if jitter is None else clock_many(instance, jitter.factors(instance))
 
     @cached_property
-    def packed(self) -> Packed | None:
+    def packed(self) -> PackedInstance | None:
         """The instance and this objective for the kernel; None if only Python can measure it."""
         if self.jitter is not None or self.instance.messages is Messages.BLOCKING:
             return None
-        return Packed(self.instance, self.name, self._after)
+        return PackedInstance(self.instance, self.name, self._after)
 
     def measure(self, rows: Rows) -> Score | None:
         """Return the score of the rows; None if ranks wait for each other."""

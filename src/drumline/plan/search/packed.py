@@ -22,12 +22,12 @@ Entry = npt.NDArray[np.int64] | npt.NDArray[np.float64] | int | None
 OBJECTIVES = ("makespan", "span", "steady")
 
 
-class Packed:
+class PackedInstance:
     """The entries of one instance, for one objective; `at_end` are seconds that follow each rank's last action.
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.placement import Placement
-    >>> packed = Packed(Instance(Costs(), Placement.linear(2), num_microbatches=1))
+    >>> packed = PackedInstance(Instance(Costs(), Placement.linear(2), num_microbatches=1))
     >>> flat, lengths = packed.flat([[0, 3], [4, 7]])
     >>> flat.tolist(), lengths.tolist(), packed.rows(flat, lengths)
     ([0, 3, 0, 4, 7, 0], [2, 2], [[0, 3], [4, 7]])

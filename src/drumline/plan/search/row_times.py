@@ -23,7 +23,7 @@ from drumline.core.kernel.library import Kernel, kernel, pointer, slower
 from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.simulate import simulate
 from drumline.plan.search.bounds.instance import B, Instance, Rows
-from drumline.plan.search.packed import Packed
+from drumline.plan.search.packed import PackedInstance
 
 _UNKNOWN = math.inf
 
@@ -53,7 +53,7 @@ def clock(instance: Instance, *, until_sent: bool = False) -> Clock:
 
 
 def _compiled(library: Kernel, instance: Instance) -> Clock:
-    packed = Packed(instance)
+    packed = PackedInstance(instance)
 
     def timed(rows: Rows, begin: Sequence[float]) -> Times | None:
         flat, lengths = packed.flat(rows)

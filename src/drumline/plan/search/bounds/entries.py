@@ -132,7 +132,7 @@ def latency(costs: Costs, link: Ints, num_ranks: int) -> Floats:
 
 def _of_links(costs: Costs, link: Ints, num_ranks: int, name: str) -> Floats:
     known, which = np.unique(link, return_inverse=True)
-    each = [getattr(costs.edge(*divmod(one, num_ranks)), name) if one >= 0 else 0.0 for one in known.tolist()]
+    each = [getattr(costs.edge(*divmod(code, num_ranks)), name) if code >= 0 else 0.0 for code in known.tolist()]
     entries: Floats = np.array(each)[which].reshape(link.shape)
     return entries
 
