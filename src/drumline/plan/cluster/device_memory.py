@@ -112,7 +112,7 @@ def sharded(layout: Layout, parameters: tuple[float, float]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class RankBytes:
+class AlikeBytes:
     """What a device of ranks that are alike has, whatever the batch, the data-parallel ranks and ZeRO.
 
     `parameters` are the trained ones, `base` the bytes of a frozen base. `kept_bytes` are those of a microbatch in one
@@ -129,11 +129,11 @@ class RankBytes:
     buffers: dict[tuple[bool, int], float] = field(default_factory=dict)
 
 
-_MEMORIES: dict[object, tuple[RankBytes, ...]] = {}
+_MEMORIES: dict[object, tuple[AlikeBytes, ...]] = {}
 _MOST_KNOWN = 20_000
 
 
-def rank_memories(transformer: Transformer, layout: Layout) -> tuple[RankBytes, ...]:
+def rank_memories(transformer: Transformer, layout: Layout) -> tuple[AlikeBytes, ...]:
     """Return the ranks of a pipeline, which layouts share that differ only in batch, data and ZeRO."""
     share, counts = layout.share, counts_of(transformer, layout)
     key = (transformer, share, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
@@ -146,12 +146,12 @@ def rank_memories(transformer: Transformer, layout: Layout) -> tuple[RankBytes, 
     return known
 
 
-def _rank_memory(transformer: Transformer, layout: Layout, rank: Alike) -> RankBytes:
+def _rank_memory(transformer: Transformer, layout: Layout, rank: Alike) -> AlikeBytes:
     layers = layers_of(transformer, layout.share)
     parameters, base = (size(transformer, layout, rank, layers) for size in (trained_parameters, base_bytes))
     kept_bytes = _activations(layers, layout, [slice_ for slice_, _ in rank.slices]) / len(rank.slices)
     fp8, state = held_fp8(transformer, layout, rank), state_bytes(transformer, layout, rank, layers)
-    return RankBytes(rank, parameters, base, kept_bytes, fp8, state)
+    return AlikeBytes(rank, parameters, base, kept_bytes, fp8, state)
 
 
 def device_bytes(transformer: Transformer, layout: Layout, rank: Alike) -> Bytes:
@@ -162,7 +162,7 @@ def device_bytes(transformer: Transformer, layout: Layout, rank: Alike) -> Bytes
     return Bytes(*_bytes_of(transformer, layout, _rank_memory(transformer, layout, rank)))
 
 
-def _bytes_of(transformer: Transformer, layout: Layout, memory: RankBytes) -> tuple[float, ...]:
+def _bytes_of(transformer: Transformer, layout: Layout, memory: AlikeBytes) -> tuple[float, ...]:
     """Return the items of `Bytes`."""
     rank, parameters, base = memory.alike, memory.parameters, memory.base
     whole, part = sum(parameters), sharded(layout, parameters)

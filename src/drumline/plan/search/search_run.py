@@ -245,7 +245,9 @@ class SearchRun:
 
     def anneal(self, rows: Rows, turn: int) -> None:
         """Anneal along the critical paths from these rows."""
-        steps = max(_LEAST_STEPS, min(_MOST_STEPS, int(self.units / (4 * self.timing * self.size))))
+        # It cools down within what is left.
+        left = min(self.units / (4 * self.timing * self.size), self.tries - self.num_tried)
+        steps = max(_LEAST_STEPS, min(_MOST_STEPS, int(left)))
         value, improved = self.annealer.run(
             rows,
             num_steps=steps,
