@@ -6,11 +6,11 @@ from planting import Bug
 
 PLAN = (
     Bug(
-        "annealing-never-stops",
+        "steps-not-counted",
         "Annealer.run",
-        "while steps > 0 and annealing.is_going:",
-        "while annealing.is_going:",
-        "Moving actions goes on although no step is granted any more: the clock ends nothing.",
+        "annealing.best_rows if better else None, done)",
+        "annealing.best_rows if better else None, 0)",
+        "Steps of local search count as no programs: a search with a number of programs goes on.",
     ),
     Bug(
         "other-random-numbers",
