@@ -381,14 +381,14 @@ CORE = (
         "kernel-scales-updates",
         "drumline_seconds",
         "factors && computes[code[at]]",
-        "factors && microbatch[at] >= 0",
+        "factors && (computes[code[at]] || microbatch[at] >= 0)",
         "The kernel lets an optimizer step take longer for a longer microbatch.",
     ),
     Bug(
         "kernel-counts-pairs-over",
         "drumline_pairs",
         "at == 0 || rank[at] != rank[at - 1]",
-        "at == 0",
+        "at == 0 || rank[at] < 0",
         "A rank begins with the pairs that the rank before it held at its end.",
     ),
     Bug(
@@ -397,13 +397,6 @@ CORE = (
         "array.dtype != cls.dtype or not array.flags.c_contiguous",
         "not array.flags.c_contiguous",
         "An array of other numbers is handed to the kernel, which reads them as its own.",
-    ),
-    Bug(
-        "kernel-forgets-the-blocks-peak",
-        "drumline_block",
-        "made <= number || (which < 2 && block->held >= peak)",
-        "made <= number",
-        "A rank of v-min holds more pairs than its block says.",
     ),
     Bug(
         "kernel-lets-a-slot-see-itself",
@@ -422,8 +415,8 @@ CORE = (
     Bug(
         "kernel-turns-run-over",
         "drumline_turns",
-        "                if (now >= below)\n                    continue;\n",
-        "",
+        "if (now >= below)",
+        "if (now > below)",
         "A part of zb-v writes microbatches that it does not have.",
     ),
     Bug(
