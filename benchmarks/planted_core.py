@@ -385,11 +385,11 @@ CORE = (
         "The kernel lets an optimizer step take longer for a longer microbatch.",
     ),
     Bug(
-        "kernel-counts-pairs-over",
+        "kernel-counts-pairs-late",
         "drumline_pairs",
-        "at == 0 || rank[at] != rank[at - 1]",
-        "at == 0 || rank[at] < 0",
-        "A rank begins with the pairs that the rank before it held at its end.",
+        "during += begins[code[at]];",
+        "",
+        "A pair is held only after its forward, and not while it runs.",
     ),
     Bug(
         "kernel-reads-any-array",
