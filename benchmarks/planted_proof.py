@@ -142,7 +142,7 @@ PROOF = (
         "proof-with-a-queue-for-each-pair",
         "queue_up",
         "channel == PAIR ? rows->rank[rows->partner[at]] : 0",
-        "rows->rank[rows->partner[at]]",
+        "channel >= PAIR ? rows->rank[rows->partner[at]] : 0",
         "A channel with one queue per rank counts as one with a queue per pair.",
     ),
     Bug(
@@ -151,13 +151,6 @@ PROOF = (
         "            if (need >= 0 && !(moves ? run->moved[need] : need < run->at[rows->rank[need]])) {",
         "            if (need >= 0 && moves && !run->moved[need]) {",
         "Ranks that wait for each other are proven.",
-    ),
-    Bug(
-        "proof-of-the-smaller-direction",
-        "place_stages",
-        "count[rank] > count[enters] ? rank : enters",
-        "count[rank] >= count[enters] ? rank : enters",
-        "Of two equal directions the one from the higher rank is called down.",
     ),
     Bug(
         "text-with-leading-zeros",

@@ -55,6 +55,14 @@ def test_arrays_find_the_intervals_that_are_found_action_by_action(
     assert idle_by_cause(timeline) == by_cause
 
 
+@settings(max_examples=examples(60))
+@given(programs(names=("dualpipe", "dualpipe-v")), st.data(), st.integers(0, 2**32 - 1))
+def test_an_overlapped_pair_waits_for_its_latest_input(program: Program, data: st.DataObject, seed: int) -> None:
+    factors = np.random.default_rng(seed).lognormal(0.0, 0.3, len(program.timed_columns.code))
+    timeline = simulate(program, data.draw(costs_for(program)), factors=factors)
+    assert tuple(timeline.causes) == attribute(timeline)
+
+
 @settings(max_examples=examples(100))
 @given(programs(), st.data())
 def test_intervals_fill_exactly_the_gaps(program: Program, data: st.DataObject) -> None:

@@ -23,7 +23,7 @@ from drumline.core.errors import ProgramError
 from drumline.core.files import MIB, FileKind, named, read_text
 from drumline.core.graph import CODE, OPS, Columns
 from drumline.core.kernel.library import kernel
-from drumline.core.kernel.text import Spelling, read, written
+from drumline.core.kernel.text import OpNames, read, written
 from drumline.core.placement import Placement
 from drumline.core.rules import Backward
 
@@ -33,7 +33,7 @@ Row = tuple[Action, ...]
 MAX_IN_ARRAYS = 50_000_000
 MAX_ACTIONS = 1_000_000  # as objects: rows, text without the kernel, pictures
 MAX_FILE_BYTES = 512 * MIB
-_SPELLING = Spelling(tuple(OPS), frozenset(WITHOUT_MICROBATCH), frozenset(COMPUTE_OPS), Op.OVERLAP)
+_SPELLING = OpNames(tuple(OPS), frozenset(WITHOUT_MICROBATCH), frozenset(COMPUTE_OPS), Op.OVERLAP)
 _KIND = FileKind("program", ProgramError, "a CSV file, one row of actions per rank", MAX_FILE_BYTES)
 
 

@@ -18,7 +18,7 @@ _Int32s = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Spelling:
+class OpNames:
     """How ops are written, in the order of their codes; and which take no microbatch, compute, or make a pair."""
 
     names: tuple[str, ...]
@@ -48,12 +48,12 @@ class TextArrays:
     paired: npt.NDArray[np.bool_]
 
 
-def read(text: str, spelling: Spelling, most: int) -> TextArrays | int | None:
+def read(text: str, spelling: OpNames, most: int) -> TextArrays | int | None:
     r"""Return the actions of a regular text; None for any other.
 
     Of a text with more than so many actions, return the number of the row that has too many, counted from 1.
 
-    >>> spelling = Spelling(("F", "UNSHARD"), frozenset({"UNSHARD"}), frozenset({"F"}), "")
+    >>> spelling = OpNames(("F", "UNSHARD"), frozenset({"UNSHARD"}), frozenset({"F"}), "")
     >>> cells = read("0UNSHARD, 0F7\n1F7", spelling, 9)
     >>> kernel() is None or (cells.lengths, cells.numbers.tolist())
     ([2, 1], [[0, 0, 1], [1, 0, 0], [-1, 7, 7]])
@@ -75,11 +75,11 @@ def read(text: str, spelling: Spelling, most: int) -> TextArrays | int | None:
 
 
 def written(
-    lengths: Sequence[int], numbers: Sequence[_Int32s], paired: npt.NDArray[np.bool_], spelling: Spelling
+    lengths: Sequence[int], numbers: Sequence[_Int32s], paired: npt.NDArray[np.bool_], spelling: OpNames
 ) -> str:
     """Return the text of rows from their stages, codes and microbatches; it must not be called without a kernel.
 
-    >>> spelling = Spelling(("F", "B"), frozenset(), frozenset({"F", "B"}), "")
+    >>> spelling = OpNames(("F", "B"), frozenset(), frozenset({"F", "B"}), "")
     >>> columns = np.array([[0, 0], [0, 1], [7, 7]], dtype=np.int32)
     >>> kernel() is None or written([2], columns, np.zeros(2, dtype=bool), spelling)
     '0F7,0B7'
