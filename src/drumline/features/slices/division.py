@@ -1,7 +1,9 @@
 """How sequences are divided into slices: into equal ones, or into slices of these lengths.
 
-units    0 1 2 3   4 5 6 7      unit u is slice u % 4 of microbatch u // 4
-slices   0 1 2 3   0 1 2 3
+::
+
+    units    0 1 2 3   4 5 6 7      unit u is slice u % 4 of microbatch u // 4
+    slices   0 1 2 3   0 1 2 3
 """
 
 from __future__ import annotations
