@@ -130,7 +130,6 @@ class AlikeBytes:
 
 
 _MEMORIES: dict[object, tuple[AlikeBytes, ...]] = {}
-_MOST_KNOWN = 20_000
 
 
 def rank_memories(transformer: Transformer, layout: Layout) -> tuple[AlikeBytes, ...]:
@@ -139,7 +138,7 @@ def rank_memories(transformer: Transformer, layout: Layout) -> tuple[AlikeBytes,
     key = (transformer, share, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
     known = _MEMORIES.get(key)
     if known is None:
-        if len(_MEMORIES) >= _MOST_KNOWN:
+        if len(_MEMORIES) >= 20_000:  # layouts of a few plans
             _MEMORIES.clear()
         kinds = alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
         known = _MEMORIES[key] = tuple(_rank_memory(transformer, layout, kind) for kind in kinds)

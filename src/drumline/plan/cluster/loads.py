@@ -201,7 +201,6 @@ class PipelineWork(NamedTuple):
 _WORKS: dict[tuple[object, ...], PipelineWork] = {}
 _NUMBERS: dict[tuple[object, ...], int] = {}
 _NUMBERED: dict[tuple[int, int], tuple[Transformer, Cluster, int]] = {}
-_MOST_KNOWN = 20_000
 
 
 def _number(transformer: Transformer, cluster: Cluster) -> int:
@@ -210,7 +209,7 @@ def _number(transformer: Transformer, cluster: Cluster) -> int:
     if entry is None or entry[0] is not transformer or entry[1] is not cluster:
         nodes = cluster.device, cluster.devices_per_node, cluster.intra_node, cluster.inter_node
         number = _NUMBERS.setdefault((transformer, nodes), len(_NUMBERS))
-        if len(_NUMBERED) >= _MOST_KNOWN:
+        if len(_NUMBERED) >= 20_000:  # layouts of a few plans
             _NUMBERED.clear()
         entry = _NUMBERED[id(transformer), id(cluster)] = transformer, cluster, number
     return entry[2]
@@ -223,7 +222,7 @@ def work_of(transformer: Transformer, cluster: Cluster, layout: Layout) -> Pipel
     key = (which, layout.share, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
     known = _WORKS.get(key)
     if known is None:
-        if len(_WORKS) >= _MOST_KNOWN:
+        if len(_WORKS) >= 20_000:  # layouts of a few plans
             _WORKS.clear()
         known = _WORKS[key] = _work(transformer, cluster, layout, counts)
     return known
