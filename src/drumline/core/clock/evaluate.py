@@ -5,7 +5,7 @@ The compiled kernel computes it, or the Python form if there is no kernel: with 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,8 +41,7 @@ def starts_of(graph: TimeGraph, ended: Floats, lag: Floats | None, nodes: Ints |
     return starts
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
+class Order(NamedTuple):
     """A graph, and an order of its nodes in which each comes after all that it waits for.
 
     The kernel takes `runs` of consecutive nodes: the first, the one after the last, and the node before the first, or

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -95,8 +94,7 @@ def starts_in_python(graph: TimeGraph, ended: Floats, lag: Floats | None, nodes:
     return started
 
 
-@dataclass(frozen=True, slots=True)
-class Levels:
+class Levels(NamedTuple):
     """A graph's nodes in an order in which each comes after all that it waits for.
 
     Nodes at the end of equally long chains never wait for each other: they make a level, and lie side by side. `each`

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +39,7 @@ class OpNames:
         return np.array(flags, dtype=np.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class TextArrays:
+class TextArrays(NamedTuple):
     """Plain actions row by row, the halves of a pair side by side; `numbers` are stages, codes and microbatches."""
 
     lengths: list[int]

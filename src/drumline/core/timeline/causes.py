@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 
@@ -155,8 +155,7 @@ def _by_kernel(library: Kernel, work: Columns, times: Times, arrivals: Arrivals,
     return Causes(work, rank, start[:count].copy(), end[:count].copy(), cause, before, waits_for)
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
+class Times(NamedTuple):
     """The starts and ends of all timed actions, row by row, and of the whole."""
 
     starts: Floats
@@ -165,16 +164,14 @@ class Times:
     end: float
 
 
-@dataclass(frozen=True, slots=True)
-class Arrivals:
+class Arrivals(NamedTuple):
     """Per plain action, the plain action of another rank that made its input, or -1; and the action that ends last."""
 
     maker: Ints
     last: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Gaps:
+class _Gaps(NamedTuple):
     """Idle intervals, rank by rank: the action after each (-1: it is the last), and fill, wait or drain."""
 
     rank: Ints
