@@ -150,6 +150,11 @@ class PartSimulation(Simulation):
         return max(track.ends[-1] for track in self.tracks)
 
     @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds each rank computed in what is shown: the graph's arrays have all."""
+        return super(Simulation, self).busy
+
+    @cached_property
     def causes(self) -> Sequence[Idle]:
         """Every idle interval with its cause, of the actions that are shown: the graph's arrays have all."""
         return attribute(self, self.limit)
