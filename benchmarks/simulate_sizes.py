@@ -30,7 +30,7 @@ from drumline.core.simulate import durations, walks
 from drumline.core.timeline import causes
 from drumline.report.draw.table import table
 from drumline.report.replicas.measured import measured_spread
-from drumline.report.replicas.picture import picture
+from drumline.report.replicas.picture import drawing
 from drumline.report.replicas.step import replicas
 from drumline.schedules import building_block, cells, hanayo, orders
 from measure import Timing, interleaved, machine
@@ -142,7 +142,7 @@ def measure_replicas() -> list[dict[str, Any]]:
         program = dl.generate(name, num_ranks=256, num_microbatches=256)
         spread = measured_spread(TRACES / name, links=0.3)
         step = replicas(program, dl.Costs(comm=0.05, reduce=20.0), num_replicas=64, spread=spread)
-        size = len(picture(step))
+        size = len(drawing(step))
         rows.append({**step.summary(), "seconds": time.process_time() - begun, "picture": size})
         del rows[-1]["replica_makespans"]
     return rows

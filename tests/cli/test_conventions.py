@@ -99,6 +99,7 @@ WRITING = {
     "plan --list": ("plan --list", ".txt .json"),
     "simulate": ("simulate zb-v", ".txt .json .svg .html .gz"),
     "compare": ("compare -r 2 -m 2", ".txt .json .html"),
+    "replicas": ("replicas 1f1b -r 2 -m 2 --jitter 0.1", ".txt .json .svg"),
     "search": ("search -r 2 -m 2", ".txt .json .svg .html .csv"),
     "search --pareto": ("search -r 2 -m 2 --pareto --tries 5", ".txt .json .svg .html"),
     "profile": ("profile profile.json", ".txt .json .svg .html"),

@@ -16,7 +16,7 @@ from drumline.core.errors import CostsError, ProgramError
 from drumline.core.kernel.library import kernel
 from drumline.core.program import Program
 from drumline.report.replicas.measured import measured_spread
-from drumline.report.replicas.picture import picture
+from drumline.report.replicas.picture import drawing
 from drumline.report.replicas.spread import FactorDraws, Spread
 from drumline.report.replicas.step import REASONS, ReplicaStep, replicas
 from drumline.report.summary import idle_by_cause
@@ -139,6 +139,6 @@ def test_the_command_names_what_is_slow_and_draws_it(tmp_path: Path, capsys: pyt
 
 
 def test_a_picture_has_a_shade_for_each_rank() -> None:
-    text = picture(replicas(program_of("1f1b"), UNEQUAL, num_replicas=2, spread=0.2))
+    text = drawing(replicas(program_of("1f1b"), UNEQUAL, num_replicas=2, spread=0.2))
     assert text.count("v18h-") >= 4
     assert all(word in text for word in ("busy", "wait", "exchange"))

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     """Simulate the step and report where its time went."""
     from dataclasses import replace
 
-    from drumline.report.replicas.picture import picture
+    from drumline.report.replicas.picture import drawing
     from drumline.report.replicas.step import replicas
 
     costs = flags.costs_of(args)
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     step = replicas(flags.program_of(args), costs, num_replicas=args.replicas, spread=_spread(args), seed=args.seed)
 
     def make(form: str, paper: Paper) -> str:
-        return picture(step) if form == "svg" else _text(step, paper.width)
+        return drawing(step) if form == "svg" else _text(step, paper.width)
 
     deliver(args, make, step.summary)
     return 0

@@ -23,12 +23,12 @@ _SHADE, _FRAME = "#0b6aa8", "#c4122f"
 _COLOURS = {str(cause): hatch.light for cause, hatch in IDLE.items()} | {"replicas": "#159f78", "exchange": "#9c5fa8"}
 
 
-def picture(step: ReplicaStep) -> str:
+def drawing(step: ReplicaStep) -> str:
     """Return the step as an SVG document.
 
     >>> from drumline.report.replicas.step import replicas
     >>> from drumline.schedules import generate
-    >>> svg = picture(replicas(generate("1f1b", num_ranks=4, num_microbatches=8), num_replicas=2))
+    >>> svg = drawing(replicas(generate("1f1b", num_ranks=4, num_microbatches=8), num_replicas=2))
     >>> svg.startswith("<svg"), "8 ranks" in svg
     (True, True)
     """
