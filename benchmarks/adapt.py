@@ -1,6 +1,7 @@
 """What adapting does for a pipeline of two ranks while one rank or the link gets slow: bubble, pause, throughput.
 
     PYTHONPATH=tests python benchmarks/adapt.py [--cases slowing sudden half noisy link number] [--runs 3] [--blocks 24]
+    PYTHONPATH=tests python benchmarks/adapt.py --rest 5 --rows 24    # on a machine that does other work, too
 
 Rank 1 is slowed by real extra compute in everything that it computes, wherever layers are: some of its blocks' products
 run again, at 1.05 times one in twenty. 1f1b, 32 microbatches, one thread a rank.
@@ -12,6 +13,10 @@ noisy      one step takes three times as long: nothing moves
 link       every message takes 20 ms longer from step 25 on (gloo): another program. Two namespaces are joined by a
            relay that holds packets; where these cannot be made, the receiver holds messages
 number     every action gets a fixed cost midway: another number of microbatches, against every static one
+
+With --rest, a block also rests for so many microseconds a row in F, and twice as many in B; what is slow rests longer
+instead of computing more. Resting takes as long whatever else the machine does, so a comparison of two trees needs no
+quiet machine. Ranks, messages, moves and decisions are as real as before.
 
 A step's bubble counts the pause of a move before it. `beside` is the throughput beside the best static cut at that
 slowness, measured in the same session. Pictures go to --out.
@@ -63,6 +68,23 @@ def burn(x: Tensor, weight: Tensor) -> None:
         torch.nn.functional.gelu(x @ weight)
 
 
+class Rest(torch.autograd.Function):
+    """Returns its input after so many seconds, and its gradient after twice as many."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        """Return x."""
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of x."""
+        time.sleep(2 * ctx.seconds)
+        return gradients[0], None
+
+
 class Slowed(nn.Module):
     """A block whose process may be slow: `slow` is a factor of everything, `fixed` are products of every call.
 
@@ -70,7 +92,7 @@ class Slowed(nn.Module):
     Each block counts what it owes, and begins elsewhere than the others, so that they do not pay in the same call.
     """
 
-    slow, fixed = 1.0, 0
+    slow, fixed, rest = 1.0, 0, 0.0
 
     def __init__(self, width: int, owed: float) -> None:
         super().__init__()
@@ -80,6 +102,9 @@ class Slowed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output."""
         kind = type(self)
+        if kind.rest:
+            made = nn.functional.gelu(self.linear(x))
+            return Rest.apply(made, kind.rest * (kind.slow * len(x) + 16 * kind.fixed))  # type: ignore[no-untyped-call,no-any-return]
         for _ in range(kind.fixed):
             burn(x.detach()[:16], self.linear.weight.detach())
         made = nn.functional.gelu(self.linear(x))
@@ -93,6 +118,12 @@ class Slowed(nn.Module):
 def model_of(blocks: int) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(Slowed(_WIDTH, (at * _STRIDE) % 1.0) for at in range(blocks)))
+
+
+def prepare(given: dict[str, Any]) -> None:
+    """Let this rank's blocks take what the user asked for."""
+    torch.set_num_threads(1)
+    Slowed.rest = given["rest"] * 1e-6
 
 
 def hold_messages(seconds: Callable[[], float]) -> None:
@@ -154,7 +185,7 @@ def stepped(pipe: dl.Pipeline, x: Tensor, optimizer: torch.optim.Optimizer) -> d
 
 def rank_slowed(case: str, steps: int, given: dict[str, Any], record: str | None) -> list[dict[str, Any]]:
     """Run a case on this rank, and return its steps."""
-    torch.set_num_threads(1)
+    prepare(given)
     rows, microbatches = given["rows"], given["microbatches"]
     x = torch.randn(rows * microbatches, _WIDTH, generator=torch.Generator().manual_seed(1))
     found = []
@@ -187,7 +218,7 @@ def slowness(case: str, step: int, given: dict[str, Any]) -> float:
 
 def static_cuts(given: dict[str, Any], steps: int) -> dict[int, float]:
     """Return the median step of every cut near the best one, while rank 1 is slow; cuts take turns."""
-    torch.set_num_threads(1)
+    prepare(given)
     rows, microbatches, blocks = given["rows"], given["microbatches"], given["blocks"]
     x = torch.randn(rows * microbatches, _WIDTH, generator=torch.Generator().manual_seed(1))
     middle = round(blocks * SLOW / (1 + SLOW))
@@ -237,7 +268,7 @@ def slow_link(steps: int, given: dict[str, Any], record: str | None, link: Any) 
     """Run with a link that gets slow; return the steps, and the optimum for its delay."""
     import os
 
-    torch.set_num_threads(1)
+    prepare(given)
     now, rank = [0.0], int(os.environ["RANK"])
     if link is None:
         hold_messages(lambda: now[0])
@@ -289,7 +320,7 @@ def optimum(seen: list[Any], program: dl.Program, microbatches: int) -> dict[str
 
 def number_of_microbatches(steps: int, given: dict[str, Any], fixed: int | None) -> list[dict[str, Any]]:
     """Run with a fixed cost of every call from the middle on; adapt the number of microbatches unless it is given."""
-    torch.set_num_threads(1)
+    prepare(given)
     batch = given["rows"] * given["microbatches"] // 4
     x = torch.randn(batch, _WIDTH, generator=torch.Generator().manual_seed(1))
     blocks = max(given["blocks"] // 3, 4)
@@ -439,10 +470,11 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=cases, choices=cases)
     for name, value in {"blocks": 24, "rows": 64, "microbatches": 32, "since": 50, "runs": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--rest", type=float, default=0.0, help="microseconds that a block rests for each row")
     parser.add_argument("--out", type=Path, help="folder for pictures and runs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    given = {name: getattr(args, name) for name in ("blocks", "rows", "microbatches", "since")}
+    given = {name: getattr(args, name) for name in ("blocks", "rows", "microbatches", "since", "rest")}
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
     results = {case: measured(case, args, given) for case in args.cases}
