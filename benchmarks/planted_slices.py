@@ -56,9 +56,9 @@ SLICES = (
     ),
     Bug(
         "slices-any-order",
-        "program_for",
-        "if slices > 1 and (late := next(order_violations(program, slices), None)) is not None:",
-        "if slices < 1 and (late := next(order_violations(program, slices), None)) is not None:",
+        "in_order",
+        "for ops, step in ((FORWARDS, 1), (BACKWARDS, -1)):",
+        "for ops, step in ((FORWARDS, 1), (BACKWARDS, 1)):",
         "A program whose slices go back too early runs.",
     ),
     Bug(
@@ -84,7 +84,7 @@ SLICES = (
     ),
     Bug(
         "slices-share-by-tokens",
-        "shares",
+        "slice_shares",
         "attention * (end * end - start * start) / (total * total)",
         "attention * (end - start) / total",
         "Later slices are taken to cost as much as the first.",

@@ -157,7 +157,7 @@ def simulated(program: Any, seconds: dict[Any, float], slices: int) -> float:
 
     actions = [part for row in program.compute_only().rows for action in row for part in action.work]
     each = [statistics.median(by_slice[part.stage, str(part.op), part.microbatch % slices]) for part in actions]
-    unit = Costs(forward=1.0, backward=1.0)
+    unit = Costs(forward=1.0, backward=1.0, slice_factor=1.0)
     return float(simulate(program.compute_only(), unit, factors=np.array(each)).makespan)
 
 
@@ -220,7 +220,7 @@ def speed(arguments: Any) -> list[dict[str, Any]]:
 
 def stash(arguments: Any) -> list[dict[str, Any]]:
     """Print and return the bytes that both ranks hold, weighed and counted."""
-    from drumline.core.slices.order import peak_bytes
+    from drumline.core.slices.row_bytes import peak_bytes
 
     rows = []
     for count in (1, 2, 4):

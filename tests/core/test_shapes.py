@@ -33,13 +33,17 @@ SECONDS_AND_BYTES = [
     "activation_bytes",
     "held_until_weight_bytes",
     "checkpoint_bytes",
+    "key_value_bytes",
     "weight_bytes",
     "gradient_bytes",
     "optimizer_bytes",
 ]
 LISTS = [*SECONDS_AND_BYTES, "microbatch_factor", "recompute"]
-SINGLE = ["comm", "bytes_per_second", "overlap"]
-OPTIONAL = ["backward", "overlapped", "activation_bytes", "held_until_weight_bytes"]
+SINGLE = ["comm", "bytes_per_second", "overlap", "attention"]
+BY_SLICE = ["slice_lengths", "slice_factor"]
+EVERY = [*LISTS, *BY_SLICE, *SINGLE]
+OPTIONAL = ["backward", "overlapped", "activation_bytes", "held_until_weight_bytes", "slice_factor"]
+NEED_ACTIVATIONS = ("held_until_weight_bytes", "key_value_bytes")
 
 # Values that no field takes; None and bools are told apart below.
 NOWHERE: list[Any] = [[], (), [[1, 1]], [[True]], [None, None], "1", "", ["1", "1"], {}, {"0": 1}, -1, [1, -1], b"ab"]
@@ -48,15 +52,15 @@ NOWHERE += [math.nan, [1.0, math.nan], -math.inf, [math.inf, 1], 1e300, 10**5000
 
 def given(name: str, value: Any) -> dict[str, Any]:
     """Return the field beside what it needs."""
-    return {name: value} | ({"activation_bytes": 1} if name == "held_until_weight_bytes" else {})
+    return {name: value} | ({"activation_bytes": 1} if name in NEED_ACTIVATIONS else {})
 
 
 def test_every_field_has_a_shape() -> None:
-    assert {*SHAPES, "edges"} == {field.name for field in fields(Costs)} == {*LISTS, *SINGLE, "edges"}
+    assert {*SHAPES, "edges"} == {field.name for field in fields(Costs)} == {*EVERY, "edges"}
 
 
 @pytest.mark.parametrize("value", NOWHERE, ids=lambda value: f"{value!r:.20}" if value != 10**5000 else "huge")
-@pytest.mark.parametrize("name", [*LISTS, *SINGLE])
+@pytest.mark.parametrize("name", EVERY)
 def test_what_no_field_takes_is_refused_with_the_field(name: str, value: Any) -> None:
     with refused(CostsError, rf"^{name} is "):
         Costs(**given(name, value))
@@ -68,7 +72,7 @@ def test_what_no_field_takes_is_refused_with_the_field(name: str, value: Any) ->
         Costs.from_json(text)
 
 
-@pytest.mark.parametrize("name", [*LISTS, *SINGLE])
+@pytest.mark.parametrize("name", EVERY)
 def test_flags_are_true_or_false_and_numbers_are_neither(name: str) -> None:
     wrong: list[Any] = [1, 0, 1.0] if SHAPES[name].flag else [True, False]
     wrong += [[item] * 2 for item in wrong]
@@ -79,7 +83,7 @@ def test_flags_are_true_or_false_and_numbers_are_neither(name: str) -> None:
             Costs.from_json(json.dumps(given(name, value)))
 
 
-@pytest.mark.parametrize("name", [*LISTS, *SINGLE])
+@pytest.mark.parametrize("name", EVERY)
 def test_only_what_has_another_default_may_be_none(name: str) -> None:
     if name in OPTIONAL:
         assert getattr(Costs.from_json(json.dumps(given(name, None))), name) is None
@@ -113,6 +117,28 @@ def test_a_list_of_another_length_is_refused_also_where_nothing_reads_it(name: s
         Instance(costs, Placement.linear(4), 4)
     fits = Costs(**given(name, [name == "recompute" or 1] * 4))
     assert simulate(program, fits).makespan > 0
+
+
+@pytest.mark.parametrize("name", BY_SLICE)
+def test_slices_have_a_value_each(name: str) -> None:
+    program = generate("1f1b", num_ranks=2, num_microbatches=2, slices=4)
+    for length in (1, 3, 5):
+        with refused(CostsError, f"^{name} has {length} values", expected="each of the 4 slices"):
+            simulate(program, Costs(**given(name, [1] * length)))
+    assert simulate(program, Costs(**given(name, [1] * 4))).makespan > 0
+
+
+@pytest.mark.parametrize(
+    ("given_costs", "what"),
+    [
+        ({"attention": 1.5}, "attention is 1.5"),
+        ({"slice_lengths": [2, 0]}, "slice_lengths is"),
+        ({"key_value_bytes": 1}, "needs activ"),
+    ],
+)
+def test_shares_of_slices_are_possible(given_costs: dict[str, Any], what: str) -> None:
+    with refused(CostsError, what):
+        Costs(**given_costs)
 
 
 def test_a_comparison_takes_a_factor_for_every_microbatch_and_no_fewer() -> None:

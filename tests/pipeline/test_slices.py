@@ -14,8 +14,7 @@ import drumline as dl
 from drumline.core.errors import BatchError, DrumlineError, ModelError, ProgramError, ScheduleError
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
-from drumline.core.slices.order import peak_bytes
-from drumline.core.slices.text import format_slices, parse_slices
+from drumline.core.slices.row_bytes import peak_bytes
 from drumline.features.slices.attention import SliceMemory, attend
 from drumline.features.slices.kernels import FLASH, ON_CPU, PLAIN, kernel_for
 from drumline.schedules import generate
@@ -226,7 +225,7 @@ def test_a_kernel_is_chosen_by_what_it_can_take() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_order_of_slices_is_proven_and_runs_backwards_in_reverse(name: str) -> None:
     for ranks, count, slices in ((2, 1, 3), (4, 2, 8), (3, 3, 2)):
-        program = sliced(generate(name, num_ranks=ranks, num_microbatches=count * slices), slices)
+        program = generate(name, num_ranks=ranks, num_microbatches=count, slices=slices)
         assert not validate(program)
         for row in some(program.rows):
             for stage in some({action.stage for action in row}):
@@ -236,8 +235,9 @@ def test_every_order_of_slices_is_proven_and_runs_backwards_in_reverse(name: str
 
 
 def test_1f1b_in_slices_is_the_order_that_the_module_draws() -> None:
-    program = sliced(generate("1f1b", num_ranks=2, num_microbatches=6), 3)
-    assert str(program).replace("0F", "F").replace("0B", "B").splitlines()[0] == "F0,F1,F2,F3,B2,F4,B1,F5,B0,B5,B4,B3"
+    row = generate("1f1b", num_ranks=2, num_microbatches=2, slices=3).rows[0]
+    units = ",".join(f"{action.op}{int(action.microbatch or 0)}" for action in row)
+    assert units == "F0,F1,F2,F3,B2,F4,B1,F5,B0,B5,B4,B3"
 
 
 def test_orders_that_cannot_be_sliced_are_refused() -> None:
@@ -249,16 +249,11 @@ def test_orders_that_cannot_be_sliced_are_refused() -> None:
 
 def test_a_program_whose_slices_go_back_too_early_is_refused() -> None:
     early = generate("gpipe", num_ranks=2, num_microbatches=8)
-    with refused(ProgramError, "slice 0 of microbatch 0 goes backward before slice 1"):
+    with refused(ProgramError, "0B0.0 runs before 0B0.1: slices of a microbatch go backward in reverse"):
+        piped(made("Llama"), 4, schedule=Program(early.rows, num_slices=4))
+    with refused(ProgramError, "runs each microbatch in 1 slice"):
         piped(made("Llama"), 4, schedule=early)
-    assert piped(made("Llama"), 4, schedule=sliced(early, 4)).program.num_microbatches == 8
-
-
-def test_text_with_slices_is_read_as_it_was_written() -> None:
-    program = sliced(generate("zb-h1", num_ranks=3, num_microbatches=6), 3)
-    text = format_slices(program, 3)
-    assert text.startswith("0F0.0,0F0.1")
-    assert parse_slices(text) == (program, 3)
+    assert piped(made("Llama"), 4, schedule=sliced(early, 4)).program.num_units == 8
 
 
 @pytest.mark.features("record")

@@ -10,13 +10,19 @@
     2WAIT_SEND_F0  3WAIT_SEND_B0   wait until that send completes
     2WAIT_REDUCE_GRAD      wait until the stage's gradient exchange completes
     2UPDATE5               optimizer step of stage 2 with the gradients up to microbatch 5
+    2F0.3                  forward of stage 2 on slice 3 of microbatch 0, where microbatches run in slices
 
-PyTorch's pipelining reads and writes the same text, except for UPDATE. It knows the three WAITs since version 2.15.
+Slices count through all microbatches: of S slices, slice s of microbatch m is unit m*S + s, and runs like a microbatch.
+Only its text says which slice it is.
+
+PyTorch's pipelining reads and writes the same text, except for UPDATE and slices. It knows the three WAITs since
+version 2.15.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -54,6 +60,43 @@ STATE_OPS = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 AWAITED = {Op.WAIT_SEND_F: Op.SEND_F, Op.WAIT_SEND_B: Op.SEND_B, Op.WAIT_REDUCE_GRAD: Op.REDUCE_GRAD}
 WAIT_OPS = frozenset(AWAITED)
 WITHOUT_MICROBATCH = STATE_OPS | {Op.WAIT_REDUCE_GRAD}
+
+
+class SliceNumber(int):
+    """The number of one of S slices of all microbatches, written as microbatch and slice; otherwise a plain number.
+
+    >>> unit = SliceNumber.of(6, 4)
+    >>> print(unit, unit == 6, Action(2, Op.FORWARD, unit), unit + 1)
+    1.2 True 2F1.2 7
+    """
+
+    num_slices: int
+
+    @staticmethod
+    def of(number: int, num_slices: int) -> SliceNumber:
+        """Return the unit with this number, of microbatches in so many slices."""
+        unit = SliceNumber(number)
+        unit.num_slices = num_slices
+        return unit
+
+    def __str__(self) -> str:
+        microbatch, number = divmod(int(self), self.num_slices)
+        return f"{microbatch}.{number}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SliceNumber.of, (int(self), self.num_slices)
+
+
+def in_units(numbers: Sequence[int], num_slices: int) -> Sequence[int]:
+    """Return numbers of microbatches, or of their slices, each with its text; -1 stays as it is.
+
+    >>> list(map(str, in_units([0, 1, 2], 1))), list(map(str, in_units([0, 1, 2, -1], 2)))
+    (['0', '1', '2'], ['0.0', '0.1', '1.0', '-1'])
+    """
+    if num_slices == 1:
+        return numbers
+    known = {number: SliceNumber.of(number, num_slices) if number >= 0 else number for number in set(numbers)}
+    return [known[number] for number in numbers]
 
 
 class Action(NamedTuple):
@@ -100,13 +143,13 @@ class Action(NamedTuple):
         return self._replace(microbatch=microbatch, parts=tuple(part.later(by) for part in self.parts))
 
     @staticmethod
-    def parse(text: str) -> Action:
-        """Parse `text` strictly: `2F0junk` is an error.
+    def parse(text: str, num_slices: int = 1) -> Action:
+        """Parse `text` strictly: `2F0junk` is an error, and so is `2F0.3` unless microbatches run in slices.
 
-        >>> Action.parse("2UPDATE5")
-        2UPDATE5
+        >>> Action.parse("2UPDATE5"), Action.parse("2F0.3", num_slices=4)
+        (2UPDATE5, 2F0.3)
         """
-        return _parse_pair(text) if text.startswith("(") else _parse_single(text)
+        return _parse_pair(text, num_slices) if text.startswith("(") else _parse_single(text, num_slices)
 
 
 # Recipes create hundreds of thousands of actions. Building one straight from a tuple is twice as fast as using named
@@ -163,16 +206,16 @@ def overlap(forward: Action, backward: Action) -> Action:
 
 # ASCII digits only and no leading zeros: every action has exactly one spelling, and parsing inverts formatting.
 _NUMBER = r"(0|[1-9][0-9]{0,8})"
-_SINGLE = re.compile(rf"{_NUMBER}([A-Z]+(?:_[A-Z]+){{0,2}})(?:{_NUMBER})?")
+_SINGLE = re.compile(rf"{_NUMBER}([A-Z]+(?:_[A-Z]+){{0,2}})(?:{_NUMBER}(?:\.{_NUMBER})?)?")
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 _BY_TEXT = {op.value: op for op in Op}
 
 
-def _parse_single(text: str) -> Action:
+def _parse_single(text: str, num_slices: int) -> Action:
     match = _SINGLE.fullmatch(text)
     if match is None:
         raise ProgramError(f"{_shown(text)} is not an action", expected="<stage><op><microbatch>, for example 2F0")
-    stage, word, microbatch = match.groups()
+    stage, word, microbatch, part = match.groups()
     op = _BY_TEXT.get(word)
     if op is None or op is Op.OVERLAP:
         raise ProgramError(
@@ -183,16 +226,34 @@ def _parse_single(text: str) -> Action:
         wants = "no microbatch number" if op in WITHOUT_MICROBATCH else "a microbatch number"
         example = f"{stage}{word}" if op in WITHOUT_MICROBATCH else f"{stage}{word}0"
         raise ProgramError(f"{_shown(text)} is not an action", expected=f"{wants} after {word}, for example {example}")
-    return Action(int(stage), op, None if microbatch is None else int(microbatch))
+    if microbatch is None:
+        return Action(int(stage), op)
+    if num_slices > 1 and part is not None and int(part) < num_slices:
+        return Action(int(stage), op, SliceNumber.of(int(microbatch) * num_slices + int(part), num_slices))
+    if num_slices > 1 or part is not None:
+        raise _not_a_slice(text, f"{stage}{word}{microbatch}", part, num_slices)
+    return Action(int(stage), op, int(microbatch))
 
 
-def _parse_pair(text: str) -> Action:
+def _not_a_slice(text: str, whole: str, part: str | None, num_slices: int) -> ProgramError:
+    """Return the error for an action whose slice is missing, or that should have none."""
+    if num_slices == 1:
+        expected = f"no slice where microbatches run in one piece: {whole}"
+        return ProgramError(f"{_shown(text)} names slice {part}, and microbatches have one slice", expected=expected)
+    if part is None:
+        return ProgramError(
+            f"{_shown(text)} names no slice, and other actions do", expected=f"a slice in all of them, like {whole}.0"
+        )
+    return ProgramError(f"{_shown(text)} names slice {part}", expected=f"one of {num_slices} slices, counted from 0")
+
+
+def _parse_pair(text: str, num_slices: int) -> Action:
     match = _PAIR.fullmatch(text)
     if match is None:
         raise ProgramError(
             f"{_shown(text)} is not an overlapped pair", expected="two actions, for example (0F5;1B2)OVERLAP_F_B"
         )
-    parts = tuple(_parse_single(part) for part in match.groups())
+    parts = tuple(_parse_single(part, num_slices) for part in match.groups())
     if any(part.op not in COMPUTE_OPS for part in parts):
         raise ProgramError(f"{_shown(text)} overlaps a non-compute action", expected="F, B, I or W in both halves")
     return Action(parts[0].stage, Op.OVERLAP, None, parts)

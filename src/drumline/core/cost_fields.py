@@ -1,8 +1,9 @@
-"""What each field of `Costs` accepts: one number, or a list with one number per stage or microbatch.
+"""What each field of `Costs` accepts: one number, or a list with one number per stage, microbatch or slice.
 
     one number           comm, bytes_per_second; overlap is true or false; edges lists links
     one per stage        seconds and bytes of stages, message_bytes of the boundary after each, recompute as flags
     one per microbatch   microbatch_factor
+    one per slice        slice_lengths, slice_factor
 
 Any other list raises an error, because it would be read as something its author did not mean.
 """
@@ -20,7 +21,7 @@ from drumline.core.parsed import LARGEST
 
 @dataclass(frozen=True, slots=True)
 class FieldShape:
-    """What a field accepts; `each` is "stage" or "microbatch" if the field also accepts a list with one value per item.
+    """What a field accepts; `each` is "stage", "microbatch" or "slice" if it also accepts a list with one value each.
 
     `parted` marks fields that are divided when a stage is cut into equal parts: each part gets its share.
     """

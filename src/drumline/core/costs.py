@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,11 @@ class Costs:
     copying the gradients together occupies the rank for `pack`. `microbatch_factor` multiplies the time and bytes of
     each microbatch (for variable lengths).
 
+    Slices: all costs are those of whole microbatches, and a slice has its part. `slice_lengths` are its tokens, in any
+    unit; equal unless given. Bytes follow them. `attention` is the part of F's and B's seconds that attention takes,
+    which grows with the keys that a slice attends to; W has none of it. `slice_factor` says instead what was measured:
+    the seconds of each slice, as a part of the whole microbatch's.
+
     Messages: `comm` is a latency on every edge and occupies neither rank nor link. `message_bytes` divided by
     `bytes_per_second` occupies the link, one transfer at a time; with `overlap=False` it also occupies both ranks.
     `edges` overrides latency and bandwidth of single directed links, by (source rank, target rank).
@@ -49,6 +55,9 @@ class Costs:
     The second is smaller if I frees memory that W does not need, and larger if the gradients W needs outweigh that. A
     stage with `recompute` holds `checkpoint_bytes` instead until its backward, which first runs F again. `weight_bytes`
     count once per weight version in use, `gradient_bytes` per accumulation in progress, `optimizer_bytes` once.
+    `key_value_bytes` are a microbatch's keys and values, which its activations include. In slices, a stage holds as
+    many bytes of their gradients, from a microbatch's first backward to its last; and keys and values beside
+    checkpoints.
     """
 
     forward: PerStage = field(default=1.0, metadata=STAGE)
@@ -60,6 +69,9 @@ class Costs:
     reduce: PerStage = field(default=0.0, metadata=STAGE)
     pack: PerStage = field(default=0.0, metadata=STAGE)
     microbatch_factor: PerStage = field(default=1.0, metadata={"shape": FieldShape("microbatch")})
+    slice_lengths: PerStage = field(default=1.0, metadata={"shape": FieldShape("slice")})
+    slice_factor: PerStage | None = field(default=None, metadata={"shape": FieldShape("slice", optional=True)})
+    attention: float = field(default=0.0, metadata={"shape": FieldShape()})
     comm: float = field(default=0.0, metadata={"shape": FieldShape()})
     bytes_per_second: float = field(default=math.inf, metadata={"shape": FieldShape(infinite=True)})
     message_bytes: PerStage = field(default=0.0, metadata=WHOLE)
@@ -69,6 +81,7 @@ class Costs:
     held_until_weight_bytes: PerStage | None = field(default=None, metadata=OPTIONAL)
     recompute: bool | Sequence[bool] = field(default=False, metadata={"shape": FieldShape("stage", flag=True)})
     checkpoint_bytes: PerStage = field(default=0.0, metadata=WHOLE)
+    key_value_bytes: PerStage = field(default=0.0, metadata=STAGE)
     weight_bytes: PerStage = field(default=0.0, metadata=STAGE)
     gradient_bytes: PerStage = field(default=0.0, metadata=STAGE)
     optimizer_bytes: PerStage = field(default=0.0, metadata=STAGE)
@@ -87,8 +100,16 @@ class Costs:
                 expected="more than 0",
                 fix="omit it for an infinitely fast link",
             )
-        if self.held_until_weight_bytes is not None and self.activation_bytes is None:
-            raise CostsError("held_until_weight_bytes needs activation_bytes", fix="also pass activation_bytes")
+        for name, is_given in (
+            ("held_until_weight_bytes", self.held_until_weight_bytes is not None),
+            ("key_value_bytes", self.key_value_bytes != 0.0),
+        ):
+            if is_given and self.activation_bytes is None:
+                raise CostsError(f"{name} needs activation_bytes", fix="also pass activation_bytes")
+        lengths = self.slice_lengths
+        if not (min(lengths) if isinstance(lengths, Sequence) else lengths) > 0:
+            raise CostsError(f"slice_lengths is {shown(lengths)}", expected="more than 0 tokens in every slice")
+        slice_shares([1.0], self.attention)
 
     @property
     def knows_bytes(self) -> bool:
@@ -115,17 +136,43 @@ class Costs:
             return tuple(map(sum, zip(*halves, strict=True)))
         return _expand(name, 0.0 if value is None else value, num_stages, "stages")
 
-    def factors(self, num_microbatches: int) -> tuple[float, ...]:
-        """Return the multiplier of each microbatch."""
-        return _expand("microbatch_factor", self.microbatch_factor, num_microbatches, "microbatches")
+    def factors(self, num_units: int, num_slices: int = 1) -> tuple[float, ...]:
+        """Return the multiplier of the seconds of each microbatch, or of each slice of all microbatches.
+
+        >>> Costs(attention=0.5).factors(2, num_slices=2)
+        (0.375, 0.625)
+        """
+        if num_slices == 1:
+            return _expand("microbatch_factor", self.microbatch_factor, num_units, "microbatches")
+        if self.slice_factor is None:
+            return self._of_slices(num_units, slice_shares(self.lengths(num_slices), self.attention))
+        return self._of_slices(num_units, _expand("slice_factor", self.slice_factor, num_slices, "slices"))
+
+    def byte_factors(self, num_units: int, num_slices: int = 1) -> tuple[float, ...]:
+        """Return the multiplier of the bytes of each microbatch, or of each slice of all microbatches.
+
+        >>> Costs(attention=0.4, slice_lengths=[3, 1]).byte_factors(2, num_slices=2)
+        (0.75, 0.25)
+        """
+        if num_slices == 1:
+            return self.factors(num_units)
+        return self._of_slices(num_units, slice_shares(self.lengths(num_slices), 0.0))
+
+    def lengths(self, num_slices: int) -> tuple[float, ...]:
+        """Return the length of each slice."""
+        return _expand("slice_lengths", self.slice_lengths, num_slices, "slices")
+
+    def _of_slices(self, num_units: int, parts: Sequence[float]) -> tuple[float, ...]:
+        whole = self.factors(num_units // len(parts))
+        return tuple(factor * part for factor in whole for part in parts)
 
     def recomputes(self, num_stages: int) -> tuple[bool, ...]:
         """Return, per stage, whether its forward runs again before its backward."""
         value = self.recompute if isinstance(self.recompute, Sequence) else [self.recompute] * num_stages
         return tuple(map(bool, _expand("recompute", [float(flag) for flag in value], num_stages, "stages")))
 
-    def check_counts(self, num_stages: int, num_microbatches: int) -> None:
-        """Raise an error if the length of any list differs from the number of stages or microbatches.
+    def check_counts(self, num_stages: int, num_microbatches: int, num_slices: int = 1) -> None:
+        """Raise an error if the length of any list differs from the number of stages, microbatches or slices.
 
         >>> Costs(weight_bytes=[1, 2, 3]).check_counts(num_stages=2, num_microbatches=8)
         Traceback (most recent call last):
@@ -134,7 +181,7 @@ class Costs:
         for name, shape in SHAPES.items():
             value = getattr(self, name)
             if isinstance(value, Sequence):
-                count = num_stages if shape.each == "stage" else num_microbatches
+                count = {"stage": num_stages, "microbatch": num_microbatches, "slice": num_slices}[shape.each]
                 _check_length(name, value, count, f"{shape.each}{'es' if shape.each == 'microbatch' else 's'}")
 
     def to_json(self) -> dict[str, Any]:
@@ -183,6 +230,27 @@ class Costs:
 
 
 SHAPES: dict[str, FieldShape] = {entry.name: entry.metadata["shape"] for entry in fields(Costs) if entry.metadata}
+
+
+def slice_shares(lengths: Sequence[float], attention: float) -> tuple[float, ...]:
+    """Return each slice's share of the seconds of its sequence, of which attention takes the part `attention`.
+
+    What is not attention grows with a slice's tokens. Attention grows with the keys that each of them sees::
+
+        keys     1 1 1 1 . . . .     slice 0: 10 of 36 pairs
+                 1 1 1 1 1 1 1 1     slice 1: 26 of 36
+
+    >>> [round(share, 3) for share in slice_shares([512] * 4, attention=0.4)]
+    [0.175, 0.225, 0.275, 0.325]
+    """
+    if not 0.0 <= attention <= 1.0:
+        raise CostsError(f"attention is {attention:g} of the time", expected="a part of it, from 0 to 1")
+    total = sum(lengths)
+    ends = [0.0, *accumulate(lengths)]
+    return tuple(
+        (1.0 - attention) * (end - start) / total + attention * (end * end - start * start) / (total * total)
+        for start, end in pairwise(ends)
+    )
 
 
 def cut_finer(costs: Costs, stages_per_rank: int) -> Costs:

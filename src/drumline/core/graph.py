@@ -21,6 +21,8 @@ Rows of actions are stored as arrays. Code that looks at every action reads thes
     code        F  F  B  REDUCE_GRAD        an op's index in `OPS`
     microbatch  0  1  0 -1                  -1 if there is none
     cell        0  1  1  2                  the action's number, counted through all rows: halves of a pair share one
+
+Where microbatches run in S slices, `microbatch` has the numbers of these: m*S + s is slice s of microbatch m.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.core import rules
-from drumline.core.action import TIMED_OPS, TRANSFER_OPS, WAIT_OPS, Action, Op, overlap
+from drumline.core.action import TIMED_OPS, TRANSFER_OPS, WAIT_OPS, Action, Op, in_units, overlap
 from drumline.core.costs import Costs
 from drumline.core.rules import Backward
 
@@ -61,7 +63,10 @@ _CODE_OF_LETTER[[ord(op) for op in OPS if len(op) == 1]] = [CODE[op] for op in O
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Every plain action in the order of the rows, the halves of an overlapped pair side by side."""
+    """Every plain action in the order of the rows, the halves of an overlapped pair side by side.
+
+    `num_slices` says in how many slices each microbatch runs.
+    """
 
     lengths: tuple[int, ...]
     stage: Ints
@@ -70,9 +75,10 @@ class Columns:
     rank: Ints
     cell: Ints
     paired: Flags
+    num_slices: int = 1
 
     @staticmethod
-    def of(rows: Sequence[Sequence[Action]]) -> Columns:
+    def of(rows: Sequence[Sequence[Action]], num_slices: int = 1) -> Columns:
         """Convert rows to arrays.
 
         >>> Columns.of([[Action.parse("(0F1;1B0)OVERLAP_F_B"), Action.parse("0UNSHARD")]]).microbatch.tolist()
@@ -100,10 +106,11 @@ class Columns:
             np.repeat(np.arange(len(lengths), dtype=Number), lengths)[cell],
             cell,
             paired,
+            num_slices,
         )
 
     @staticmethod
-    def plain(lengths: Sequence[int], stage: Ints, code: Ints, microbatch: Ints) -> Columns:
+    def plain(lengths: Sequence[int], stage: Ints, code: Ints, microbatch: Ints, num_slices: int = 1) -> Columns:
         """Return the arrays of rows of these lengths without overlapped pairs.
 
         >>> Columns.plain([1, 1], *np.array([[0, 1], [CODE[Op.FORWARD]] * 2, [0, 0]])).rows()
@@ -112,10 +119,12 @@ class Columns:
         rank = np.repeat(np.arange(len(lengths), dtype=Number), lengths)
         cell, paired = np.arange(len(code), dtype=Number), np.zeros(len(code), dtype=bool)
         stage, code, microbatch = (column.astype(Number, copy=False) for column in (stage, code, microbatch))
-        return Columns(tuple(lengths), stage, code, microbatch, rank, cell, paired)
+        return Columns(tuple(lengths), stage, code, microbatch, rank, cell, paired, num_slices)
 
     @staticmethod
-    def spread(lengths: Sequence[int], numbers: npt.NDArray[Any], cell: npt.NDArray[Any], paired: Flags) -> Columns:
+    def spread(
+        lengths: Sequence[int], numbers: npt.NDArray[Any], cell: npt.NDArray[Any], paired: Flags, num_slices: int = 1
+    ) -> Columns:
         """Return the arrays of rows from the stages, codes and microbatches of all plain actions.
 
         >>> Columns.spread([1], np.array([[0, 1], [0, 1], [1, 0]]), np.array([0, 0]), np.array([True, True])).rows()
@@ -123,13 +132,13 @@ class Columns:
         """
         stage, code, microbatch, cell = (column.astype(Number, copy=False) for column in (*numbers, cell))
         if not paired.any():
-            return Columns.plain(lengths, stage, code, microbatch)
+            return Columns.plain(lengths, stage, code, microbatch, num_slices)
         rank = np.repeat(np.arange(len(lengths), dtype=Number), lengths)[cell]
-        return Columns(tuple(lengths), stage, code, microbatch, rank, cell, paired)
+        return Columns(tuple(lengths), stage, code, microbatch, rank, cell, paired, num_slices)
 
     def rows(self) -> tuple[tuple[Action, ...], ...]:
         """Return the rows of actions that these arrays stand for."""
-        ops, numbers = map(OPS.__getitem__, self.code.tolist()), self.microbatch.tolist()
+        ops, numbers = map(OPS.__getitem__, self.code.tolist()), self.numbers(self.microbatch)
         microbatches = [None if number < 0 else number for number in numbers] if -1 in numbers else numbers
         parts = zip(self.stage.tolist(), ops, microbatches, repeat(()), strict=False)
         actions = [tuple.__new__(Action, part) for part in parts]
@@ -141,10 +150,19 @@ class Columns:
         bounds = np.cumsum((0, *self.lengths)).tolist()
         return tuple(tuple(actions[low:high]) for low, high in pairwise(bounds))
 
+    def numbers(self, microbatch: Ints) -> Sequence[int]:
+        """Return numbers of microbatches or slices as they are written.
+
+        >>> columns = Columns.of([[Action(0, Op.FORWARD, number) for number in range(4)]], num_slices=2)
+        >>> list(map(str, columns.numbers(columns.microbatch[1:3])))
+        ['0.1', '1.0']
+        """
+        return in_units(microbatch.tolist(), self.num_slices)
+
     def same(self, other: Columns) -> bool:
         """Whether the rows are the same."""
         names = ("stage", "code", "microbatch", "cell")
-        return self.lengths == other.lengths and all(
+        return (self.lengths, self.num_slices) == (other.lengths, other.num_slices) and all(
             np.array_equal(getattr(self, name), getattr(other, name)) for name in names
         )
 
@@ -197,6 +215,7 @@ class Columns:
             rank,
             np.cumsum(begins, dtype=Number) - Number(1),
             self.paired[chosen],
+            self.num_slices,
         )
 
     @property

@@ -4,6 +4,12 @@ A (stage, microbatch) pair is held from the start of its F to the end of its B (
 counts before B. A frozen stage releases the pair earlier: after I if I is its whole backward, after F if it has none.
 All of this follows from the rows alone, whatever the times.
 
+In slices, a pair of a stage and a slice is held like that. From the first backward of a microbatch to its last, the
+stage also holds gradients of its keys and values: each slice adds to those of the slices before it.
+
+    0F0.0 0F0.1 0F0.2 0B0.2 0B0.1 0B0.0
+                      └─ gradients ──┘
+
 Programs that take optimizer steps without a flush also hold weight versions and gradient buffers.
 
     0F0 0F1 0B0 0UPDATE0 0F2 0B1 0UPDATE1 0B2 ...
@@ -78,12 +84,13 @@ def holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
     [2, 1]
     """
     counted = _counted(program)
-    costs.check_counts(program.num_stages, program.num_microbatches)
+    costs.check_counts(program.num_stages, program.num_microbatches, program.num_slices)
     if not costs.knows_bytes:
         return counted
     sizes, extra = Sizes.of(program, costs), versions(program, costs)
     columns = program.timed_columns
     stashes = np.split(_stash(program, sizes), np.cumsum(columns.lengths)[:-1])
+    stashes = _with_gradients(program, costs, stashes)
     stages: list[list[int]] = [[] for _ in range(columns.num_ranks)]
     for place in np.unique(columns.rank.astype(np.int64) * program.num_stages + columns.stage).tolist():
         rank, stage = divmod(place, program.num_stages)
@@ -95,6 +102,22 @@ def holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
         peak_stash = float(stash[:, 0].max(initial=0.0))
         found_holdings.append(Holding(plain.pair_counts, total, static, plain.peak_versions, peak_stash))
     return tuple(found_holdings)
+
+
+def _with_gradients(program: Program, costs: Costs, stashes: list[Floats]) -> list[Floats]:
+    """Return the stashes with the gradients of keys and values that slices add up, rank by rank."""
+    if program.num_slices == 1 or costs.key_value_bytes == 0.0:
+        return stashes
+    columns, each = program.timed_columns, costs.per_stage("key_value_bytes", program.num_stages)
+    factor = np.array(costs.factors(program.num_microbatches))
+    position, (microbatch, number) = columns.position, np.divmod(columns.microbatch, program.num_slices)
+    back = np.isin(columns.code, [CODE[Op.BACKWARD], CODE[Op.BACKWARD_INPUT]])
+    stashes = [stash.copy() for stash in stashes]
+    for (rank, stage), at in columns.by_stage(np.flatnonzero(back)):
+        begins, ends = at[number[at] == program.num_slices - 1], at[number[at] == 0]
+        bounds = 2 * position[begins], 2 * position[ends] + 1, columns.lengths[rank]
+        stashes[rank] += each[stage] * _open_meanwhile(*bounds, factor[microbatch[begins]], factor[microbatch[ends]])
+    return stashes
 
 
 def _stash(program: Program, sizes: Sizes) -> Floats:
@@ -146,10 +169,16 @@ def stage_bytes(program: Program, weighed: Sequence[Sequence[tuple[int, int]]]) 
                 recomputed.setdefault(action.stage, []).append(more)
             before = after
     stages = range(program.num_stages)
-    kept_bytes = [float(median(changes[stage, Op.FORWARD])) for stage in stages]
-    again = [float(median(recomputed.get(stage, [0]))) for stage in stages]
+    whole = program.num_slices
+    kept_bytes = [float(median(changes[stage, Op.FORWARD])) * whole for stage in stages]
+    again = [float(median(recomputed.get(stage, [0]))) * whole for stage in stages]
     # If I never ran, nothing is known to be freed before W.
-    freed = [float(median(changes.get((stage, Op.BACKWARD_INPUT), [again[stage]]))) for stage in stages]
+    freed = [
+        float(median(changes[stage, Op.BACKWARD_INPUT])) * whole
+        if (stage, Op.BACKWARD_INPUT) in changes
+        else again[stage]
+        for stage in stages
+    ]
     return {
         "activation_bytes": [first + more for first, more in zip(kept_bytes, again, strict=True)],
         "held_until_weight_bytes": [first + change for first, change in zip(kept_bytes, freed, strict=True)],
@@ -211,9 +240,11 @@ class Sizes:
         if costs.held_until_weight_bytes is not None:
             until_weight = costs.per_stage("held_until_weight_bytes", stages)
         recomputes, checkpoint = costs.recomputes(stages), costs.per_stage("checkpoint_bytes", stages)
+        # Later slices need keys and values.
+        beside = costs.per_stage("key_value_bytes", stages) if program.num_slices > 1 else (0.0,) * stages
         change: dict[tuple[Op, int], tuple[float, float]] = {}
         for stage, kind in enumerate(program.backwards):
-            kept_bytes = checkpoint[stage] if recomputes[stage] else full[stage]
+            kept_bytes = checkpoint[stage] + beside[stage] if recomputes[stage] else full[stage]
             again = full[stage] - kept_bytes
             change[Op.FORWARD, stage] = (kept_bytes, -kept_bytes if kind is Backward.NONE else 0.0)
             change[Op.BACKWARD, stage] = (again, -full[stage])
@@ -227,7 +258,7 @@ class Sizes:
             weight + (gradient + optimizer if kind is Backward.WHOLE else 0.0)
             for kind, weight, gradient, optimizer in zip(program.backwards, *parameters, strict=True)
         ]
-        return Sizes(change, static, costs.factors(program.num_microbatches))
+        return Sizes(change, static, costs.byte_factors(program.num_units, program.num_slices))
 
     def stash(self, timed: Sequence[Action]) -> list[tuple[float, float]]:
         """Return the activation bytes held while each action runs, and after it."""
@@ -301,7 +332,12 @@ def _gradient_buffers(code: Ints, microbatch: Ints, position: Ints, length: int)
     return _open_meanwhile(2 * first[:-1][begun], 2 * updated[begun] + 1, length)
 
 
-def _open_meanwhile(begins: Ints, ends: Ints, length: int) -> Floats:
-    """Return how many intervals are open while each action runs and after it; moments 2i and 2i + 1 are action i's."""
-    change = np.bincount(begins, minlength=2 * length) - np.bincount(ends, minlength=2 * length)
+def _open_meanwhile(
+    begins: Ints, ends: Ints, length: int, more: Floats | None = None, less: Floats | None = None
+) -> Floats:
+    """Return how many intervals are open while each action runs and after it; moments 2i and 2i + 1 are action i's.
+
+    An interval counts once, or as much as `more` says where it begins and `less` where it ends.
+    """
+    change = np.bincount(begins, more, 2 * length) - np.bincount(ends, less, 2 * length)
     return np.cumsum(change).reshape(length, 2).astype(float)

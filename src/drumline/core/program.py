@@ -3,11 +3,14 @@
     0F0,0F1,0B0,0B1        one row per rank, one cell per action; an empty cell is an idle slot
     1F0,1B0,1F1,1B1        and has no effect: an action runs as soon as what it waits for has finished
 
-The text format is PyTorch's own, so each of the two can load files that the other wrote.
+    0F0.0,0F0.1,0B0.1,0B0.0    microbatches in two slices: every action that names a microbatch names its slice
+
+The text format is PyTorch's own, so each of the two can load files that the other wrote, unless they have slices.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
@@ -18,7 +21,15 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from drumline.core import placement
-from drumline.core.action import COMPUTE_OPS, TIMED_OPS, TRANSFER_OPS, WAIT_OPS, WITHOUT_MICROBATCH, Action, Op
+from drumline.core.action import (
+    COMPUTE_OPS,
+    TIMED_OPS,
+    TRANSFER_OPS,
+    WAIT_OPS,
+    WITHOUT_MICROBATCH,
+    Action,
+    Op,
+)
 from drumline.core.errors import ProgramError
 from drumline.core.files import MIB, FileKind, named, read_text
 from drumline.core.graph import CODE, OPS, Columns
@@ -39,7 +50,10 @@ _KIND = FileKind("program", ProgramError, "a CSV file, one row of actions per ra
 
 @dataclass(frozen=True)
 class Program:
-    r"""The rows of all ranks. Programs with the same rows are equal; the name is only for people.
+    r"""The rows of all ranks. Programs with the same rows and slices are equal; the name is only for people.
+
+    `num_slices` says in how many slices each microbatch runs: slice s of microbatch m has the number m*S + s in its
+    actions, and is a unit of its own there.
 
     >>> program = Program.parse("0F0,0B0\n1F0,1B0")
     >>> program.num_ranks, program.num_stages, program.num_microbatches
@@ -47,10 +61,20 @@ class Program:
     >>> print(program.format())
     0F0,0B0
     1F0,1B0
+    >>> program = Program.parse("0F0.0,0F0.1,0B0.1,0B0.0")
+    >>> program.num_microbatches, program.num_slices, program.num_units
+    (1, 2, 2)
     """
 
     rows: tuple[Row, ...]
     name: str = field(default="custom", compare=False)
+    num_slices: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_slices < 1:
+            raise ProgramError(f"num_slices is {self.num_slices}", expected="1 or more slices of each microbatch")
+        if self.num_slices > 1:
+            self.__dict__["rows"] = self.columns.rows()
 
     @staticmethod
     def of_columns(columns: Columns, name: str = "custom") -> Program:
@@ -62,7 +86,7 @@ class Program:
         (2, None)
         """
         program = object.__new__(Program)
-        program.__dict__.update(name=name, columns=columns)
+        program.__dict__.update(name=name, columns=columns, num_slices=columns.num_slices)
         return program
 
     def __getattr__(self, name: str) -> Any:
@@ -81,21 +105,35 @@ class Program:
         if not isinstance(other, Program):
             return NotImplemented
         if "rows" in self.__dict__ and "rows" in other.__dict__:
-            return self.rows == other.rows
+            return self.num_slices == other.num_slices and self.rows == other.rows
         return self.columns.same(other.columns)
 
     def __hash__(self) -> int:
         columns = self.columns
-        return hash((columns.lengths, *(each.tobytes() for each in (columns.stage, columns.code, columns.microbatch))))
+        return hash(
+            (
+                columns.lengths,
+                self.num_slices,
+                *(each.tobytes() for each in (columns.stage, columns.code, columns.microbatch)),
+            )
+        )
 
     @staticmethod
-    def of(rows: Iterable[Iterable[Action]], name: str = "custom") -> Program:
+    def of(rows: Iterable[Iterable[Action]], name: str = "custom", num_slices: int = 1) -> Program:
         """Build a program from any nested iterable of actions.
 
         >>> Program.of([[Action(0, Op.FORWARD, 0)]]).format()
         '0F0'
         """
-        return Program(tuple(tuple(row) for row in rows), name)
+        return Program(tuple(tuple(row) for row in rows), name, num_slices)
+
+    def rearranged(self, rows: Iterable[Iterable[Action]], name: str = "") -> Program:
+        """Return a program of other rows for the same microbatches and slices, under the same name unless given one.
+
+        >>> Program.parse("0F0.0,0F0.1", "two").rearranged([[Action(0, Op.FORWARD, 1)]])
+        Program('two', num_ranks=1, num_stages=1, num_microbatches=1, num_slices=2)
+        """
+        return Program.of(rows, name or self.name, self.num_slices)
 
     @cached_property
     def num_ranks(self) -> int:
@@ -105,7 +143,7 @@ class Program:
     @cached_property
     def columns(self) -> Columns:
         """The rows as arrays."""
-        return Columns.of(self.rows)
+        return Columns.of(self.rows, self.num_slices)
 
     @cached_property
     def timed_columns(self) -> Columns:
@@ -124,8 +162,13 @@ class Program:
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Number of microbatches over all steps: the highest microbatch number in the rows plus one."""
-        return 1 + int(self.columns.microbatch.max(initial=-1))
+        """Number of microbatches over all steps: as many as the highest number in the rows needs."""
+        return -(-(1 + int(self.columns.microbatch.max(initial=-1))) // self.num_slices)
+
+    @property
+    def num_units(self) -> int:
+        """Number of what runs by itself, as actions count it: all slices of all microbatches."""
+        return self.num_microbatches * self.num_slices
 
     @cached_property
     def num_actions(self) -> int:
@@ -183,7 +226,7 @@ class Program:
         >>> Program.parse("0F0,0B0,0REDUCE_GRAD").without({Op.REDUCE_GRAD}).format()
         '0F0,0B0'
         """
-        return Program.of(([action for action in row if action.op not in ops] for row in self.rows), self.name)
+        return self.rearranged([action for action in row if action.op not in ops] for row in self.rows)
 
     def format(self) -> str:
         """Return the text form: one line per rank, actions separated by commas."""
@@ -199,11 +242,12 @@ class Program:
         if kernel() is None or not all(columns.lengths) or columns.stage.min(initial=0) < 0:
             return None
         numbers = [np.ascontiguousarray(each, np.int32) for each in (columns.stage, columns.code, columns.microbatch)]
-        return written(columns.lengths, numbers, columns.paired, _SPELLING)
+        return written(columns.lengths, numbers, columns.paired, _SPELLING, self.num_slices)
 
     def __repr__(self) -> str:
         counts = f"num_ranks={self.num_ranks}, num_stages={self.num_stages}"
-        return f"Program({self.name!r}, {counts}, num_microbatches={self.num_microbatches})"
+        slices = f", num_slices={self.num_slices}" if self.num_slices > 1 else ""
+        return f"Program({self.name!r}, {counts}, num_microbatches={self.num_microbatches}{slices})"
 
     @staticmethod
     def parse(text: str, name: str = "custom") -> Program:
@@ -217,13 +261,14 @@ class Program:
         if isinstance(cells, int):
             raise _too_many(cells, MAX_IN_ARRAYS)
         if cells is not None:
-            return Program.of_columns(Columns.spread(cells.lengths, cells.numbers, cells.cell, cells.paired), name)
+            return _with_all_slices(Program.of_columns(Columns.spread(*cells), name))
         known: dict[str, Action] = {}
+        num_slices = _slices_in(text)
         rows: list[Row] = []
         left = MAX_ACTIONS
         lines = text.rstrip().splitlines()
         for number, line in enumerate(lines, start=1):
-            row = tuple(islice(_parse_row(line, number, known), left + 1))
+            row = tuple(islice(_parse_row(line, number, known, num_slices), left + 1))
             left -= len(row)
             if left < 0:
                 raise _too_many(number, MAX_ACTIONS)
@@ -236,7 +281,7 @@ class Program:
             rows.append(row)
         if not rows:
             raise ProgramError("the text contains no action", expected="one row of actions per rank, like 0F0,0B0")
-        return Program(tuple(rows), name)
+        return _with_all_slices(Program(tuple(rows), name, num_slices))
 
     @staticmethod
     def load(path: str | Path) -> Program:
@@ -300,7 +345,32 @@ def _too_many(row: int, most: int) -> ProgramError:
     return ProgramError(f"row {row}: more than {most} actions", expected="a smaller program")
 
 
-def _parse_row(line: str, number: int, known: dict[str, Action]) -> Iterator[Action]:
+_SLICE = re.compile(r"[0-9]\.([0-9]{1,9})(?![0-9])")
+
+
+def _slices_in(text: str) -> int:
+    """Return how many slices the actions of a text name, if they name any."""
+    return 1 + max(map(int, _SLICE.findall(text)), default=0) if "." in text else 1
+
+
+def _with_all_slices(program: Program) -> Program:
+    """Return a program; raise an error if not all of its microbatches have all slices."""
+    count, numbers = program.num_slices, program.columns.microbatch
+    if count == 1:
+        return program
+    present = np.unique(numbers[numbers >= 0])
+    microbatch, first, found_slices = np.unique(present // count, return_index=True, return_counts=True)
+    for at in np.flatnonzero(found_slices < count)[:1].tolist():
+        there = set((present[first[at] : first[at] + found_slices[at]] % count).tolist())
+        missing = next(number for number in range(count) if number not in there)
+        raise ProgramError(
+            f"microbatch {microbatch[at]} has no slice {missing}, though an action names slice {count - 1}",
+            expected="the same slices of every microbatch, counted from 0",
+        )
+    return program
+
+
+def _parse_row(line: str, number: int, known: dict[str, Action], num_slices: int) -> Iterator[Action]:
     for column, cell in enumerate(line.split(","), start=1):
         text = cell.strip()
         if not text:
@@ -308,7 +378,7 @@ def _parse_row(line: str, number: int, known: dict[str, Action]) -> Iterator[Act
         action = known.get(text)
         if action is None:
             try:
-                action = known[text] = Action.parse(text)
+                action = known[text] = Action.parse(text, num_slices)
             except ProgramError as error:
                 where = f"row {number}, column {column}"
                 raise ProgramError(f"{where}: {error.error}", expected=error.expected, fix=error.fix) from None

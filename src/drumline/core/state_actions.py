@@ -46,4 +46,4 @@ def with_state(
                 if op in ops:
                     completed += [Action(s, op) for s in ends if ends[s] == at and (s, op) not in said]
         rows.append(tuple(completed))
-    return Program(tuple(rows), program.name)
+    return program.rearranged(rows)

@@ -56,7 +56,7 @@ class ProgramChoice:
     def _switch(self, number: int) -> None:
         program = self._programs[number]
         self._engine.run_by(number, program)
-        self._intake.num_microbatches = program.num_microbatches
+        self._intake.num_microbatches = program.num_units
 
     def take(self, program: Program) -> None:
         """Run by another program from the next step on; all ranks call it with the same one, which is proven."""

@@ -70,7 +70,7 @@ def intake_for(setting: PipelineSetup, kit: Kit) -> Intake:
         options.model,
         options.loss_fn,
         setting.device,
-        num_microbatches=setting.program.num_microbatches,
+        num_microbatches=setting.program.num_units,
         weigh=options.loss_weight,
         split=options.split,
     )

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from drumline.core.costs import Costs, cut_finer
+from drumline.core.cost_fields import FieldShape
+from drumline.core.costs import SHAPES, Costs, cut_finer
 from drumline.core.errors import CostsError, ScheduleError, counted
 from drumline.core.kernel.library import kernel
 from drumline.core.program import Program
@@ -24,6 +25,7 @@ from drumline.report.summary import refused, summarize
 from drumline.schedules import DEFAULT, find, schedules
 from drumline.schedules.registry import too_large
 
+_ONE = FieldShape()
 # Of each program; all schedules together then take some 2 GiB and 15 seconds.
 MOST_PAIRS = 1_000_000
 
@@ -178,7 +180,7 @@ def _over_all_steps(costs: Costs, num_microbatches: int) -> Costs:
 def _for_all(costs: Costs) -> Costs:
     """Return costs that hold for any cut; reject costs per stage, because schedules cut different stages."""
     for field in fields(costs):
-        if field.name != "microbatch_factor" and isinstance(getattr(costs, field.name), Sequence):
+        if SHAPES.get(field.name, _ONE).each == "stage" and isinstance(getattr(costs, field.name), Sequence):
             raise CostsError(
                 f"{field.name} has one value per stage", expected="one value, because schedules cut different stages"
             )

@@ -21,6 +21,7 @@ from drumline.core.placement import Placement
 from drumline.core.program import MAX_ACTIONS, MAX_IN_ARRAYS, Program
 from drumline.schedules.cells import Cells, Turns, joined, written
 from drumline.schedules.formulas import Counts, IdleShare, Makespan, PeakPairs
+from drumline.schedules.slices import number_of, sliced
 
 Rows = Iterable[Iterable[Action]]
 Recipe = Callable[..., Rows]
@@ -167,12 +168,26 @@ class Schedule:
         return too_large(num_ranks, num_microbatches, stages_per_rank, most)
 
     def build(
-        self, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None, **options: Any
+        self,
+        num_ranks: int,
+        num_microbatches: int,
+        stages_per_rank: int | None = None,
+        *,
+        slices: int | Sequence[int] = 1,
+        **options: Any,
     ) -> Program:
-        """Return the program for these counts, or raise ScheduleError."""
+        """Return the program for these counts, or raise ScheduleError; `slices` is their number, or their lengths."""
         stages = self.stages_per_rank if stages_per_rank is None else stages_per_rank
         if (refused := self.refusal(num_ranks, num_microbatches, stages)) is not None:
             raise refused
+        if (num_slices := number_of(slices)) > 1:
+            if self.not_in_slices:
+                raise ScheduleError(
+                    f"{self.name} cannot run microbatches in {num_slices} slices: {self.not_in_slices}",
+                    expected="a flushed schedule in one direction, with F, B, I and W alone",
+                    fix="use 1f1b, gpipe, interleaved-1f1b or zb-h1",
+                )
+            return sliced(self.build(num_ranks, num_microbatches * num_slices, stages, **options), num_slices)
         accepted = self.options
         for option in options:
             if option not in accepted:
@@ -190,6 +205,17 @@ class Schedule:
         except Exception as error:
             reason = f"the recipe of {self.name} failed with {type(error).__name__}: {error}"
             raise ScheduleError(reason, expected="rows of actions, one per rank") from error
+
+    @property
+    def not_in_slices(self) -> str:
+        """Why it has no order for slices of sequences; empty if it has one."""
+        if self.two_directions:
+            return "those of one microbatch would be on different ranks"
+        if not self.flushed:
+            return "its updates come between backwards of one microbatch"
+        if self.example is not None and self.example.columns.paired.any():
+            return "its fused pairs have one order"
+        return ""
 
 
 def too_large(
@@ -324,15 +350,26 @@ def find(name: str) -> Schedule:
 
 
 def generate(
-    name: str, *, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None, **options: Any
+    name: str,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int | None = None,
+    slices: int | Sequence[int] = 1,
+    **options: Any,
 ) -> Program:
     """Return the program that the schedule `name` makes for these counts.
+
+    `slices` runs the sequences of every microbatch in so many slices, or in as many as it lists lengths.
 
     >>> print(generate("1f1b", num_ranks=2, num_microbatches=3))
     0F0,0F1,0B0,0F2,0B1,0B2
     1F0,1B0,1F1,1B1,1F2,1B2
+    >>> print(generate("1f1b", num_ranks=2, num_microbatches=1, slices=3))
+    0F0.0,0F0.1,0F0.2,0B0.2,0B0.1,0B0.0
+    1F0.0,1F0.1,1F0.2,1B0.2,1B0.1,1B0.0
     """
-    return find(name).build(num_ranks, num_microbatches, stages_per_rank, **options)
+    return find(name).build(num_ranks, num_microbatches, stages_per_rank, slices=slices, **options)
 
 
 def made_by(name: str, program: Program, num_microbatches: int | None = None) -> Program | None:
@@ -345,7 +382,7 @@ def made_by(name: str, program: Program, num_microbatches: int | None = None) ->
         found_schedule = find(name)
         if (found_schedule.stages_per_rank > 1) != (stages_per_rank > 1):
             return None  # with one stage per rank, a recipe for several is a different schedule
-        return found_schedule.build(program.num_ranks, count, stages_per_rank)
+        return found_schedule.build(program.num_ranks, count, stages_per_rank, slices=program.num_slices)
     except DrumlineError:
         return None
 
@@ -359,5 +396,5 @@ def recipe_of(program: Program) -> Program:
     for name in schedules():
         new_program = made_by(name, program)
         if new_program is not None and new_program == program:
-            return replace(program, name=name)
+            return replace(program, name=new_program.name)
     return program

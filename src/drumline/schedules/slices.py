@@ -13,79 +13,81 @@ this is the order of Seq1F1B (arXiv 2406.03488).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain, islice
 
-from drumline.core.action import Action, Op
+import numpy as np
+
+from drumline.core.action import Op
 from drumline.core.errors import ScheduleError
-from drumline.core.program import Program, Row
+from drumline.core.graph import CODE, Columns, Ints
+from drumline.core.program import Program
 
-_BACKWARDS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
+_FORWARD = CODE[Op.FORWARD]
+_BACKWARDS = [CODE[op] for op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
 
 
-def mirrored(unit: int, num_slices: int) -> int:
-    """Return the unit that is as far from the end of its microbatch as this one is from the beginning.
+def number_of(slices: int | Sequence[int]) -> int:
+    """Return the number of slices that somebody asks for, by it or by the lengths of each.
 
-    >>> [mirrored(unit, 3) for unit in range(6)]
+    >>> number_of(8), number_of([700, 500, 400])
+    (8, 3)
+    """
+    counts = [slices] if isinstance(slices, int) else list(slices)
+    if not counts or any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in counts):
+        raise ScheduleError(f"slices is {slices!r:.80}", expected="a number of slices, or the tokens of each")
+    return counts[0] if isinstance(slices, int) else len(counts)
+
+
+def mirrored(unit: Ints, num_slices: int) -> Ints:
+    """Return the units that are as far from the end of their microbatch as these are from the beginning.
+
+    >>> mirrored(np.arange(6), 3).tolist()
     [2, 1, 0, 5, 4, 3]
     """
     return unit - unit % num_slices * 2 + num_slices - 1
 
 
 def sliced(program: Program, num_slices: int) -> Program:
-    r"""Return a flushed program over units, whose microbatches so many slices form.
+    r"""Return the order of a flushed program over units, for microbatches of so many slices.
 
     >>> print(sliced(Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1"), 2))
-    0F0,0F1,0B1,0B0
-    1F0,1F1,1B1,1B0
+    0F0.0,0F0.1,0B0.1,0B0.0
+    1F0.0,1F0.1,1B0.1,1B0.0
     """
-    rows = [[_mirrored(action, num_slices) for action in row] for row in program.rows]
     if num_slices == 1:
         return program
-    if program.num_microbatches % num_slices:
+    if program.num_units % num_slices:
         raise ScheduleError(
-            f"program {program.name!r} has {program.num_microbatches} units for {num_slices} slices",
+            f"program {program.name!r} has {program.num_units} units for {num_slices} slices",
             expected="a multiple of it",
         )
-    for row in rows:
-        other = next((action for action in row if action.op is not Op.FORWARD and action.op not in _BACKWARDS), None)
-        if other is not None:
-            raise ScheduleError(
-                f"program {program.name!r} has {other}, and its sequences are divided into slices",
-                expected="a flushed schedule of F, B, I and W alone",
-                fix="use 1f1b, gpipe, interleaved-1f1b or zb-h1",
-            )
-    earlier = max(map(_lack, rows))
-    return Program.of((_with_forwards_earlier(row, earlier) for row in rows), f"{program.name} in {num_slices} slices")
+    columns = program.columns
+    back, forward = np.isin(columns.code, _BACKWARDS), columns.code == _FORWARD
+    if not (back | forward).all() or columns.paired.any():
+        cell = int(columns.cell[np.argmin((back | forward) & ~columns.paired)])
+        other = next(islice(chain.from_iterable(program.rows), cell, None))
+        raise ScheduleError(
+            f"program {program.name!r} has {other}, and its sequences are divided into slices",
+            expected="a flushed schedule of F, B, I and W alone",
+            fix="use 1f1b, gpipe, interleaved-1f1b or zb-h1",
+        )
+    unit = np.where(back, mirrored(columns.microbatch, num_slices), columns.microbatch)
+    order = _with_forwards_earlier(columns, unit, forward)
+    numbers = (columns.stage[order], columns.code[order], unit[order])
+    return Program.of_columns(
+        replace(Columns.plain(columns.lengths, *numbers), num_slices=num_slices),
+        f"{program.name} in {num_slices} slices",
+    )
 
 
-def _mirrored(action: Action, num_slices: int) -> Action:
-    if action.op not in _BACKWARDS or action.microbatch is None:
-        return action
-    return action._replace(microbatch=mirrored(action.microbatch, num_slices))
-
-
-def _lack(row: Sequence[Action]) -> int:
-    """Return by how many forwards a row is late: each backward comes after its own forward."""
-    forwards = [action for action in row if action.op is Op.FORWARD]
-    place = {(action.stage, action.microbatch): at for at, action in enumerate(forwards, start=1)}
-    lack = count = 0
-    for action in row:
-        if action.op is Op.FORWARD:
-            count += 1
-        else:
-            lack = max(lack, place[action.stage, action.microbatch] - count)
-    return lack
-
-
-def _with_forwards_earlier(row: Sequence[Action], earlier: int) -> Row:
-    """Return a row whose other actions come after so many more forwards than before."""
-    forwards = [action for action in row if action.op is Op.FORWARD]
-    result: list[Action] = []
-    count = taken = 0
-    for action in row:
-        if action.op is Op.FORWARD:
-            count += 1
-            continue
-        result += forwards[taken : count + earlier]
-        taken = max(taken, min(count + earlier, len(forwards)))
-        result.append(action)
-    return (*result, *forwards[taken:])
+def _with_forwards_earlier(columns: Columns, unit: Ints, forward: Ints) -> Ints:
+    """Return the rows' order with other actions after so many more forwards that all follow their own forward."""
+    first = np.cumsum((0, *columns.lengths))[columns.rank]
+    before = np.cumsum(forward)
+    count = before - np.append(0, before)[first]  # forwards in the row up to here
+    place = np.zeros((int(columns.stage.max(initial=0)) + 1, int(unit.max(initial=0)) + 1), dtype=np.int64)
+    place[columns.stage[forward], unit[forward]] = count[forward]
+    late = np.where(forward, 0, place[columns.stage, unit] - count)
+    after = np.where(forward, count, count + late.max(initial=0))
+    return np.lexsort((~forward, after, columns.rank))

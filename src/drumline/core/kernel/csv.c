@@ -15,11 +15,14 @@ typedef struct {
 
 #define MOST_OPS 64
 
-/* Where the text is read, and the arrays that receive its actions; `stage` may be NULL, to count only. */
+/* Where the text is read, and the arrays that receive its actions; `stage` may be NULL, to count only.
+ *
+ * Actions with a microbatch name a slice of it, all or none: of `num_slices`, which counting finds.
+ */
 typedef struct {
     const char *at, *end;
     Spelling ops[MOST_OPS];
-    int64_t num_ops, count, num_cells;
+    int64_t num_ops, count, num_cells, num_slices, num_whole, num_sliced;
     int32_t *stage, *code, *microbatch, *cell;
     uint8_t *paired;
 } Reader;
@@ -64,9 +67,23 @@ static int single(Reader *reader, int in_pair)
     const int64_t stage = number(reader), code = stage < 0 ? -1 : op(reader);
     if (code < 0 || reader->ops[code].is_pair || (in_pair && !reader->ops[code].computes))
         return IRREGULAR;
-    const int64_t microbatch = reader->ops[code].takes_microbatch ? number(reader) : -1;
+    int64_t microbatch = reader->ops[code].takes_microbatch ? number(reader) : -1;
     if (reader->ops[code].takes_microbatch && microbatch < 0)
         return IRREGULAR;
+    if (microbatch >= 0 && reader->at < reader->end && *reader->at == '.') {
+        reader->at++;
+        const int64_t slice = number(reader);
+        if (slice < 0)
+            return IRREGULAR;
+        if (slice >= reader->num_slices)
+            reader->num_slices = slice + 1;
+        reader->num_sliced++;
+        microbatch = microbatch * reader->num_slices + slice;
+        if (microbatch > INT32_MAX)
+            return IRREGULAR;
+    } else {
+        reader->num_whole += microbatch >= 0;
+    }
     if (reader->stage) {
         reader->stage[reader->count] = (int32_t)stage;
         reader->code[reader->count] = (int32_t)code;
@@ -133,15 +150,16 @@ static int is_over(const Reader *reader)
  *
  * `names` has the names of `num_ops` ops, each ended by a zero; `kinds` three flags for each (see Spelling). `lengths`
  * receives the actions of every row. The arrays receive the plain actions, the halves of a pair side by side. Without
- * them, it only counts. `sizes` receives the numbers of rows and cells. Returns the number of plain actions, -1 for a
- * text that the Python form has to look at, or -3 if a row's cells are more than `most`: `sizes` then begins with it.
+ * them, it only counts. `sizes` receives the numbers of rows, cells and slices, and says the last when it does not
+ * only count. Returns the number of plain actions, -1 for a text that the Python form has to look at, or -3 if a row's
+ * cells are more than `most`: `sizes` then begins with it.
  */
 int64_t drumline_read_rows(const char *text, int64_t size, const char *names, const uint8_t *kinds, int64_t num_ops,
                            int64_t most, int64_t *sizes, int64_t *lengths, int32_t *stage, int32_t *code, int32_t *microbatch,
                            int32_t *cells, uint8_t *paired)
 {
     Reader reader = {.at = text, .end = text + size, .num_ops = num_ops, .stage = stage, .code = code,
-                     .microbatch = microbatch, .cell = cells, .paired = paired};
+                     .microbatch = microbatch, .cell = cells, .paired = paired, .num_slices = stage ? sizes[2] : 1};
     int64_t num_rows = 0;
     if (num_ops > MOST_OPS)
         return IRREGULAR;
@@ -172,8 +190,11 @@ int64_t drumline_read_rows(const char *text, int64_t size, const char *names, co
             lengths[num_rows] = reader.num_cells - before;
         num_rows++;
     }
+    if (reader.num_sliced && (reader.num_whole || reader.num_slices == 1))
+        return IRREGULAR;
     sizes[0] = num_rows;
     sizes[1] = reader.num_cells;
+    sizes[2] = reader.num_slices;
     return reader.count;
 }
 
@@ -190,13 +211,22 @@ static char *put(char *to, int64_t value)
     return to;
 }
 
+/* Writes what tells microbatches apart; with slices, numbers are those of slices of all microbatches. */
+static char *put_unit(char *to, int64_t number, int64_t num_slices)
+{
+    to = put(to, number / num_slices);
+    *to++ = '.';
+    return put(to, number % num_slices);
+}
+
 /* Writes the text of all rows, a line for each; returns its length. `text` needs room for 64 letters per action.
  *
- * `pair` is the code whose name ends an overlapped pair; the rest is as above.
+ * `pair` is the code whose name ends an overlapped pair, and `num_slices` is 1 unless microbatches run in slices; the
+ * rest is as above.
  */
 int64_t drumline_write_rows(int64_t num_rows, const int64_t *lengths, const int32_t *stage, const int32_t *code,
                             const int32_t *microbatch, const uint8_t *paired, const char *names, int64_t num_ops,
-                            int64_t pair, char *text)
+                            int64_t pair, int64_t num_slices, char *text)
 {
     const char *name[MOST_OPS];
     char *to = text;
@@ -213,7 +243,7 @@ int64_t drumline_write_rows(int64_t num_rows, const int64_t *lengths, const int3
                 for (const char *letter = name[code[at]]; *letter; letter++)
                     *to++ = *letter;
                 if (microbatch[at] >= 0)
-                    to = put(to, microbatch[at]);
+                    to = num_slices > 1 ? put_unit(to, microbatch[at], num_slices) : put(to, microbatch[at]);
             }
             if (halves == 2) {
                 *to++ = ')';

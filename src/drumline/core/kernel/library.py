@@ -71,7 +71,7 @@ _PARAMETERS: dict[str, tuple[Any, ...]] = {
     ),
     "sums": (_Count, _Int64, _Float, _Float),
     "read_rows": (_Byte, _Count, _Byte, _Byte, _Count, _Count, _Int64, _Int64, *[_Int32] * 4, _Byte),
-    "write_rows": (_Count, _Int64, *[_Int32] * 3, _Byte, _Byte, _Count, _Count, _Byte),
+    "write_rows": (_Count, _Int64, *[_Int32] * 3, _Byte, _Byte, _Count, _Count, _Count, _Byte),
 }
 # Those of a search take structures that hold addresses (rows.c, construct.c, moves.c).
 _Address = ctypes.c_void_p

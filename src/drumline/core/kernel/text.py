@@ -40,12 +40,16 @@ class OpNames:
 
 
 class TextArrays(NamedTuple):
-    """Plain actions row by row, the halves of a pair side by side; `numbers` are stages, codes and microbatches."""
+    """Plain actions row by row, the halves of a pair side by side; `numbers` are stages, codes and microbatches.
+
+    With slices, microbatches are units: the slices of all microbatches, counted through.
+    """
 
     lengths: list[int]
     numbers: _Int32s
     cell: _Int32s
     paired: npt.NDArray[np.bool_]
+    num_slices: int
 
 
 def read(text: str, spelling: OpNames, most: int) -> TextArrays | int | None:
@@ -62,7 +66,7 @@ def read(text: str, spelling: OpNames, most: int) -> TextArrays | int | None:
     if library is None or not text.isascii():
         return None
     data = np.frombuffer(text.encode("ascii"), dtype=np.uint8)
-    sizes = np.zeros(2, dtype=np.int64)
+    sizes = np.zeros(3, dtype=np.int64)
     names = spelling.encoded, spelling.kinds, len(spelling.names)
     source = data, len(data), *names, most
     count = library.read_rows(*source, sizes, *[None] * 6)
@@ -70,14 +74,21 @@ def read(text: str, spelling: OpNames, most: int) -> TextArrays | int | None:
     if count <= 0:
         return num_rows if count == Kernel.TOO_MANY else None
     lengths, numbers, paired = np.empty(num_rows, np.int64), np.empty((4, count), np.int32), np.empty(count, np.uint8)
-    library.read_rows(*source, sizes, lengths, *numbers, paired)
-    return TextArrays(lengths.tolist(), numbers[:3], numbers[3], paired.view(np.bool_))
+    if library.read_rows(*source, sizes, lengths, *numbers, paired) < 0:
+        return None
+    return TextArrays(lengths.tolist(), numbers[:3], numbers[3], paired.view(np.bool_), int(sizes[2]))
 
 
 def written(
-    lengths: Sequence[int], numbers: Sequence[_Int32s], paired: npt.NDArray[np.bool_], spelling: OpNames
+    lengths: Sequence[int],
+    numbers: Sequence[_Int32s],
+    paired: npt.NDArray[np.bool_],
+    spelling: OpNames,
+    num_slices: int = 1,
 ) -> str:
     """Return the text of rows from their stages, codes and microbatches; it must not be called without a kernel.
+
+    With slices, microbatches are units.
 
     >>> spelling = OpNames(("F", "B"), frozenset(), frozenset({"F", "B"}), "")
     >>> columns = np.array([[0, 0], [0, 1], [7, 7]], dtype=np.int32)
@@ -88,10 +99,11 @@ def written(
     assert library is not None
     stage, code, microbatch = numbers
     longest = sum(len(str(int(column.max(initial=0)))) for column in (stage, microbatch))
+    longest += len(f".{num_slices}") if num_slices > 1 else 0
     letters = max(map(len, spelling.names)) + longest + 3 + (len(spelling.pair) if paired.any() else 0)
     text = np.empty(len(stage) * letters + 1, dtype=np.uint8)
     sizes, flags = np.array(lengths, dtype=np.int64), paired.astype(np.uint8)
     pair = spelling.names.index(spelling.pair) if spelling.pair else 0
     names = spelling.encoded, len(spelling.names)
-    size = library.write_rows(len(sizes), sizes, stage, code, microbatch, flags, *names, pair, text)
+    size = library.write_rows(len(sizes), sizes, stage, code, microbatch, flags, *names, pair, num_slices, text)
     return text[:size].tobytes().decode("ascii")

@@ -69,7 +69,7 @@ def lower(program: Program, *, ahead: int = 2, channel: str = Queues.EDGE) -> Pr
     if program.has_communication:
         return program
     if queues is not Queues.EDGE:
-        lowered = Program.of(_PaperRun(Index(program, program.placement)).to_the_end(), program.name)
+        lowered = program.rearranged(_PaperRun(Index(program, program.placement)).to_the_end())
         if violations := validate(lowered, channel=queues):
             raise InvalidProgram(program.name, violations)
         return lowered
@@ -102,7 +102,7 @@ def _receives_ahead(program: Program, ahead: int) -> Columns:
     paired = np.concatenate((alone, columns.paired, alone))[order]
     ends = np.concatenate((crossings.source, crossings.target))
     lengths = np.array(columns.lengths) + np.bincount(ends, minlength=columns.num_ranks)
-    return Columns.spread(lengths.tolist(), numbers, np.cumsum(~second) - 1, paired)
+    return Columns.spread(lengths.tolist(), numbers, np.cumsum(~second) - 1, paired, columns.num_slices)
 
 
 def _posting(edge: Ints, taken: Ints, first: Ints, ahead: int) -> Ints:

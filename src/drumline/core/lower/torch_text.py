@@ -89,7 +89,7 @@ def _with_waits(program: Program) -> Program:
             if action.op in SEND_OPS or action.op is Op.REDUCE_GRAD:
                 waiting.append(wait_for(action))
         rows.append((*completed, *waiting))
-    return Program(tuple(rows), program.name)
+    return program.rearranged(rows)
 
 
 def _answered(part: Action) -> Action | None:

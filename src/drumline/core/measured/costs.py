@@ -32,12 +32,13 @@ from drumline.core.costs import Costs, Edge
 from drumline.core.graph import Floats
 from drumline.core.measured.account import NANO
 from drumline.core.measured.endless import is_part, simulate_part
-from drumline.core.measured.measured import Measured, stage_costs
+from drumline.core.measured.measured import Measured, slice_costs, stage_costs
 from drumline.core.measured.record import OVERHEADS, RECEIVES, Record
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.timeline import Timeline
 
-_UNITS: dict[str, Any] = dict.fromkeys(("forward", "backward_input", "backward_weight", "backward", "update"), 1.0)
+_FIELDS = ("forward", "backward_input", "backward_weight", "backward", "update", "slice_factor")
+_UNITS: dict[str, Any] = dict.fromkeys(_FIELDS, 1.0)
 _BEGIN, _END = OVERHEADS.index("begin"), OVERHEADS.index("end")
 _NOT_WORK = (Op.UNSHARD, Op.RESHARD)
 
@@ -57,10 +58,10 @@ def costs_of(steps: Sequence[Measured], *, quickest: bool = False) -> Costs:
     for step in steps:
         for key, values in step.action_seconds().items():
             seconds[key] += values
-    middle = {key: _trimmed_mean(values) for key, values in seconds.items()}
-    num_stages = steps[0].program.num_stages
+    num_stages, num_slices = steps[0].program.num_stages, steps[0].program.num_slices
+    middle = {key: _trimmed_mean(values) * num_slices for key, values in seconds.items()}
     edges, exchanges = latencies(steps, quickest=quickest), exchange_seconds(steps, num_stages)
-    return Costs(**stage_costs(middle, num_stages), edges=edges, **exchanges)
+    return Costs(**stage_costs(middle, num_stages), edges=edges, **exchanges, **slice_costs(steps))
 
 
 def exchange_seconds(steps: Sequence[Timeline], num_stages: int) -> dict[str, Any]:
@@ -150,11 +151,12 @@ def replay(timeline: Timeline, *, transfers: bool = True) -> Simulation:
 
 
 def _message_bytes(timeline: Timeline) -> list[float]:
-    """Return the bytes that cross the boundary after each stage, as the median over its messages."""
+    """Return a microbatch's bytes that cross the boundary after each stage, as the median over its messages."""
     sizes: dict[int, list[float]] = defaultdict(list)
     for transfer in timeline.transfers:
         sizes[transfer.action.stage - (transfer.action.op is Op.SEND_B)].append(transfer.num_bytes)
-    return [median(sizes.get(stage, [0.0])) for stage in range(timeline.program.num_stages)]
+    program = timeline.program
+    return [median(sizes.get(stage, [0.0])) * program.num_slices for stage in range(program.num_stages)]
 
 
 def _action_seconds(timeline: Timeline) -> Floats:

@@ -264,12 +264,30 @@ class Measured(Timeline):
             if recomputes:
                 less = seconds["backward_input"][stage] - seconds["forward"][stage]
                 seconds["backward_input"][stage] = max(less, 0.0)
-        return Costs(**seconds, **sizes)
+        return Costs(**seconds, **sizes, **slice_costs([self]))
 
     def median_seconds(self) -> dict[str, Any]:
         """Return the median forward, backward_input and backward_weight of every stage."""
-        seconds = {key: median(values) for key, values in self.action_seconds().items()}
+        whole = self.program.num_slices
+        seconds = {key: median(values) * whole for key, values in self.action_seconds().items()}
         return stage_costs(seconds, self.program.num_stages)
+
+
+def slice_costs(steps: Sequence[Timeline]) -> dict[str, Any]:
+    """Return the part of each slice in a microbatch's seconds, if there are slices: the same for all stages and ops.
+
+    >>> from drumline.core.program import Program
+    >>> slice_costs([Measured(Program.parse("0F0.0,0F0.1"), (Record(0, starts=[0, 5], ends=[1, 8]),))])
+    {'slice_factor': [0.25, 0.75]}
+    """
+    num_slices = steps[0].program.num_slices
+    if num_slices == 1:
+        return {}
+    seconds = [0.0] * num_slices
+    for span in (span for step in steps for span in step.spans()):
+        if span.action.is_compute and not span.action.parts and span.action.microbatch is not None:
+            seconds[span.action.microbatch % num_slices] += span.end - span.start
+    return {"slice_factor": [each / (sum(seconds) or 1.0) for each in seconds]}
 
 
 def stage_costs(seconds: Mapping[tuple[int, Op], float], num_stages: int) -> dict[str, Any]:

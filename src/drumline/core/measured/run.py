@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -238,7 +239,7 @@ class Run:
                 raise RecordError(f"{path} has stages on other ranks", expected="the program as the run wrote it")
         elif violations := validate(program):
             raise RecordError(f"{path} cannot have run: {violations[0]}", expected="the program as the run wrote it")
-        return Program(program.rows, self.name_of(number))
+        return replace(program, name=self.name_of(number))
 
     def _settings(self) -> dict[str, Any]:
         settings = self.config.get("settings")

@@ -92,7 +92,7 @@ def surely_legal(program: Program, placement: Placement | None, channel: Queues)
     True
     """
     library, columns = kernel(), program.columns
-    stages, microbatches, count = program.num_stages, program.num_microbatches, len(columns.code)
+    stages, microbatches, count = program.num_stages, program.num_units, len(columns.code)
     if library is None or not 0 < stages * microbatches <= count < 2**31:
         return False
     home, mirrored = np.empty(stages, dtype=np.int32), np.zeros(microbatches, dtype=np.uint8)

@@ -51,7 +51,7 @@ def prune(program: Program, trainable: Sequence[bool]) -> Program:
     if after == before:
         return program
     lowest = after.count(Backward.NONE)
-    return Program(tuple(_pruned(row, after, lowest) for row in program.rows), program.name)
+    return program.rearranged(_pruned(row, after, lowest) for row in program.rows)
 
 
 def needed(trainable: Sequence[bool]) -> tuple[Backward, ...]:

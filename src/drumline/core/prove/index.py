@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from drumline.core import rules
-from drumline.core.action import COMPUTE_OPS, TRANSFER_OPS, Action, Op
+from drumline.core.action import COMPUTE_OPS, TRANSFER_OPS, Action, Op, in_units
 from drumline.core.placement import Placement
 from drumline.core.program import Program
 
@@ -75,6 +75,11 @@ class Index:
                     message = rules.message(producer, self.program.num_stages)
                     assert message is not None
                     yield message, position, taken
+
+    @cached_property
+    def numbers(self) -> Sequence[int]:
+        """The numbers of all microbatches, or of all their slices, as they are written."""
+        return in_units(range(self.program.num_units), self.program.num_slices)
 
     @cached_property
     def ops(self) -> set[Op]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core import rules
-from drumline.core.action import COMPUTE_OPS, TIMED_OPS, Action, Op
+from drumline.core.action import COMPUTE_OPS, TIMED_OPS, Action, Op, in_units
 from drumline.core.channel import Queues
 from drumline.core.clock.assemble import compile_program
 from drumline.core.clock.evaluate import order_of
@@ -27,7 +27,7 @@ from drumline.core.kernel.library import kernel
 from drumline.core.memory import holdings
 from drumline.core.placement import Placement
 from drumline.core.program import Program, once_per_program
-from drumline.core.prove import exchanges, messages, queues
+from drumline.core.prove import exchanges, messages, queues, slices
 from drumline.core.prove.arrays import surely_legal
 from drumline.core.prove.index import Index, RowPosition
 from drumline.core.prove.violation import Violation
@@ -66,7 +66,7 @@ def validate(
     if gaps := list(_gaps(program)):
         return gaps
     index = Index(program, placement or program.placement)
-    violations = [*_shape(index), *_placed(index), *_complete(index), *_ordered(index)]
+    violations = [*_shape(index), *_placed(index), *_complete(index), *_ordered(index), *slices.out_of_order(index)]
     broken = [*messages.check(index), *messages.check_waits(index)]
     violations += [*broken, *exchanges.check(index)]
     matters = kind is not Queues.EDGE and not broken
@@ -83,8 +83,8 @@ def surely_runs(program: Program, placement: Placement | None = None, channel: Q
     (True, False)
     """
     if kernel() is not None:
-        return surely_legal(program, placement, channel)
-    return _compiles(program) and placement in (None, program.placement)
+        return surely_legal(program, placement, channel) and slices.in_order(program)
+    return _compiles(program) and placement in (None, program.placement) and slices.in_order(program)
 
 
 @once_per_program
@@ -103,7 +103,7 @@ def _compiles(program: Program) -> bool:
 
 @once_per_program
 def misplaced_or_misused(program: Program) -> bool:
-    """Whether a program that compiles still breaks a rule of placement, parameter state, exchange or update.
+    """Whether a program that compiles still breaks a rule of placement, slices, parameter state, exchange or update.
 
     >>> misplaced_or_misused(Program.parse("0F0,0B0,0UPDATE0,0REDUCE_GRAD"))
     True
@@ -113,7 +113,8 @@ def misplaced_or_misused(program: Program) -> bool:
     if surely_runs(program):
         return False
     index = Index(program, program.placement)
-    return any(True for check in (exchanges.check, messages.check_waits) for _ in check(index))
+    checks = (exchanges.check, messages.check_waits, slices.out_of_order)
+    return any(True for check in checks for _ in check(index))
 
 
 def _by_place(violation: Violation) -> tuple[int, int]:
@@ -122,23 +123,30 @@ def _by_place(violation: Violation) -> tuple[int, int]:
 
 
 def _gaps(program: Program) -> Iterator[Violation]:
-    """Find stage or microbatch numbers that no row uses; with gaps, nothing else can be counted."""
+    """Find numbers of stages, microbatches or slices that no row uses; with gaps, nothing else can be counted."""
     computes = [part for part in program.work() if part.op in COMPUTE_OPS]
-    for what, numbers, name, computed in (
-        ("stage", {part.stage for part in program.work()}, "stages", {part.stage for part in computes}),
+    whole, num_slices = ("microbatch", "microbatches"), program.num_slices
+    for (what, name), count, numbers, computed in (
         (
-            "microbatch",
+            ("stage", "stages"),
+            program.num_stages,
+            {part.stage for part in program.work()},
+            {part.stage for part in computes},
+        ),
+        (
+            whole if num_slices == 1 else ("slice", "slices"),
+            program.num_units,
             {part.microbatch for part in program.work() if part.microbatch is not None},
-            "microbatches",
             {part.microbatch for part in computes},
         ),
     ):
         if not numbers:
             yield Violation(None, None, None, f"the program names no {what}")
-        elif (count := max(numbers) + 1) > len(numbers):
+        elif count > len(numbers):
             missing = next(number for number in range(count) if number not in numbers)
-            there = f"though the program has a {what} {count - 1}: {len(numbers)} of {count} {name} appear"
-            yield Violation(None, None, None, f"no rank runs {what} {missing}, {there}")
+            (there,) = in_units([missing], num_slices if what == "slice" else 1)
+            though = f"though the program has a {what} {max(numbers)}: {len(numbers)} of {count} {name} appear"
+            yield Violation(None, None, None, f"no rank runs {what} {there}, {though}")
         elif idle := numbers - computed:
             yield Violation(None, None, None, f"no rank runs {what} {min(idle)}, which actions without computing name")
 

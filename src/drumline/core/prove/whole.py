@@ -44,7 +44,7 @@ def join(program: Program, light: Sequence[bool]) -> Program:
     split = {stage for stage, kind in enumerate(program.backwards) if light[stage] and kind is Backward.WHOLE}
     if not split or Op.BACKWARD_WEIGHT not in program.columns.ops:
         return program
-    return Program(tuple(tuple(_joined(row, split)) for row in program.rows), program.name)
+    return program.rearranged(_joined(row, split) for row in program.rows)
 
 
 def _joined(row: Row, stages: Collection[int]) -> Iterator[Action]:

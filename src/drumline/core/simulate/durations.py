@@ -22,19 +22,53 @@ def work_seconds(graph: TimeGraph, many: Sequence[Costs]) -> Floats:
     library, work = kernel(), graph.work
     if library is not None and len(many) == 1:
         (costs,) = many
-        factors = np.array(costs.factors(graph.num_microbatches)) if costs.microbatch_factor != 1.0 else None
+        factors = _factors(graph, costs)
         column = np.empty((len(work.code), 1))
         columns = work.code, work.stage, work.microbatch, graph.num_stages
         library.seconds(len(column), *columns, _table(graph, costs), factors, _COMPUTES, column)
-        return column
+        return _with_attention(graph, many, column)
     tables = np.stack([_table(graph, costs) for costs in many], axis=2)
     slot = work.code * graph.num_stages + work.stage
     seconds: Floats = tables.reshape(-1, len(many)).take(slot, axis=0)
-    if any(costs.microbatch_factor != 1.0 for costs in many):
-        factors = np.array([costs.factors(graph.num_microbatches) for costs in many]).T
+    if any(_factors(graph, costs) is not None for costs in many):
+        factors = np.array([costs.factors(graph.num_microbatches, work.num_slices) for costs in many]).T
         computes = PLACE[work.code] >= 0
         seconds[computes] *= factors[work.microbatch[computes]]
+    return _with_attention(graph, many, seconds)
+
+
+def _with_attention(graph: TimeGraph, many: Sequence[Costs], seconds: Floats) -> Floats:
+    """Return the seconds of slices, whose attention I and W do not share."""
+    if graph.work.num_slices > 1:
+        for at, costs in enumerate(many):
+            seconds[:, at] += _attention_of_halves(graph, costs)
     return seconds
+
+
+def _factors(graph: TimeGraph, costs: Costs) -> Floats | None:
+    """Return what the seconds of every microbatch or slice are multiplied by; None if nothing is."""
+    if costs.microbatch_factor == 1.0 and graph.work.num_slices == 1:
+        return None
+    return np.array(costs.factors(graph.num_microbatches, graph.work.num_slices))
+
+
+def _attention_of_halves(graph: TimeGraph, costs: Costs) -> Floats:
+    """Return what every action takes beyond its part of the whole: I has all attention of the backward, and W none.
+
+    Where attention would need more than I takes, W has the rest.
+    """
+    added = np.zeros(len(graph.work.code))
+    if not costs.attention or costs.slice_factor is not None:
+        return added
+    counts = graph.num_microbatches, graph.work.num_slices
+    fewer = np.array(costs.byte_factors(*counts)) - np.array(costs.factors(*counts))  # what W has less
+    halves = (costs.per_stage(name, graph.num_stages) for name in ("backward_input", "backward_weight"))
+    first, second = map(np.array, halves)
+    free = np.minimum(second, first * (1.0 - costs.attention) / costs.attention)
+    for op, sign in ((Op.BACKWARD_INPUT, -1.0), (Op.BACKWARD_WEIGHT, 1.0)):
+        chosen = graph.work.code == CODE[op]
+        added[chosen] = sign * free[graph.work.stage[chosen]] * fewer[graph.work.microbatch[chosen]]
+    return added
 
 
 def _table(graph: TimeGraph, costs: Costs) -> Floats:
@@ -69,7 +103,8 @@ def sums(values: Floats, lengths: Sequence[int]) -> list[float]:
 def all_alike(graph: TimeGraph, costs: Costs) -> bool:
     """Whether these costs surely give the same seconds to all plain actions of an op."""
     table = _table(graph, costs)
-    return costs.microbatch_factor == 1.0 and bool((table == table[:, :1]).all())
+    factors = _factors(graph, costs)
+    return (factors is None or len(set(factors.tolist())) == 1) and bool((table == table[:, :1]).all())
 
 
 def level_work(graph: TimeGraph, seconds: Floats) -> Floats:
@@ -96,7 +131,8 @@ def node_seconds(graph: TimeGraph, costs: Costs, work: Floats) -> Floats:
         seconds[fused] = work[halves].sum(axis=1)
         if costs.overlapped is not None:
             together = np.array(costs.per_stage("overlapped", graph.num_stages))[graph.work.stage[halves[:, 0]]]
-            factor = np.array(costs.factors(graph.num_microbatches))[graph.work.microbatch[halves]].mean(axis=1)
+            each = np.array(costs.factors(graph.num_microbatches, graph.work.num_slices))
+            factor = each[graph.work.microbatch[halves]].mean(axis=1)
             seconds[fused] = (together * factor).reshape(-1, *[1] * (work.ndim - 1))
     crossings = graph.crossings
     if len(crossings.node) and graph.messages is not Messages.LATENCY:
@@ -117,7 +153,8 @@ def message_bytes(graph: TimeGraph, costs: Costs) -> Floats:
     """Return the bytes of every message: what crosses the boundary after a stage, the same in both directions."""
     work, crossings = graph.work, graph.crossings
     boundary = np.minimum(work.stage[crossings.producer], work.stage[crossings.consumer])
-    factor = np.array(costs.factors(graph.num_microbatches))[work.microbatch[crossings.producer]]
+    factors = np.array(costs.byte_factors(graph.num_microbatches, work.num_slices))
+    factor = factors[work.microbatch[crossings.producer]]
     sizes: Floats = np.array(costs.per_stage("message_bytes", graph.num_stages))[boundary] * factor
     return sizes
 

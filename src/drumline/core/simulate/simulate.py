@@ -17,6 +17,7 @@ from drumline.core.errors import CostsError, ProgramError
 from drumline.core.graph import OPS, Columns, Floats, Ints, Messages, NotCompilable, Number, TimeGraph
 from drumline.core.memory import Holding, holdings
 from drumline.core.program import Program, once_per_program
+from drumline.core.prove.slices import in_order
 from drumline.core.prove.validate import misplaced_or_misused, validate
 from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.durations import (
@@ -135,11 +136,12 @@ class Simulation(Timeline):
         graph = self.graph
         crossings, work = graph.crossings, graph.work
         producer_nodes, taken = graph.node[crossings.producer], graph.node[crossings.consumer]
-        action = (column[crossings.producer] for column in (work.stage, work.code, work.microbatch))
+        action = work.stage[crossings.producer], work.code[crossings.producer]
         numbers = crossings.node, producer_nodes, taken, *action, crossings.source, crossings.target
+        columns = (column.tolist() for column in (*numbers, message_bytes(graph, self.costs)))
         transfers = []
-        for node, maker, taker, stage, code, microbatch, source, target, size in zip(
-            *(column.tolist() for column in (*numbers, message_bytes(graph, self.costs))), strict=True
+        for microbatch, node, maker, taker, stage, code, source, target, size in zip(
+            work.numbers(work.microbatch[crossings.producer]), *columns, strict=True
         ):
             finished = self.ends[maker]
             start, sent = (finished, finished) if node < 0 else (self.starts[node], self.ends[node])
@@ -166,10 +168,11 @@ class Simulation(Timeline):
         if nodes is None:
             return super().critical_path
         work, places = self.graph.work, nodes.tolist()
-        columns = (column[nodes].tolist() for column in (work.rank, work.stage, work.code, work.microbatch))
+        columns = (column[nodes].tolist() for column in (work.rank, work.stage, work.code))
+        numbers = work.numbers(work.microbatch[nodes])
         return tuple(
             Span(rank, Action(stage, OPS[code], microbatch), float(self.started[node]), float(self.ended[node]))
-            for node, rank, stage, code, microbatch in zip(places, *columns, strict=True)
+            for node, rank, stage, code, microbatch in zip(places, *columns, numbers, strict=True)
         )
 
     @cached_property
@@ -372,9 +375,9 @@ def _by_work(graph: TimeGraph, factors: Floats) -> Floats:
 def compiled(program: Program, costs: Costs) -> TimeGraph:
     """Return a program's graph for costs that fit it; raise NotCompilable if it breaks a rule."""
     graph = compile_program(program, Messages.of(costs))
-    if not graph.plain and misplaced_or_misused(program):
+    if not (graph.plain and in_order(program)) and misplaced_or_misused(program):
         raise NotCompilable
-    costs.check_counts(graph.num_stages, graph.num_microbatches)
+    costs.check_counts(graph.num_stages, program.num_microbatches, program.num_slices)
     for source, target in costs.edges:
         if max(source, target) >= graph.num_ranks:
             raise CostsError(

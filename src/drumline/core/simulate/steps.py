@@ -8,7 +8,7 @@ r"""Several steps of a flushed program in a row: what a step takes if ranks wait
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
@@ -43,7 +43,7 @@ def several_steps(program: Program, num_steps: int) -> Program:
         raise ProgramError(
             f"program {program.name!r} updates weights while it runs", expected="a flushed program, as 1f1b is"
         )
-    size, plain = program.num_microbatches, program.compute_only()
+    size, plain = program.num_units, program.compute_only()
     rows = []
     for row in plain.rows:
         trained = dict.fromkeys(part.stage for action in row for part in action.work if part.op in _MAKES)
@@ -52,7 +52,7 @@ def several_steps(program: Program, num_steps: int) -> Program:
             actions += [action.later(step * size) for action in row]
             actions += [Action(stage, Op.UPDATE, (step + 1) * size - 1) for stage in sorted(trained)]
         rows.append(tuple(actions))
-    return Program(tuple(rows), program.name)
+    return program.rearranged(rows)
 
 
 def in_groups(program: Program, num_groups: int) -> Program:
@@ -69,7 +69,7 @@ def in_groups(program: Program, num_groups: int) -> Program:
     if num_groups == 1:
         return program
     new_program = several_steps(program, num_groups).without({Op.UPDATE})
-    return Program(new_program.rows, f"{program.name} in groups of {program.num_microbatches}")
+    return replace(new_program, name=f"{program.name} in groups of {program.num_microbatches}")
 
 
 _MAKES = (Op.BACKWARD, Op.BACKWARD_WEIGHT)

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
-from drumline.core.errors import CostsError
+from drumline.core.costs import slice_shares
 
 
 def shares(lengths: Sequence[int], attention: float) -> tuple[float, ...]:
     """Return each slice's share of the seconds of its sequence, of which attention takes the part `attention`.
-
-    What is not attention grows with a slice's tokens. Attention grows with the keys that each of them sees::
-
-        keys     1 1 1 1 . . . .     slice 0: 10 of 36 pairs
-                 1 1 1 1 1 1 1 1     slice 1: 26 of 36
 
     >>> [round(share, 3) for share in shares([4, 4], attention=0.0)]
     [0.5, 0.5]
     >>> [round(share, 3) for share in shares([512] * 4, attention=0.4)]
     [0.175, 0.225, 0.275, 0.325]
     """
-    if not 0.0 <= attention <= 1.0:
-        raise CostsError(f"attention is {attention:g} of the time", expected="a part of it, from 0 to 1")
-    total = sum(lengths)
-    ends = [0, *accumulate(lengths)]
-    return tuple(
-        (1.0 - attention) * (end - start) / total + attention * (end * end - start * start) / (total * total)
-        for start, end in pairwise(ends)
-    )
+    return slice_shares(lengths, attention)
 
 
 def even_shares(length: int, num_slices: int, attention: float, *, multiple: int = 1) -> tuple[int, ...]:

@@ -82,7 +82,8 @@ class Causes(Sequence[Idle]):
         if number < 0:
             return None
         work = self.work
-        action = Action(int(work.stage[number]), OPS[work.code[number]], int(work.microbatch[number]))
+        (microbatch,) = work.numbers(work.microbatch[number : number + 1])
+        action = Action(int(work.stage[number]), OPS[work.code[number]], microbatch)
         if whole and work.paired[number]:
             second = self._action(number + 1, whole=False)
             assert second is not None

@@ -9,10 +9,7 @@ from typing import Any
 from drumline.core.action import WAIT_OPS, Op
 from drumline.core.errors import ProgramError, counted
 from drumline.core.program import Program
-from drumline.core.prove.violation import InvalidProgram
-from drumline.core.slices.order import order_violations
 from drumline.schedules import find, generate
-from drumline.schedules.slices import sliced
 
 
 def program_for(
@@ -27,8 +24,7 @@ def program_for(
 ) -> Program:
     """Return the program that `schedule` means on these ranks, and check that the executor can run it.
 
-    With `streams`, it may be one step of a schedule without a flush. With `slices`, it runs so many slices of every
-    microbatch, which count as microbatches of their own.
+    With `streams`, it may be one step of a schedule without a flush. With `slices`, every microbatch runs in so many.
 
     >>> program_for("1f1b", num_ranks=2, num_microbatches=4).num_microbatches
     4
@@ -43,10 +39,13 @@ def program_for(
         options: dict[str, Any] = {"num_steps": 1} if "num_steps" in find(schedule).options else {}
         if vertical_sync:
             options["vertical_sync"] = True
-        counts: dict[str, Any] = {"num_ranks": num_ranks, "num_microbatches": num_microbatches * slices}
-        program = sliced(generate(schedule, **counts, stages_per_rank=stages_per_rank, **options), slices)
-    if slices > 1 and (late := next(order_violations(program, slices), None)) is not None:
-        raise InvalidProgram(program.name, [late])
+        counts: dict[str, Any] = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "slices": slices}
+        program = generate(schedule, **counts, stages_per_rank=stages_per_rank, **options)
+    if program.num_slices != slices:
+        raise ProgramError(
+            f"program {program.name!r} runs each microbatch in {counted(program.num_slices, 'slice')}",
+            expected=f"{slices}, the slices you asked for",
+        )
     if program.num_ranks != num_ranks:
         raise ProgramError(
             f"program {program.name!r} is for {counted(program.num_ranks, 'rank')}",
@@ -58,7 +57,7 @@ def program_for(
             expected="a flushed schedule here",
             fix="use 1f1b, the flushed form of pipedream",
         )
-    if num_microbatches is not None and num_microbatches * slices != program.num_microbatches:
+    if num_microbatches is not None and num_microbatches != program.num_microbatches:
         raise ProgramError(
             f"program {program.name!r} has {counted(program.num_microbatches, 'microbatch')}",
             expected=f"{num_microbatches}, the num_microbatches you passed",
@@ -91,7 +90,7 @@ def forwards_of(program: Program) -> Program:
     1F0
     """
     rows = ((part for action in row for part in action.work if part.op is Op.FORWARD) for row in program.rows)
-    return Program.of(rows, f"{program.name} forwards")
+    return program.rearranged(rows, f"{program.name} forwards")
 
 
 def edges_of(program: Program) -> list[tuple[int, int]]:
@@ -102,7 +101,7 @@ def edges_of(program: Program) -> list[tuple[int, int]]:
     """
     placement = program.placement
     edges = set()
-    for microbatch in range(program.num_microbatches):
+    for microbatch in range(program.num_units):
         path = [placement.rank_of(stage, microbatch) for stage in range(program.num_stages)]
         edges |= {pair for at, other in pairwise(path) if at != other for pair in ((at, other), (other, at))}
     for stage in range(program.num_stages):

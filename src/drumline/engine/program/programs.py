@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def named_programs(
                 raise ProgramError(f"programs has {given_program!r} as {name!r}", expected="a Program or a CSV file")
             program = program_for(given_program, num_ranks=first.num_ranks, num_microbatches=None)
         check_fits(program, first, name)
-        by_name[name] = Program(program.rows, name)
+        by_name[name] = replace(program, name=name)
     return by_name
 
 

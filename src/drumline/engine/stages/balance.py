@@ -84,7 +84,7 @@ class Balance:
         work = Counter((part.stage, part.op) for part in self.program.work() if part.op in COMPUTE_OPS)
         for (stage, op), count in work.items():
             each = self.costs.per_stage(op.name.lower(), len(seconds))[stage]
-            seconds[stage] += count / self.program.num_microbatches * each
+            seconds[stage] += count / self.program.num_units * each
         return tuple(seconds)
 
     @property

@@ -273,7 +273,7 @@ class Engine(Observer):
 
     def seed_lines(self) -> None:
         """Let this line draw random numbers for its own microbatches; those with other parts of sequences, others."""
-        self.assembly.randomness.first = self._crew.axes.tokens * self.assembly.program.num_microbatches
+        self.assembly.randomness.first = self._crew.axes.tokens * self.assembly.program.num_units
 
     def weigh_next(self) -> None:
         """Count the bytes of the next step, in a pipeline that otherwise counts those of its first one alone."""

@@ -29,8 +29,7 @@ def other_form(program: Program) -> Program:
     """
     if is_split(program):
         return replace(join(program, [True] * program.num_stages), name=f"{program.name} with whole backwards")
-    rows = tuple(tuple(_halves(row)) for row in program.rows)
-    return Program(rows, f"{program.name} with split backwards")
+    return program.rearranged(map(_halves, program.rows), f"{program.name} with split backwards")
 
 
 def _halves(row: Row) -> Iterator[Action]:

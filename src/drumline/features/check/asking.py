@@ -175,7 +175,7 @@ class Asking:
         """Choose microbatches, and run them through the model by itself."""
         number, reference = step.number, self.reference
         program = self.engine.assembly.program
-        copies = [program.placement.rank_of(0, at) for at in range(program.num_microbatches)]
+        copies = [program.placement.rank_of(0, at) for at in range(program.num_units)]
         sample = StepSample(
             self.crew, self.intake, self.parts, number, arguments, target, sequences, copies, self.num_microbatches
         )

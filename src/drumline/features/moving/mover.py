@@ -241,7 +241,7 @@ class Mover(Observer):
         site.engine.recut(counts, program, ties, site.programs.own_number)
         site.frozen.forget_all_but(site.engine.assembly.cuts)
         site.programs.renew()
-        site.intake.recut(counts[-1], program.num_microbatches)
+        site.intake.recut(counts[-1], program.num_units)
         site.holdings.recut(ties, list(site.engine.copies.values()))
         site.holdings.follow()
         site.updates.follow(site.engine.parameters())

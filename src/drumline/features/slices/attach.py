@@ -75,8 +75,7 @@ class Slices(Observer):
     def take_call(self, step: Step, call: CalledWith) -> CalledWith:
         """Return a step's arguments in units."""
         self._calls.clear()
-        program = self._site.frozen.program
-        return in_units(call, self._takes, self._division, program.num_microbatches // self._division.num_slices)
+        return in_units(call, self._takes, self._division, self._site.frozen.program.num_microbatches)
 
     def end(self, step: Step) -> None:
         """Forget the step's sequences."""

@@ -173,7 +173,7 @@ def reordered(program: Program, order: Sequence[int]) -> Program:
     if list(order) == sorted(order):
         return program
     rows = dict(zip(order, program.rows, strict=True))
-    return Program(tuple(rows[rank] for rank in range(program.num_ranks)), program.name)
+    return program.rearranged(rows[rank] for rank in range(program.num_ranks))
 
 
 def _recomputed(program: Program, *, partly: bool) -> Iterator[tuple[bool, ...]]:
