@@ -23,8 +23,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-FLASH_ATTENTION, CUDNN_ATTENTION = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
-
 Gradients = tuple[Tensor, Tensor, Tensor]  # of queries, keys, values
 
 
@@ -54,8 +52,11 @@ def kernel_for(query: Tensor, key: Tensor, value: Tensor, *, has_noise: bool) ->
         return PLAIN
     if query.is_cpu:
         return ON_CPU
-    chosen = torch._fused_sdp_choice(query, key, value, None, 0.0, True, enable_gqa=query.shape[1] != key.shape[1])
-    return {FLASH_ATTENTION.value: FLASH, CUDNN_ATTENTION.value: CUDNN}.get(chosen, PLAIN)
+    is_grouped = query.shape[1] != key.shape[1]
+    chosen = torch._fused_sdp_choice(query, key, value, None, 0.0, True, enable_gqa=is_grouped)
+    if chosen not in OF_DEVICES and is_grouped:  # pieces have keys of all heads
+        chosen = torch._fused_sdp_choice(query, query, query, None, 0.0, True)
+    return OF_DEVICES.get(chosen, PLAIN)
 
 
 def expanded(tensor: Tensor, heads: int) -> Tensor:
@@ -197,6 +198,30 @@ def _cudnn_backward(
 CUDNN = in_pieces(_cudnn, _cudnn_backward)
 
 
+_ALIGNED = 32  # queries: the backward below reads log-sum-exps of so many at once
+
+
+def _efficient(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Attended:
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    out, lse, seed, offset = attend(query, key, value, None, True, 0.0, causal, scale=scale)
+    return Attended(out, lse[..., : query.shape[-2]], (seed, offset))
+
+
+def _efficient_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, result: Attended, causal: bool, scale: float
+) -> Gradients:
+    back = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+    lse = torch.nn.functional.pad(result.lse, (0, -result.lse.shape[-1] % _ALIGNED), value=math.inf)
+    wanted = [True, True, True, False]
+    of_query, of_key, of_value, _ = back(
+        gradient, query, key, value, None, result.out, lse, *result.more, 0.0, wanted, causal, scale=scale
+    )
+    return of_query, of_key, of_value
+
+
+EFFICIENT = in_pieces(_efficient, _efficient_backward)
+
+
 # ---- flash attention of a GPU: aligned to the last query and the last key --------------------------------------------
 
 
@@ -230,3 +255,9 @@ def _flash_backward(
 
 
 FLASH = SliceKernel(_flash, _flash_backward)
+
+OF_DEVICES = {
+    SDPBackend.FLASH_ATTENTION.value: FLASH,
+    SDPBackend.CUDNN_ATTENTION.value: CUDNN,
+    SDPBackend.EFFICIENT_ATTENTION.value: EFFICIENT,
+}
