@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     flags.add_schedule(parser)
     flags.add_costs(parser)
+    flags.add_slices(parser)
     flags.add_limit(parser)
     flags.add_json(parser)
     flags.add_out(parser, TEXTS)

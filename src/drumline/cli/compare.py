@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_counts(parser)
     flags.add_frozen(parser)
     flags.add_costs(parser)
+    flags.add_slices(parser)
     flags.add_limit(parser, finer="; v pairs count as one where a rank holds v stages")
     flags.add_json(parser)
     flags.add_out(parser, {".html": "html", ".htm": "html", **TEXTS})
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     flags.check_counts(args, "ranks", "microbatches", "stages_per_rank")
     ran: dict[str, tuple[str, ...]] = {}
     chosen = [flags.named(schedule, ran) for schedule in args.schedules]
-    ranks, microbatches = _counts(args, chosen)
+    ranks, microbatches, slices = _counts(args, chosen)
     if args.frozen and max(args.frozen) >= ranks:
         raise UsageError(f"--frozen names stage {max(args.frozen)}", expected=f"stages 0 to {ranks - 1}, one per rank")
     costs = flags.costs_of(args)
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
         num_microbatches=microbatches,
         costs=costs,
         stages_per_rank=args.stages_per_rank,
+        slices=slices,
         frozen=args.frozen or (),
         limit=flags.limit_of(args, costs),
         only=chosen or None,
@@ -64,12 +66,13 @@ def run(args: argparse.Namespace) -> int:
     return 0 if rows[0].fits else 1
 
 
-def _counts(args: argparse.Namespace, chosen: Sequence[str | Program]) -> tuple[int, int]:
-    """Return how many ranks and microbatches to compare with: as given, else those of the first file."""
+def _counts(args: argparse.Namespace, chosen: Sequence[str | Program]) -> tuple[int, int, int | tuple[int, ...]]:
+    """Return the ranks, microbatches and slices to compare with: as given, else those of the first file."""
     file = next((program for program in chosen if isinstance(program, Program)), None)
     ranks = file.num_ranks if file else flags.RANKS
     microbatches = file.num_microbatches if file else flags.MICROBATCHES
-    return args.ranks or ranks, args.microbatches or microbatches
+    slices = file.num_slices if file and args.slices is None else flags.slices_of(args)
+    return args.ranks or ranks, args.microbatches or microbatches, slices
 
 
 def _nothing(left_out: Sequence[LeftOut], named: Sequence[str], ranks: int, microbatches: int) -> ScheduleError:

@@ -205,6 +205,31 @@ def add_schedule(parser: argparse.ArgumentParser, *, optional: str = "", ranks: 
     add_counts(parser, "(default {}; a CSV file has its own)", ranks)
 
 
+def add_slices(parser: argparse.ArgumentParser) -> None:
+    """Add --slices and what they cost; `slices_of` and `costs_of` read them."""
+    add = adder(parser, "slices of the sequences of a microbatch")
+    add(
+        "--slices S",
+        "how many, or the tokens of each, like 700,500,448,400 (default 1; a CSV file has its own)",
+        listed(whole_number),
+    )
+    add("--attention A", "part of the time of F and B that attention takes, which grows with the slices before", number)
+    add("--key-value-bytes K", "bytes of a microbatch's keys and values, among its activations (default 0)", number)
+
+
+def slices_of(args: argparse.Namespace) -> int | tuple[int, ...]:
+    """Return the number of slices, or their lengths.
+
+    >>> slices_of(argparse.Namespace(slices=(8,))), slices_of(argparse.Namespace(slices=(3, 1)))
+    (8, (3, 1))
+    """
+    given_slices = getattr(args, "slices", None) or (1,)
+    for count in given_slices:
+        if count < 1:
+            raise UsageError(f"--slices has {count}", expected="a number of slices, or the tokens of each, from 1 on")
+    return given_slices if len(given_slices) > 1 else given_slices[0]
+
+
 def add_frozen(parser: argparse.ArgumentParser) -> None:
     """Add --frozen, the stages that do not train."""
     adder(parser)("--frozen STAGES", "stages without trainable parameters, like 0-2,5", ranges)
@@ -258,7 +283,12 @@ def costs_of(args: argparse.Namespace) -> Costs:
     costs = Costs.load(args.costs) if args.costs is not None else Costs()
     times = ("forward", "backward_input", "backward_weight", "comm", "overlapped")
     sizes = ("activation_bytes", "held_until_weight_bytes")
-    return replace(costs, **{name: value for name in (*times, *sizes) if (value := getattr(args, name)) is not None})
+    of_slices = ("attention", "key_value_bytes")
+    names = (*times, *sizes, *of_slices)
+    lengths = {"slice_lengths": slices} if isinstance(slices := slices_of(args), tuple) else {}
+    return replace(
+        costs, **lengths, **{name: given for name in names if (given := getattr(args, name, None)) is not None}
+    )
 
 
 def limit_of(args: argparse.Namespace, costs: Costs) -> Limit | None:
@@ -281,7 +311,7 @@ def program_of(args: argparse.Namespace, ranks: int = RANKS) -> Program:
         return _with_counts(name, args)
     ranks = ranks if args.ranks is None else args.ranks
     microbatches = MICROBATCHES if args.microbatches is None else args.microbatches
-    return find(name).build(ranks, microbatches, args.stages_per_rank)
+    return find(name).build(ranks, microbatches, args.stages_per_rank, slices=slices_of(args))
 
 
 def named(text: str, ran: dict[str, tuple[str, ...]] | None = None) -> str | Program:
@@ -335,11 +365,15 @@ def _added_by(path: str) -> tuple[str, ...]:
 
 def _with_counts(program: Program, args: argparse.Namespace) -> Program:
     """Return a file's program; raise if --ranks or other counts differ from it."""
+    from drumline.schedules.slices import number_of
+
+    slices = number_of(slices_of(args)) if getattr(args, "slices", None) else None
     stages_per_rank = max(len(program.placement.stages_of(rank)) for rank in range(program.num_ranks))
     for flag, wanted, actual in (
         ("--ranks", args.ranks, program.num_ranks),
         ("--microbatches", args.microbatches, program.num_microbatches),
         ("--stages-per-rank", args.stages_per_rank, stages_per_rank),
+        ("--slices", slices, program.num_slices),
     ):
         if wanted is not None and wanted != actual:
             raise UsageError(

@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--link-jitter SHARE", "the same of links: every link draws one factor (default 0)", flags.number, 0.0)
     add("--seed N", "random seed (default 0)", flags.whole_number, 0)
     flags.add_costs(parser)
+    flags.add_slices(parser)
     flags.add_json(parser)
     flags.add_out(parser, TEXTS | {".svg": "svg"})
 

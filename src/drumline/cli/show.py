@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_schedule(parser, optional=". Without it, list all schedules")
     flags.add_frozen(parser)
     flags.add_costs(parser)
+    flags.add_slices(parser)
     flags.add_json(parser)
     flags.add_out(parser, TEXTS | PICTURES | TRACES | PROGRAMS)
     flags.add_format(
@@ -69,6 +70,7 @@ def _summary(
     form = args.format or (files[0][1] if files else "text")
     text = {} if files else {"text": make(form, FILE)}
     numbers = {"ranks": program.num_ranks, "stages": program.num_stages, "microbatches": program.num_microbatches}
+    numbers["slices"] = program.num_slices
     rows = [[str(action) for action in row] for row in program.rows]
     return {"schedule": program.name, **numbers, "format": form, **text, "rows": rows}
 

@@ -87,6 +87,16 @@ class SliceNumber(int):
         return SliceNumber.of, (int(self), self.num_slices)
 
 
+def placed(number: int | None) -> tuple[int, int]:
+    """Return the microbatch and the slice of a number in an action; without slices, slice 0.
+
+    >>> placed(6), placed(SliceNumber.of(6, 4)), placed(None)
+    ((6, 0), (1, 2), (0, 0))
+    """
+    number = number or 0
+    return divmod(number, number.num_slices) if isinstance(number, SliceNumber) else (number, 0)
+
+
 def in_units(numbers: Sequence[int], num_slices: int) -> Sequence[int]:
     """Return numbers of microbatches, or of their slices, each with its text; -1 stays as it is.
 

@@ -24,6 +24,7 @@ from drumline.report.draw.table import table
 from drumline.report.summary import refused, summarize
 from drumline.schedules import DEFAULT, find, schedules
 from drumline.schedules.registry import too_large
+from drumline.schedules.slices import number_of
 
 _ONE = FieldShape()
 # Of each program; all schedules together then take some 2 GiB and 15 seconds.
@@ -46,8 +47,11 @@ class Row:
 
     @property
     def peak_share(self) -> float:
-        """The fullest rank's peak in whole microbatches: v pairs, each of a v-th of what the rank computes, are one."""
-        return max(self.timeline.peak_activations) / self.stages_per_rank
+        """The fullest rank's peak in whole microbatches: v pairs, each of a v-th of what the rank computes, are one.
+
+        So are all slices of a microbatch.
+        """
+        return max(self.timeline.peak_activations) / self.stages_per_rank / self.timeline.program.num_slices
 
     def summary(self) -> dict[str, Any]:
         """Return the figures of `simulate`, plus those of the comparison."""
@@ -87,6 +91,7 @@ def compare(
     num_microbatches: int,
     costs: Costs | None = None,
     stages_per_rank: int | None = None,
+    slices: int | Sequence[int] = 1,
     frozen: Collection[int] = (),
     limit: Limit | None = None,
     only: Sequence[str | Program] | None = None,
@@ -95,7 +100,8 @@ def compare(
     """Return every training schedule that supports these counts, best first; those over the limit come last.
 
     `left_out` lists the others, each with the reason: also those of `only` that have no backward. `frozen` are stages
-    without trainable parameters, numbered as if every rank held one stage. `only` names the schedules to compare, or
+    without trainable parameters, numbered as if every rank held one stage. With `slices`, every microbatch runs in so
+    many. `only` names the schedules to compare, or
     gives programs with these counts.
 
     >>> [row.name for row in compare(4, num_microbatches=8)[:3]]
@@ -116,7 +122,7 @@ def compare(
         if progress is not None:
             progress(f"simulating {name}")
         try:
-            program = _with_counts(schedule, num_ranks, num_microbatches, v)
+            program = _with_counts(schedule, num_ranks, num_microbatches, v, slices)
         except ScheduleError as error:
             left_out.append(LeftOut(name, v, error))
             continue
@@ -140,14 +146,22 @@ def _stages_per_rank(name: str | Program, wanted: int | None) -> int:
     return wanted if has_choice and wanted is not None else schedule.stages_per_rank
 
 
-def _with_counts(name: str | Program, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Program:
+def _with_counts(
+    name: str | Program, num_ranks: int, num_microbatches: int, stages_per_rank: int, slices: int | Sequence[int]
+) -> Program:
     """Return the schedule's program; refuse a given one that has other counts."""
     if not isinstance(name, Program):
         # Checked first, as a program that is too large for all of them takes seconds for each.
         most = None if kernel() is None else MOST_PAIRS
-        if (refused := too_large(num_ranks, num_microbatches, stages_per_rank, most)) is not None:
-            raise find(name).refusal(num_ranks, num_microbatches, stages_per_rank) or refused
-        return find(name).build(num_ranks, num_microbatches, stages_per_rank)
+        units = num_microbatches * number_of(slices)
+        if (refused := too_large(num_ranks, units, stages_per_rank, most)) is not None:
+            raise find(name).refusal(num_ranks, units, stages_per_rank) or refused
+        return find(name).build(num_ranks, num_microbatches, stages_per_rank, slices=slices)
+    if name.num_slices != number_of(slices):
+        raise ScheduleError(
+            f"{name.name} runs microbatches in {counted(name.num_slices, 'slice')}",
+            expected=f"{number_of(slices)}, like the others",
+        )
     if (name.num_ranks, name.num_microbatches) != (num_ranks, num_microbatches):
         raise ScheduleError(
             f"{name.name} has {counted(name.num_ranks, 'rank')} and {counted(name.num_microbatches, 'microbatch')}",
@@ -165,7 +179,8 @@ def _fits(timeline: Simulation, stages_per_rank: int, limit: Limit | None) -> bo
     if limit is None:
         return True
     if limit.max_activations is not None:
-        limit = replace(limit, max_activations=limit.max_activations * stages_per_rank)
+        finer = stages_per_rank * timeline.program.num_slices
+        limit = replace(limit, max_activations=limit.max_activations * finer)
     return limit.admits_pairs(max(timeline.peak_activations)) and limit.admits_bytes(max(timeline.peak_bytes or (0.0,)))
 
 
@@ -215,7 +230,7 @@ def compare_table(rows: Sequence[Row], *, width: int = 120) -> str:
     zb-v                2            3.188   5.88%        0.00%                 8                  4
     1f1b                1            4.125  27.27%       27.27%                 4                  4
     """
-    is_finer = any(row.stages_per_rank > 1 for row in rows)
+    is_finer = any(row.stages_per_rank > 1 or row.timeline.program.num_slices > 1 for row in rows)
     bytes_known = any(row.timeline.peak_bytes is not None for row in rows)
     header = ["schedule", "stages/rank", "time/microbatch", "bubble", "span bubble", "peak activations"]
     header += ["microbatches held"] * is_finer + ["peak bytes"] * bytes_known

@@ -39,6 +39,8 @@ class Sliders:
     ranks: int = 4
     microbatches: int = 8
     stages_per_rank: int = 0
+    slices: int = 1
+    attention: float = 0.0
     forward: float = 1.0
     backward_input: float = 1.0
     backward_weight: float = 1.0
@@ -64,7 +66,8 @@ class Sliders:
     @property
     def costs(self) -> Costs:
         """The costs of a stage."""
-        return Costs(self.forward, self.backward_input, self.backward_weight, comm=self.comm)
+        seconds = self.forward, self.backward_input, self.backward_weight
+        return Costs(*seconds, comm=self.comm, attention=self.attention)
 
     @property
     def limit(self) -> Limit | None:
@@ -75,7 +78,7 @@ class Sliders:
         """Return the program for the settings, or the one in the user's own text."""
         if csv is not None:
             return _shown(_parsed(csv))
-        return _shown(_generated(self.schedule, self.ranks, self.microbatches, self.stages_per_rank))
+        return _shown(_generated(self.schedule, self.ranks, self.microbatches, self.stages_per_rank, self.slices))
 
     @property
     def other(self) -> Sliders | None:
@@ -95,13 +98,13 @@ def _shown(program: Program) -> Program:
 
 
 @lru_cache(maxsize=8)
-def _generated(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Program:
+def _generated(name: str, ranks: int, microbatches: int, stages_per_rank: int, slices: int) -> Program:
     """Generate once: moving a cost slider keeps the program and everything compiled from it."""
     schedule = find(name)
     stages = stages_per_rank if stages_per_rank and schedule.stage_counts != "fixed" else None
-    if (refused := too_large(ranks, microbatches, stages or schedule.stages_per_rank)) is not None:
+    if (refused := too_large(ranks, microbatches * max(slices, 1), stages or schedule.stages_per_rank)) is not None:
         raise refused
-    return schedule.build(ranks, microbatches, stages)
+    return schedule.build(ranks, microbatches, stages, slices=slices)
 
 
 @lru_cache(maxsize=2)

@@ -23,7 +23,8 @@ def counts(program: Program) -> str:
     '1 rank, 1 stage, 1 microbatch'
     """
     numbers = ((program.num_ranks, "rank"), (program.num_stages, "stage"), (num_begun(program), "microbatch"))
-    return ", ".join(counted(count, word) for count, word in numbers)
+    slices = f" in {program.num_slices} slices" if program.num_slices > 1 else ""
+    return ", ".join(counted(count, word) for count, word in numbers) + slices
 
 
 def figures(timeline: Timeline) -> dict[str, Any]:
@@ -39,6 +40,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
         "schedule": program.name,
         "ranks": timeline.num_ranks,
         "microbatches": num_begun(program),
+        "slices": program.num_slices,
         "stages": program.num_stages,
         "placement": program.placement.name,
         "actions": program.num_actions,

@@ -38,6 +38,12 @@ def for_torch(program: Program, *, communication: bool = False, version: str = O
     waits = _wants_waits(version)
     if violations := validate(program):
         raise InvalidProgram(program.name, violations)
+    if program.num_slices > 1:
+        raise ProgramError(
+            f"PyTorch cannot run {program.name!r}: it runs microbatches in slices, and PyTorch's files have none",
+            expected="microbatches in one piece",
+            fix="run slices with Drumline, or leave them out",
+        )
     if reason := _refusal(program):
         raise ProgramError(
             f"PyTorch cannot run {program.name!r}: {reason}", expected="one rank per stage, one step, with backwards"

@@ -22,7 +22,7 @@ class Chart {
     [this.rowHeight, this.gap] =
       [[8, 30, 6], [16, 24, 4], [32, 18, 3], [64, 12, 2], [160, 7, 1]].find(([most]) => count <= most)?.slice(1) ?? [4, 1];
     this.memoryHeight = Math.max(3, Math.min(20, Math.floor(200 / count)));
-    const facts = `${count} ranks, ${raw.stages} stages, ${raw.microbatches} microbatches, ${raw.placement} placement`;
+    const facts = `${count} ranks, ${raw.stages} stages, ${raw.microbatches} microbatches${model.slices > 1 ? ` in ${model.slices} slices` : ""}, ${raw.placement} placement`;
     const figure = (name, value) => element("span", {}, name, element("b", { textContent: value }));
     this.note = element("span", { className: "facts" });
     this.left = element("div", { className: "gutter left" });
@@ -288,7 +288,7 @@ class Chart {
 
   part(pen, stage, op, microbatch, local, x, y, width, height, options, full) {
     const { room, alpha } = options, shades = this.model.ops[op], band = Math.min(local, 3) * (height > 20 ? 2.5 : 1.5);
-    const fill = microbatch & 1 && microbatch > 0 ? shades.odd : shades.even;
+    const fill = shades[SHADES[this.model.shade(microbatch)]];
     if (width > 4 && height > 4) {
       pen.rect("box", x + 0.5, y + 0.5, width - 1, height - 1, fill, { ...options, stroke: shades.edge });
     } else {
@@ -297,20 +297,20 @@ class Chart {
     }
     if (band && height >= 6) pen.rect("edge", x, y + height - band, width, band, shades.edge, { alpha });
     if (microbatch < 0 || height < 10 || width < 7) return;
-    const size = height > 16 ? 11 : 9, label = full ? `${stage}${shades.text}${microbatch}` : String(microbatch);
+    const size = height > 16 ? 11 : 9, unit = this.model.unit(microbatch), label = full ? `${stage}${shades.text}${unit}` : unit;
     if (label.length * size * 0.62 > room) return;
     const left = Math.max(x, 0), right = Math.min(x + width, this.width);
     const middle = right - left > label.length * size * 0.7 ? (left + right) / 2 : x + width / 2;
     pen.text("label", middle, y + height / 2 + size * 0.36 - band / 3, label, shades.ink, { size, alpha });
   }
 
-  /* One RGBA line for a row of boxes narrower than pixels: every pixel is the mean of what it covers. `shades` are [even, odd] by op. */
+  /* One RGBA line for a row of boxes narrower than pixels: every pixel is the mean of what it covers. `shades` are those of `SHADES` by op. */
   pixels(row, first, last, shades) {
     const wide = Math.round(this.width * this.ratio), perSecond = this.scale * this.ratio;
     const { from } = this, sums = new Float32Array(wide * 4), out = new Uint8ClampedArray(wide * 4);
     for (let i = first; i < last; i++) {
       const left = Math.max(0, (row.start[i] - from) * perSecond), right = Math.min(wide, (row.end[i] - from) * perSecond);
-      const shade = shades[row.op[i]][row.microbatch[i] & 1 && row.microbatch[i] > 0 ? 1 : 0];
+      const shade = shades[row.op[i]][this.model.shade(row.microbatch[i])];
       const share = this.alpha(row, i);
       for (let pixel = Math.floor(left); pixel < right; pixel++) {
         const cover = (Math.min(right, pixel + 1) - Math.max(left, pixel)) * share, at = pixel * 4;

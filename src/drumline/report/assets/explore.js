@@ -26,7 +26,7 @@ function label() {
   }
   const about = extra.schedules[form.elements.schedule.value];
   byId("about").textContent = about ? about.summary : "";
-  for (const name of ["schedule", "ranks", "microbatches", "stages_per_rank"]) form.elements[name].disabled = own !== null;
+  for (const name of ["schedule", "ranks", "microbatches", "stages_per_rank", "slices"]) form.elements[name].disabled = own !== null;
   if (own === null && about) form.elements.stages_per_rank.disabled = about.stages === "fixed";
   byId("own").textContent = own === null ? "Drop your own CSV here, or click to choose one" : `Shown: ${own.name}`;
   byId("forget").hidden = own === null;

@@ -53,6 +53,8 @@ const curve = ({ time, value }, perSecond) => (
   { time: Float64Array.from(unpack(time), (ticks) => ticks / perSecond), value: unpack(value) });
 
 const PARTS = ["stage", "op", "microbatch", "local"];
+/* The colours of an op: of even and odd microbatches, and paler ones for every second slice of them. */
+const SHADES = ["even", "odd", "pale_even", "pale_odd"];
 
 class Row {
   constructor(raw, rank, perSecond) {
@@ -124,7 +126,7 @@ class Row {
 
 class Model {
   constructor(raw, { ops, causes, hatches, sentences }) {
-    Object.assign(this, { raw, ops, causes, hatches, sentences, name: raw.name, makespan: raw.makespan });
+    Object.assign(this, { raw, ops, causes, hatches, sentences, name: raw.name, makespan: raw.makespan, slices: raw.slices ?? 1 });
     this.rows = raw.rows.map((row, rank) => new Row(row, rank, raw.ticks_per_second));
     Object.assign(this, { explained: false, path: [], queues: [] });
     this.bytesKnown = raw.peak_bytes !== null;
@@ -180,14 +182,26 @@ class Model {
     return second ? [first, second] : [first];
   }
 
+  /* A microbatch's number, or that of a slice, as it is written. */
+  unit(number) {
+    const { slices } = this;
+    return slices > 1 ? `${Math.floor(number / slices)}.${number % slices}` : String(number);
+  }
+
+  /* Which of `SHADES` a microbatch or a slice has. */
+  shade(number) {
+    const { slices } = this;
+    return number > 0 ? (Math.floor(number / slices) & 1) + 2 * (number % slices & 1) : 0;
+  }
+
   code(row, index) {
     const texts = this.parts(row, index).map(
-      ({ stage, op, microbatch }) => stage + this.ops[op].text + (microbatch < 0 ? "" : microbatch));
+      ({ stage, op, microbatch }) => stage + this.ops[op].text + (microbatch < 0 ? "" : this.unit(microbatch)));
     return texts.length > 1 ? `(${texts.join(";")})` : texts[0];
   }
 
   sentence({ stage, op, microbatch }) {
-    return this.ops[op].sentence.replace("{stage}", stage).replace("{microbatch}", microbatch);
+    return this.ops[op].sentence.replace("{stage}", stage).replace("{microbatch}", this.unit(microbatch));
   }
 
   amount(value) {

@@ -71,7 +71,7 @@ class Page {
     const colours = named("paper", "ink", "muted", "rule", "track", "accent", "memory", "queue");
     colours.idle = Object.fromEntries(this.data.causes.map((cause) => [cause, value(`--idle-${cause}`)]));
     const idle = Object.fromEntries(Object.entries(colours.idle).map(([cause, hex]) => [cause, rgb(hex)]));
-    colours.rgb = { idle, track: rgb(colours.track), ops: this.data.ops.map(({ even, odd }) => [rgb(even), rgb(odd)]), rims: this.data.ops.map(({ edge }) => [rgb(edge), rgb(edge)]) };
+    colours.rgb = { idle, track: rgb(colours.track), ops: this.data.ops.map((op) => SHADES.map((name) => rgb(op[name]))), rims: this.data.ops.map(({ edge }) => SHADES.map(() => rgb(edge))) };
     this.state.colours = colours;
     this.state.font = getComputedStyle(document.body).fontFamily;
     byId("legend").replaceChildren(...legend(this.models, this.state));

@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from drumline.core.action import Action, Op
+from drumline.core.action import Action, Op, placed
 from drumline.core.timeline.timeline import Timeline
 from drumline.core.units import number
 from drumline.report.draw.palette import IDLE
@@ -30,14 +30,15 @@ _LETTERS = {
     Op.RESHARD: "R",
 }
 
-# Okabe-Ito blue, green, orange, vermilion as 256-colour backgrounds, for even and odd microbatches.
-_COLOURS: dict[Op, tuple[int, int]] = {
-    Op.FORWARD: (75, 32),
-    Op.BACKWARD: (79, 36),
-    Op.BACKWARD_INPUT: (79, 36),
-    Op.BACKWARD_WEIGHT: (221, 214),
-    Op.UPDATE: (175, 175),
-    Op.OVERLAP: (147, 104),
+# Okabe-Ito blue, green, orange, vermilion as 256-colour backgrounds, for even and odd microbatches; paler ones for
+# every second slice of them.
+_COLOURS: dict[Op, tuple[int, int, int, int]] = {
+    Op.FORWARD: (75, 32, 117, 74),
+    Op.BACKWARD: (79, 36, 122, 78),
+    Op.BACKWARD_INPUT: (79, 36, 122, 78),
+    Op.BACKWARD_WEIGHT: (221, 214, 229, 222),
+    Op.UPDATE: (175, 175, 175, 175),
+    Op.OVERLAP: (147, 104, 183, 146),
 }
 
 
@@ -99,7 +100,8 @@ def legend(timeline: Timeline) -> str:
     if timeline.program.placement.mirrored:
         return "Lower-case letters: microbatches going up, on the rank's second copy."
     letters = "Lower-case letters: the rank's second stage. " if per_rank == 2 else ""
-    return f"{letters}Peak: activations held, one per stage and microbatch." if per_rank > 1 else ""
+    part = "slice" if timeline.program.num_slices > 1 else "microbatch"
+    return f"{letters}Peak: activations held, one per stage and {part}." if per_rank > 1 or part == "slice" else ""
 
 
 def _margins(timeline: Timeline, width: int, figures: bool) -> tuple[list[str], list[str]]:
@@ -196,8 +198,9 @@ def _row(timeline: Timeline, rank: int, canvas: _Canvas, name_of: Callable[[int,
             body = body.lower() if name[:1].islower() else body
         text[low:high] = body
         shade = _COLOURS.get(action.op)
-        number = action.work[0].microbatch or 0
-        paint[low:high] = [f"48;5;{shade[number % 2]};38;5;16" if shade else ""] * (high - low)
+        microbatch, part = placed(action.work[0].microbatch)
+        hue = shade[microbatch % 2 + 2 * (part % 2)] if shade else 0
+        paint[low:high] = [f"48;5;{hue};38;5;16" if shade else ""] * (high - low)
         if labelled and high - low > 1 and body.endswith(" "):
             paint[high - 1] = ""
     return _painted(text, paint) if colour else "".join(text)

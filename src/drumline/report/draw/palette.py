@@ -1,15 +1,16 @@
 """The colours of every picture: one hue per op, one hatch per cause of idle time, one line per run.
 
 The hues of ops are those of Okabe and Ito, lightened so that dark numbers stay readable on them, in two shades for even
-and odd microbatches. They stay distinct for the three common kinds of colour blindness; a test computes this. Idle time
-is hatched: two causes differ in the direction of their lines, or in a hue that everybody can distinguish.
+and odd microbatches; every second slice of a microbatch is paler. They stay distinct for the three common kinds of
+colour blindness; a test computes this. Idle time is hatched: two causes differ in the direction of their lines, or in a
+hue that everybody can distinguish.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from drumline.core.action import Op
+from drumline.core.action import Op, placed
 from drumline.core.timeline.idle import Cause
 
 DARK_INK = "#10202c"
@@ -80,14 +81,24 @@ TRACK = "#f2f4f6"
 PAPER = "#ffffff"
 
 
-def fill(op: Op, microbatch: int | None) -> str:
-    """Return the colour of a box.
+def fill(op: Op, number: int | None) -> str:
+    """Return the colour of a box, of a microbatch or one of its slices.
 
     >>> fill(Op.FORWARD, 0) == fill(Op.FORWARD, 2), fill(Op.FORWARD, 0) == fill(Op.FORWARD, 1)
     (True, False)
     """
-    shades = SHADES[op]
-    return shades.odd if (microbatch or 0) % 2 else shades.even
+    microbatch, part = placed(number)
+    shade = SHADES[op].odd if microbatch % 2 else SHADES[op].even
+    return pale(shade) if part % 2 else shade
+
+
+def pale(colour: str) -> str:
+    """Return a colour halfway to white.
+
+    >>> pale("#0080ff")
+    '#7fbfff'
+    """
+    return "#" + "".join(f"{(int(colour[at : at + 2], 16) + 255) // 2:02x}" for at in (1, 3, 5))
 
 
 def theme() -> str:

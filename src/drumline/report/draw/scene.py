@@ -4,9 +4,10 @@ Boxes are stored as columns, and columns are `packed`, so that 200,000 boxes tak
 
     rows[0] = {"start": [0, 1, 4], "ticks": [1, 1, 2], "stage": [0, 0, 0], "op": [0, 0, 1], "microbatch": [0, 1, 0]}
 
-is 0F0, 0F1, 0B0 on rank 0. Times count from the timeline's start, so that several line up; those of boxes are whole
-ticks. An op is its index in `OPS`. For an overlapped pair the columns hold the first half, and those of `second` the
-other, with the `index` of the box. `local` distinguishes a rank's stages; 0 is the first.
+is 0F0, 0F1, 0B0 on rank 0. Where microbatches run in `slices`, they are the numbers of these, counted through. Times
+count from the timeline's start, so that several line up; those of boxes are whole ticks. An op is its index in `OPS`.
+For an overlapped pair the columns hold the first half, and those of `second` the other, with the `index` of the box.
+`local` distinguishes a rank's stages; 0 is the first.
 
 `why` explains the picture (what each action waited for, idle time, memory, queues, the critical path), also in packed
 columns; `index` is a box's position in its row. It takes longer than the picture, and can be requested later.
@@ -29,7 +30,7 @@ from drumline.core.timeline.idle import SENTENCES, Cause, Idle
 from drumline.core.timeline.spans import SpanLane, Track
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.draw.packed import PageTime, packed
-from drumline.report.draw.palette import IDLE, SHADES
+from drumline.report.draw.palette import IDLE, SHADES, pale
 
 Columns = dict[str, Any]
 
@@ -89,7 +90,7 @@ def document(
         "advice": advice or "",
         "seconds": seconds,
         "ops": [
-            {"text": op.value, "name": words.name, "sentence": words.sentence, **SHADES[op]._asdict()}
+            {"text": op.value, "name": words.name, "sentence": words.sentence, **_shades(op)}
             for op, words in OPS.items()
         ],
         "causes": [cause.value for cause in Cause],
@@ -98,6 +99,12 @@ def document(
         "points": [_point(row) for row in rows or ()],
         "timelines": scenes,
     }
+
+
+def _shades(op: Op) -> dict[str, str]:
+    """Return the colours of an op, also for every second slice of even and odd microbatches."""
+    shades = SHADES[op]
+    return {**shades._asdict(), "pale_even": pale(shades.even), "pale_odd": pale(shades.odd)}
 
 
 def scene(timeline: Timeline, *, explained: bool = True) -> dict[str, Any]:
@@ -120,6 +127,7 @@ def scene(timeline: Timeline, *, explained: bool = True) -> dict[str, Any]:
         "name": program.name,
         "stages": program.num_stages,
         "microbatches": num_begun(program),
+        "slices": program.num_slices,
         "placement": program.placement.name,
         "boxes": sum(len(track.actions) for track in timeline.tracks),
         "ticks_per_second": clock.ticks_per_second,

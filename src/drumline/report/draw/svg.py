@@ -57,7 +57,9 @@ def svg(timeline: Timeline, *, width: int = 1000, title: str | None = None) -> s
         *legend,
     ]
     program = timeline.program
-    sizes = (f"{program.num_ranks} ranks", f"{program.num_stages} stages", f"{program.num_microbatches} microbatches")
+    slices = f" in {program.num_slices} slices" if program.num_slices > 1 else ""
+    microbatches = f"{program.num_microbatches} microbatches{slices}"
+    sizes = (f"{program.num_ranks} ranks", f"{program.num_stages} stages", microbatches)
     facts = (*sizes, f"makespan {number(timeline.makespan)}")
     return sheet(
         lines,

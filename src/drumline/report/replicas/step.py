@@ -102,6 +102,7 @@ class ReplicaStep:
             "replicas": self.num_replicas,
             "ranks": self.program.num_ranks,
             "microbatches": self.program.num_microbatches,
+            "slices": self.program.num_slices,
             "actions": self.num_actions,
             "makespan": self.makespan,
             "bubble": self.bubble,
