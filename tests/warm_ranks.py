@@ -96,22 +96,25 @@ class WarmRanks:
         more = [module for package, module in _ONCE_USED.items() if sys.modules.get(package)]
         return Forked(self._connected(), code, env, pass_fds, [*more, *used], given)
 
-    def run(self, code: str, *, given: str = "", used: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-        """Run code, with a text that it may read, to its end; returns its status and what it printed."""
-        command = [sys.executable, "-c", code]
+    def start(self, code: str, *, given: str = "", pass_fds: Sequence[int] = (), used: Sequence[str] = ()) -> Any:
+        """Start a process that runs code and may read a text; returns what `Popen` does, with output in bytes."""
         with tempfile.TemporaryFile() as file:
             file.write(given.encode())
             file.seek(0)
-            try:
-                if not self._forks:
-                    raise HasThreads
-                started = self.forked(code, env=os.environ, used=used, given=file.fileno())
-            except HasThreads:
-                self._forks = False
-                return subprocess.run(command, stdin=file, capture_output=True, text=True, check=False)
-        with started.stdout, started.stderr, ThreadPoolExecutor(2) as readers:
-            out, err = readers.map(lambda pipe: pipe.read().decode(), (started.stdout, started.stderr))
-        return subprocess.CompletedProcess(command, started.wait(), out, err)
+            if self._forks:
+                try:
+                    return self.forked(code, env=os.environ, pass_fds=pass_fds, used=used, given=file.fileno())
+                except HasThreads:
+                    self._forks = False
+            env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            pipes: Any = {"stdin": file, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            return subprocess.Popen([sys.executable, "-c", code], env=env, pass_fds=pass_fds, **pipes)
+
+    def run(self, code: str, *, given: str = "", used: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+        """Run code to its end; returns its status and what it printed."""
+        started = self.start(code, given=given, used=used)
+        printed, said = started.communicate()
+        return subprocess.CompletedProcess(code, started.returncode, printed.decode(), said.decode())
 
     def _connected(self) -> tuple[socket.socket, int]:
         if self._server is None or self._server.poll() is not None:
@@ -187,6 +190,14 @@ class Forked:
             self.returncode = os.waitstatus_to_exitcode(int(self._ended.recv(100)))
             self._ended.close()
         return self.returncode
+
+    def communicate(self) -> tuple[bytes, bytes]:
+        """Read all that it prints and wait for its end, as Popen does."""
+        with self.stdout, self.stderr, ThreadPoolExecutor(1) as reader:
+            said = reader.submit(self.stderr.readall)
+            printed = self.stdout.readall()
+            self.wait()
+            return printed, said.result()
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
