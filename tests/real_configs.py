@@ -2,15 +2,12 @@
 
 Their packages stand in a folder of their own (`scripts/releases.py`), without what they depend on. Each release is
 asked in a process of its own: two releases of one package cannot be imported side by side.
-
-    python tests/real_configs.py megatron < files.json     a list of files in, a list of refusals out; "" for none
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
@@ -21,29 +18,36 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
+from warm_ranks import WarmRanks
+
 HOME = Path(os.environ.get("RELEASES_FOLDER", Path(sys.prefix, "releases")))
 
 
-def refused_by(package: str, framework: str, files: Sequence[dict[str, Any]]) -> list[str]:
+ASKS = "import real_configs; real_configs.answer({framework!r}, {folder!r})"
+# What Megatron-LM imports of PyTorch takes seconds.
+USED = {"megatron": ("torch.distributed.tensor", "torch._inductor.compile_fx"), "torchtitan": ()}
+
+
+def refused_by(ranks: WarmRanks, package: str, framework: str, files: Sequence[dict[str, Any]]) -> list[str]:
     """Return what a release says to each file, as the one that reads it; empty where it takes it."""
     folder = HOME / package.replace("==", "-")
     if not folder.is_dir():
         if os.environ.get("CI") == "true":
             pytest.fail(f"{package} is not installed in {folder}: `python scripts/releases.py` installs it")
         pytest.skip(f"{package} is not installed in {folder}; `python scripts/releases.py` installs it")
-    ran = subprocess.run(
-        [sys.executable, __file__, framework],
-        input=json.dumps(list(files)),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": str(folder)},
-    )
+    code = ASKS.format(framework=framework, folder=str(folder))
+    ran = ranks.run(code, given=json.dumps(list(files)), used=USED[framework])
     assert ran.returncode == 0, ran.stderr[-2000:]
     said: list[str] = json.loads(ran.stdout.splitlines()[-1])
     assert len(said) == len(files) > 0
     return said
+
+
+def answer(framework: str, folder: str) -> None:
+    """Print what a release says to the files that stand in the input."""
+    sys.path.insert(0, folder)
+    ask = {"megatron": _megatron, "torchtitan": _torchtitan}[framework]
+    print("\n" + json.dumps(ask(json.load(sys.stdin))))
 
 
 def _megatron(files: Sequence[dict[str, Any]]) -> list[str]:
@@ -145,8 +149,3 @@ def _said(make: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-if __name__ == "__main__":
-    ask = {"megatron": _megatron, "torchtitan": _torchtitan}[sys.argv[1]]
-    print("\n" + json.dumps(ask(json.load(sys.stdin))))

@@ -16,6 +16,8 @@ import re
 import tokenize
 from collections.abc import Iterable, Iterator
 
+from syntax import documented
+
 _CODE = "\N{OBJECT REPLACEMENT CHARACTER}"
 _BREAKS = ("#", "!", "<", "|", ">", "---", "===", ":::", "$$", ".. ")
 _BULLET = re.compile(r"(?:[-*+]|\d+[.)])\s+")
@@ -73,6 +75,7 @@ def longer(paragraphs: Iterable[tuple[int, str]], bound: int) -> list[str]:
     return [
         f"{line}: {words(sentence)} words: {sentence}"
         for line, paragraph in paragraphs
+        if len(paragraph.split()) > bound  # no sentence has more, and most paragraphs have less
         for sentence in sentences(paragraph)
         if words(sentence) > bound
     ]
@@ -114,18 +117,21 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
     >>> list(docstrings("'What it is.\\\\n\\\\n>>> 1\\\\n1\\\\n\\\\nAnd what else.'"))
     [(1, 'What it is.'), (1, 'And what else.')]
     """
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = re.sub(r"^ *>>> .*(?:\n.*\S.*)*|^ {4}.*", "", ast.get_docstring(node) or "", flags=re.MULTILINE)
-            yield from ((node.body[0].lineno, paragraph) for _, paragraph in page(text))
+    for node in documented(ast.parse(source)):
+        text = re.sub(r"^ *>>> .*(?:\n.*\S.*)*|^ {4}.*", "", ast.get_docstring(node) or "", flags=re.MULTILINE)
+        yield from ((node.body[0].lineno, paragraph) for _, paragraph in page(text))
 
 
-def comments(source: str) -> Iterator[tuple[int, str]]:
+def comments(source: str, above: int = 0) -> Iterator[tuple[int, str]]:
     """Yield the comments of a module; lines that follow each other are one.
+
+    A module none of whose comments may have more words than `above` is not read token by token, which takes long.
 
     >>> list(comments("# One\\n# two.\\nx = 1  # three\\n"))
     [(1, 'One two.'), (3, 'three')]
     """
+    if most_commented(source) <= above:
+        return
     held: list[tuple[int, int, str]] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT:
@@ -142,18 +148,32 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
         yield held[0][0], " ".join(text for _, _, text in held)
 
 
+def most_commented(source: str) -> int:
+    """Return how many words may follow signs of comments on lines that follow each other, strings counted as well.
+
+    >>> most_commented("# One\\n# two.\\nx = 1\\nx = '#'  # three\\n")
+    3
+    """
+    most = count = 0
+    for line in source.split("\n"):
+        count = count + len(line.partition("#")[2].split()) if "#" in line else 0
+        most = max(most, count)
+    return most
+
+
 def texts(source: str) -> Iterator[tuple[int, str]]:
     """Yield the texts of a module that are no docstrings: errors, help, reports. What is in braces counts as code.
 
     >>> list(texts("'Docstring.'\\nraise ValueError(f'M is {m}: ' + 'too small')"))
     [(2, 'M is `...`:'), (2, 'too small')]
     """
-    tree = ast.parse(source)
-    done = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    tree, done = ast.parse(source), set[int]()
     for node in ast.walk(tree):  # a whole comes before its parts
         if id(node) in done:
             continue
-        if isinstance(node, ast.JoinedStr):
+        if isinstance(node, ast.Expr):
+            done.add(id(node.value))
+        elif isinstance(node, ast.JoinedStr):
             done.update(id(part) for part in node.values if isinstance(part, ast.Constant))
             parts = [str(part.value) if isinstance(part, ast.Constant) else "`...`" for part in node.values]
             yield from page("".join(parts), node.lineno)

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from some import some
+from syntax import Documented, documented
 
 SOURCES = Path(__file__).parents[1] / "src"
 DRAWN = re.compile(r"\S {2,}\S|[─│┌└├►▲▼▒█▇]")
-HEADS = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def docstring_of(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+def docstring_of(node: Documented) -> str:
     """Return a docstring by its columns in the source, without the indentation of its code."""
     text = ast.get_docstring(node, clean=False)
     if text is None:
@@ -46,7 +46,7 @@ def exposed(docstring: str) -> list[str]:
 def test_drawings_are_literal_blocks() -> None:
     wrong = {}
     for path in some(SOURCES.rglob("*.py")):
-        nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, HEADS)]
+        nodes = documented(ast.parse(path.read_text(encoding="utf-8")))
         lines = [line for node in nodes for line in exposed(docstring_of(node))]
         if lines:
             wrong[path.relative_to(SOURCES).as_posix()] = lines

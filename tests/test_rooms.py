@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from syntax import statements
+
 ROOT = Path(__file__).parents[1] / "src"
 ROOM = ROOT / "drumline"
 MOST = 15
@@ -66,25 +68,13 @@ def _reached(room: str, rooms: dict[str, set[str]]) -> set[str]:
     return seen
 
 
-def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield every statement, however deep; expressions, which hold none, are passed over."""
-    waiting = [node]
-    while waiting:
-        node = waiting.pop()
-        for field in ("body", "orelse", "handlers", "finalbody", "cases"):
-            inner = getattr(node, field, ())
-            if isinstance(inner, list):
-                yield from inner
-                waiting += inner
-
-
 def _name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def _imports(name: str, path: Path, modules: dict[str, Path]) -> Iterator[str]:
     """Yield every module of ours that a module imports, wherever in it; one name of a package may be a module."""
-    for node in _statements(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in statements(ast.parse(path.read_text(encoding="utf-8"))):
         found: list[str] = []
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]

@@ -8,6 +8,7 @@ the module `subprocess` where `launch` starts its ranks:
       poll, wait    ◄── how it ended ──   waits for its children          ◄─────────   exits
 
 The server also imports transformers once, where the test process has it: ranks would spend seconds on it, too.
+`WarmRanks.run` forks any other piece of code, in place of `python -c`.
 What must be a fresh process, because its interpreter or its libraries are set up otherwise, is started as ever. So is
 everything in tests of starting itself, of memory, and of what depends on the order of sets (`cold_ranks`): forked ranks
 share one order. And so is every rank where an import starts threads, which no fork takes along: the server says so.
@@ -28,8 +29,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 _LOADED = (
@@ -74,10 +78,43 @@ class WarmRanks:
         """Start a rank."""
         if self._forks and command[-2] == "-c" and fixed(env) == self._fixed:
             try:
-                return Forked(self._connected(), command[-1], env, pass_fds[0])
+                return self.forked(command[-1], env=env, pass_fds=pass_fds)
             except HasThreads:
                 self._forks = False
         return subprocess.Popen(command, env=env, pass_fds=pass_fds, **rest)
+
+    def forked(
+        self,
+        code: str,
+        *,
+        env: Mapping[str, str],
+        pass_fds: Sequence[int] = (),
+        used: Sequence[str] = (),
+        given: int = -1,
+    ) -> Forked:
+        """Fork a process that runs code: `used` is imported once for all that ask for it, `given` is a file to read."""
+        more = [module for package, module in _ONCE_USED.items() if sys.modules.get(package)]
+        return Forked(self._connected(), code, env, pass_fds, [*more, *used], given)
+
+    def start(self, code: str, *, given: str = "", pass_fds: Sequence[int] = (), used: Sequence[str] = ()) -> Any:
+        """Start a process that runs code and may read a text; returns what `Popen` does, with output in bytes."""
+        with tempfile.TemporaryFile() as file:
+            file.write(given.encode())
+            file.seek(0)
+            if self._forks:
+                try:
+                    return self.forked(code, env=os.environ, pass_fds=pass_fds, used=used, given=file.fileno())
+                except HasThreads:
+                    self._forks = False
+            env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            pipes: Any = {"stdin": file, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            return subprocess.Popen([sys.executable, "-c", code], env=env, pass_fds=pass_fds, **pipes)
+
+    def run(self, code: str, *, given: str = "", used: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+        """Run code to its end; returns its status and what it printed."""
+        started = self.start(code, given=given, used=used)
+        printed, said = started.communicate()
+        return subprocess.CompletedProcess(code, started.returncode, printed.decode(), said.decode())
 
     def _connected(self) -> tuple[socket.socket, int]:
         if self._server is None or self._server.poll() is not None:
@@ -109,19 +146,26 @@ class HasThreads(Exception):
 
 
 class Forked:
-    """A rank that the server has forked, with what `launch` uses of a Popen."""
+    """A process that the server has forked, with what `launch` uses of a Popen."""
 
-    def __init__(self, server: tuple[socket.socket, int], code: str, env: dict[str, str], control: int) -> None:
+    def __init__(
+        self,
+        server: tuple[socket.socket, int],
+        code: str,
+        env: Mapping[str, str],
+        pass_fds: Sequence[int],
+        used: Sequence[str],
+        given: int,
+    ) -> None:
         connection, parent = server
         self.returncode: int | None = None
         self._ended, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         outputs = [os.pipe(), os.pipe()]
         with theirs, open(os.devnull, "rb") as nothing:
             code = re.sub(rf"\bparent={os.getpid()}\b", f"parent={parent}", code)
-            used = [module for package, module in _ONCE_USED.items() if sys.modules.get(package)]
-            task = {"code": code, "env": env, "cwd": os.getcwd(), "control": control, "used": used}
-            files = [nothing.fileno(), *(write for _, write in outputs), control, theirs.fileno()]
-            socket.send_fds(connection, [json.dumps(task).encode()], files)
+            task = {"code": code, "env": dict(env), "cwd": os.getcwd(), "passed": [*pass_fds], "used": [*used]}
+            standard = [nothing.fileno() if given < 0 else given, *(write for _, write in outputs)]
+            socket.send_fds(connection, [json.dumps(task).encode()], [*standard, *pass_fds, theirs.fileno()])
         for _, write in outputs:
             os.close(write)
         self.stdout, self.stderr = (os.fdopen(read, "rb", 0) for read, _ in outputs)
@@ -146,6 +190,14 @@ class Forked:
             self.returncode = os.waitstatus_to_exitcode(int(self._ended.recv(100)))
             self._ended.close()
         return self.returncode
+
+    def communicate(self) -> tuple[bytes, bytes]:
+        """Read all that it prints and wait for its end, as Popen does."""
+        with self.stdout, self.stderr, ThreadPoolExecutor(1) as reader:
+            said = reader.submit(self.stderr.readall)
+            printed = self.stdout.readall()
+            self.wait()
+            return printed, said.result()
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
@@ -229,20 +281,31 @@ def become(task: dict[str, Any], files: list[int]) -> NoReturn:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     high = [fcntl.fcntl(file, fcntl.F_DUPFD, _ABOVE) for file in files]
-    for file, number in zip(high, (0, 1, 2, task["control"]), strict=True):
+    kept = [0, 1, 2, *task["passed"]]
+    for file, number in zip(high, kept, strict=True):
         os.dup2(file, number)
-    os.closerange(3, task["control"])
-    os.closerange(task["control"] + 1, 4096)
+    for file in map(int, os.listdir("/proc/self/fd")):
+        if file not in kept:
+            with contextlib.suppress(OSError):  # the folder's own
+                os.close(file)
     os.environ.clear()
     os.environ.update(task["env"])
     os.chdir(task["cwd"])
     random.seed()
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
+    status: object = 0
     try:
         exec(compile(task["code"], "<string>", "exec"), main.__dict__)
-    finally:
-        os._exit(1)
+    except SystemExit as end:
+        status = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else 1)
 
 
 if __name__ == "__main__":

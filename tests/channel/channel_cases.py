@@ -1,7 +1,7 @@
-"""What every channel must do, run by each rank of one launch: `python channel_cases.py TRANSPORT RANK NUM_RANKS PORT`.
+"""What every channel must do, run by each rank of one launch: `main(transport, rank, num_ranks, port)`.
 
-Starting ranks costs seconds, so one launch runs all cases, each rank prints what became of them as lines of JSON, and
-the tests look at that. The cases that end in a failure come last, each over a channel of its own.
+Starting ranks takes long, so one launch runs all cases, each rank prints what became of them as lines of JSON, and the
+tests look at that. The cases that end in a failure come last, each over a channel of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 import traceback
 import warnings
@@ -436,7 +435,3 @@ def main(transport: str, rank: int, num_ranks: int, port: int) -> None:
         except Exception:
             outcome = traceback.format_exc()
         print(json.dumps({failure.__name__: outcome}), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))

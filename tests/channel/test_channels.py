@@ -6,8 +6,6 @@ import ast
 import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from matrices import left
 from some import some
+from warm_ranks import WarmRanks
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]  # starts processes, which takes long on a busy machine
 
@@ -40,27 +39,21 @@ class Launch:
 
 
 @pytest.fixture(scope="module", params=["shared-memory", "gloo", *left("gloo over TCP")])
-def launch(request: pytest.FixtureRequest) -> Launch:
+def launch(request: pytest.FixtureRequest, warm_ranks: WarmRanks) -> Launch:
     """All ranks of one transport, after they have ended; the store is this process's, which no rank takes down."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     release, keep = os.pipe()
+    code = f"import os; os.environ['RELEASE_FD'] = '{release}'; from channel.channel_cases import main; main"
     ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), request.param, str(rank), str(NUM_RANKS), str(store.port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            pass_fds=(release,),
-            env={**os.environ, "RELEASE_FD": str(release)},
-        )
+        warm_ranks.start(f"{code}({request.param!r}, {rank}, {NUM_RANKS}, {store.port})", pass_fds=[release])
         for rank in range(NUM_RANKS)
     ]
     os.close(release)
     try:
-        texts = {rank: ranks[rank].communicate(timeout=700) for rank in (0, 2)}
+        texts = {rank: ranks[rank].communicate() for rank in (0, 2)}
         os.close(keep)  # only now may the child of the killed rank end
         keep = -1
-        texts[1] = ranks[1].communicate(timeout=700)
+        texts[1] = ranks[1].communicate()
     finally:
         if keep >= 0:
             os.close(keep)
@@ -72,7 +65,9 @@ def launch(request: pytest.FixtureRequest) -> Launch:
         assert texts[rank][0], texts[rank][1]
         lines = [json.loads(line) for line in texts[rank][0].splitlines()]
         outcomes.append({name: text for line in lines for name, text in line.items()})
-    return Launch(outcomes, [texts[rank][1] for rank in range(NUM_RANKS)], [process.returncode for process in ranks])
+    return Launch(
+        outcomes, [texts[rank][1].decode() for rank in range(NUM_RANKS)], [process.returncode for process in ranks]
+    )
 
 
 @pytest.mark.parametrize("case", names("CASES"))

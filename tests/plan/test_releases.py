@@ -34,6 +34,7 @@ from launch_plans import Question, WrittenFile, drawn_layouts, questions, writte
 from real_configs import refused_by
 from refused import refused
 from some import some
+from warm_ranks import WarmRanks
 
 ROOT = Path(__file__).parents[2]
 CONFIG_CLASSES = ("transformer_config.py", "model_parallel_config.py", "pipeline_parallel_layer_layout.py")
@@ -85,10 +86,10 @@ class Said:
 
     @staticmethod
     @cache
-    def by(named: str) -> Said:
+    def by(named: str, ranks: WarmRanks) -> Said:
         files, facts = drawn_files(1, "megatron", named, 30), release("megatron", named)
         changed = changed_files(named, checked_rules(named))
-        said = refused_by(facts.package, "megatron", [*(file.values for _, _, file in files), *changed])
+        said = refused_by(ranks, facts.package, "megatron", [*(file.values for _, _, file in files), *changed])
         return Said(files, said[: len(files)], changed, said[len(files) :])
 
 
@@ -99,8 +100,9 @@ def checked_rules(named: str) -> list[Mapping[str, Any]]:
 
 @pytest.mark.torch
 @pytest.mark.parametrize("named", MEGATRONS)
-def test_files_for_megatron_are_taken_by_its_config_class(named: str) -> None:
-    files, said = Said.by(named).files, Said.by(named).of_files
+def test_files_for_megatron_are_taken_by_its_config_class(named: str, warm_ranks: WarmRanks) -> None:
+    asked = Said.by(named, warm_ranks)
+    files, said = asked.files, asked.of_files
     facts = release("megatron", named)
     assert [facts.refusals(file.values) for _, _, file in some(files)] == [[]] * len(files)
     assert all(file.starts for _, _, file in some(files))
@@ -113,15 +115,15 @@ def test_files_for_megatron_are_taken_by_its_config_class(named: str) -> None:
 
 
 @pytest.mark.torch
-def test_files_for_torchtitan_are_taken_by_its_config_class() -> None:
+def test_files_for_torchtitan_are_taken_by_its_config_class(warm_ranks: WarmRanks) -> None:
     files, facts = drawn_files(2, "torchtitan", "0.2", 20), release("torchtitan")
     assert all(file.starts for _, _, file in some(files)), [file.missing for _, _, file in files if not file.starts][:1]
-    said = refused_by(facts.package, "torchtitan", [file.values for _, _, file in files])
-    assert [text for text in said if text] == []
-    assert any("quantize" in file.values for _, _, file in files)
     wrong: list[dict[str, Any]] = [{"parallelism": {"data_parallel_degree": 8}}, {"training": {"seq_len": "8"}}]
     wrong.append({"compile": {"enable": 1}})
-    assert all(some(refused_by(facts.package, "torchtitan", wrong)))
+    said = refused_by(warm_ranks, facts.package, "torchtitan", [*(file.values for _, _, file in files), *wrong])
+    assert [text for text in said[: len(files)] if text] == []
+    assert any("quantize" in file.values for _, _, file in files)
+    assert all(some(said[len(files) :]))
     assert all(facts.refusals(flattened(tables)) for tables in some(wrong))
 
 
@@ -206,8 +208,9 @@ def broken(values: dict[str, Any], conditions: Sequence[Sequence[Any]]) -> dict[
 
 @pytest.mark.torch
 @pytest.mark.parametrize("named", MEGATRONS)
-def test_facts_refuse_what_megatrons_config_class_refuses(named: str) -> None:
-    checked, files, said = checked_rules(named), Said.by(named).changed, Said.by(named).of_changed
+def test_facts_refuse_what_megatrons_config_class_refuses(named: str, warm_ranks: WarmRanks) -> None:
+    asked = Said.by(named, warm_ranks)
+    checked, files, said = checked_rules(named), asked.changed, asked.of_changed
     of_class = replace(release("megatron", named), refuses=tuple(checked))
     differ = [
         (text, ours, values)
