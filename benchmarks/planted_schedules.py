@@ -64,8 +64,8 @@ SCHEDULES = (
     Bug(
         "patterns-begin-again",
         "Turns.add",
-        "self._taken[key] = first + count",
-        "self._taken[key] = count",
+        "taken[each] = first + count",
+        "taken[each] = count",
         "After its second pattern a stage repeats microbatches.",
     ),
     Bug(
