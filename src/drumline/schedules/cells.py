@@ -9,7 +9,6 @@ Python form if there is no kernel, which is slower.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -24,7 +23,7 @@ from drumline.core.kernel.library import kernel
 _ALL = 2**31 - 1  # more microbatches than there may be
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
 class Cells(Iterable[Action]):
     """Plain actions of one row; those without a microbatch have -1.
 
@@ -142,12 +141,13 @@ class Turns(Iterable[Action]):
 
 def written(rows: Iterable[Turns]) -> Cells:
     """Return the actions of rows, one row after the other; what a row is made of is not kept."""
-    listed, num_parts, length = array("i"), 0, 0
+    listed: list[int] = []
+    num_parts = length = 0
     for row in rows:
-        listed.fromlist(row.parts)
+        listed += row.parts
         num_parts += row.num_parts
         length += len(row)
-    parts, library = np.frombuffer(listed, dtype=Number) if listed else np.empty(0, dtype=Number), kernel()
+    parts, library = np.array(listed, dtype=Number), kernel()
     if library is None:
         return joined(_parts_in_python(parts.tolist()))
     every = blank(length)
@@ -184,14 +184,13 @@ class Lanes:
         return InTurn(self, min(ahead, int(self.lengths[0])), delay, down)
 
 
-@dataclass(frozen=True, slots=True)
 class InTurn(Iterable[Action]):
     """A row of lanes: the first forwards, then an action of every lane in each turn."""
 
-    lanes: Lanes
-    ahead: int
-    delay: int
-    down: int
+    __slots__ = ("ahead", "delay", "down", "lanes")
+
+    def __init__(self, lanes: Lanes, ahead: int, delay: int, down: int) -> None:
+        self.lanes, self.ahead, self.delay, self.down = lanes, ahead, delay, down
 
     def __len__(self) -> int:
         return len(self.lanes.every)
