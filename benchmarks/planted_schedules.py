@@ -43,15 +43,29 @@ SCHEDULES = (
     Bug(
         "in-turn-until-the-last-forward",
         "drumline_lanes",
-        "lengths[lane] + begins[lane] > turns",
-        "lengths[0] + begins[lane] > turns",
+        "turns = left > turns ? left : turns;",
+        "turns = lengths[0] - ahead;",
         "Backwards and W that are owed when the forwards have run never run.",
+    ),
+    Bug(
+        "in-turn-down-once-more",
+        "drumline_lanes",
+        "stage[at] = of_stage[entry] + down;\n                    code",
+        "stage[at] = of_stage[entry] + down + (lane > 1);\n                    code",
+        "Weight halves run on the stage below theirs.",
+    ),
+    Bug(
+        "arrays-among-objects-are-one-row",
+        "_program",
+        "part.columns(lengths).rows()",
+        "part.columns([sum(lengths)]).rows()",
+        "If a recipe makes actions of some rows, its rows of arrays become one.",
     ),
     Bug(
         "patterns-begin-again",
         "Turns.add",
-        "self._taken[key] = first + count",
-        "self._taken[key] = count",
+        "taken[each] = first + count",
+        "taken[each] = count",
         "After its second pattern a stage repeats microbatches.",
     ),
     Bug(

@@ -32,10 +32,10 @@ from drumline.report.draw.table import table
 from drumline.report.replicas.measured import measured_spread
 from drumline.report.replicas.picture import drawing
 from drumline.report.replicas.step import replicas
-from drumline.schedules import building_block, cells, hanayo, orders
+from drumline.schedules import building_block, cells, hanayo
 from measure import Timing, interleaved, machine
 
-ASKING = (evaluate, producers, durations, memory, walks, causes, cells, orders, building_block, hanayo)
+ASKING = (evaluate, producers, durations, memory, walks, causes, cells, building_block, hanayo)
 # Schedule, ranks, microbatches.
 WRITTEN = [
     *((name, 64, 1000) for name in ("1f1b", "zb-h1", "interleaved-1f1b", "zb-v", "v-half", "v-min", "hanayo")),

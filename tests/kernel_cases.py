@@ -121,7 +121,7 @@ def compare_rows(kernel: Kernel, name: str, **counts: int) -> None:
 def computed(program: Program, costs: Costs, rng: np.random.Generator) -> Iterator[Any]:
     """Yield arrays that the kernel or the Python form computes."""
     graph = compiled(program, costs)
-    yield from (graph.need, graph.crossing, graph.before, *vars(graph.crossings).values())
+    yield from (graph.need, graph.crossing, graph.before, *graph.crossings)
     factors = rng.lognormal(0.0, 0.3, len(graph.node))
     work = work_seconds(graph, [costs])[:, 0] * rng.lognormal(0.0, 0.3, len(graph.node))
     seconds = node_seconds(graph, costs, work)

@@ -11,8 +11,8 @@ from drumline.core.action import Action, B, F, I, Op, W
 from drumline.core.errors import ScheduleError
 from drumline.core.program import Program
 from drumline.schedules import generate, schedule, unregister
-from drumline.schedules.cells import Turns, cells, joined, run
-from drumline.schedules.orders import delayed_weights, in_turn, visits
+from drumline.schedules.cells import Lanes, Turns, cells, joined, run
+from drumline.schedules.orders import delayed_weights, visits
 from matrices import ALL
 from refused import refused
 
@@ -38,7 +38,9 @@ def test_forwards_run_ahead_and_weights_behind(count: int, ahead: int, delay: in
     turns = zip_longest(forwards[ahead:], backwards, [*[None] * delay, *weights])
     expected = forwards[:ahead] + [action for turn in turns for action in turn if action is not None]
     assert list(delayed_weights(2, count, ahead=ahead, delay=delay)) == expected
-    halves = in_turn(run(Op.FORWARD, 2, count), run(Op.BACKWARD_INPUT, 2, count), ahead=ahead)
+    lanes = [run(op, 0, count) for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
+    assert list(Lanes(*lanes).row(ahead=ahead, delay=delay, down=2)) == expected
+    halves = Lanes(*lanes[:2]).row(ahead=ahead, down=2)
     assert list(halves) == [action for action in expected if action.op is not Op.BACKWARD_WEIGHT]
 
 
@@ -63,14 +65,17 @@ def test_a_recipe_may_mix_rows_of_arrays_and_of_actions(monkeypatch: pytest.Monk
     def mixed(num_ranks: int, *, num_microbatches: int) -> Iterator[Iterable[Action]]:
         yield joined(run(op, 0, num_microbatches) for op in (Op.FORWARD, Op.BACKWARD))
         yield [op(1, m) for m in range(num_microbatches) for op in (F, B)]
+        lanes = Lanes(run(Op.FORWARD, 2, num_microbatches), run(Op.BACKWARD, 2, num_microbatches))
+        yield lanes.row(ahead=1)
+        yield lanes.row(ahead=0, down=1)
 
     @schedule("large", summary="more than there may be")
     def large(num_ranks: int, *, num_microbatches: int) -> Iterator[Iterable[Action]]:
         yield cells(Op.FORWARD, *(run(Op.FORWARD, 0, 9).microbatch,) * 2)
 
     try:
-        program = generate("mixed", num_ranks=2, num_microbatches=2)
-        assert program == Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
+        program = generate("mixed", num_ranks=4, num_microbatches=2)
+        assert program == Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n2F0,2F1,2B0,2B1\n3F0,3B0,3F1,3B1")
         monkeypatch.setattr("drumline.schedules.registry.MAX_ACTIONS", 8)
         monkeypatch.setattr("drumline.schedules.registry.MAX_IN_ARRAYS", 8)
         with refused(ScheduleError, "yields more than 8 actions"):

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from drumline.core.errors import CostsError
 from drumline.core.parsed import LARGEST
 
 
-@dataclass(frozen=True, slots=True)
-class FieldShape:
+class FieldShape(NamedTuple):
     """What a field accepts; `each` is "stage", "microbatch" or "slice" if it also accepts a list with one value each.
 
     `parted` marks fields that are divided when a stage is cut into equal parts: each part gets its share.

@@ -15,9 +15,8 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from drumline.core.errors import DrumlineError
 
@@ -27,8 +26,7 @@ _WHOLE = range(-(2**63), 2**64)
 _NEVER_WAITING = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOCTTY", 0)
 
 
-@dataclass(frozen=True, slots=True)
-class FileKind:
+class FileKind(NamedTuple):
     """A kind of file: its name, its error class, what was expected, and its size limit in bytes."""
 
     name: str

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
 from itertools import chain, pairwise, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -278,8 +278,7 @@ class NotCompilable(Exception):
     """The program breaks a rule; the validator says which one."""
 
 
-@dataclass(frozen=True)
-class Crossings:
+class Crossings(NamedTuple):
     """The messages between ranks: who makes and uses them (as `work`), and their nodes, -1 if they have none.
 
     `node` is the transfer, or under BLOCKING the send; `recv_node` the receive.
@@ -293,8 +292,7 @@ class Crossings:
     recv_node: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class Exchanges:
+class Exchanges(NamedTuple):
     """The gradient exchanges: stage and rank of each, its node, and where its rank copies the gradients together."""
 
     stage: Ints
@@ -303,8 +301,7 @@ class Exchanges:
     node: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class Waits:
+class Waits(NamedTuple):
     """The WAITs: the rank of each, its node, the node it waits for (-1: none), and which timed action it follows.
 
     Timed actions are numbered through all rows; -1 is a WAIT before the first action of its row.

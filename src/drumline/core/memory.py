@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -223,8 +223,7 @@ def _releasing(program: Program) -> Ints:
     return table
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Bytes per stage: `change` is what each (op, stage) adds when it starts and when it ends, at a factor of 1."""
 
     change: dict[tuple[Op, int], tuple[float, float]]
@@ -280,8 +279,7 @@ _BEGINS = np.array([op is Op.FORWARD for op in OPS], dtype=np.uint8)
 _RELEASES = np.array([op in rules.RELEASES for op in OPS])
 
 
-@dataclass(frozen=True, slots=True)
-class VersionMemory:
+class VersionMemory(NamedTuple):
     """What versions and second gradient buffers add, during and after each timed action; and the most versions."""
 
     bytes: Floats

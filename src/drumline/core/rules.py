@@ -20,14 +20,13 @@ reports its missing work.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from drumline.core.action import Action, Op
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(NamedTuple):
     """An input: any one of `ops` at the stage `stage_offset` away, same microbatch."""
 
     stage_offset: int
@@ -96,8 +95,7 @@ def needs(action: Action, num_stages: int) -> Iterator[tuple[Action, ...]]:
             yield tuple(Action(stage, op, action.microbatch) for op in need.ops)
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """What travels after a plain action, with its send and receive."""
 
     send: Action

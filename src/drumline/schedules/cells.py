@@ -9,9 +9,10 @@ Python form if there is no kernel, which is slower.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from drumline.core.kernel.library import kernel
 _ALL = 2**31 - 1  # more microbatches than there may be
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
 class Cells(Iterable[Action]):
     """Plain actions of one row; those without a microbatch have -1.
 
@@ -56,14 +57,6 @@ class Cells(Iterable[Action]):
         overlaps = None if self.overlaps is None else self.overlaps[chosen]
         return Cells(self.stage[chosen], self.code[chosen], self.microbatch[chosen], overlaps)
 
-    def down(self, num_stages: int) -> Cells:
-        """Return the same actions so many stages further down.
-
-        >>> list(run(Op.FORWARD, 0, 2).down(3))
-        [3F0, 3F1]
-        """
-        return Cells(self.stage + Number(num_stages), self.code, self.microbatch)
-
     def rows_of(self, length: int) -> Iterator[Cells]:
         """Yield rows of this length."""
         return (self[low : low + length] for low in range(0, len(self), length))
@@ -88,6 +81,8 @@ def run(op: Op, stage: int, count: int) -> Cells:
 def joined(parts: Iterable[Cells]) -> Cells:
     """Return the parts one after the other."""
     listed = list(parts)
+    if len(listed) == 1:
+        return listed[0]
     stages, codes, microbatches = zip(*((part.stage, part.code, part.microbatch) for part in listed), strict=True)
     overlaps = None
     if any(part.overlaps is not None for part in listed):
@@ -110,22 +105,24 @@ class Turns(Iterable[Action]):
     [0F0, 0F1, 0B0, 0F2, 0B1]
     """
 
+    __slots__ = ("_below", "_length", "_taken", "num_parts", "parts")
+
     def __init__(self, *, below: int = _ALL) -> None:
         self._below, self._length, self.num_parts = below, 0, 0
         self.parts: list[int] = []  # as the kernel reads them
-        self._taken = defaultdict[tuple[int, int], int](int)
+        self._taken: dict[tuple[int, Op], int] = {}
 
     def add(self, count: int, *pattern: tuple[int, Op]) -> Turns:
         """Repeat a pattern of different ops and stages so many times."""
         if count > 0:
+            taken, below = self._taken, self._below
             self.num_parts += 1
-            self.parts += (count, len(pattern), self._below)
-            for stage, op in pattern:
-                key = stage, CODE[op]
-                first = self._taken[key]
-                self._taken[key] = first + count
-                self.parts += (*key, first)
-                self._length += min(max(self._below - first, 0), count)
+            self.parts += (count, len(pattern), below)
+            for each in pattern:
+                first = taken.get(each, 0)
+                taken[each] = first + count
+                self.parts += (each[0], CODE[each[1]], first)
+                self._length += count if first + count <= below else max(below - first, 0)
         return self
 
     def once(self, stage: int, op: Op, microbatch: int) -> Turns:
@@ -142,13 +139,18 @@ class Turns(Iterable[Action]):
         return iter(written([self]))
 
 
-def written(rows: Sequence[Turns]) -> Cells:
-    """Return the actions of rows, one row after the other."""
-    parts = np.array([number for row in rows for number in row.parts], dtype=Number)
-    library, num_parts = kernel(), sum(row.num_parts for row in rows)
+def written(rows: Iterable[Turns]) -> Cells:
+    """Return the actions of rows, one row after the other; what a row is made of is not kept."""
+    listed: list[int] = []
+    num_parts = length = 0
+    for row in rows:
+        listed += row.parts
+        num_parts += row.num_parts
+        length += len(row)
+    parts, library = np.array(listed, dtype=Number), kernel()
     if library is None:
         return joined(_parts_in_python(parts.tolist()))
-    every = blank(sum(map(len, rows)))
+    every = blank(length)
     library.turns(num_parts, parts, every.stage, every.code, every.microbatch)
     return every
 
@@ -163,3 +165,63 @@ def _parts_in_python(parts: Sequence[int]) -> Iterator[Cells]:
         microbatches = (first + np.arange(count, dtype=Number)[:, None]).ravel()
         yield Cells(np.tile(stages, count), np.tile(codes, count), microbatches)[np.flatnonzero(microbatches < below)]
         at = end
+
+
+class Lanes:
+    """What rows take in turn: forwards, backwards, and weight halves, if any. Rows differ in what runs ahead.
+
+    >>> lanes = Lanes(*(run(op, 1, 3) for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)))
+    >>> list(lanes.row(ahead=1, delay=2))
+    [1F0, 1F1, 1I0, 1F2, 1I1, 1I2, 1W0, 1W1, 1W2]
+    """
+
+    def __init__(self, *lanes: Cells) -> None:
+        self.lengths = np.array(list(map(len, lanes)), dtype=np.int64)
+        self.every = joined(lanes)
+
+    def row(self, *, ahead: int, delay: int = 0, down: int = 0) -> InTurn:
+        """Alternate with so many forwards ahead of backwards, weight halves `delay` behind, all stages further down."""
+        return InTurn(self, min(ahead, int(self.lengths[0])), delay, down)
+
+
+class InTurn(Iterable[Action]):
+    """A row of lanes: the first forwards, then an action of every lane in each turn."""
+
+    __slots__ = ("ahead", "delay", "down", "lanes")
+
+    def __init__(self, lanes: Lanes, ahead: int, delay: int, down: int) -> None:
+        self.lanes, self.ahead, self.delay, self.down = lanes, ahead, delay, down
+
+    def __len__(self) -> int:
+        return len(self.lanes.every)
+
+    def __iter__(self) -> Iterator[Action]:
+        return iter(alternated([self]))
+
+
+def alternated(rows: Iterable[InTurn]) -> Cells:
+    """Return the actions of rows of lanes, one row after the other."""
+    return joined(_of_lanes(lanes, list(group)) for lanes, group in groupby(rows, attrgetter("lanes")))
+
+
+def _of_lanes(lanes: Lanes, rows: Sequence[InTurn]) -> Cells:
+    library, given = kernel(), lanes.every
+    if library is None:
+        return joined(_turns_in_python(lanes, row) for row in rows)
+    every = blank(len(rows) * len(given))
+    numbers = np.array([(row.ahead, row.delay, row.down) for row in rows], dtype=np.int64)
+    columns = given.stage, given.code, given.microbatch, every.stage, every.code, every.microbatch
+    library.lanes(len(lanes.lengths), lanes.lengths, len(rows), numbers, *columns)
+    return every
+
+
+def _turns_in_python(lanes: Lanes, row: InTurn) -> Cells:
+    lengths = lanes.lengths - (row.ahead, *[0] * (len(lanes.lengths) - 1))
+    begins = np.array((0, 0, row.delay)[: len(lengths)])
+    turns = np.full((int((lengths + begins).max()), len(lengths)), -1, dtype=Number)
+    number = row.ahead
+    for lane, (length, begin) in enumerate(zip(lengths.tolist(), begins.tolist(), strict=True)):
+        turns[begin : begin + length, lane] = np.arange(number, number + length, dtype=Number)
+        number += length
+    chosen = lanes.every[np.concatenate((np.arange(row.ahead, dtype=Number), turns[turns >= 0]))]
+    return Cells(chosen.stage + Number(row.down), chosen.code, chosen.microbatch)

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Op
-from drumline.schedules.cells import Cells, cells
+from drumline.schedules.cells import InTurn, Lanes, cells
 from drumline.schedules.formulas import fill_and_drain, flush_bubble
-from drumline.schedules.orders import group_sizes, in_turn, visits
+from drumline.schedules.orders import group_sizes, visits
 from drumline.schedules.registry import schedule
 
 
@@ -41,11 +41,12 @@ def _peak_pairs(rank: int, num_ranks: int, num_microbatches: int, stages_per_ran
     titan="Interleaved1F1B",
     in_megatron=True,
 )
-def interleaved_1f1b(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterator[Cells]:
+def interleaved_1f1b(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterator[InTurn]:
     """Alternate the grouped forwards and backwards."""
     local, microbatches = visits(num_ranks, num_microbatches, stages_per_rank)
     forwards = cells(Op.FORWARD, local * num_ranks, microbatches)
     backwards = cells(Op.BACKWARD, (stages_per_rank - 1 - local) * num_ranks, microbatches)
     round_trip = (stages_per_rank - 1) * group_sizes(num_ranks, num_microbatches)[0]
+    lanes = Lanes(forwards, backwards)
     for rank in range(num_ranks):
-        yield in_turn(forwards, backwards, ahead=round_trip + 2 * (num_ranks - 1 - rank)).down(rank)
+        yield lanes.row(ahead=round_trip + 2 * (num_ranks - 1 - rank), down=rank)

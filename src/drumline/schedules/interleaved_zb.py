@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Op
-from drumline.schedules.cells import Cells, cells
-from drumline.schedules.orders import group_sizes, in_turn, visits
+from drumline.schedules.cells import InTurn, Lanes, cells
+from drumline.schedules.orders import group_sizes, visits
 from drumline.schedules.registry import schedule
 
 
@@ -27,11 +27,12 @@ from drumline.schedules.registry import schedule
     stages_per_rank=2,
     stage_counts="any",
 )
-def interleaved_zb(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterator[Cells]:
+def interleaved_zb(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterator[InTurn]:
     """Alternate the grouped forwards and input halves, with weight halves delayed by r."""
     local, microbatches = visits(num_ranks, num_microbatches, stages_per_rank)
     forwards, back = cells(Op.FORWARD, local * num_ranks, microbatches), (stages_per_rank - 1 - local) * num_ranks
     halves = [cells(op, back, microbatches) for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
     round_trip = (stages_per_rank - 1) * group_sizes(num_ranks, num_microbatches)[0]
+    lanes = Lanes(forwards, *halves)
     for rank in range(num_ranks):
-        yield in_turn(forwards, *halves, ahead=round_trip + num_ranks - 1 - rank, delay=rank).down(rank)
+        yield lanes.row(ahead=round_trip + num_ranks - 1 - rank, delay=rank, down=rank)

@@ -19,40 +19,7 @@ import numpy as np
 
 from drumline.core.action import Op
 from drumline.core.graph import Ints, Number
-from drumline.core.kernel.library import kernel
-from drumline.schedules.cells import Cells, Turns, joined
-
-
-def in_turn(forwards: Cells, backwards: Cells, weights: Cells | None = None, *, ahead: int, delay: int = 0) -> Cells:
-    """Alternate forwards and backwards, with forwards `ahead` of backwards and weight halves `delay` behind.
-
-    >>> from drumline.schedules.cells import run
-    >>> stage = [run(op, 1, 3) for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
-    >>> list(in_turn(*stage, ahead=0, delay=1))
-    [1F0, 1I0, 1F1, 1I1, 1W0, 1F2, 1I2, 1W1, 1W2]
-    """
-    lanes = [(forwards[ahead:], 0), (backwards, 0), *([] if weights is None else [(weights, delay)])]
-    first, library = min(ahead, len(forwards)), kernel()
-    lengths, begins = (
-        np.array(numbers) for numbers in zip(*((len(lane), begin) for lane, begin in lanes), strict=True)
-    )
-    if library is None:
-        order = _order_in_python(lengths, begins, first)
-    else:
-        order = np.empty(int(lengths.sum()), dtype=Number)
-        library.lanes(len(lanes), lengths, begins, first, order)
-    every = joined([forwards, *(lane for lane, _ in lanes[1:])])
-    return every[np.concatenate((np.arange(first, dtype=Number), order))]
-
-
-def _order_in_python(lengths: Ints, begins: Ints, first: int) -> Ints:
-    """Return the entries of lanes that lie one after the other, in the order of their turns."""
-    turns = np.full((int((lengths + begins).max()), len(lengths)), -1, dtype=Number)
-    number = first
-    for lane, (length, begin) in enumerate(zip(lengths.tolist(), begins.tolist(), strict=True)):
-        turns[begin : begin + length, lane] = np.arange(number, number + length, dtype=Number)
-        number += length
-    return turns[turns >= 0]
+from drumline.schedules.cells import Turns
 
 
 def alternating(stage: int, num_microbatches: int, *, ahead: int) -> Turns:

@@ -8,10 +8,10 @@ placement and the kind of training from the rows; anything else is passed as a f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
+from itertools import chain, groupby, islice
 from typing import Any
 
 from drumline.core.action import Action, Op
@@ -19,7 +19,7 @@ from drumline.core.errors import DrumlineError, ScheduleError, counted, nearest
 from drumline.core.kernel.library import kernel
 from drumline.core.placement import Placement
 from drumline.core.program import MAX_ACTIONS, MAX_IN_ARRAYS, Program
-from drumline.schedules.cells import Cells, Turns, joined, written
+from drumline.schedules.cells import Cells, InTurn, Turns, alternated, joined, written
 from drumline.schedules.formulas import Counts, IdleShare, Makespan, PeakPairs
 from drumline.schedules.slices import number_of, sliced
 
@@ -195,11 +195,8 @@ class Schedule:
         if "stages_per_rank" in accepted:
             options["stages_per_rank"] = stages
         try:
-            rows = list(_checked(self.recipe(num_ranks, num_microbatches=num_microbatches, **options), self.name))
-            every = _arrays(rows)
-            if every is None:
-                return Program(tuple(map(tuple, rows)), self.name)
-            return Program.of_columns(every.columns(list(map(len, rows))), self.name)
+            rows = self.recipe(num_ranks, num_microbatches=num_microbatches, **options)
+            return _program(_checked(rows, self.name), self.name)
         except DrumlineError:
             raise
         except Exception as error:
@@ -237,23 +234,44 @@ def _near(odd: int) -> str:
     return f"use {' or '.join(str(count) for count in (odd - 1, odd + 1) if count)}"
 
 
-_Row = Cells | Turns | tuple[Action, ...]
+_Row = Cells | Turns | InTurn | tuple[Action, ...]
+_ARRAYS = (Cells, Turns, InTurn)
+# How rows of a kind that follow each other become one part of a program.
+_MADE: dict[type, Callable[[Iterable[Any]], Cells | tuple[tuple[Action, ...], ...]]] = {
+    Cells: joined,
+    Turns: written,
+    InTurn: alternated,
+    tuple: tuple,
+}
 
 
-def _arrays(rows: Sequence[_Row]) -> Cells | None:
-    """Return all rows as arrays, or None if a recipe made actions of some."""
-    if rows and all(isinstance(row, Turns) for row in rows):
-        return written([row for row in rows if isinstance(row, Turns)])
-    if not rows or any(isinstance(row, tuple) for row in rows):
-        return None
-    return joined(written([row]) if isinstance(row, Turns) else row for row in rows if not isinstance(row, tuple))
+def _program(rows: Iterable[_Row], name: str) -> Program:
+    """Return the program of rows: of arrays, or of objects if a recipe made actions of some."""
+    parts, arrays = [], []
+    for kind, group in groupby(rows, type):
+        lengths: list[int] = []
+        part = _MADE[kind](_measured(group, lengths))
+        parts.append((part, lengths))
+        if isinstance(part, Cells):
+            arrays.append(part)
+    if arrays and len(arrays) == len(parts):
+        return Program.of_columns(joined(arrays).columns([length for _, each in parts for length in each]), name)
+    listed = (part.columns(lengths).rows() if isinstance(part, Cells) else part for part, lengths in parts)
+    return Program(tuple(chain.from_iterable(listed)), name)
+
+
+def _measured(rows: Iterable[_Row], lengths: list[int]) -> Iterator[_Row]:
+    """Yield rows and note their lengths."""
+    for row in rows:
+        lengths.append(len(row))
+        yield row
 
 
 def _checked(rows: Rows, name: str) -> Iterator[_Row]:
     """Yield a recipe's rows; raise an error if it yields something else or never ends."""
     most, count = MAX_ACTIONS if kernel() is None else MAX_IN_ARRAYS, 0
     for row in rows:
-        if isinstance(row, Cells | Turns):
+        if isinstance(row, _ARRAYS):
             actions: _Row = row
         else:
             most = MAX_ACTIONS  # one row of objects makes all rows objects
@@ -264,7 +282,7 @@ def _checked(rows: Rows, name: str) -> Iterator[_Row]:
                 f"the recipe of {name} yields more than {most} actions",
                 fix="make sure it ends, or use fewer microbatches",
             )
-        if isinstance(actions, Cells | Turns):
+        if isinstance(actions, _ARRAYS):
             yield actions
             continue
         for kind in set(map(type, actions)):

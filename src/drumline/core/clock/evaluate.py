@@ -5,13 +5,15 @@ The compiled kernel computes it, or the Python form if there is no kernel: with 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from drumline.core.clock.python_clock import Levels, ends_in_python, latest_in_python, levels_of, starts_in_python
 from drumline.core.graph import Floats, Ints, NotCompilable, Number, TimeGraph
 from drumline.core.kernel.library import Kernel, kernel, slower
+
+if TYPE_CHECKING:
+    from drumline.core.clock.python_clock import Levels
 
 _SIDE_BY_SIDE = 8  # samples, as in the kernel
 
@@ -20,6 +22,8 @@ def evaluate(graph: TimeGraph, seconds: Floats, lag: Floats | None = None) -> Fl
     """Return every node's end; raise NotCompilable if nodes wait for each other."""
     library = kernel()
     if library is None:
+        from drumline.core.clock.python_clock import ends_in_python
+
         slower(graph.num_nodes)
         return ends_in_python(graph, seconds, lag)
     return _ends(library, graph, seconds, lag, None)[0]
@@ -32,13 +36,23 @@ def starts_of(graph: TimeGraph, ended: Floats, lag: Floats | None, nodes: Ints |
     """
     library = kernel()
     if library is None or nodes is not None:
-        return starts_in_python(graph, ended, lag, np.arange(graph.num_nodes) if nodes is None else nodes)
+        return _starts(graph, ended, lag, np.arange(graph.num_nodes) if nodes is None else nodes)
     ends = np.empty(graph.num_nodes + 1)
     ends[0], ends[1:] = 0.0, ended
     starts = np.empty(graph.num_nodes)
     late = None if lag is None else np.ascontiguousarray(lag)
     library.starts(len(graph.chains), graph.chains, graph.need, late, ends, starts)
     return starts
+
+
+def _starts(graph: TimeGraph, ended: Floats, lag: Floats | None, nodes: Ints) -> Floats:
+    """Return when these nodes start."""
+    before, need = graph.before[nodes], graph.need[nodes]
+    arrived = np.where(need < 0, 0.0, ended[need])
+    if lag is not None:
+        arrived = arrived + lag[nodes]
+    started: Floats = np.maximum(np.where(before < 0, 0.0, ended[before]), arrived)
+    return started
 
 
 class Order(NamedTuple):
@@ -57,6 +71,8 @@ def order_of(graph: TimeGraph) -> Order:
     """Return the order of a graph's nodes; raise NotCompilable if nodes wait for each other."""
     library = kernel()
     if library is None:
+        from drumline.core.clock.python_clock import levels_of
+
         return Order(graph, None, levels_of(graph))
     runs = np.empty((graph.num_nodes, 3), dtype=Number)
     _, count = _ends(library, graph, np.zeros(graph.num_nodes), None, runs)
@@ -72,6 +88,8 @@ def latest_ends(order: Order, seconds: Floats, rows: Ints | None = None, lag: Fl
     library, graph, runs = kernel(), order.graph, order.runs
     samples = max(seconds.shape[1], 1 if lag is None else lag.shape[1])
     if library is None or runs is None:
+        from drumline.core.clock.python_clock import latest_in_python, levels_of
+
         levels = order.levels or levels_of(graph)
         slower(graph.num_nodes * samples // 100)  # many samples at once are a hundredth of the work
         if rows is None:

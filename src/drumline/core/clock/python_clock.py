@@ -84,16 +84,6 @@ def _sweep_with_lag(chains: list[Any], ends: list[float]) -> tuple[list[Any], bo
     return halted, moved
 
 
-def starts_in_python(graph: TimeGraph, ended: Floats, lag: Floats | None, nodes: Ints) -> Floats:
-    """Return when these nodes start."""
-    before, need = graph.before[nodes], graph.need[nodes]
-    arrived = np.where(need < 0, 0.0, ended[need])
-    if lag is not None:
-        arrived = arrived + lag[nodes]
-    started: Floats = np.maximum(np.where(before < 0, 0.0, ended[before]), arrived)
-    return started
-
-
 class Levels(NamedTuple):
     """A graph's nodes in an order in which each comes after all that it waits for.
 

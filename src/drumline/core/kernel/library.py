@@ -58,7 +58,7 @@ _PARAMETERS: dict[str, tuple[Any, ...]] = {
     ),
     "path": (_Count, _Int32, _Int32, _Float, _Float, _Int32),
     "turns": (_Count, *[_Int32] * 4),
-    "lanes": (_Count, _Int64, _Int64, _Count, _Int32),
+    "lanes": (_Count, _Int64, _Count, _Int64, *[_Int32] * 6),
     "block": (_Count, _Count, _Count, _Int64, *[_Int32] * 4),
     "waves": (_Count, _Count, _Count, _Int64, _Count, *[_Int32] * 4),
     "latest": (

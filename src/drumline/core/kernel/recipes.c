@@ -26,24 +26,42 @@ void drumline_turns(int64_t num_parts, const int32_t *part, int32_t *stage, int3
     }
 }
 
-/* Lists the entries of lanes that lie one after the other in the order of their turns.
+/* Writes rows that take the entries of the same lanes in turn; the lanes lie one after the other.
  *
- * In turn t a lane gives its entry t - begins[lane], if it has that; lanes of the same turn come in their order. `first`
- * is the number of the first lane's first entry.
+ * A row is three numbers. It begins with `ahead` entries of the first lane. Then every lane gives an entry per turn, the
+ * third and later ones from turn `delay` on. All stages are `down` further.
  */
-void drumline_lanes(int64_t num_lanes, const int64_t *lengths, const int64_t *begins, int64_t first, int32_t *order)
+void drumline_lanes(int64_t num_lanes, const int64_t *lengths, int64_t num_rows, const int64_t *rows,
+                    const int32_t *of_stage, const int32_t *of_code, const int32_t *of_microbatch, int32_t *stage,
+                    int32_t *code, int32_t *microbatch)
 {
-    int64_t at = 0, turns = 0;
-    for (int64_t lane = 0; lane < num_lanes; lane++)
-        if (lengths[lane] + begins[lane] > turns)
-            turns = lengths[lane] + begins[lane];
-    for (int64_t turn = 0; turn < turns; turn++) {
-        int64_t entry = first + turn;
+    int64_t at = 0;
+    for (; num_rows; num_rows--, rows += 3) {
+        const int64_t ahead = rows[0], delay = rows[1];
+        const int32_t down = (int32_t)rows[2];
+        int64_t turns = 0;
         for (int64_t lane = 0; lane < num_lanes; lane++) {
-            const int64_t number = turn - begins[lane];
-            if (number >= 0 && number < lengths[lane])
-                order[at++] = (int32_t)(entry - begins[lane]);
-            entry += lengths[lane];
+            const int64_t left = lengths[lane] + (lane ? (lane > 1 ? delay : 0) : -ahead);
+            turns = left > turns ? left : turns;
+        }
+        for (int64_t entry = 0; entry < ahead; entry++, at++) {
+            stage[at] = of_stage[entry] + down;
+            code[at] = of_code[entry];
+            microbatch[at] = of_microbatch[entry];
+        }
+        for (int64_t turn = 0; turn < turns; turn++) {
+            int64_t first = 0;
+            for (int64_t lane = 0; lane < num_lanes; lane++) {
+                const int64_t number = lane ? turn - (lane > 1 ? delay : 0) : turn + ahead;
+                if (number >= 0 && number < lengths[lane]) {
+                    const int64_t entry = first + number;
+                    stage[at] = of_stage[entry] + down;
+                    code[at] = of_code[entry];
+                    microbatch[at] = of_microbatch[entry];
+                    at++;
+                }
+                first += lengths[lane];
+            }
         }
     }
 }

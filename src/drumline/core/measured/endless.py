@@ -9,7 +9,7 @@ What is added takes no time. It leaves in flight what is in flight when the step
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -180,7 +180,7 @@ def simulate_part(
     is_shown[np.concatenate(nodes)] = True
     crossings = graph.crossings
     both = is_shown[graph.node[crossings.producer]] & is_shown[graph.node[crossings.consumer]]
-    left = Crossings(**{field.name: getattr(crossings, field.name)[both] for field in fields(Crossings)})
+    left = Crossings(*(column[both] for column in crossings))
     began = min(float(simulation.started[each[0]]) for each in nodes)
     cut = replace(graph, action_nodes=nodes, crossings=left)
     return PartSimulation(program, costs, cut, simulation.ended - began, simulation.lag, weighed=weighed)

@@ -29,7 +29,7 @@ _FILL, _WAIT, _DRAIN, _IMBALANCE, _TRANSFER = (
 _CODES = np.array([_FILL, _WAIT, _DRAIN, _IMBALANCE, _TRANSFER], dtype=Number)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Causes(Sequence[Idle]):
     """Idle intervals with their causes, rank by rank in time order; each is made when somebody looks at it.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heappop, heappush
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from drumline.core.action import Action
 
@@ -44,8 +44,7 @@ class Transfer:
     num_bytes: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class StepInterval:
+class StepInterval(NamedTuple):
     """A period between two steps, of a kind: "data", "update", "clip" or another of `core.measured.record.BETWEEN`."""
 
     rank: int

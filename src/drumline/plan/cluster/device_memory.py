@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from drumline.plan.cluster.layers import (
     WORD,
@@ -111,25 +112,51 @@ def sharded(layout: Layout, parameters: tuple[float, float]) -> float:
     return parameters[0] / group + parameters[1] / (group // layout.expert)
 
 
-@dataclass(frozen=True, slots=True)
-class AlikeBytes:
+class AlikeBytes(NamedTuple):
     """What a device of ranks that are alike has, whatever the batch, the data-parallel ranks and ZeRO.
 
-    `parameters` are the trained ones, `base` the bytes of a frozen base. `kept_bytes` are those of a microbatch in one
-    stage, `fp8` the weights held in 8 bits, `state` the optimizer's bytes per parameter. `buffers` holds bytes of
-    buffers by what they depend on.
+    `parameters` are the trained ones, `base` the bytes of a frozen base. `fp8` counts the weights held in 8 bits,
+    `state` the optimizer's bytes per parameter; `kept_bytes` are those of a microbatch in one stage. `buffers` holds
+    bytes of buffers by what they depend on.
     """
 
     alike: Alike
     parameters: tuple[float, float]
     base: tuple[float, float]
-    kept_bytes: float
     fp8: float
     state: float
-    buffers: dict[tuple[bool, int], float] = field(default_factory=dict)
+    kept_bytes: float
+    buffers: dict[tuple[bool, int], float]
 
 
+_HELD: dict[object, tuple[tuple[Any, ...], ...]] = {}
 _MEMORIES: dict[object, tuple[AlikeBytes, ...]] = {}
+_MOST = 20_000  # layouts of a few plans
+
+
+def ranks_held(
+    transformer: Transformer, layout: Layout
+) -> tuple[tuple[Alike, tuple[float, float], tuple[float, float], float, float], ...]:
+    """Return the first fields of `AlikeBytes`, which do not depend on what is recomputed."""
+    share, counts = layout.share, counts_of(transformer, layout)
+    place = counts, layout.schedule, layout.pipeline, layout.stages_per_rank
+    key = (transformer, share._replace(recompute="none"), *place)
+    known = _HELD.get(key)
+    if known is None:
+        if len(_HELD) >= _MOST:
+            _HELD.clear()
+        layers = layers_of(transformer, share)
+        known = _HELD[key] = tuple(
+            (
+                rank,
+                trained_parameters(transformer, layout, rank, layers),
+                base_bytes(transformer, layout, rank, layers),
+                held_fp8(transformer, layout, rank),
+                state_bytes(transformer, layout, rank, layers),
+            )
+            for rank in alike(transformer, *place)
+        )
+    return known
 
 
 def rank_memories(transformer: Transformer, layout: Layout) -> tuple[AlikeBytes, ...]:
@@ -138,19 +165,18 @@ def rank_memories(transformer: Transformer, layout: Layout) -> tuple[AlikeBytes,
     key = (transformer, share, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
     known = _MEMORIES.get(key)
     if known is None:
-        if len(_MEMORIES) >= 20_000:  # layouts of a few plans
+        if len(_MEMORIES) >= _MOST:
             _MEMORIES.clear()
-        kinds = alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
-        known = _MEMORIES[key] = tuple(_rank_memory(transformer, layout, kind) for kind in kinds)
+        layers = layers_of(transformer, share)
+        known = _MEMORIES[key] = tuple(
+            AlikeBytes(*held_rank, _kept_per_stage(layers, layout, held_rank[0]), {})
+            for held_rank in ranks_held(transformer, layout)
+        )
     return known
 
 
-def _rank_memory(transformer: Transformer, layout: Layout, rank: Alike) -> AlikeBytes:
-    layers = layers_of(transformer, layout.share)
-    parameters, base = (size(transformer, layout, rank, layers) for size in (trained_parameters, base_bytes))
-    kept_bytes = _activations(layers, layout, [slice_ for slice_, _ in rank.slices]) / len(rank.slices)
-    fp8, state = held_fp8(transformer, layout, rank), state_bytes(transformer, layout, rank, layers)
-    return AlikeBytes(rank, parameters, base, kept_bytes, fp8, state)
+def _kept_per_stage(layers: Sequence[Layer], layout: Layout, rank: Alike) -> float:
+    return _activations(layers, layout, [slice_ for slice_, _ in rank.slices]) / len(rank.slices)
 
 
 def device_bytes(transformer: Transformer, layout: Layout, rank: Alike) -> Bytes:
@@ -158,26 +184,30 @@ def device_bytes(transformer: Transformer, layout: Layout, rank: Alike) -> Bytes
 
     The first rank holds the most activations: as many microbatches as the schedule runs ahead of their backwards.
     """
-    return Bytes(*_bytes_of(transformer, layout, _rank_memory(transformer, layout, rank)))
+    layers = layers_of(transformer, layout.share)
+    parameters, base = (size(transformer, layout, rank, layers) for size in (trained_parameters, base_bytes))
+    fp8, state = held_fp8(transformer, layout, rank), state_bytes(transformer, layout, rank, layers)
+    memory = AlikeBytes(rank, parameters, base, fp8, state, _kept_per_stage(layers, layout, rank), {})
+    return Bytes(*next(_items(transformer, layout, [memory])))
 
 
-def _bytes_of(transformer: Transformer, layout: Layout, memory: AlikeBytes) -> tuple[float, ...]:
-    """Return the items of `Bytes`."""
-    rank, parameters, base = memory.alike, memory.parameters, memory.base
-    whole, part = sum(parameters), sharded(layout, parameters)
-    frozen = sharded(layout, base) if layout.zero >= 3 else sum(base)
-    pairs = pairs_held(layout.schedule, rank.first, layout.pipeline, layout.num_microbatches, layout.stages_per_rank)
-    whole_gradients = layout.zero < 2 or keeps_gradients(layout)
-    needs = _gathers(layout), min(layout.pipeline, layout.num_microbatches)
-    if needs not in memory.buffers:
-        memory.buffers[needs] = _buffers(transformer, layout, rank, layers_of(transformer, layout.share))
-    return (
-        WEIGHT_BYTES * (part if layout.zero >= 3 else whole) + frozen + FP8_BYTES * memory.fp8,
-        layout.practice.gradient_bytes * (whole if whole_gradients else part),
-        memory.state * (part if layout.zero >= 1 else whole),
-        pairs * memory.kept_bytes,
-        memory.buffers[needs],
-    )
+def _items(transformer: Transformer, layout: Layout, memories: Iterable[AlikeBytes]) -> Iterator[tuple[float, ...]]:
+    """Yield the items of `Bytes` of every kind of rank."""
+    zero, num_microbatches, gradient_bytes = layout.zero, layout.num_microbatches, layout.practice.gradient_bytes
+    whole_gradients, counts = zero < 2 or keeps_gradients(layout), (layout.pipeline, num_microbatches)
+    needs = _gathers(layout), min(counts)
+    for rank, parameters, base, fp8, state, kept_bytes, buffers in memories:
+        whole, part = sum(parameters), sharded(layout, parameters)
+        frozen = sharded(layout, base) if zero >= 3 else sum(base)
+        if needs not in buffers:
+            buffers[needs] = _buffers(transformer, layout, rank, layers_of(transformer, layout.share))
+        yield (
+            WEIGHT_BYTES * (part if zero >= 3 else whole) + frozen + FP8_BYTES * fp8,
+            gradient_bytes * (whole if whole_gradients else part),
+            state * (part if zero >= 1 else whole),
+            pairs_held(layout.schedule, rank.first, *counts, layout.stages_per_rank) * kept_bytes,
+            buffers[needs],
+        )
 
 
 def _sum(items: tuple[float, ...]) -> float:
@@ -284,10 +314,9 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, layers: Sequ
 
 def peak_bytes(transformer: Transformer, layout: Layout) -> float:
     """Return the bytes of the fullest device: the total of the items of `estimate`."""
-    return max(_sum(_bytes_of(transformer, layout, memory)) for memory in rank_memories(transformer, layout))
+    return max(map(_sum, _items(transformer, layout, rank_memories(transformer, layout))))
 
 
 def fullest_bytes(transformer: Transformer, layout: Layout) -> Bytes:
     """Return what the fullest device holds at its peak."""
-    every = (_bytes_of(transformer, layout, memory) for memory in rank_memories(transformer, layout))
-    return Bytes(*max(every, key=_sum))
+    return Bytes(*max(_items(transformer, layout, rank_memories(transformer, layout)), key=_sum))

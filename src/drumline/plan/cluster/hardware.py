@@ -17,8 +17,23 @@ from drumline.core.files import FileKind, named, read_object
 from drumline.core.parsed import shown
 
 
+class HashedOnce:
+    """A frozen dataclass that is part of many keys: its hash is computed when somebody first asks for it."""
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            values = (getattr(self, each.name) for each in fields(self))  # type: ignore[arg-type]
+            object.__setattr__(self, "_hash", hash(tuple(values)))
+            return self._hash
+
+
 @dataclass(frozen=True, slots=True)
-class DeviceLink:
+class DeviceLink(HashedOnce):
     """A link as one device sees it: the latency of a message, and the bytes per second it really carries one way.
 
     `start_seconds` is what a collective takes before its first byte travels: its kernel starts, and its ranks meet.
@@ -27,6 +42,8 @@ class DeviceLink:
     latency_seconds: float
     bytes_per_second: float
     start_seconds: float = 0.0
+
+    __hash__ = HashedOnce.__hash__
 
     def __post_init__(self) -> None:
         for name, value in (("latency", self.latency_seconds), ("start", self.start_seconds)):
@@ -73,7 +90,7 @@ REACH = Reach(product=0.803, depth=128.0, memory=0.637, attention=0.5, launch_se
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class Device(HashedOnce):
     """One accelerator: its data-sheet numbers, and the share that kernels achieve."""
 
     name: str
@@ -83,6 +100,8 @@ class Device:
     num_processors: int = 108
     reach: Reach = REACH
     fp8_flops_per_second: float = 0.0
+
+    __hash__ = HashedOnce.__hash__
 
     def __post_init__(self) -> None:
         if not 0 <= self.fp8_flops_per_second < math.inf:
@@ -96,7 +115,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class Cluster(HashedOnce):
     """`num_devices` equal devices, with `devices_per_node` in each node."""
 
     device: Device
@@ -104,6 +123,8 @@ class Cluster:
     devices_per_node: int
     intra_node: DeviceLink
     inter_node: DeviceLink
+
+    __hash__ = HashedOnce.__hash__
 
     def __post_init__(self) -> None:
         for name in ("num_devices", "devices_per_node"):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import NamedTuple
 
 from drumline.plan.cluster.frozen_base import FrozenBase
@@ -176,6 +176,11 @@ class Ops(NamedTuple):
             self.backward_input.times(factor),
             self.backward_weight.times(factor),
         )
+
+
+def all_ops(parts: Sequence[Ops]) -> Ops:
+    """Return the sum of parts."""
+    return reduce(Ops.__add__, parts) if parts else Ops()
 
 
 class KernelTimes(NamedTuple):
@@ -411,11 +416,12 @@ def head_ops(transformer: Transformer, cluster: Cluster, share: Share) -> Ops:
 @lru_cache(maxsize=16384)
 def slice_ops(transformer: Transformer, cluster: Cluster, share: Share, slice_: StageLayers) -> Ops:
     """Return the seconds of a microbatch in a stage."""
-    ops = Ops()
-    for count, experts, recomputed in slice_.parts(share):
-        ops = ops + layer_ops(transformer, cluster, share, experts=experts, recomputed=recomputed).times(count)
+    parts = [
+        layer_ops(transformer, cluster, share, experts=experts, recomputed=recomputed).times(count)
+        for count, experts, recomputed in slice_.parts(share)
+    ]
     if slice_.is_first:
-        ops = ops + embedding_ops(transformer, cluster, share)
+        parts.append(embedding_ops(transformer, cluster, share))
     if slice_.is_last:
-        ops = ops + head_ops(transformer, cluster, share)
-    return ops
+        parts.append(head_ops(transformer, cluster, share))
+    return all_ops(parts)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from drumline.core.errors import PlanError, counted, nearest
-from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.cluster.hardware import Cluster, HashedOnce
 from drumline.plan.cluster.practice import PRACTICE, Practice
 from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules import find
@@ -62,8 +62,15 @@ class Share(NamedTuple):
     practice: Practice
 
 
+class _Shared(HashedOnce):
+    """A layout's share, which is asked for often, is made once."""
+
+    __slots__ = ("_share",)
+    _share: Share
+
+
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(_Shared):
     """Degrees of parallelism and all other settings that determine what a device does and holds.
 
     `tensor * pipeline * data * context` is the number of devices; `expert` divides `data * context`. `batch` and
@@ -87,6 +94,8 @@ class Layout:
     counts: tuple[int, ...] = ()
     practice: Practice = PRACTICE
 
+    __hash__ = HashedOnce.__hash__
+
     @property
     def num_devices(self) -> int:
         """Return the number of devices."""
@@ -109,6 +118,13 @@ class Layout:
     @property
     def share(self) -> Share:
         """Return what a layer's work depends on."""
+        try:
+            return self._share
+        except AttributeError:
+            object.__setattr__(self, "_share", self._made_share())
+            return self._share
+
+    def _made_share(self) -> Share:
         practice, gathers = self.practice, self.zero == 3 and self.data * self.context > 1
         return Share(
             self.microbatch,

@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
-from drumline.plan.cluster.device_memory import WEIGHT_BYTES, base_bytes, held_fp8, keeps_gradients, trained_parameters
+from drumline.plan.cluster.device_memory import WEIGHT_BYTES, keeps_gradients, ranks_held
 from drumline.plan.cluster.hardware import Cluster, DeviceLink
-from drumline.plan.cluster.kernels import Ops, Spent, exposed, gather_seconds, reduce_seconds, slice_ops
+from drumline.plan.cluster.kernels import Ops, Spent, all_ops, exposed, gather_seconds, reduce_seconds, slice_ops
 from drumline.plan.cluster.layers import WORD, layers_of, tokens_of
 from drumline.plan.cluster.layout import WHOLE, Layout
 from drumline.plan.cluster.stages import (
     Alike,
-    alike,
     counts_of,
     formula_holds,
     num_sides,
+    shape_of,
     simulated,
     simulated_few,
     stages_of,
@@ -229,50 +229,46 @@ def work_of(transformer: Transformer, cluster: Cluster, layout: Layout) -> Pipel
 
 
 def _work(transformer: Transformer, cluster: Cluster, layout: Layout, counts: tuple[int, ...]) -> PipelineWork:
-    share, schedule = layout.share, find(layout.schedule)
-    ranks = alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
-    slices, nodes = {slice_ for rank in ranks for slice_, _ in rank.slices}, cluster.nodes
-    known = {slice_: slice_ops(transformer, nodes, share, slice_) for slice_ in slices}
+    share, whole = layout.share, not find(layout.schedule).splits_backward
+    ranks, nodes = ranks_held(transformer, layout), cluster.nodes
+    known = {
+        slice_: slice_ops(transformer, nodes, share, slice_)
+        for slice_ in {slice_ for rank, *_ in ranks for slice_, _ in rank.slices}
+    }
     if transformer.frozen_base is not None:  # its backwards run whole, whatever the schedule splits
         known = {slice_: ops.whole for slice_, ops in known.items()}
     # What the backward of an earlier stage waits for: I, or all of it.
-    whole = not schedule.splits_backward
     passes = {
         slice_: (ops.forward.total, (ops.backward if whole else ops.again + ops.backward_input).total)
         for slice_, ops in known.items()
     }
-    layers, works, ends = layers_of(transformer, share), [], list[list[tuple[int, int]]]()
+    works = []
     forward, backward = [0.0] * layout.num_stages, [0.0] * layout.num_stages
-    for rank in ranks:
-        parts, ops = tuple(known[slice_] for slice_, _ in rank.slices), Ops()
-        for own_ops, (_, part) in zip(parts, rank.slices, strict=True):
-            ops = ops + own_ops.times(part)
+    shape = shape_of(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
+    for (rank, parameters, base, fp8, _), places in zip(ranks, shape.stages, strict=True):
+        parts = tuple(known[slice_] for slice_, _ in rank.slices)
+        ops = all_ops([own_ops.times(part) for own_ops, (_, part) in zip(parts, rank.slices, strict=True)])
+        back = ops.backward
         works.append(
             RankWork(
                 rank,
                 ops,
                 parts,
-                trained_parameters(transformer, layout, rank, layers),
-                base_bytes(transformer, layout, rank, layers),
+                parameters,
+                base,
                 sum(slice_.num_layers for slice_, _ in rank.slices),
-                held_fp8(transformer, layout, rank),
+                fp8,
                 ops.forward.total,
-                ops.backward.total,
+                back.total,
                 ops.again.total + ops.backward_input.total,
                 ops.backward_weight.total,
-                ops.total.total,
+                (ops.forward + back).total,
             )
         )
-        both = [passes[slice_] for slice_, _ in rank.slices]
-        ends.append([])
-        for number in rank.ranks:
-            stages = stages_of(layout.schedule, number, layout.pipeline, layout.stages_per_rank)
-            ends[-1].append((min(stages)[0], max(stages)[0]))
-            for (stage, _), pair in zip(stages, both, strict=True):
-                forward[stage], backward[stage] = pair
-    homes = schedule.layout(layout.pipeline, layout.stages_per_rank).homes
-    crosses = [home != before for before, home in pairwise(homes)] + [False]
-    return PipelineWork(tuple(works), ends, forward, backward, crosses, {})
+        for (slice_, _), stages in zip(rank.slices, places, strict=True):
+            for stage in stages:
+                forward[stage], backward[stage] = passes[slice_]
+    return PipelineWork(tuple(works), shape.ends, forward, backward, shape.crosses, {})
 
 
 class Load(NamedTuple):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from drumline.core.errors import PlanError, nearest
+from drumline.plan.cluster.hardware import HashedOnce
 
 OVERLAPS = ("forward", "experts", "context")  # what software may hide beyond what plans assume
 
@@ -53,7 +54,7 @@ OPTIMIZERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Practice:
+class Practice(HashedOnce):
     """What the software that runs a layout overlaps, fuses, or leaves out.
 
     - `flash_attention`: one kernel for attention; it never stores the scores, and computes only half of them.
@@ -117,6 +118,8 @@ class Practice:
     stops_early: bool = False
     step_seconds: float = 0.0
     optimizer: str = "adamw"
+
+    __hash__ = HashedOnce.__hash__
 
     def __post_init__(self) -> None:
         if self.attention_kernels not in ATTENTION:

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
 
 from drumline.core.action import Op
 from drumline.core.costs import Costs
@@ -112,7 +114,7 @@ class Alike:
         return self.ranks[0]
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def slices_of(transformer: Transformer, counts: tuple[int, ...]) -> tuple[StageLayers, ...]:
     """Return the stages with these numbers of layers."""
     method, first = [], 0
@@ -128,7 +130,7 @@ def counts_of(transformer: Transformer, layout: Layout) -> tuple[int, ...]:
     return layout.counts or even_counts(transformer.num_layers, layout.num_stages)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def alike(
     transformer: Transformer, counts: tuple[int, ...], schedule: str, num_ranks: int, stages_per_rank: int
 ) -> tuple[Alike, ...]:
@@ -147,6 +149,32 @@ def alike(
         )
         for key, ranks in ranks_by_load.items()
     )
+
+
+class Shape(NamedTuple):
+    """Where the stages of ranks that are alike lie, kind by kind as `alike` lists them.
+
+    `stages` are the numbers of the stages that each of their slices is; `ends` the first and the last stage of every
+    rank. `crosses` says of every stage whether the next one is on another rank.
+    """
+
+    stages: list[list[list[int]]]
+    ends: list[list[tuple[int, int]]]
+    crosses: list[bool]
+
+
+@lru_cache(maxsize=4096)
+def shape_of(
+    transformer: Transformer, counts: tuple[int, ...], schedule: str, num_ranks: int, stages_per_rank: int
+) -> Shape:
+    """Return where the stages of a pipeline's ranks lie."""
+    stages, ends = [], []
+    for kind in alike(transformer, counts, schedule, num_ranks, stages_per_rank):
+        own = [[stage for stage, _ in stages_of(schedule, rank, num_ranks, stages_per_rank)] for rank in kind.ranks]
+        stages.append([list(each) for each in zip(*own, strict=True)])
+        ends.append([(min(each), max(each)) for each in own])
+    homes = find(schedule).layout(num_ranks, stages_per_rank).homes
+    return Shape(stages, ends, [home != before for before, home in pairwise(homes)] + [False])
 
 
 @lru_cache(maxsize=4096)

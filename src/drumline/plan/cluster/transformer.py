@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from drumline.core.errors import PlanError, nearest
 from drumline.plan.cluster.frozen_base import FrozenBase
+from drumline.plan.cluster.hardware import HashedOnce
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ class ExpertShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Transformer:
+class Transformer(HashedOnce):
     """A decoder of `num_layers` equal layers between an embedding and a head.
 
     `head_width` is the width of a head's queries and keys. With `latent` attention it follows from the latter's widths,
@@ -160,6 +161,8 @@ class Transformer:
     latent: LatentAttention | None = None
     details: Details = PLAIN
     frozen_base: FrozenBase | None = None
+
+    __hash__ = HashedOnce.__hash__
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden", "num_heads", "vocabulary", "sequence"):

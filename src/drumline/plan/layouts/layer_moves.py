@@ -96,7 +96,12 @@ class MovedLayers:
 
     def _each(self, many: Sequence[Counts]) -> Floats:
         """Return the seconds of every cut's ops, as in `STAGE_OPS`, and stages: cut, op, stage."""
-        own_loads = np.array([[self._of(part) for part in slices_of(self.transformer, counts)] for counts in many])
+        layers, stages = np.array(many), np.arange(len(many[0]))
+        dense = np.clip(self.transformer.num_dense_layers - (layers.cumsum(axis=1) - layers), 0, layers)
+        place = np.broadcast_to((stages == 0) + 2 * (stages == stages[-1]), layers.shape)
+        kinds, which = np.unique(np.stack((dense, layers - dense, place)).reshape(3, -1), axis=1, return_inverse=True)
+        each = [self._of(StageLayers(few, rest, bool(at & 1), bool(at & 2))) for few, rest, at in kinds.T.tolist()]
+        own_loads = np.array(each)[which.reshape(layers.shape)]
         forward, by_input, by_weight = np.moveaxis(own_loads + np.array(self._beside), 2, 0)
         return np.stack([forward, by_input + by_weight, by_input, by_weight], axis=1)
 
