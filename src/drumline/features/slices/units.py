@@ -21,7 +21,7 @@ from drumline.features.slices.division import SliceLengths
 from drumline.model.microbatches import Microbatches
 from drumline.model.values import mapped, pack
 from drumline.runtime.batch import rows_of_each
-from drumline.runtime.sequences import Divider, Takes, refuse_packed, sequences_in
+from drumline.runtime.sequences import Divider, Takes, counted_positions, refuse_packed, sequences_in
 from drumline.runtime.step import CalledWith
 from drumline.runtime.user_batch import has_microbatches
 
@@ -59,7 +59,18 @@ def in_units(call: CalledWith, takes: Takes, division: SliceLengths, num_microba
     if batch and takes.name not in named and takes.place >= len(args):
         named = {**named, takes.name: torch.arange(length, device=lead.device)[None].expand(rows, -1)}
     cut = _Cut(rows_of_each(rows, num_microbatches), division.parts(length), rows, length)
+    if not batch:  # this rank has the last stage alone, and gets None for the rest
+        return CalledWith((), {}, cut.each(target))
     return CalledWith(cut.each(args), cut.each(named), cut.each(target))
+
+
+def in_one_piece(user_call: CalledWith, takes: Takes) -> CalledWith:
+    """Return what a step is called with, for a model that takes whole sequences, and positions if it needs them."""
+    args, named, target = user_call
+    batch = sequences_in(*args, *named.values())
+    if not takes.is_needed or not batch or takes.name in named or takes.place < len(args):
+        return user_call
+    return CalledWith(args, {**named, takes.name: counted_positions((*args, *named.values()), batch)}, target)
 
 
 def _check(args: Sequence[Any], named: dict[str, Any], takes: Takes) -> None:
