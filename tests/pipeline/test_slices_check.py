@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import drumline as dl
+from drumline.cli.main import main
 from drumline.core.errors import ModelError
+from drumline.verification.verify import verify
 from refused import refused
 from some import some
 
@@ -218,6 +222,31 @@ def test_later_steps_are_checked_too() -> None:
         layer.mix = averaged
         with refused(ModelError, "in step 3; its forward differs from block 'layers.1' on", fix="slices=1"):
             pipe.step(tokens=x, target=target)
+
+
+def material(ignores: bool) -> Any:
+    x, target = batch()
+    return Model(ignores=ignores), loss_fn, {"tokens": x, "positions": torch.arange(LENGTH).expand(ROWS, -1)}, target
+
+
+def test_verify_compares_slices_with_whole_sequences() -> None:
+    settings: dict[str, Any] = {"num_microbatches": 2, "transport": "in-process", "num_steps": 1}
+    result = verify("zb-h1", model=partial(material, ignores=False), slices=(7, 6, 3), **settings)
+    assert result.passes
+    assert 0 < result.gradient_difference < 5e-6
+    assert (result.num_microbatches, result.num_slices) == (2, 3)
+    wrong = verify("1f1b", model=partial(material, ignores=True), slices=4, **settings)
+    assert not wrong.passes
+    assert wrong.loss_difference > 1e-3
+
+
+def test_verify_has_a_small_model_of_its_own_for_slices(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "verify 1f1b --microbatches 2 --slices 5,3 --dropout 0.1 --steps 1 --transport in-process --json"
+    assert main(command.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["microbatches"], found["slices"], found["passes"]) == (2, 2, True)
+    assert main(["verify", "zb-v", "--slices", "2", "--mesh", "pp=2,cp=2"]) == 2
+    assert "use slices=1" in capsys.readouterr().err
 
 
 def _on_ranks() -> list[str]:
