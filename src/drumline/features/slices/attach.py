@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from drumline.engine.kit import Kit
 from drumline.engine.lines import Lines
 from drumline.engine.ranks.observer import Observer
+from drumline.engine.ranks.tally import RankReport
 from drumline.engine.setup import PipelineSetup
 from drumline.engine.site import Site
 from drumline.engine.stages.intake import Intake
@@ -16,7 +17,7 @@ from drumline.features.slices.calls import SliceCalls
 from drumline.features.slices.division import SliceLengths
 from drumline.features.slices.following import follow
 from drumline.features.slices.options import SliceOptions
-from drumline.features.slices.units import BY_SLICES, in_one_piece, in_units
+from drumline.features.slices.units import BY_SLICES, in_one_piece, in_sequences, in_units
 from drumline.model.patches import put_in
 from drumline.runtime.sequences import Takes, positions_of, without_packing
 from drumline.runtime.step import CalledWith, Step
@@ -78,6 +79,11 @@ class Slices(Observer):
         self._calls.clear()
         program = self._site.frozen.program
         return in_units(call, self._takes, self._division, program.num_microbatches // self._division.num_slices)
+
+    def tell(self, step: Step, each: Sequence[RankReport]) -> None:
+        """Return whole sequences of the last stage's output."""
+        if step.outputs:
+            step.outputs, step.is_split = {0: in_sequences(step, self._division.num_slices)}, False
 
     def end(self, step: Step) -> None:
         """Forget the step's sequences."""
