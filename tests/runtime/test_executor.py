@@ -126,6 +126,7 @@ def test_what_a_row_does_is_noted_action_by_action() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_witnesses_see_one_microbatchs_gradients_and_output_each(schedule: str, merge: bool) -> None:
     from drumline.features.check.gradients.witness import WatchedRank, Witness
+    from drumline.features.check.units.units import Units
 
     program = generate(schedule, num_ranks=2, num_microbatches=MICROBATCHES)
     model = layers(2)
@@ -138,7 +139,7 @@ def test_witnesses_see_one_microbatchs_gradients_and_output_each(schedule: str, 
     hub, made = executors(program, model, merge=merge)
     ranks = [WatchedRank(executor, {}) for executor in made]
     for rank in ranks:
-        rank.watch([Witness(1), Witness(2)])
+        rank.watch([Witness(Units(1)), Witness(Units(2))])
     run(hub, made, step_on(batch, target))
     for param, before in zip([param for layer in model for param in layer.parameters()], whole, strict=True):
         torch.testing.assert_close(param.grad, before, rtol=1e-6 if merge else 0, atol=1e-6 if merge else 0)
@@ -150,7 +151,7 @@ def test_witnesses_see_one_microbatchs_gradients_and_output_each(schedule: str, 
         for rank, layer in some(zip(ranks, model, strict=True)):
             for param in layer.parameters():
                 torch.testing.assert_close(rank.witnesses[at].gradients[param], param.grad)
-        torch.testing.assert_close(ranks[1].witnesses[at].output, output.detach())
+        torch.testing.assert_close(ranks[1].witnesses[at].outputs[microbatch], output.detach())
 
 
 @pytest.mark.parametrize("weigh", [False, True])

@@ -30,6 +30,7 @@ from drumline.features.record import attach as record
 from drumline.features.record.options import RecordOptions
 from drumline.features.saving.methods import SavingMethods
 from drumline.features.slices import attach as slices
+from drumline.features.slices.methods import SliceMethods
 from drumline.features.slices.options import SliceOptions
 from drumline.features.stream import attach as stream
 from drumline.features.stream.options import StreamOptions
@@ -60,6 +61,7 @@ class AttachedMethods(
     ValidatedMethods,
     AdaptMethods,
     CheckMethods,
+    SliceMethods,
 ):
     """The methods that features add to `Pipeline`."""
 

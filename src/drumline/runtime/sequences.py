@@ -52,6 +52,7 @@ class Takes:
 
     `counted`: whether its positions must count up by one, because they would mean packed documents otherwise.
     `shifts`: whether its own loss compares each token's output with the next label, which may be in another part.
+    `is_needed`: whether it cannot be called without them.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Takes:
     window: int | None = None
     counted: bool = False
     shifts: bool = False
+    is_needed: bool = False
 
 
 def positions_of(model: object, divider: Divider) -> Takes:
@@ -70,7 +72,8 @@ def positions_of(model: object, divider: Divider) -> Takes:
     Traceback (most recent call last):
     drumline.core.errors.ModelError: Linear takes no position_ids or positions, and cp divides its sequences; ...
     """
-    takes = list(inspect.signature(model.forward).parameters) if isinstance(model, nn.Module) else []
+    parameters = inspect.signature(model.forward).parameters if isinstance(model, nn.Module) else {}
+    takes = list(parameters)
     config = getattr(model, "config", None)
     kind = getattr(config, "_attn_implementation", None)  # only models of transformers have it
     if kind not in (None, "sdpa"):
@@ -83,7 +86,9 @@ def positions_of(model: object, divider: Divider) -> Takes:
     for name in _POSITIONS:
         if name in takes:
             shifts = kind is not None and getattr(getattr(model, "loss_function", None), "__name__", "") == _SHIFTING
-            return Takes(name, takes.index(name), window_of(config), counted=kind is not None, shifts=shifts)
+            is_needed = parameters[name].default is inspect.Parameter.empty
+            where = name, takes.index(name), window_of(config)
+            return Takes(*where, counted=kind is not None, shifts=shifts, is_needed=is_needed)
     raise ModelError(
         f"{type(model).__name__} takes no {' or '.join(_POSITIONS)}, and {divider.why}",
         expected="a model whose forward takes the position of each token, since a part does not begin at 0",

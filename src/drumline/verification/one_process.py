@@ -67,10 +67,10 @@ class CutOnce:
     is_tied: bool
 
     @staticmethod
-    def of(material: Material, program: Program) -> CutOnce:
+    def of(material: Material, program: Program, num_microbatches: int) -> CutOnce:
         """Cut a model, which cannot be used afterwards."""
         device = device_of(material.model)
-        blocks = blocks_for(material.model, material.batch, device, num_microbatches=program.num_microbatches)
+        blocks = blocks_for(material.model, material.batch, device, num_microbatches=num_microbatches)
         stages = cut(blocks, program.num_stages, held_pairs=held_by(program))
         seen_parameters: set[nn.Parameter] = set()
         owned = []
@@ -91,8 +91,18 @@ class CutOnce:
 class OneProcess:
     """The model without a pipeline: `loss_fn(model(microbatch), target)` and backward(), microbatch by microbatch."""
 
-    def __init__(self, material: Material, program: Program, seed: int, known: CutOnce, *, num_parts: int = 1) -> None:
+    def __init__(
+        self,
+        material: Material,
+        program: Program,
+        seed: int,
+        known: CutOnce,
+        *,
+        num_parts: int = 1,
+        num_slices: int = 1,
+    ) -> None:
         self._num_parts = num_parts  # of the batch's rows, each cut into microbatches by a line of a mesh
+        self._num_slices = num_slices  # in which the program runs each microbatch
         self._plain = Plain(material.model, known.names)
         self._program = program
         device = device_of(material.model)
@@ -151,7 +161,8 @@ class OneProcess:
             UnsplitMicrobatch(at, *pair, float(share))
             for at, (pair, share) in enumerate(zip(microbatches, parts, strict=True))
         ]
-        orders = [accumulation_order(program, stage) for stage in range(program.num_stages)]
+        in_units = [accumulation_order(program, stage) for stage in range(program.num_stages)]
+        orders = [list(dict.fromkeys(unit // self._num_slices for unit in order)) for order in in_units]
         in_order = self._num_parts > 1 or all(order == sorted(order) for order in orders)
         losses: list[Tensor] = []
         gradients: list[dict[nn.Parameter, Tensor | None]] = []
@@ -168,7 +179,7 @@ class OneProcess:
 
     def _cut(self, values: Any, what: str) -> list[Any]:
         """Return the microbatches of all lines."""
-        count = self._program.num_microbatches
+        count = self._program.num_microbatches // self._num_slices
         if self._num_parts == 1:
             return cut_batch(values, count, what=what)
         return [value for part in cut_batch(values, self._num_parts, what=what) for value in cut_batch(part, count)]

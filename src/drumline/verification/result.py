@@ -38,6 +38,7 @@ class Verification:
     mesh: str = ""  # such as "pp2 x dp2"; empty without one
     zero: int = 0
     batches_differ: bool = False  # whether each step had another batch
+    num_slices: int = 1  # of every sequence
 
     @property
     def gradient_difference(self) -> float:
@@ -100,6 +101,7 @@ class Verification:
             "transport": self.transport,
             "devices": self.devices.to_json(),
             **({"mesh": self.mesh, "zero": self.zero} if self.mesh else {}),
+            **({"slices": self.num_slices} if self.num_slices > 1 else {}),
             **{name: number if math.isfinite(number) else None for name, number in numbers.items()},
             "worst_parameter": self.worst_parameter,
             "first_wrong_parameter": self.first_wrong_parameter,

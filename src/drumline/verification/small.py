@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from drumline.core.program import Program
 from drumline.engine.model.sources import Material
+from drumline.features.slices.division import SliceLengths
 from drumline.model.layers.moe import MoE
 
 _WIDTH = 32
@@ -17,12 +18,14 @@ _HEADS = 4
 _LENGTH = 16
 
 
-def small(program: Program, dropout: float, mesh: Mapping[str, int]) -> Material:
+def small(program: Program, dropout: float, mesh: Mapping[str, int], division: SliceLengths) -> Material:
     """Return a model with at least one block per stage, and a batch that does not divide evenly."""
-    rows = 4 * program.num_microbatches * mesh.get("dp", 1) * mesh.get("ep", 1) + 1
-    if any(mesh.get(axis, 1) > 1 for axis in ("tp", "cp", "ep")):
-        tokens = torch.randint(_WORDS, (2, rows, _LENGTH))
-        model = _Decoder(max(4, program.num_stages), dropout, mesh.get("ep", 1))
+    slices = division.num_slices
+    rows = 4 * program.num_microbatches // slices * mesh.get("dp", 1) * mesh.get("ep", 1) + 1
+    if slices > 1 or any(mesh.get(axis, 1) > 1 for axis in ("tp", "cp", "ep")):
+        length = sum(division.lengths) or (_LENGTH if slices == 1 else 4 * slices)
+        tokens = torch.randint(_WORDS, (2, rows, length))
+        model = _Decoder(max(4, program.num_stages), dropout, mesh.get("ep", 1), length)
         return Material(model, _loss, tokens[0], tokens[1])
     blocks = (
         nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.LayerNorm(_WIDTH), nn.GELU(), nn.Dropout(dropout))
@@ -40,9 +43,9 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 class _Decoder(nn.Module):
     """A small language model; with `lines` above 1 its feed-forwards are mixtures of twice as many experts."""
 
-    def __init__(self, num_blocks: int, dropout: float, lines: int) -> None:
+    def __init__(self, num_blocks: int, dropout: float, lines: int, length: int) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(_WORDS, _WIDTH), nn.Embedding(_LENGTH, _WIDTH)
+        self.words, self.places = nn.Embedding(_WORDS, _WIDTH), nn.Embedding(length, _WIDTH)
         self.blocks = nn.ModuleList(_Block(dropout, 2 * lines if lines > 1 else 0) for _ in range(num_blocks))
         self.head = nn.Linear(_WIDTH, _WORDS, bias=False)
 

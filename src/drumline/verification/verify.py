@@ -11,6 +11,9 @@ the sums of the copies are added at the end: there, the results may differ by ro
 
 On a mesh, the one process runs the microbatches of all lines. Lines add up what it adds up at once, so that results
 differ by rounding. Gradients and weights of which ranks hold parts are put together before they are compared.
+
+With slices, the one process runs whole sequences. The pipeline adds what slices add one after another, so results
+differ by rounding there, too.
 """
 
 from __future__ import annotations
@@ -37,8 +40,9 @@ from drumline.engine.model.blocks import example_inputs
 from drumline.engine.model.sources import Maker, Material, material_from
 from drumline.engine.program.find import program_for
 from drumline.engine.stages.assembly import Checkpointing, device_of
-from drumline.engine.together import mesh_facts
+from drumline.engine.together import mesh_facts, program_facts
 from drumline.engine.unsplit.comparing import difference, norm_of
+from drumline.features.slices.division import SliceLengths
 from drumline.model.follow.inputs import Inputs
 from drumline.model.precision import one_thread
 from drumline.pipeline.options import taken
@@ -62,8 +66,8 @@ from drumline.verification.small import small
 TRANSPORTS = ("auto", "in-process", "shared-memory", "gloo")
 
 _ROUNDING = 1e-6  # of float32, for sums in a different order
-_ROUNDING_OF_LINES = 1e-5  # the same, where lines of a mesh add up parts of every layer or gradient
-_LEAST_SHARE = 1e-4  # of the norm of all gradients; on a mesh, a smaller one counts as if it were this large
+_ROUNDING_OF_PARTS = 1e-5  # the same, where lines of a mesh or slices add up parts of every layer or gradient
+_LEAST_SHARE = 1e-4  # of the norm of all gradients; where parts are added, a smaller one counts as if it were as large
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ class _Case:
     mesh: Mapping[str, int]  # by axis; empty without one
     zero: int
     sequence_parallel: bool
+    division: SliceLengths
     start: str = ""  # fingerprint of the model and data in one process
     balance: tuple[int, ...] = ()  # blocks per stage of the cut there
 
@@ -90,7 +95,17 @@ class _Case:
             torch.manual_seed(self.seed)
             if self.source is not None:
                 return material_from(self.source)
-            return small(self.program, self.dropout, self.mesh)
+            return small(self.program, self.dropout, self.mesh, self.division)
+
+    @property
+    def num_microbatches(self) -> int:
+        """The microbatches of a step, each of which may run in several units."""
+        return self.program.num_microbatches // self.division.num_slices
+
+    @property
+    def adds_parts(self) -> bool:
+        """Whether the pipeline adds up parts of what one process computes at once."""
+        return self.num_lines > 1 or self.division.num_slices > 1
 
     @property
     def num_lines(self) -> int:
@@ -139,6 +154,7 @@ def verify(
     mesh: Mapping[str, int] | None = None,
     zero: int = 0,
     sequence_parallel: bool = False,
+    slices: int | Sequence[int] = 1,
 ) -> Verification:
     """Run a model pipelined and in one process, and compare losses, gradients and updated weights.
 
@@ -155,6 +171,8 @@ def verify(
       take turns in this one.
     - `mesh`, `zero`, `sequence_parallel`: as `Pipeline` takes them, such as `{"pp": 2, "dp": 2}`. The function returns
       the whole batch, of which each line gets its part. Gradients are compared whole, up to rounding.
+    - `slices`: as `Pipeline` takes it. A `Program` or a file has the order of all slices, as that of `pipe.program`.
+      The default model is a small causal decoder then.
     """
     if transport not in TRANSPORTS:
         raise UsageError(f"transport is {transport!r}", fix=nearest(transport, TRANSPORTS))
@@ -173,21 +191,27 @@ def verify(
         num_ranks = sizes.get("pp") or (schedule.num_ranks if isinstance(schedule, Program) else 2)
     if num_microbatches is None and isinstance(schedule, str):
         num_microbatches = 8
+    division = SliceLengths.of(slices if isinstance(slices, int) else tuple(slices))
     program = program_for(
-        schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=stages_per_rank
+        schedule,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        stages_per_rank=stages_per_rank,
+        slices=division.num_slices,
     )
-    case = _Case(
-        program, model, transport, checkpoint, dropout, num_steps, seed, timeout, sizes, zero, sequence_parallel
-    )
+    of_lines = sizes, zero, sequence_parallel
+    case = _Case(program, model, transport, checkpoint, dropout, num_steps, seed, timeout, *of_lines, division=division)
     _check_mesh(case)
     with one_thread():
         material = case.material()
         _check_rows(case, material)
         start = fingerprint(material)
-        known = CutOnce.of(material, program)
+        known = CutOnce.of(material, program, case.num_microbatches)
         case = replace(case, start=start, balance=known.counts)
         del material  # it was traced; the reference must be one that never was
-        one_process = OneProcess(case.made_again(), program, seed, known, num_parts=case.num_parts)
+        one_process = OneProcess(
+            case.made_again(), program, seed, known, num_parts=case.num_parts, num_slices=division.num_slices
+        )
         expected = [one_process.step()]  # before any rank starts: a failure here is the model's own
         if transport == "in-process":
             views = [_in_turns(case)]
@@ -210,8 +234,13 @@ def _check_mesh(case: _Case) -> None:
         )
     if case.zero not in (0, 1, 3):
         raise UsageError(f"zero is {case.zero}", expected="0, 1 (optimizer state) or 3 (parameters and gradients too)")
-    facts = {"transport": case.transport, "zero": case.zero, "sequence_parallel": case.sequence_parallel}
-    Together(table(), facts | mesh_facts(case.mesh)).refuse()
+    facts = {
+        "transport": case.transport,
+        "zero": case.zero,
+        "sequence_parallel": case.sequence_parallel,
+        "slices": case.division.num_slices,
+    }
+    Together(table(), facts | mesh_facts(case.mesh) | program_facts(case.program)).refuse()
 
 
 def _check_rows(case: _Case, material: Material) -> None:
@@ -240,6 +269,8 @@ def _pipelined(case: _Case) -> _ProcessView:
     if case.num_lines > 1 or case.zero or case.sequence_parallel:
         mesh = case.mesh if case.num_lines > 1 else None
         features |= {"mesh": mesh, "zero": case.zero, "sequence_parallel": case.sequence_parallel}
+    if case.division.num_slices > 1:
+        features |= {"slices": case.division.lengths or case.division.num_slices}
     with Pipeline(
         material.model,
         loss_fn=material.loss_fn,
@@ -293,19 +324,19 @@ def _compared(
         losses += [difference(step.loss, wanted.loss) for step in ours]
         weights += differences([step.weights for step in ours], wanted.weights).values()
         norms = [norm_of(tensor) for _, tensor in wanted.gradients]
-        least = _LEAST_SHARE * math.hypot(*norms) if case.num_lines > 1 else 0.0
+        least = _LEAST_SHARE * math.hypot(*norms) if case.adds_parts else 0.0
         for name, value in differences([step.gradients for step in ours], wanted.gradients, least).items():
             gradients[name] = max(value, gradients.get(name, 0.0))
     program, tolerance = case.program, 0.0
-    if case.num_lines > 1:
-        tolerance = max(_ROUNDING_OF_LINES, _allowed(expected[0].weights))
+    if case.adds_parts:
+        tolerance = max(_ROUNDING_OF_PARTS, _allowed(expected[0].weights))
     elif rounds:
         tolerance = _allowed(expected[0].weights)
     return Verification(
         schedule=program.name,
         num_ranks=program.num_ranks * case.num_lines,
         num_stages=program.num_stages,
-        num_microbatches=program.num_microbatches,
+        num_microbatches=case.num_microbatches,
         num_steps=case.num_steps,
         devices=ranks[0].devices,
         loss=expected[-1].loss.item(),
@@ -317,6 +348,7 @@ def _compared(
         mesh=mesh_shown(case.mesh) if case.mesh else "",
         zero=case.zero,
         batches_differ=turns and case.num_steps > 1,
+        num_slices=case.division.num_slices,
     )
 
 

@@ -35,6 +35,8 @@ _NOTHING: Any = object()  # the target of a microbatch with weight 0
 class Intake:
     """Splits batches and targets into microbatches, weights these, and computes their losses."""
 
+    num_slices = 1  # units in which each microbatch of a step runs, which are cut and counted as microbatches are
+
     def __init__(
         self,
         model: Model,

@@ -36,10 +36,14 @@ from drumline.features.check.gradients.sketch import sketch
 from drumline.features.check.gradients.witness import WatchedRank, Witness
 from drumline.features.check.heap import giving_back
 from drumline.features.check.sample import StepSample
+from drumline.features.check.units.openings import Opening, openings
+from drumline.features.check.units.trail import BlockTrail
+from drumline.features.check.units.units import Units
 from drumline.features.check.verdict import allowed_off
 from drumline.model.randomness import seedings_elsewhere
 from drumline.runtime.step import Step
 
+_NO_MEMORY = "there is no memory for the whole model"
 _FINE = 1e-3  # what is allowed in float32 is less
 
 
@@ -61,7 +65,9 @@ class Take:
     """One microbatch, and what the model by itself made of it."""
 
     microbatch: UnsplitMicrobatch
+    units: Units  # of the step that it is
     wanted: PlainResult | None = None
+    opening: Opening | None = None  # of its sequences, if there is no memory for more
     expected: ExpectedSketches | None = None  # of its gradients
     # Made while all that it computed was nudged a little.
     nudged: list[PlainResult | None] = field(default_factory=list)
@@ -86,6 +92,7 @@ class Asking:
         self.reason = ""  # why it is not checked
         self.error: Exception | None = None  # what the model by itself raised
         self.measures = False  # whether rounding is measured
+        self.trail = BlockTrail()  # of the model by itself
         self.seconds = 0.0
         self._seedings = seedings_elsewhere()
         self._room = ExitStack()  # open until the step ends
@@ -130,8 +137,8 @@ class Asking:
         if take.expected is None:  # nothing is compared here, and other ranks compare what they share with this one
             shared = {tensor.name for tensor in self.engine.assembly.ties.tensors if tensor.is_copied}
             only = {param for name, param in rank.named.items() if name in shared or self.parts.is_settled_later(param)}
-            return Witness(take.microbatch.number, only)
-        witness = Witness(take.microbatch.number)
+            return Witness(take.units, only)
+        witness = Witness(take.units, trail=BlockTrail() if take.units.are_several else None)
         limits = take.expected.limits()
         uses = Counter(param for stage in rank.executor.stages.values() for param in stage.parameters)
         for name, param in rank.named.items():
@@ -188,12 +195,12 @@ class Asking:
         is_coarse = self.allowed > _FINE
         cards = self.crew.collect("check", _Card(local is not None, mine, is_whole, here, own_print, factor, is_coarse))
         # Parts are added up in another order than the whole, and rounded in between: in low precision that shows.
-        self.measures = self.parts.is_on and any(answer.is_coarse for answer in cards)
+        self.measures = self._rounds_elsewhere and any(answer.is_coarse for answer in cards)
         # Before differences are put down to the model.
         agree_on_batch([answer.arguments for answer in cards], number, self.crew.naming)
         microbatches = local if local is not None and all(answer.has_batch for answer in cards) else None
         microbatches = microbatches or sample.passed_on(self.engine.ends)
-        self.takes = [Take(microbatch) for microbatch in microbatches]
+        self.takes = [Take(each, Units(each.number, self.intake.num_slices)) for each in microbatches]
         if len({answer.factor for answer in cards}) > 1:
             self.reason = "ranks scale the loss differently"  # which they tell each other after the step
         elif all(answer.is_whole for answer in cards) and not _are_stale(named, [answer.samples for answer in cards]):
@@ -210,6 +217,8 @@ class Asking:
             results = self.run(step.draw, factor)
             for take, wanted in zip(self.takes, results, strict=True):
                 take.wanted = wanted
+            if self.reason == _NO_MEMORY and self._is_here and self.intake.num_slices > 1:
+                self._open(step.draw)
         for seed in range(DRAWS) if self.measures else ():
             if all(self.crew.collect("check rounding", not self.reason)):
                 with Nudge(seed):
@@ -243,10 +252,31 @@ class Asking:
         named = loss.named_parameters(prefix="loss_fn") if isinstance(loss, nn.Module) else ()
         return dict(named)
 
-    def run(self, draw: int, factor: float, *, in_full: bool = False) -> Sequence[PlainResult | None]:
-        """Run all microbatches through the model by itself; None if they cannot be compared.
+    def _open(self, draw: int) -> None:
+        """Run as much of the sequences' first tokens as there is memory for, forward alone."""
+        for take in self.takes:
+            for number, inputs in openings(take.microbatch.inputs, take.units.count):
+                self.reason = ""
+                result = self.run(draw, 0.0, [replace(take.microbatch, inputs=inputs, target=None)], goes_back=False)[0]
+                if result is not None and not result.outcome.drew:  # what is drawn depends on the length
+                    take.opening = Opening(number, result.outcome.output)
+                if result is not None:
+                    break
+        self.reason = _NO_MEMORY
 
-        All gradients are sketched; if they are wanted `in_full`, they are copied too.
+    def run(
+        self,
+        draw: int,
+        factor: float,
+        microbatches: Sequence[UnsplitMicrobatch] = (),
+        *,
+        in_full: bool = False,
+        goes_back: bool = True,
+    ) -> Sequence[PlainResult | None]:
+        """Run all microbatches, or other ones, through the model by itself; None if they cannot be compared.
+
+        All gradients are sketched; if they are wanted `in_full`, they are copied too. Without a backward it
+        has no loss.
         """
         assert self.runner is not None
         nothing, assembly = [None] * len(self.takes), self.engine.assembly
@@ -257,17 +287,18 @@ class Asking:
             with nullcontext() if self.runner.relay is None else self.runner.relay.running():
                 results = wanted_of(
                     self.runner.model,
-                    [take.microbatch for take in self.takes],
-                    self.intake.loss,
+                    microbatches or [take.microbatch for take in self.takes],
+                    self.intake.loss if goes_back else _no_loss,
                     trained=[param for param in mine if param.requires_grad],
                     in_full=in_full or self.parts.is_on,  # parts are cut out of whole gradients
                     device=assembly.device,
                     randomness=assembly.randomness,
                     precision=assembly.precision,
                     scale=factor,
-                    multiplying=lambda microbatch: self.intake.multiplying(microbatch.inputs, microbatch.factors),
+                    multiplying=self._around,
                     others=[*mine, *self._of_loss().values()],
                     keeping=self.intake.loss_fn,
+                    goes_back=goes_back,
                 )
         except GaveUp as error:
             self.reason = f"each rank has only its own stages in memory, and they could not run it together: {error}"
@@ -275,9 +306,9 @@ class Asking:
         except (RankFailed, WaitTimeout):
             raise
         except Exception as error:  # the user's own: the step will meet it, and says where
-            # The host raises no type of its own.
+            # Hosts raise no type of their own.
             if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
-                self.reason = "there is no memory for the whole model"
+                self.reason = _NO_MEMORY
                 return nothing
             self.error = error
             self.reason = f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
@@ -294,10 +325,39 @@ class Asking:
                 self.reason = "random numbers were drawn meanwhile, by the loss function or by another thread"
         return nothing if self.reason else results
 
+    @contextmanager
+    def _around(self, microbatch: UnsplitMicrobatch) -> Iterator[None]:
+        """Multiply parts of the model's own loss inside, and note what blocks return where units will be compared."""
+        assert self.runner is not None
+        modules: dict[str, nn.Module] = {}
+        model = self.runner.model.model
+        if self.intake.num_slices > 1 and self._is_here and isinstance(model, nn.Module):
+            there = dict(model.named_modules())
+            modules = {name: there[name] for name in self.reference.names if name in there}
+        with (
+            self.trail.following(modules, microbatch.number),
+            self.intake.multiplying(microbatch.inputs, microbatch.factors),
+        ):
+            yield
+
+    @property
+    def _is_here(self) -> bool:
+        """Whether this process runs all of the model."""
+        return self.runner is not None and self.runner.relay is None
+
+    @property
+    def _rounds_elsewhere(self) -> bool:
+        """Whether the step adds up parts, so that it rounds at other places than one process."""
+        return self.parts.is_on or self.intake.num_slices > 1
+
     @cached_property
     def allowed(self) -> float:
         """How far the two may be apart."""
         return allowed_off(self.engine.assembly, {param.dtype for param in self.engine.parameters()})
+
+
+def _no_loss(output: Any, target: Any) -> Tensor:
+    return torch.zeros(())
 
 
 def _are_stale(named: Mapping[str, nn.Parameter], samples: Sequence[Mapping[str, bytes]]) -> bool:

@@ -213,9 +213,19 @@ class ModelCheck(NoCheck, Keeper):
         answers = self._crew.all_told("checked", [outcomes, *others])
         reference, order = self._reference, self._ground.engine.assembly.order
         assert reference is not None
-        settings = {"divides_layers": self._parts.axes.size("tp") > 1, "is_chain": reference.is_chain}
+        slices = reference.names if self._ground.intake.num_slices > 1 else ()
+        settings: dict[str, Any] = {"divides_layers": self._parts.axes.size("tp") > 1, "is_chain": reference.is_chain}
         verdicts = [
-            verdict(each, trial.allowed, order, reference.homes, self._crew.naming, step=step.number, **settings)
+            verdict(
+                each,
+                trial.allowed,
+                order,
+                reference.homes,
+                self._crew.naming,
+                step=step.number,
+                slices=slices,
+                **settings,
+            )
             for each in zip(*answers, strict=True)
         ]
         self.checked, self.refusal = merged(verdicts, step.number)
@@ -246,6 +256,8 @@ class ModelCheck(NoCheck, Keeper):
         if unchecked and unchecked not in self._said and self._crew.rank == self._crew.axes.number == 0:
             self._said.add(unchecked)
             compared = "only in part checked" if self.checked.num_parameters else "not checked"
+            if self.checked.num_tokens:
+                compared = f"checked by the outputs of each sequence's first {self.checked.num_tokens} tokens alone"
             print(
                 f"drumline: the {which} step was {compared} against the model by itself: {unchecked}; "
                 "`drumline verify` compares the two on a smaller one",

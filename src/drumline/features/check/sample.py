@@ -12,6 +12,8 @@ from drumline.engine.ranks.crew import Crew
 from drumline.engine.stages.intake import Intake
 from drumline.engine.unsplit.parts import Parts
 from drumline.engine.unsplit.unsplit_step import UnsplitMicrobatch
+from drumline.features.check.units.units import Units
+from drumline.model.loss.factors import Factors
 from drumline.model.values import moved, pack
 from drumline.runtime.step import Step
 
@@ -62,7 +64,8 @@ def likely(targets: Sequence[Any]) -> list[float]:
 class StepSample:
     """What this process was given for a step; `sequences` are batch and target with whole ones, if lines have parts.
 
-    `copies` says by which copy of the stages each microbatch runs, and `num_microbatches` how many are looked at.
+    `copies` says by which copy of the stages each microbatch runs, and `num_microbatches` how many are looked at. Where
+    microbatches run in several units, they have the numbers of their first.
     """
 
     crew: Crew
@@ -80,7 +83,7 @@ class StepSample:
         if self.arguments is None or (self.target is None and not self.intake.has_own_loss):
             return None
         step, places = self._taken({"first", "last"})
-        return [self._with_sequences(self._microbatch(step, at), step.order) for at in places]
+        return [self._with_sequences(self._microbatch(step, at), step) for at in places]
 
     def _microbatch(self, step: Step, at: int) -> UnsplitMicrobatch:
         arguments = step.inputs[at], step.targets[at], float(step.shares[at]), self.intake.factors_of(at)
@@ -98,13 +101,13 @@ class StepSample:
                 UnsplitMicrobatch(at, None, step.targets[at], float(step.shares[at]), self.intake.factors_of(at))
                 for at in places
             ]
-            each = [self._with_sequences(microbatch, step.order) for microbatch in each]
+            each = [self._with_sequences(microbatch, step) for microbatch in each]
             chosen = [(sent.number, moved(sent.target, _HOST), sent.share, sent.factors) for sent in each]
         target = next(value for value in self.crew.collect("check target", chosen) if value is not None)
         first = None
         if "first" in ends:
             each = [UnsplitMicrobatch(at, step.inputs[at], None, share) for at, _, share, _ in target]
-            first = [moved(self._with_sequences(microbatch, step.order).inputs, _HOST) for microbatch in each]
+            first = [moved(self._with_sequences(microbatch, step).inputs, _HOST) for microbatch in each]
         inputs = next(value for value in self.crew.collect("check input", first) if value is not None)
         pairs = zip(target, inputs, strict=True)
         return [UnsplitMicrobatch(at, value, wanted, share, factors) for (at, wanted, share, factors), value in pairs]
@@ -114,25 +117,31 @@ class StepSample:
         step = Step(self.number)
         self.intake.take(step, self.arguments, self.target, ends, self.crew)
         self.intake.cut(step)
-        counts = likely(step.targets) if self.intake.is_open and step.targets else step.shares
-        return step, chosen(self.parts.counts(counts, self.intake.device), self.copies, self.num_microbatches)
+        counts = self.parts.counts(
+            likely(step.targets) if self.intake.is_open and step.targets else step.shares, self.intake.device
+        )
+        each = self.intake.num_slices
+        together = [sum(counts[at : at + each]) for at in range(0, len(counts), each)]
+        return step, [at * each for at in chosen(together, self.copies[::each], self.num_microbatches)]
 
-    def _with_sequences(self, sent: UnsplitMicrobatch, order: Sequence[int]) -> UnsplitMicrobatch:
-        """Return a microbatch with whole sequences, if lines of a mesh have parts of them.
+    def _with_sequences(self, sent: UnsplitMicrobatch, step: Step) -> UnsplitMicrobatch:
+        """Return a microbatch with whole sequences, if lines of a mesh or units of a step have parts of them.
 
-        `order` says which of the given microbatches runs in each slot, if that was chosen.
+        The step's order says which of the given microbatches runs in each slot, if that was chosen.
         """
         if self.sequences is None:
             return sent
         batch, target = self.sequences
-        at = order[sent.number] if order else sent.number
+        at = (step.order[sent.number] if step.order else sent.number) // self.intake.num_slices
         inputs = None if sent.inputs is None else self.intake.cut_batch(batch)[at]
         if sent.target is not None:
             own_values = batch if self.intake.has_own_loss else target
             targets = self.intake.cut_batch(own_values, what="the batch" if self.intake.has_own_loss else "the target")
-            factors = (
-                self.parts.factors(sent.share, sent.factors, self.intake.device) if self.intake.has_own_loss else ()
-            )
+            factors: Factors = ()
+            if self.intake.has_own_loss:
+                units = Units(sent.number, self.intake.num_slices)
+                mine = units.factors(step, {number: self.intake.factors_of(number) for number in units.numbers})
+                factors = self.parts.factors(sent.share, mine, self.intake.device)
             sent = replace(sent, target=targets[at], factors=factors)
         # What part of the loss whole sequences are is known after the step, when all lines have counted theirs.
         return replace(sent, inputs=inputs, share=1.0 / self.intake.num_microbatches, seen_share=None)

@@ -68,7 +68,7 @@ class Trial(Asking):
         """Give the wanted gradients the share that the step took: some losses must be seen before it is known."""
         own_share = None
         if take.microbatch.number in step.losses:
-            own_share = self.parts.share(step.shares[take.microbatch.number], self.intake.device)
+            own_share = self.parts.share(take.units.share(step), self.intake.device)
         share = next(value for value in self.crew.collect("check share", own_share) if value is not None)
         take.counts = bool(share)
         if take.counts and take.wanted is not None and take.expected is not None and share != take.wanted.outcome.share:
@@ -115,6 +115,10 @@ class Trial(Asking):
         ties, alone = self.engine.assembly.ties, self.crew.alone
         shared = {tensor.name for tensor in ties.tensors if tensor.is_copied and not alone}
         outcome.shared = {name: few(gradient.sketched) for name, gradient in gradients.items() if name in shared}
+        if take.opening is not None:
+            outcome.num_tokens = take.opening.num_tokens
+            outcome.others = {"output": outputs_off(*take.units.outputs(self._outputs(at), take.opening.output))}
+            outcome.differing = self._differing(at, take)
         if take.wanted is None or take.expected is None:
             return outcome
         named, expected = self.named, take.expected
@@ -142,10 +146,13 @@ class Trial(Asking):
         gradients_by_parameter = {param: gradients.get(name) for param, name in compared.items()}
         distances = differences(gradients_by_parameter, expected, partial(self._in_full, step, take))
         outcome.differences = {compared[param]: each for param, each in distances.items()}
+        outcome.differing = self._differing(at, take)
         if take.microbatch.number in step.losses:
             others = {
                 "loss": off(self._loss(step, take), take.wanted.outcome.loss),
-                "output": outputs_off(*self.parts.outputs(self._output(at), take.wanted.outcome.output)),
+                "output": outputs_off(
+                    *self.parts.outputs(*take.units.outputs(self._outputs(at), take.wanted.outcome.output))
+                ),
             }
             outcome.others = {what: take.rounding.left(what, distance) for what, distance in others.items()}
         return outcome
@@ -166,8 +173,7 @@ class Trial(Asking):
     @property
     def _can_run_again(self) -> bool:
         """Whether the whole model is still here after the step."""
-        is_here = self.runner is not None and self.runner.relay is None
-        return is_here and self.takes[0].wanted is not None and self.holdings.shards is None
+        return self._is_here and self.takes[0].wanted is not None and self.holdings.shards is None
 
     def _once_more(self, step: Step) -> None:
         if any(take.again is None for take in self.takes):
@@ -187,15 +193,21 @@ class Trial(Asking):
 
     def _loss(self, step: Step, take: Take) -> Tensor:
         """Return the microbatch's loss in the step, over whole sequences."""
-        loss, share = (each[take.microbatch.number] for each in (step.losses, step.shares))
+        loss = take.units.loss(step)
         if not self.parts.divides_sequences or not take.microbatch.share:
-            return loss.detach().cpu()
-        total = self.parts.total(loss.detach().double() * share, self.intake.device)
+            return loss
+        total = self.parts.total(loss.double() * take.units.share(step), self.intake.device)
         return torch.tensor(total / take.microbatch.share, dtype=loss.dtype)
 
-    def _output(self, at: int) -> Any:
-        outputs = [rank.witnesses[at].output for rank in self.ranks]
-        return next((output for output in outputs if output is not None), None)
+    def _outputs(self, at: int) -> dict[int, Any]:
+        """Return the outputs of the last stage by unit."""
+        return next((rank.witnesses[at].outputs for rank in self.ranks if rank.witnesses[at].outputs), {})
+
+    def _differing(self, at: int, take: Take) -> list[str]:
+        """Return the blocks here that return something else for units than for whole sequences."""
+        trails = [trail for rank in self.ranks if (trail := rank.witnesses[at].trail) is not None]
+        names = self.reference.names
+        return [name for trail in trails for name in trail.differing(self.trail, take.units, names, self.allowed)]
 
     def _has_moods(self, step: Step) -> bool:
         """Whether the model by itself returns something else when it is run again.

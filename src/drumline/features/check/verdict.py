@@ -23,6 +23,8 @@ class CheckReport:
     unchecked: str = ""
     step: int = 0  # the number of the step
     num_microbatches: int = 1
+    # Of sequences in slices, how many tokens' outputs were compared, and nothing else, for want of memory.
+    num_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -40,6 +42,8 @@ class RankOutcome:
     unchecked: str = ""
     raised: str = ""  # what the model by itself raised, where its pieces did not
     has_moods: bool = False
+    num_tokens: int = 0  # first ones of sequences, of which nothing but the outputs is compared
+    differing: list[str] = field(default_factory=list)  # blocks that return something else in units
 
     def is_wrong(self, allowed: float) -> bool:
         """Whether this rank has found something wrong by itself."""
@@ -77,13 +81,15 @@ def verdict(
     *,
     divides_layers: bool = False,
     is_chain: bool = False,
+    slices: Sequence[str] = (),
     step: int = 0,
 ) -> tuple[CheckReport, ModelError | None]:
     """Return what all ranks found between them about a microbatch, and what to raise if something is wrong.
 
     `order` is that of the model's parameters, and `homes` are their blocks. `divides_layers` says that tp does,
-    `is_chain` that a list of blocks is checked. A list that is another each time it is called cannot be checked, but it
-    runs as it is; of other models only what was traced runs.
+    `is_chain` that a list of blocks is checked, and `slices` has the blocks in order if sequences are divided. A list
+    that is another each time it is called cannot be checked, but it runs as it is; of other models only what was traced
+    runs.
 
     >>> wrong = RankOutcome({"b.weight": 0.5}, num_parameters=2, others={"loss": 1e-9})
     >>> checked, error = verdict([wrong], 1e-4, ["a.weight", "b.weight"], {"b.weight": "b"})
@@ -105,6 +111,7 @@ def verdict(
         + len({name for outcome in outcomes for name in outcome.wanted}),
         (*others, *names),
         "; ".join(f"{naming.rank(at)}: {reason}" for reason, at in unchecked.items()),
+        num_tokens=max(outcome.num_tokens for outcome in outcomes),
     )
     if raised := next((outcome.raised for outcome in outcomes if outcome.raised), ""):
         return checked, ModelError(
@@ -129,8 +136,10 @@ def verdict(
         more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
         home = homes.get(names[0], "")
         what.append(f"the gradient of {names[0]}{more}, in block {home!r}, is {wrong[names[0]]:.2g} of its size off")
-    changed = next((outcome.changed for outcome in outcomes if outcome.changed), "")
     when = f" in step {step}" if step else ""
+    if slices:
+        return checked, _in_slices(outcomes, [homes.get(name, "") for name in names], slices, ", ".join(what) + when)
+    changed = next((outcome.changed for outcome in outcomes if outcome.changed), "")
     return checked, ModelError(
         f"the model, {'run' if is_chain else 'traced'} block by block, returns something else than by itself{when}: "
         + ", ".join(what),
@@ -139,6 +148,27 @@ def verdict(
         fix=(_PARTIAL if divides_layers and names and not others else "")
         + (_CHAIN if is_chain else _TRACED)
         + (f"; or, since {changed}, which other ranks cannot see it change: check_model=False" if changed else ""),
+    )
+
+
+def _in_slices(
+    outcomes: Sequence[RankOutcome], wrong_homes: Sequence[str], order: Sequence[str], what: str
+) -> ModelError:
+    """Return what to raise if slices compute something else: the first block that returns something else is named.
+
+    If none does, a backward is wrong, and gradients of the blocks before it are too.
+    """
+    differing = {name for outcome in outcomes for name in outcome.differing}
+    first = next((name for name in order if name in differing), "")
+    last = next((name for name in reversed(order) if name in wrong_homes), "")
+    where = f"; its forward differs from block {first!r} on" if first else ""
+    if not first and last:
+        where = f"; its forward is the same, and its backward differs from block {last!r} on"
+    return ModelError(
+        f"the model in slices computes something else than on whole sequences: {what}{where}",
+        expected="blocks in which only scaled_dot_product_attention sees other tokens, and positions that are used",
+        fix="use slices=1"
+        + (f", or look in {first or last!r} for what works along a sequence" if first or last else ""),
     )
 
 
@@ -155,7 +185,9 @@ def merged(
     error = next((error for _, error in verdicts if error is not None), None)
     wrong = tuple(dict.fromkeys(name for report in every for name in report.wrong))
     number = max(report.num_parameters for report in every)
-    return CheckReport(sum(report.seconds for report in every), number, wrong, unchecked, step, len(every)), error
+    least = min(report.num_tokens for report in every)
+    seconds = sum(report.seconds for report in every)
+    return CheckReport(seconds, number, wrong, unchecked, step, len(every), least), error
 
 
 def _shared_wrong(outcomes: Sequence[RankOutcome], allowed: float) -> dict[str, float]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from drumline.engine.kit import Kit
 from drumline.engine.lines import Lines
-from drumline.engine.no_check import NoCheck
 from drumline.engine.ranks.observer import Observer
+from drumline.engine.ranks.tally import RankReport
 from drumline.engine.setup import PipelineSetup
 from drumline.engine.site import Site
 from drumline.engine.stages.intake import Intake
@@ -17,7 +17,7 @@ from drumline.features.slices.calls import SliceCalls
 from drumline.features.slices.division import SliceLengths
 from drumline.features.slices.following import follow
 from drumline.features.slices.options import SliceOptions
-from drumline.features.slices.units import BY_SLICES, in_units
+from drumline.features.slices.units import BY_SLICES, in_one_piece, in_sequences, in_units
 from drumline.model.patches import put_in
 from drumline.runtime.sequences import Takes, positions_of, without_packing
 from drumline.runtime.step import CalledWith, Step
@@ -25,16 +25,14 @@ from drumline.runtime.user_batch import has_microbatches
 
 
 def fit(kit: Kit, setting: PipelineSetup, options: SliceOptions) -> None:
-    """Have sequences divided, if the user asks for it: a comparison with whole steps does not know slices yet."""
+    """Have sequences divided, if the user asks for it."""
     if options.division.num_slices > 1:
-        kit.lines, kit.check = partial(_unpacked, kit.lines), NoCheck
+        kit.lines = partial(_with_sequences, kit.lines)
         kit.intake = type("SlicedIntake", (_Intake,), {"num_slices": options.division.num_slices})
 
 
 class _Intake(Intake):
     """Splits steps into units; what is no step, such as an example that is timed, into microbatches."""
-
-    num_slices: int
 
     def cut_batch(self, batch: Any, *, what: str = "the batch") -> list[Any]:
         """Return the microbatches of a batch of whole sequences, or its units."""
@@ -44,10 +42,14 @@ class _Intake(Intake):
             return super().cut_batch(batch, what=what)
 
 
-def _unpacked(make: Callable[[PipelineSetup], Lines], setting: PipelineSetup) -> Lines:
-    """Return the lines of a pipeline; while its model is traced, positions do not mean packed documents."""
+def _with_sequences(make: Callable[[PipelineSetup], Lines], setting: PipelineSetup) -> Lines:
+    """Return the lines of a pipeline, which know whole sequences.
+
+    While its model is traced, positions do not mean packed documents.
+    """
     lines = make(setting)
     around = lines.around
+    lines.placed = partial(in_one_piece, takes=positions_of(setting.options.model, BY_SLICES))  # type: ignore[method-assign]
     lines.whole = without_packing  # type: ignore[method-assign]
     lines.around = lambda: [without_packing, *around()]  # type: ignore[method-assign]
     return lines
@@ -76,6 +78,11 @@ class Slices(Observer):
         """Return a step's arguments in units."""
         self._calls.clear()
         return in_units(call, self._takes, self._division, self._site.frozen.program.num_microbatches)
+
+    def tell(self, step: Step, each: Sequence[RankReport]) -> None:
+        """Return whole sequences of the last stage's output."""
+        if step.outputs:
+            step.outputs, step.is_split = {0: in_sequences(step, self._division.num_slices)}, False
 
     def end(self, step: Step) -> None:
         """Forget the step's sequences."""

@@ -92,7 +92,7 @@ class SliceCalls(TorchFunctionMode):
         if handler is not None and not _are_traced(args) and not _are_traced((kwargs or {}).values()):
             return handler(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        if func in self._watched:
+        if func in self._watched and not _are_traced([result]):
             self._look(func, args, result)
         return result
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from drumline.core.errors import BatchError
 from drumline.features.slices.division import SliceLengths
 from drumline.model.microbatches import Microbatches
-from drumline.model.values import mapped, pack
+from drumline.model.values import mapped, pack, unpack
 from drumline.runtime.batch import rows_of_each
-from drumline.runtime.sequences import Divider, Takes, refuse_packed, sequences_in
-from drumline.runtime.step import CalledWith
+from drumline.runtime.sequences import Divider, Takes, counted_positions, refuse_packed, sequences_in
+from drumline.runtime.step import CalledWith, Step
 from drumline.runtime.user_batch import has_microbatches
 
 BY_SLICES = Divider("slices divide", "slices=1")
@@ -59,7 +59,34 @@ def in_units(call: CalledWith, takes: Takes, division: SliceLengths, num_microba
     if batch and takes.name not in named and takes.place >= len(args):
         named = {**named, takes.name: torch.arange(length, device=lead.device)[None].expand(rows, -1)}
     cut = _Cut(rows_of_each(rows, num_microbatches), division.parts(length), rows, length)
+    if not batch:  # this rank has the last stage alone, and gets None for the rest
+        return CalledWith((), {}, cut.each(target))
     return CalledWith(cut.each(args), cut.each(named), cut.each(target))
+
+
+def in_one_piece(user_call: CalledWith, takes: Takes) -> CalledWith:
+    """Return what a step is called with, for a model that takes whole sequences, and positions if it needs them."""
+    args, named, target = user_call
+    batch = sequences_in(*args, *named.values())
+    if not takes.is_needed or not batch or takes.name in named or takes.place < len(args):
+        return user_call
+    return CalledWith(args, {**named, takes.name: counted_positions((*args, *named.values()), batch)}, target)
+
+
+def in_sequences(step: Step, num_slices: int) -> Any:
+    """Return a step's outputs with whole sequences and all rows, from those of its units."""
+    units = [step.outputs[number] for number in sorted(step.outputs)]
+    packed = [pack(unit)[0] for unit in units]
+    form = pack(units[0])[1]
+    tensors = []
+    for column in zip(*packed, strict=True):
+        if not column[0].dim():  # a mean, as of a loss
+            shares = torch.stack(list(step.shares)) if len(step.shares) else torch.ones(len(units)) / len(units)
+            tensors.append((torch.stack(column) * shares.to(column[0])).sum() / (shares[0] if len(step.shares) else 1))
+            continue
+        rows = [column[at : at + num_slices] for at in range(0, len(column), num_slices)]
+        tensors.append(torch.cat([torch.cat(row, 1) if row[0].dim() > 1 else row[0] for row in rows]))
+    return unpack(tensors, form)
 
 
 def _check(args: Sequence[Any], named: dict[str, Any], takes: Takes) -> None:

@@ -1,4 +1,4 @@
-"""What must fit together on a mesh: axes with each other, with the model, and with what is divided or left out."""
+"""What must fit together where lines of a mesh or slices divide something: with each other, the model and the data."""
 
 from __future__ import annotations
 
@@ -73,6 +73,37 @@ def _sequences_divide(judged: PlacedSettings) -> Iterator[Problem]:
         yield judged.problem(
             "evaluation.sample_every", f"is {settings.evaluation.sample_every}, and mesh.context is {context}", "0"
         )
+
+
+@relation("pipeline.slices", "batch.sequence", "lengths.how", "model.kind")
+def slices_divide(judged: PlacedSettings) -> Iterator[Problem]:
+    """Yield what slices cannot divide."""
+    settings, slices = judged.settings, judged.settings.pipeline.slices
+    if settings.pipeline.num_slices == 1:
+        return
+    if settings.model.kind == "mlp":
+        yield judged.problem("pipeline.slices", f"is {_listed(slices)}, and points have no sequence", "1")
+        return
+    length, number = settings.batch.sequence, settings.pipeline.num_slices
+    if isinstance(slices, tuple) and sum(slices) != length:
+        yield judged.problem(
+            "pipeline.slices", f"has {sum(slices)} tokens in all", f"{length}, as batch.sequence says",
+            "give a number of slices for equal ones",
+        )  # fmt: skip
+    elif isinstance(slices, int) and (length % slices or length < 2 * slices):
+        yield judged.problem(
+            "batch.sequence", f"is {length}", f"a multiple of pipeline.slices, {number}, with 2 tokens in each",
+            "choose another number of slices, or list the tokens of each",
+        )  # fmt: skip
+    if settings.lengths.how != "blocks":
+        yield judged.problem(
+            "lengths.how", f'is "{settings.lengths.how}", and pipeline.slices is {_listed(slices)}', '"blocks"',
+            "masks of documents and padding are made for whole sequences: set pipeline.slices = 1 for them",
+        )  # fmt: skip
+
+
+def _listed(slices: int | tuple[int, ...]) -> str:
+    return str(slices if isinstance(slices, int) else list(slices))
 
 
 @relation("failures.min_ranks", "failures.elastic", "mesh.pipeline", "mesh.data", "mesh.context", "mesh.tensor")

@@ -131,6 +131,7 @@ def program_of(settings: TrainSettings, plan: Plan | None = None) -> Program:
         stages_per_rank=pipeline.stages_per_rank,
         streams=True,
         vertical_sync=pipeline.vertical_sync,
+        slices=pipeline.num_slices,
     )
 
 
@@ -160,7 +161,7 @@ def schedule_exists(judged: PlacedSettings) -> Iterator[Problem]:
     "pipeline.schedule", "pipeline.stages_per_rank", "pipeline.layers", "pipeline.cuts", "pipeline.plan",
     "mesh.pipeline", "mesh.data",
     "batch.sequences", "batch.microbatch", "batch.accumulate", "model.num_layers", "model.kind",
-    "pipeline.vertical_sync",
+    "pipeline.vertical_sync", "pipeline.slices",
 )  # fmt: skip
 def _schedule_admits(judged: PlacedSettings) -> Iterator[Problem]:
     settings = judged.settings

@@ -58,6 +58,10 @@ _FUNCTION = '"package.module:function" or "file.py:function"'
 _OPTIMIZER = "the name of an optimizer's class in torch.optim"
 _NUMBERS = one_of("fp32", "bf16", "fp16")
 _ZERO = Rule("0, 1, 2 or 3", lambda value: 0 <= value <= 3)
+_SLICES = Rule(
+    "a number of slices, or the tokens of each: 2 at least",
+    lambda value: value >= 1 if isinstance(value, int) else len(value) > 0 and min(value) > 1,
+)
 _SEED = Rule("a whole number from 0 to 2^63 - 1", lambda value: 0 <= value < 2**63)
 _CHECKS = Rule(
     'true, false, "first", or a whole number of 1 or more',
@@ -204,6 +208,9 @@ class PipelineSettings:
     schedule: str = setting(DEFAULT, "a schedule's name (`drumline show` lists them), or a CSV file")
     stages_per_rank: int | None = setting(None, "stages on each rank", COUNT, empty="the schedule's own")
     vertical_sync: bool = setting(False, "with pipedream, whether all ranks use the weights that rank 0 uses")
+    slices: int | tuple[int, ...] = setting(
+        1, "number of slices in which the sequences of every microbatch run, or a list of the tokens of each", _SLICES
+    )
     layers: tuple[int, ...] = setting(
         (), "layers of every stage, in order; embedding and head come on top", each_at_least(0)
     )
@@ -229,6 +236,15 @@ class PipelineSettings:
         "which steps are checked against one process: the first and a few later ones, the first, or every N-th",
         _CHECKS,
     )
+
+    @property
+    def num_slices(self) -> int:
+        """Slices of every sequence.
+
+        >>> PipelineSettings(slices=8).num_slices, PipelineSettings(slices=(700, 500)).num_slices
+        (8, 2)
+        """
+        return self.slices if isinstance(self.slices, int) else len(self.slices)
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,13 +105,14 @@ def sample(
     prompt = tokenizer.encode(settings.prompt) or [tokenizer.end]
     generator = torch.Generator().manual_seed(_mixed(seed, step))
     window = max(1, min(sequence, len(prompt) + settings.sample_tokens))
+    window = window if pipe.slices == 1 else sequence  # which slices divide
     written: list[int] = []
     while len(written) < settings.sample_tokens:
         if pipe.stopping():
             return None
         tokens = [*prompt, *written][-window:]
         row = torch.tensor(tokens + [tokenizer.end] * (window - len(tokens)))
-        rows = row.repeat(pipe.program.num_microbatches, 1)
+        rows = row.repeat(pipe.program.num_microbatches // pipe.slices, 1)
         args, kwargs = call.inputs_only({call.inputs: rows})
         result = pipe.eval_step(*args, **kwargs)
         own_choice = (

@@ -27,7 +27,7 @@ from drumline.engine.model.blocks import guesses, is_chain
 from drumline.report.run.follow import needed
 from drumline.schedules import schedules
 from drumline.train.config.keys import TABLES
-from drumline.train.config.mesh_relations import experts_are_shared_out
+from drumline.train.config.mesh_relations import experts_are_shared_out, slices_divide
 from drumline.train.config.relations import check_made, one_cut, program_of, schedule_exists
 from drumline.train.config.settings import TrainSettings
 from drumline.train.data.items.batch import Batch
@@ -45,7 +45,7 @@ def check(settings: TrainSettings) -> None:
     Traceback (most recent call last):
     drumline.core.errors.ConfigError: memory.recompute is 'some'; expected "none", "selective" or "full"; ...
     """
-    check_made(settings, TABLES, (experts_are_shared_out, schedule_exists, one_cut))
+    check_made(settings, TABLES, (experts_are_shared_out, schedule_exists, one_cut, slices_divide))
     for package, wanted in (("tensorboard", settings.run.tensorboard), ("wandb", bool(settings.run.wandb))):
         if wanted:
             needed(package, extra=package)
@@ -137,6 +137,8 @@ def pipeline_arguments(
         "arrange": settings.lengths.search,
         "record": folder,
     }
+    if pipeline.num_slices > 1:
+        arguments["slices"] = pipeline.slices
     if pipeline.plan:
         arguments["plan"] = pipeline.plan
     else:

@@ -108,13 +108,11 @@ def forecast(
     """
     choices = options.decided()
     program = _program(choices)
+    count = program.num_microbatches // choices.division.num_slices  # blocks are measured on whole sequences
     intake = Intake(
-        choices.model, choices.loss_fn, device, num_microbatches=program.num_microbatches, weigh=choices.loss_weight,
-        split=choices.split,
-    )  # fmt: skip
-    blocks = blocks_for(
-        choices.model, batch, device, num_microbatches=program.num_microbatches, cuts=choices.cuts, split=choices.split
+        choices.model, choices.loss_fn, device, num_microbatches=count, weigh=choices.loss_weight, split=choices.split
     )
+    blocks = blocks_for(choices.model, batch, device, num_microbatches=count, cuts=choices.cuts, split=choices.split)
     precision = Precision(choices.precision, device)
     microbatch = _first(intake, example_inputs(choices.model, batch), "the batch", device)
     wanted = (
@@ -168,7 +166,10 @@ def _added_up(weighed: WeighedBlocks, choices: Options, program: Program) -> For
         counts, optimizer_states=0, placement=program.placement, recompute=again, split=split_share(program)
     )
     costs = replace(costs, gradient_bytes=_gradients(costs, stages, choices))
-    needs = _needs(weighed, counts, again)
+    parts = _parts(choices)
+    if len(parts) > 1:
+        costs = replace(costs, microbatch_factor=parts * (program.num_microbatches // len(parts)))
+    needs = {where: need * max(parts) for where, need in _needs(weighed, counts, again).items()}
     ranks = tuple(_ranks(program, costs, stages, needs, weighed))
     if program.num_updates:
         ranks = tuple(
@@ -176,6 +177,13 @@ def _added_up(weighed: WeighedBlocks, choices: Options, program: Program) -> For
             for rank, versions in zip(ranks, _versions(choices, program), strict=True)
         )
     return Forecast(program, tuple(stages), found_profile, costs, ranks, weighed)
+
+
+def _parts(choices: Options) -> list[float]:
+    """Return what part of a sequence each of its slices is."""
+    division = choices.division
+    lengths = division.lengths or [1] * division.num_slices
+    return [length / sum(lengths) for length in lengths]
 
 
 def _versions(choices: Options, program: Program) -> list[int]:

@@ -85,10 +85,12 @@ class Rounding:
         ran = [result for result in nudged if result is not None]
         if wanted is None or not ran:
             return Rounding()
+        # What is not there in full, its sketch shows: that is off by about as much.
+        whole = [(run.gradients or run.sketches) for run in (wanted, *ran)]
         gradients = {
-            param: max(norm_of(each.double() - run.gradients[param].double()) for run in ran)
-            for param, each in wanted.gradients.items()
-            if all(param in run.gradients for run in ran)
+            param: max(norm_of(each.double() - run[param].double()) for run in whole[1:])
+            for param, each in whole[0].items()
+            if all(param in run for run in whole)
         }
         losses = max(off(run.outcome.loss, wanted.outcome.loss) for run in ran)
         return Rounding(gradients, losses, max(outputs_off(run.outcome.output, wanted.outcome.output) for run in ran))

@@ -57,16 +57,17 @@ def wanted_of(
     multiplying: Callable[[UnsplitMicrobatch], AbstractContextManager[object]] = lambda _: nullcontext(),
     others: Iterable[nn.Parameter] = (),
     keeping: Any = None,
+    goes_back: bool = True,
 ) -> list[PlainResult]:
     """Run microbatches one after another, and return what the model by itself makes of each.
 
     Gradients of what is `trained` are sketched; if they are wanted `in_full`, they are copied too. What blocks keep of
     one microbatch the next one finds, and nobody afterwards. `others` are parameters outside of the model, such as
-    those of a loss. The user's own loss may be `keeping` something too.
+    those of a loss. The user's own loss may be `keeping` something too. Without a backward, it keeps no activations.
     """
     collector = _GradientCollector(frozenset(trained), in_full=in_full)
     with ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.set_grad_enabled(goes_back))
         stack.enter_context(_on(device, plain.modules))
         stack.enter_context(as_before(plain.modules))
         chance = stack.enter_context(nothing_left(plain.modules, randomness, keeping))

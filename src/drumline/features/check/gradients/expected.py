@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from drumline.engine.unsplit.comparing import off
 from drumline.features.check.gradients.sketch import distances, norms, sketch
-from drumline.features.check.gradients.witness import WatchedRank
+from drumline.features.check.gradients.witness import WatchedRank, Witness
 
 FLOOR = 1e-6  # of all gradients' norm: what is smaller is rounding
 # What a pipeline may be off, of what a nudged run is: it rounds at several places where one process has one.
@@ -92,19 +92,24 @@ def found_by(ranks: Sequence[WatchedRank], at: int) -> dict[str, PieceGradient]:
     for rank in ranks:
         witness = rank.witnesses[at]
         for name, param in rank.named.items():
-            if param in witness.near:
-                gradient = PieceGradient(witness.expected[param][0], is_near=True)
-            elif param in witness.gradients:
-                full = witness.gradients[param]
-                gradient = PieceGradient(sketch(full), full)
-            else:
+            gradient = _sighting(witness, param)
+            if gradient is None:
                 continue
             for other in ranks:  # a loss adds to the gradients of other stages' weights that it uses
-                more = other.witnesses[at].gradients.get(param)
-                if other is not rank and name not in other.named and more is not None:
-                    gradient = gradient + PieceGradient(sketch(more), more)
+                more = _sighting(other.witnesses[at], param)
+                if other is not rank and name not in other.named and more is not None and not more.is_near:
+                    gradient = gradient + more
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
     return gradients
+
+
+def _sighting(witness: Witness, param: nn.Parameter) -> PieceGradient | None:
+    if param in witness.near:
+        return PieceGradient(witness.expected[param][0], is_near=True)
+    if param in witness.gradients:
+        full = witness.gradients[param]
+        return PieceGradient(sketch(full), full)
+    return PieceGradient(witness.sketched[param]) if param in witness.sketched else None
 
 
 def differences(

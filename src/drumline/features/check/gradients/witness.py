@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from drumline.core.action import Op
 from drumline.features.check.gradients.sketch import distances, sketch
+from drumline.features.check.units.trail import BlockTrail, modules_of
+from drumline.features.check.units.units import Units
 from drumline.model.hooks import hooks_behind, with_holders
 from drumline.model.patches import put_in
 from drumline.model.values import mapped
@@ -32,20 +34,24 @@ Added = dict[nn.Parameter, Tensor]
 
 
 class Witness:
-    """Watches a rank's stages at one microbatch; the step runs as usual.
+    """Watches a rank's stages at the units of one microbatch; the step runs as usual.
 
     A gradient whose sketch is as `expected`, within its limit, is noted as `near`. Others are copied in full; if `only`
-    is given, those in it.
+    is given, those in it. What several units add is known when the last has, so sketches of it are added up.
     """
 
-    def __init__(self, microbatch: int, only: Collection[nn.Parameter] | None = None) -> None:
-        self.microbatch = microbatch
+    def __init__(
+        self, units: Units, only: Collection[nn.Parameter] | None = None, trail: BlockTrail | None = None
+    ) -> None:
+        self.units = units
         self.only = only
+        self.trail = trail  # of the blocks' outputs, if they are noted
+        self.sketched: dict[nn.Parameter, Tensor] = {}  # sums of what several units added
         self.expected: dict[nn.Parameter, tuple[Tensor, float]] = {}  # sketches, and how far others may be from them
         self.near: set[nn.Parameter] = set()
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.unclear: set[nn.Parameter] = set()  # a hook has added to these once they were noted
-        self.output: Any = None
+        self.outputs: dict[int, Any] = {}  # by unit
 
     def adding(self, stage: Stage, run: Callable[..., Any], *arguments: Any) -> Any:
         """Run a function that adds to a stage's gradients, and record what it added."""
@@ -64,6 +70,9 @@ class Witness:
         stage.add(pairs)
 
     def _note(self, added: Mapping[nn.Parameter, Tensor]) -> None:
+        if self.units.are_several:
+            self._add_sketches(added)
+            return
         # What a forward has added is a part of the sum.
         known = [param for param in added if param in self.expected and param not in self.gradients]
         distances_now = distances(
@@ -74,24 +83,34 @@ class Witness:
         )
         self._copy({param: gradient for param, gradient in added.items() if param not in self.near})
 
+    def _add_sketches(self, added: Mapping[nn.Parameter, Tensor]) -> None:
+        for param, gradient in added.items():
+            if self.only is None or param in self.only:
+                more = sketch(gradient)
+                self.sketched[param] = self.sketched[param] + more if param in self.sketched else more
+
     def _copy(self, added: Mapping[nn.Parameter, Tensor]) -> None:
+        if self.units.are_several:
+            self._add_sketches(added)
+            return
         for param, gradient in added.items():
             if self.only is None or param in self.only:
                 copy = _dense(gradient).to("cpu", copy=True)  # the host has room for it until the step ends
                 self.gradients[param] = self.gradients[param] + copy if param in self.gradients else copy
 
-    def listening(self, stage: Stage, run: Callable[..., Any], *arguments: Any) -> Any:
+    def listening(self, stage: Stage, unit: int, run: Callable[..., Any], *arguments: Any) -> Any:
         """Run a stage's forward, and record the input of its loss, and gradients that blocks make in it."""
-        with _without_gradients(stage, self._copy):
-            return self._listening(stage, run, *arguments)
+        noting = nullcontext() if self.trail is None else self.trail.following(modules_of(stage.blocks), unit)
+        with _without_gradients(stage, self._copy), noting:
+            return self._listening(stage, unit, run, *arguments)
 
-    def _listening(self, stage: Stage, run: Callable[..., Any], *arguments: Any) -> Any:
+    def _listening(self, stage: Stage, unit: int, run: Callable[..., Any], *arguments: Any) -> Any:
         loss = stage.loss
         if loss is None:
             return run(*arguments)
 
         def noted(output: Any, target: Any) -> Tensor | None:
-            self.output = mapped(output, lambda tensor: tensor.detach().to("cpu", copy=True))
+            self.outputs[unit] = mapped(output, lambda tensor: tensor.detach().to("cpu", copy=True))
             return loss(output, target)
 
         with put_in([(vars(stage), "loss", noted)]):
@@ -122,7 +141,8 @@ def _watched(witnesses: Sequence[Witness], job: Job) -> Job:
     if job.parts:
         return replace(job, parts=tuple(_watched(witnesses, part) for part in job.parts))
     stage, op = job.stage, job.action.op
-    watching = [witness for witness in witnesses if witness.microbatch in (job.together or (job.microbatch,))]
+    running = job.together or (job.microbatch,)
+    watching = [witness for witness in witnesses if any(unit in witness.units.numbers for unit in running)]
     if stage is None or not watching:
         return job
     if job.together:
@@ -131,13 +151,17 @@ def _watched(witnesses: Sequence[Witness], job: Job) -> Job:
         return replace(job, call=partial(watching[0].weighing, stage))
     if op is Op.BACKWARD or (op is Op.BACKWARD_INPUT and any(segment.runs_whole for segment in stage.segments)):
         return replace(job, call=partial(watching[0].adding, stage, job.call))
-    return replace(job, call=partial(watching[0].listening, stage, job.call)) if op is Op.FORWARD else job
+    if op is not Op.FORWARD:
+        return job
+    return replace(job, call=partial(watching[0].listening, stage, job.microbatch, job.call))
 
 
 def _alone_and_merged(watching: Sequence[Witness], stage: Stage, together: Sequence[int], _: int) -> None:
-    for witness in watching:
-        witness.weighing(stage, witness.microbatch)
-    if rest := [number for number in together if all(number != witness.microbatch for witness in watching)]:
+    watched = {unit: witness for witness in watching for unit in witness.units.numbers}
+    for unit in together:
+        if unit in watched:
+            watched[unit].weighing(stage, unit)
+    if rest := [number for number in together if number not in watched]:
         stage.backward_weight_merged(rest)
 
 
