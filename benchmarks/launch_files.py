@@ -21,6 +21,7 @@ from drumline.plan.launch.releases import flattened, release
 from drumline.plan.layouts.planner import plan
 from launch_plans import Question, questions, written
 from real_configs import refused_by
+from warm_ranks import WarmRanks
 
 
 def main() -> None:
@@ -36,11 +37,13 @@ def main() -> None:
         if counts["planned"] == args.cases:
             break
         wrong += _planned(question, files, counts)
+    ranks = WarmRanks()
     for (framework, named), values in sorted(files.items()):
-        said = refused_by(release(framework, named).package, framework, values)
+        said = refused_by(ranks, release(framework, named).package, framework, values)
         refused = [text for text in said if text]
         wrong += [f"{framework} {named}: {text}" for text in refused]
         print(f"{framework} {named}: {len(values)} files, {len(refused)} refused by its own class")
+    ranks.close()
     print(f"{counts['planned']} plans, {counts['too small']} more did not fit; {len(wrong)} wrong")
     print("\n".join(wrong[:20]))
     if args.json:

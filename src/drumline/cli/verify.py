@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mesh AXIS=N,...", meaning, flags.mesh)
     add("--zero N", "what dp divides: 1 optimizer state, 3 all", whole, 0)
     add("--sequence-parallel", "with tp, also divide the tokens between its layers")
-    add("--slices S", "number of slices of every sequence, or the tokens of each, like 7,6,3", _slices, 1)
+    add("--slices S", "number of slices of every sequence, or the tokens of each, like 7,6,3", flags.listed(whole))
     add("--steps N", "training steps to compare, each with another batch", whole, 2)
     add("--seed S", "random seed", whole, 0)
     flags.add_out(parser, TEXTS)
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run both, and say whether they match."""
-    program = _program(args)
+    program = flags.program_of(args, ranks=args.mesh.get("pp", 1) if args.mesh else _RANKS)
     with pytorch("verify runs a model"):
         from drumline.verification.verify import verify
     progress(f"{program.name}: {counted(args.steps, 'step')} on {counted(program.num_ranks, 'rank')} ...")
@@ -60,29 +60,10 @@ def run(args: argparse.Namespace) -> int:
             mesh=args.mesh,
             zero=args.zero,
             sequence_parallel=args.sequence_parallel,
-            slices=args.slices,
+            slices=flags.slices_of(args),
         )
     deliver(args, lambda form, paper: _text(verification, paper.width), verification.summary)
     return 0 if verification.passes else 1
-
-
-def _slices(text: str) -> int | list[int]:
-    """Parse a number of slices, or the tokens of each."""
-    counts = [flags.whole_number(part) for part in flags.names(text)]
-    return counts[0] if len(counts) == 1 else counts
-
-
-def _program(args: argparse.Namespace) -> Program:
-    """Return the program; where sequences are divided, one of the slices, which a file has already."""
-    from drumline.schedules.slices import sliced
-
-    ranks = args.mesh.get("pp", 1) if args.mesh else _RANKS
-    slices = args.slices if isinstance(args.slices, int) else len(args.slices)
-    if slices < 2 or isinstance(flags.named(args.schedule), Program):
-        return flags.program_of(args, ranks=ranks)
-    counted_in_units = flags.MICROBATCHES if args.microbatches is None else args.microbatches
-    units = argparse.Namespace(**{**vars(args), "microbatches": counted_in_units * slices})
-    return sliced(flags.program_of(units, ranks=ranks), slices)
 
 
 def _text(result: Verification, width: int) -> str:

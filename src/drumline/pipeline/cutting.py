@@ -83,7 +83,7 @@ def blocks_of(setting: PipelineSetup, intake: Intake) -> list[Block]:
         options.model,
         options.example,
         intake.device,
-        num_microbatches=options.num_microbatches or setting.program.num_microbatches // intake.num_slices,
+        num_microbatches=options.num_microbatches or setting.program.num_microbatches,
         cuts=options.cuts,
         split=options.split,
     )

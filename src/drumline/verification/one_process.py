@@ -179,7 +179,7 @@ class OneProcess:
 
     def _cut(self, values: Any, what: str) -> list[Any]:
         """Return the microbatches of all lines."""
-        count = self._program.num_microbatches // self._num_slices
+        count = self._program.num_microbatches
         if self._num_parts == 1:
             return cut_batch(values, count, what=what)
         return [value for part in cut_batch(values, self._num_parts, what=what) for value in cut_batch(part, count)]

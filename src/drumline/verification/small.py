@@ -21,7 +21,7 @@ _LENGTH = 16
 def small(program: Program, dropout: float, mesh: Mapping[str, int], division: SliceLengths) -> Material:
     """Return a model with at least one block per stage, and a batch that does not divide evenly."""
     slices = division.num_slices
-    rows = 4 * program.num_microbatches // slices * mesh.get("dp", 1) * mesh.get("ep", 1) + 1
+    rows = 4 * program.num_microbatches * mesh.get("dp", 1) * mesh.get("ep", 1) + 1
     if slices > 1 or any(mesh.get(axis, 1) > 1 for axis in ("tp", "cp", "ep")):
         length = sum(division.lengths) or (_LENGTH if slices == 1 else 4 * slices)
         tokens = torch.randint(_WORDS, (2, rows, length))

@@ -99,8 +99,8 @@ class _Case:
 
     @property
     def num_microbatches(self) -> int:
-        """The microbatches of a step, each of which may run in several units."""
-        return self.program.num_microbatches // self.division.num_slices
+        """The microbatches of a step."""
+        return self.program.num_microbatches
 
     @property
     def adds_parts(self) -> bool:

@@ -57,7 +57,7 @@ class DryRun:
             "parameters": count(block for stage in self.forecast.stages for block in stage),
             "trained_parameters": count((block for stage in self.forecast.stages for block in stage), trained=True),
             "ranks": program.num_ranks,
-            "microbatches": program.num_microbatches // settings.pipeline.num_slices,
+            "microbatches": program.num_microbatches,
             "slices": settings.pipeline.num_slices,
             "microbatch": settings.batch.microbatch,
             "sequence": settings.batch.sequence,

@@ -112,7 +112,7 @@ def sample(
             return None
         tokens = [*prompt, *written][-window:]
         row = torch.tensor(tokens + [tokenizer.end] * (window - len(tokens)))
-        rows = row.repeat(pipe.program.num_microbatches // pipe.slices, 1)
+        rows = row.repeat(pipe.program.num_microbatches, 1)
         args, kwargs = call.inputs_only({call.inputs: rows})
         result = pipe.eval_step(*args, **kwargs)
         own_choice = (

@@ -108,7 +108,7 @@ def forecast(
     """
     choices = options.decided()
     program = _program(choices)
-    count = program.num_microbatches // choices.division.num_slices  # blocks are measured on whole sequences
+    count = program.num_microbatches
     intake = Intake(
         choices.model, choices.loss_fn, device, num_microbatches=count, weigh=choices.loss_weight, split=choices.split
     )
@@ -168,7 +168,7 @@ def _added_up(weighed: WeighedBlocks, choices: Options, program: Program) -> For
     costs = replace(costs, gradient_bytes=_gradients(costs, stages, choices))
     parts = _parts(choices)
     if len(parts) > 1:
-        costs = replace(costs, microbatch_factor=parts * (program.num_microbatches // len(parts)))
+        costs = replace(costs, slice_lengths=parts)
     needs = {where: need * max(parts) for where, need in _needs(weighed, counts, again).items()}
     ranks = tuple(_ranks(program, costs, stages, needs, weighed))
     if program.num_updates:
