@@ -223,11 +223,10 @@ def slices_of(args: argparse.Namespace) -> int | tuple[int, ...]:
     >>> slices_of(argparse.Namespace(slices=(8,))), slices_of(argparse.Namespace(slices=(3, 1)))
     (8, (3, 1))
     """
-    given_slices = getattr(args, "slices", None) or (1,)
-    for count in given_slices:
-        if count < 1:
-            raise UsageError(f"--slices has {count}", expected="a number of slices, or the tokens of each, from 1 on")
-    return given_slices if len(given_slices) > 1 else given_slices[0]
+    counts: tuple[int, ...] = getattr(args, "slices", None) or (1,)
+    if min(counts) < 1:
+        raise UsageError(f"--slices has {min(counts)}", expected="a number of slices, or the tokens of each, from 1 on")
+    return counts if len(counts) > 1 else counts[0]
 
 
 def add_frozen(parser: argparse.ArgumentParser) -> None:
@@ -283,12 +282,12 @@ def costs_of(args: argparse.Namespace) -> Costs:
     costs = Costs.load(args.costs) if args.costs is not None else Costs()
     times = ("forward", "backward_input", "backward_weight", "comm", "overlapped")
     sizes = ("activation_bytes", "held_until_weight_bytes")
-    of_slices = ("attention", "key_value_bytes")
-    names = (*times, *sizes, *of_slices)
-    lengths = {"slice_lengths": slices} if isinstance(slices := slices_of(args), tuple) else {}
-    return replace(
-        costs, **lengths, **{name: given for name in names if (given := getattr(args, name, None)) is not None}
-    )
+    names = (*times, *sizes, "attention", "key_value_bytes")
+    wanted: dict[str, Any] = {name: value for name in names if (value := getattr(args, name, None)) is not None}
+    slices = slices_of(args)
+    if isinstance(slices, tuple):
+        wanted["slice_lengths"] = slices
+    return replace(costs, **wanted)
 
 
 def limit_of(args: argparse.Namespace, costs: Costs) -> Limit | None:

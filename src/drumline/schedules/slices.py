@@ -33,10 +33,10 @@ def number_of(slices: int | Sequence[int]) -> int:
     >>> number_of(8), number_of([700, 500, 400])
     (8, 3)
     """
-    counts = [slices] if isinstance(slices, int) else list(slices)
+    counts = list(slices) if isinstance(slices, Sequence) else [slices]
     if not counts or any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in counts):
         raise ScheduleError(f"slices is {slices!r:.80}", expected="a number of slices, or the tokens of each")
-    return counts[0] if isinstance(slices, int) else len(counts)
+    return len(counts) if isinstance(slices, Sequence) else counts[0]
 
 
 def mirrored(unit: Ints, num_slices: int) -> Ints:
