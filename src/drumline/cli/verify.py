@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from drumline.cli import flags
 from drumline.cli.output import TEXTS, deliver, progress, pytorch, wrapped
 from drumline.core.errors import counted
-from drumline.core.program import Program
 
 if TYPE_CHECKING:
     from drumline.verification.result import Verification
