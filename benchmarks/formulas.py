@@ -13,8 +13,8 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from drumline.plan.cluster.kernels import Ops, Spent
 from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.spent import Ops, Spent
 from drumline.plan.cluster.stages import formula_holds, simulated, simulated_few, stages_of
 from drumline.plan.layouts.pins import tried_schedules
 from drumline.schedules import find

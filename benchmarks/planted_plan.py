@@ -42,17 +42,38 @@ PLAN = (
     ),
     Bug(
         "works-of-any-cut",
-        "work_of.key",
-        "key = (which, layout.share, counts, layout.schedule,",
-        "key = (which, layout.share, len(counts), layout.schedule,",
+        "work_of.place",
+        "place = counts, layout.schedule,",
+        "place = len(counts), layout.schedule,",
         "Layouts with other layers in their stages get each other's seconds.",
     ),
     Bug(
         "bytes-of-any-gathering",
-        "_bytes_of.needs",
+        "_items.needs",
         "needs = _gathers(layout), min(",
         "needs = False, min(",
         "Layouts with and without ZeRO 3 share the bytes of their buffers.",
+    ),
+    Bug(
+        "held-of-any-cut",
+        "ranks_held.key",
+        'key = (transformer, share._replace(recompute="none"), *place)',
+        'key = (transformer, share._replace(recompute="none"), *place[1:])',
+        "Layouts with other layers in their stages share the parameters that a device holds.",
+    ),
+    Bug(
+        "moved-cuts-without-a-head",
+        "MovedLayers._each",
+        "(stages == 0) + 2 * (stages == stages[-1])",
+        "(stages == 0) + 0 * (stages == stages[-1])",
+        "The last stage of a moved cut takes no time for the head.",
+    ),
+    Bug(
+        "share-forgets-what-is-recomputed",
+        "Layout.share",
+        "return self._share\n        except",
+        'return self._share._replace(recompute="none")\n        except',
+        "From the second time on, a layout's layers are timed as if nothing were recomputed.",
     ),
     Bug(
         "hops-of-another-layout",
@@ -91,7 +112,7 @@ PLAN = (
     ),
     Bug(
         "split-backwards-hide-messages",
-        "Layout.share",
+        "Layout._made_share",
         "practice.overlap_tensor and not find(self.schedule).splits_backward,",
         "practice.overlap_tensor,",
         "Tensor-parallel messages travel behind weight gradients that run only later.",
@@ -365,9 +386,9 @@ PLAN = (
     ),
     Bug(
         "sharded-gradients-of-zero-1",
-        "_bytes_of.whole_gradients",
-        "whole_gradients = layout.zero < 2 or keeps_gradients(layout)",
-        "whole_gradients = layout.zero < 1 or keeps_gradients(layout)",
+        "_items.whole_gradients",
+        "whole_gradients = zero < 2 or keeps_gradients(layout)",
+        "whole_gradients = zero < 1 or keeps_gradients(layout)",
         "ZeRO 1, which keeps whole gradients, is said to hold a part of them.",
     ),
     Bug(
@@ -435,7 +456,7 @@ PLAN = (
     ),
     Bug(
         "fp8-weights-held-by-zero-3",
-        "Layout.share",
+        "Layout._made_share",
         "practice.fp8 and practice.keeps_fp8_weights and not gathers,",
         "practice.fp8 and practice.keeps_fp8_weights,",
         "Weights that ZeRO 3 gathers for every pass are cast once in a step.",

@@ -14,7 +14,6 @@ from drumline.plan.cluster.estimate import STEP_BYTES, estimate
 from drumline.plan.cluster.hardware import Cluster, Device, DeviceLink, Reach
 from drumline.plan.cluster.kernels import (
     CONTENTION,
-    Ops,
     attention_seconds,
     exposed,
     gather_seconds,
@@ -26,6 +25,7 @@ from drumline.plan.cluster.layers import fp8_weights, keys_of, ring_bytes, route
 from drumline.plan.cluster.layout import WHOLE, Layout, recomputed_ops
 from drumline.plan.cluster.loads import data_exchange, device_volumes, hop_seconds, message_bytes, tied_exchange
 from drumline.plan.cluster.practice import Practice
+from drumline.plan.cluster.spent import Ops
 from drumline.plan.cluster.stages import Alike, alike, counts_of, head_weight, slices_of
 from drumline.plan.cluster.transformer import ExpertShape, LatentAttention, Transformer, model_flops
 from refused import refused

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from drumline.core.simulate.simulate import simulate
-from drumline.plan.cluster.kernels import Ops, Spent
+from drumline.plan.cluster.spent import Ops, Spent
 from drumline.plan.cluster.stages import (
     num_sides,
     pairs_held,

@@ -13,11 +13,12 @@ from drumline.plan.cluster.device_memory import base_bytes, device_bytes, device
 from drumline.plan.cluster.estimate import STEP_BYTES, estimate
 from drumline.plan.cluster.frozen_base import BASES, FrozenBase
 from drumline.plan.cluster.hardware import Cluster, Device, DeviceLink, Reach
-from drumline.plan.cluster.kernels import Ops, embedding_ops, head_ops, product_seconds
+from drumline.plan.cluster.kernels import embedding_ops, head_ops, product_seconds
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.loads import data_exchange, tied_exchange
 from drumline.plan.cluster.models import model
 from drumline.plan.cluster.practice import Practice
+from drumline.plan.cluster.spent import Ops
 from drumline.plan.cluster.stages import Alike, alike, counts_of
 from drumline.plan.cluster.transformer import ExpertShape, LatentAttention, Transformer, model_flops
 from refused import refused

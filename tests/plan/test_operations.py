@@ -8,8 +8,8 @@ import pytest
 
 from cluster_models import GIB, small_cluster
 from drumline.plan.cluster.adapters import with_adapters
+from drumline.plan.cluster.estimate import device_flops
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.operations import device_flops
 from drumline.plan.cluster.practice import Practice
 from drumline.plan.cluster.transformer import ExpertShape, Transformer, model_flops
 from drumline.plan.layouts.pins import Pins

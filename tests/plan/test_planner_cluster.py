@@ -27,9 +27,9 @@ from drumline.plan.cluster.device_memory import peak_bytes
 from drumline.plan.cluster.estimate import Estimate, estimate
 from drumline.plan.cluster.hardware import Cluster, cluster
 from drumline.plan.cluster.hugging_face import transformer_of
-from drumline.plan.cluster.kernels import Ops, Spent
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.models import model
+from drumline.plan.cluster.spent import Ops, Spent
 from drumline.plan.cluster.stages import layer_counts, pairs_held, simulated, stages_of
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.launch import AXES, launch, links, place, torchrun

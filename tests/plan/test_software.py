@@ -9,12 +9,11 @@ import pytest
 
 from drumline.core.errors import PlanError
 from drumline.plan.cluster.device_memory import device_bytes, stage_activations
-from drumline.plan.cluster.estimate import estimate
+from drumline.plan.cluster.estimate import device_flops, estimate
 from drumline.plan.cluster.hardware import MACHINES, cluster
 from drumline.plan.cluster.kernels import device_of, layer_ops
 from drumline.plan.cluster.layout import Layout, StageLayers, includes, recomputed_ops
 from drumline.plan.cluster.models import model
-from drumline.plan.cluster.operations import device_flops
 from drumline.plan.cluster.practice import OPTIMIZERS, PRACTICE, Practice
 from drumline.plan.cluster.stages import alike
 from drumline.plan.cluster.transformer import ExpertShape, LatentAttention, Transformer

@@ -194,7 +194,8 @@ def device_bytes(transformer: Transformer, layout: Layout, rank: Alike) -> Bytes
 def _items(transformer: Transformer, layout: Layout, memories: Iterable[AlikeBytes]) -> Iterator[tuple[float, ...]]:
     """Yield the items of `Bytes` of every kind of rank."""
     zero, num_microbatches, gradient_bytes = layout.zero, layout.num_microbatches, layout.practice.gradient_bytes
-    whole_gradients, counts = zero < 2 or keeps_gradients(layout), (layout.pipeline, num_microbatches)
+    whole_gradients = zero < 2 or keeps_gradients(layout)
+    counts = layout.pipeline, num_microbatches
     needs = _gathers(layout), min(counts)
     for rank, parameters, base, fp8, state, kept_bytes, buffers in memories:
         whole, part = sum(parameters), sharded(layout, parameters)

@@ -1,22 +1,26 @@
-"""Estimate a transformer layout on a cluster: seconds of a step and bytes of a device.
+"""Estimate a transformer layout on a cluster: seconds of a step, bytes of a device, and the operations that it runs.
 
 Every rank processes a microbatch through its stages at its own pace. The schedule turns this into a step: all
 microbatches at the pace of the busiest rank, plus a bubble, by formula or by the simulator. Then ranks exchange the
 gradients that were not exchanged earlier, and the optimizer steps.
+
+What the model needs is in `transformer` (`model_flops`): MFU counts that. HFU counts all that devices run: also what is
+recomputed, and the scores that fused attention computes again in its backward. Without fused attention they also
+compute what is masked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from drumline.plan.cluster.device_memory import Bytes, fullest_bytes, sharded
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.kernels import CAST_TWICE, memory_seconds, product_seconds
-from drumline.plan.cluster.layers import layers_of, product_weights
-from drumline.plan.cluster.layout import Layout, check
+from drumline.plan.cluster.layers import Operation, layers_of, product_weights, tokens_of
+from drumline.plan.cluster.layout import WHOLE, Layout, check
 from drumline.plan.cluster.loads import (
     Load,
     PipelineWork,
@@ -29,8 +33,9 @@ from drumline.plan.cluster.loads import (
     work_of,
 )
 from drumline.plan.cluster.practice import OPTIMIZERS
+from drumline.plan.cluster.stages import counts_of, slices_of
 from drumline.plan.cluster.transformer import Transformer, model_flops
-from drumline.schedules import find
+from drumline.schedules import DEFAULT, find
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,7 @@ class Estimate:
 
 
 _TOTAL = attrgetter("total")
+LAST = "feed-forward"  # the operation with a dense layer's last product
 STEP_BYTES = OPTIMIZERS["adamw"].step_bytes  # per parameter: the norm, the scale, Adam in 32 bits, and the new weight
 
 
@@ -240,3 +246,39 @@ def _beyond(taken: float, work: float) -> float:
     (0.5, 0.0)
     """
     return taken - work if taken > work * (1 + 1e-12) else 0.0
+
+
+def device_flops(transformer: Transformer, layout: Layout) -> float:
+    """Return the operations of a step on a device, in the mean of all.
+
+    >>> from drumline.plan.cluster.models import MODELS
+    >>> from drumline.plan.cluster.transformer import model_flops
+    >>> gpt, layouts = MODELS["gpt-1.7b"], [Layout(batch=8, data=8, recompute=how) for how in ("none", "full")]
+    >>> needed = model_flops(gpt, 8, causal=True) / 8
+    >>> [round(device_flops(gpt, layout) / needed, 2) for layout in layouts]
+    [1.01, 1.32]
+    """
+    # The order of a schedule changes no operation.
+    layers, total = layers_of(transformer, replace(layout, schedule=DEFAULT).share), 0.0
+    base = transformer.frozen_base
+    # Gradients of weights: of all, or of adapters, which run in every pass.
+    again, by_weight = (0.0, 1.0) if base is None else (2 * base.trainable_share, base.trainable_share)
+    for slice_ in slices_of(transformer, counts_of(transformer, layout)):
+        for count, experts, recomputed in slice_.parts(layout):
+            every = (_flops(op, recomputed, again + by_weight) for op in layers[experts].operations)
+            total += count * sum(every)
+            if recomputed == WHOLE and layout.practice.stops_early and layers[experts].operations[-2].name == LAST:
+                last = layers[experts].operations[-2].products[-1]
+                total -= count * 2.0 * last.rows * last.columns * last.depth
+    head = 2.0 * tokens_of(transformer, layout) * transformer.hidden * transformer.vocabulary / layout.tensor
+    total += (2.0 if base is not None else 3.0) * head
+    return total * layout.num_microbatches / layout.pipeline
+
+
+def _flops(op: Operation, recomputed: Sequence[str], more: float) -> float:
+    """Return an operation's own, in all passes: forward, by inputs, and `more` forwards for gradients of weights."""
+    products = sum(2.0 * p.rows * p.columns * p.depth * p.times for p in op.products)
+    scores = sum(2.0 * p.rows * p.columns * p.depth * p.times for p in op.scores)
+    forward = products + scores + op.flops[0]
+    again = forward if recomputed == WHOLE or op.repeats(recomputed) else op.again(recomputed) * products
+    return forward + again + (1 + more) * products + 2 * scores + op.flops[1]

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from drumline.plan.cluster.device_memory import WEIGHT_BYTES, keeps_gradients, ranks_held
 from drumline.plan.cluster.hardware import Cluster, DeviceLink
-from drumline.plan.cluster.kernels import Ops, Spent, all_ops, exposed, gather_seconds, reduce_seconds, slice_ops
+from drumline.plan.cluster.kernels import exposed, gather_seconds, reduce_seconds, slice_ops
 from drumline.plan.cluster.layers import WORD, layers_of, tokens_of
 from drumline.plan.cluster.layout import WHOLE, Layout
+from drumline.plan.cluster.spent import Ops, Spent, all_ops
 from drumline.plan.cluster.stages import (
     Alike,
     counts_of,
@@ -199,27 +200,13 @@ class PipelineWork(NamedTuple):
 
 
 _WORKS: dict[tuple[object, ...], PipelineWork] = {}
-_NUMBERS: dict[tuple[object, ...], int] = {}
-_NUMBERED: dict[tuple[int, int], tuple[Transformer, Cluster, int]] = {}
-
-
-def _number(transformer: Transformer, cluster: Cluster) -> int:
-    """Return a number for a transformer on these nodes, however many; to compare all their fields takes longer."""
-    entry = _NUMBERED.get((id(transformer), id(cluster)))
-    if entry is None or entry[0] is not transformer or entry[1] is not cluster:
-        nodes = cluster.device, cluster.devices_per_node, cluster.intra_node, cluster.inter_node
-        number = _NUMBERS.setdefault((transformer, nodes), len(_NUMBERS))
-        if len(_NUMBERED) >= 20_000:  # layouts of a few plans
-            _NUMBERED.clear()
-        entry = _NUMBERED[id(transformer), id(cluster)] = transformer, cluster, number
-    return entry[2]
 
 
 def work_of(transformer: Transformer, cluster: Cluster, layout: Layout) -> PipelineWork:
     """Return the work of a pipeline's ranks, which layouts share that differ only in batch, data and ZeRO."""
     counts = counts_of(transformer, layout)
-    which = _number(transformer, cluster)
-    key = (which, layout.share, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
+    place = counts, layout.schedule, layout.pipeline, layout.stages_per_rank
+    key = (transformer, cluster.nodes, layout.share, *place)
     known = _WORKS.get(key)
     if known is None:
         if len(_WORKS) >= 20_000:  # layouts of a few plans

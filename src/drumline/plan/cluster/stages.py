@@ -25,8 +25,8 @@ from drumline.core.graph import CODE
 from drumline.core.memory import holdings
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
-from drumline.plan.cluster.kernels import Ops
 from drumline.plan.cluster.layout import Layout, StageLayers
+from drumline.plan.cluster.spent import Ops
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.cut.cuts import dealt
 from drumline.schedules import find, generate
@@ -220,7 +220,7 @@ def simulated(
 ) -> Simulation:
     """Simulate the step of the ranks with every microbatch; recomputation counts with I.
 
-    >>> from drumline.plan.cluster.kernels import Spent
+    >>> from drumline.plan.cluster.spent import Spent
     >>> simulated("zb-h1", [Ops(Spent(1.0), Spent(), Spent(1.0), Spent(1.0))] * 4, 4, 8).makespan
     27.0
     """
@@ -240,7 +240,7 @@ def simulated_few(
 ) -> float:
     """Simulate as many microbatches as show everything, and add the rest at the final pace.
 
-    >>> from drumline.plan.cluster.kernels import Spent
+    >>> from drumline.plan.cluster.spent import Spent
     >>> stages = [Ops(Spent(1.0), Spent(), Spent(1.0), Spent(1.0))] * 4
     >>> [method("1f1b", stages, 4, 100) for method in (simulated_few, lambda *all: simulated(*all).makespan)]
     [309.0, 309.0]

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from drumline.core.errors import PlanError, counted
+from drumline.plan.cluster.estimate import device_flops
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout, check_precision
-from drumline.plan.cluster.operations import device_flops
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.pins import Degrees, Pins
