@@ -27,7 +27,7 @@ from drumline.core.kernel.library import Kernel
 from drumline.core.lower.lower import lower
 from drumline.core.program import Program
 from drumline.core.prove import arrays, validate
-from drumline.core.simulate import durations, walks
+from drumline.core.simulate import durations, many, walks
 from drumline.core.simulate.durations import lags, node_seconds, work_seconds
 from drumline.core.simulate.simulate import compiled, simulate
 from drumline.core.timeline import causes
@@ -39,7 +39,7 @@ from drumline.plan.search.objective import Objective
 from drumline.plan.search.search import placement_named
 from drumline.plan.search.starts import split
 from drumline.plan.search.styles import FIRST, WOVEN, Styles
-from drumline.schedules import building_block, cells, hanayo, orders
+from drumline.schedules import building_block, cells, hanayo
 
 ASKING = (
     arrays,
@@ -51,8 +51,8 @@ ASKING = (
     durations,
     hanayo,
     local,
+    many,
     memory,
-    orders,
     producers,
     row_times,
     rows_and_text,
@@ -122,22 +122,23 @@ def computed(program: Program, costs: Costs, rng: np.random.Generator) -> Iterat
     """Yield arrays that the kernel or the Python form computes."""
     graph = compiled(program, costs)
     yield from (graph.need, graph.crossing, graph.before, *graph.crossings)
+    yield many.makespans_of([program, program], costs)
     factors = rng.lognormal(0.0, 0.3, len(graph.node))
     work = work_seconds(graph, [costs])[:, 0] * rng.lognormal(0.0, 0.3, len(graph.node))
     seconds = node_seconds(graph, costs, work)
     late = lags(graph, [costs], seconds[:, None])
     lag = None if late is None else late[:, 0]
     samples = int(rng.integers(1, 20))
-    many = seconds[:, None] * rng.lognormal(0.0, 0.3, (1, samples))
+    sampled = seconds[:, None] * rng.lognormal(0.0, 0.3, (1, samples))
     ends = clock.evaluate(graph, seconds, lag)
     yield ends
     yield clock.starts_of(graph, ends, lag)
     yield np.array(durations.sums(ends, [len(ends)]))
     yield clock.starts_of(graph, ends, lag, np.arange(0, graph.num_nodes, 3))
     order, mixed = clock.order_of(graph), rng.permutation(graph.num_nodes)
-    yield clock.latest_ends(order, many, lag=late)
-    yield clock.latest_ends(order, many, mixed, None if late is None else late * np.ones(samples))
-    yield clock.latest_ends(order, many[:, :1], lag=late)
+    yield clock.latest_ends(order, sampled, lag=late)
+    yield clock.latest_ends(order, sampled, mixed, None if late is None else late * np.ones(samples))
+    yield clock.latest_ends(order, sampled[:, :1], lag=late)
     if (nodes := walks.critical_nodes(graph, clock.starts_of(graph, ends, lag), ends)) is not None:
         yield nodes
     timeline = simulate(program, costs, factors=factors)

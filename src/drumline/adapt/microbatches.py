@@ -15,7 +15,7 @@ from typing import Any
 
 from drumline.core.costs import Costs
 from drumline.core.program import Program
-from drumline.core.simulate.simulate import simulate
+from drumline.core.simulate.simulate import makespans, simulate
 from drumline.core.simulate.steps import in_groups
 from drumline.plan.device.overheads import MessageTime, fitted
 
@@ -142,7 +142,7 @@ class Groups:
         if self._fitting is None:
             each = [self._program(number) for number in reversed(numbers(self.total))]
             self._fitting = [program for program in each if program is not None]
-        return min(self._fitting, key=lambda program: simulate(program, costs).makespan, default=None)
+        return self._fitting[int(makespans(self._fitting, costs).argmin())] if self._fitting else None
 
     def _program(self, number: int) -> Program | None:
         program = self.build(number)

@@ -18,10 +18,10 @@ def _complete(kind: Backward) -> npt.NDArray[np.uint8]:
     return complete
 
 
-_COMPLETE = {kind: _complete(kind) for kind in Backward}
+COMPLETE = {kind: _complete(kind) for kind in Backward}
 
 
-def _listed_needs() -> Ints:
+def listed_needs() -> Ints:
     """Return what every compute op needs as the kernel reads it."""
     numbers = []
     for needed in rules.NEEDS.values():
@@ -54,7 +54,7 @@ def by_kernel(
     makers, flags = np.empty(count, dtype=Number), np.zeros(1, dtype=np.uint8)
     where = np.empty(len(rules.NEEDS) * size, dtype=Number)
     home = np.empty(num_stages, dtype=Number) if of_other_ranks else None
-    tables = PLACE, len(rules.NEEDS), _COMPLETE[Backward.WHOLE], _listed_needs()
+    tables = PLACE, len(rules.NEEDS), COMPLETE[Backward.WHOLE], listed_needs()
     refused = library.need(count, *columns, num_stages, num_microbatches, *tables, where, makers, home, flags)
     return None if refused else (makers, bool(flags[0]))
 
@@ -72,10 +72,10 @@ def _producers(work: Columns, num_stages: int, num_microbatches: int) -> Ints:
     if np.count_nonzero(where >= 0) != len(computing):
         raise NotCompilable
     done = (1 << np.arange(len(rules.NEEDS))) @ (where.reshape(len(rules.NEEDS), size) >= 0)
-    if not _COMPLETE[Backward.WHOLE][done].all():
+    if not COMPLETE[Backward.WHOLE][done].all():
         # Some stages are frozen; they must be frozen for all microbatches.
         for kind, ops in zip(work.backwards(num_stages), done.reshape(num_stages, num_microbatches), strict=True):
-            if not _COMPLETE[kind][ops].all():
+            if not COMPLETE[kind][ops].all():
                 raise NotCompilable
     producer = np.full(len(work.code), -1, dtype=Number)
     for op, needed in rules.NEEDS.items():

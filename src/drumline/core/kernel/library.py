@@ -61,6 +61,7 @@ _PARAMETERS: dict[str, tuple[Any, ...]] = {
     "lanes": (_Count, _Int64, _Count, _Int64, *[_Int32] * 6),
     "block": (_Count, _Count, _Count, _Int64, *[_Int32] * 4),
     "waves": (_Count, _Count, _Count, _Int64, _Count, *[_Int32] * 4),
+    "many": (_Count, _Int64, _Int64, ctypes.c_double, _Float),
     "latest": (
         *(_Count, _Int32, _Count, _Int64, _Int32, _Int32, _Float, _Count),
         *(_Float, _Count, _Count, _Float, _Float),
@@ -76,7 +77,7 @@ _PARAMETERS: dict[str, tuple[Any, ...]] = {
 # Those of a search take structures that hold addresses (rows.c, construct.c, moves.c).
 _Address = ctypes.c_void_p
 _PARAMETERS |= {"rows": (_Address,) * 7, "construct": (_Address,) * 6, "anneal": (_Address, _Address, _Count)}
-_RETURN_COUNTS = {"block", "causes", "clock", "legal", "need", "path", "read_rows", "waves", "write_rows"}
+_RETURN_COUNTS = {"block", "causes", "clock", "legal", "many", "need", "path", "read_rows", "waves", "write_rows"}
 _RETURN_COUNTS |= {"rows", "construct", "anneal"}
 _WORTH_TELLING = 200_000  # nodes: the Python form takes a tenth of a second for them
 
@@ -103,6 +104,7 @@ class Kernel:
     block: Callable[..., int]
     waves: Callable[..., int]
     latest: Callable[..., None]
+    many: Callable[..., int]
     rows: Callable[..., int]
     construct: Callable[..., int]
     anneal: Callable[..., int]

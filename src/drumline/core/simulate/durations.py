@@ -13,7 +13,7 @@ from drumline.core.costs import Costs
 from drumline.core.graph import CODE, OPS, PLACE, Floats, Ints, Messages, TimeGraph
 from drumline.core.kernel.library import kernel
 
-_COMPUTES = (PLACE >= 0).astype(np.uint8)
+COMPUTES = (PLACE >= 0).astype(np.uint8)
 _FIELDS = {op: op.name.lower() for op in (*rules.NEEDS, Op.UPDATE)}
 
 
@@ -25,9 +25,9 @@ def work_seconds(graph: TimeGraph, many: Sequence[Costs]) -> Floats:
         factors = _factors(graph, costs)
         column = np.empty((len(work.code), 1))
         columns = work.code, work.stage, work.microbatch, graph.num_stages
-        library.seconds(len(column), *columns, _table(graph, costs), factors, _COMPUTES, column)
+        library.seconds(len(column), *columns, stage_table(costs, graph.num_stages), factors, COMPUTES, column)
         return _with_attention(graph, many, column)
-    tables = np.stack([_table(graph, costs) for costs in many], axis=2)
+    tables = np.stack([stage_table(costs, graph.num_stages) for costs in many], axis=2)
     slot = work.code * graph.num_stages + work.stage
     seconds: Floats = tables.reshape(-1, len(many)).take(slot, axis=0)
     if any(_factors(graph, costs) is not None for costs in many):
@@ -71,14 +71,14 @@ def _attention_of_halves(graph: TimeGraph, costs: Costs) -> Floats:
     return added
 
 
-def _table(graph: TimeGraph, costs: Costs) -> Floats:
+def stage_table(costs: Costs, num_stages: int) -> Floats:
     """Return the seconds of every (op, stage) at a microbatch factor of 1."""
-    table = np.zeros((len(OPS), graph.num_stages))
+    table = np.zeros((len(OPS), num_stages))
     for op, name in _FIELDS.items():
         value = getattr(costs, name)
-        table[CODE[op]] = value if isinstance(value, float | int) else costs.per_stage(name, graph.num_stages)
+        table[CODE[op]] = value if isinstance(value, float | int) else costs.per_stage(name, num_stages)
     if costs.recompute is not False:
-        again = np.array(costs.recomputes(graph.num_stages)) * table[CODE[Op.FORWARD]]
+        again = np.array(costs.recomputes(num_stages)) * table[CODE[Op.FORWARD]]
         for op in (Op.BACKWARD, Op.BACKWARD_INPUT):
             table[CODE[op]] += again
     return table
@@ -102,7 +102,7 @@ def sums(values: Floats, lengths: Sequence[int]) -> list[float]:
 
 def all_alike(graph: TimeGraph, costs: Costs) -> bool:
     """Whether these costs surely give the same seconds to all plain actions of an op."""
-    table = _table(graph, costs)
+    table = stage_table(costs, graph.num_stages)
     factors = _factors(graph, costs)
     return (factors is None or len(set(factors.tolist())) == 1) and bool((table == table[:, :1]).all())
 

@@ -315,17 +315,28 @@ def simulate(
         raise invalid(program) from None
 
 
-def makespans(program: Program, costs: Costs | Sequence[Costs], *, factors: Floats | None = None) -> Floats:
-    """Return the makespan of one program under many costs at once.
+def makespans(
+    program: Program | Sequence[Program], costs: Costs | Sequence[Costs], *, factors: Floats | None = None
+) -> Floats:
+    """Return the makespan of one program under many costs at once, or of many programs under one Costs.
 
-    Pass either a sequence of costs, or one Costs and `factors`: an array (samples, compute and update actions) that
-    multiplies the seconds of each action, row by row in order. The halves of an overlapped pair count separately.
+    For one program pass either a sequence of costs, or one Costs and `factors`: an array (samples, compute and update
+    actions) that multiplies the seconds of each action, row by row in order. The halves of an overlapped pair count
+    separately.
 
     >>> from drumline.schedules import generate
-    >>> program = generate("1f1b", num_ranks=2, num_microbatches=2)
+    >>> program, other = (generate(name, num_ranks=2, num_microbatches=2) for name in ("1f1b", "zb-h1"))
     >>> makespans(program, [Costs(), Costs(forward=2)]).tolist()
     [9.0, 12.0]
+    >>> makespans([program, other], Costs()).tolist()
+    [9.0, 7.0]
     """
+    if not isinstance(program, Program):
+        from drumline.core.simulate.many import makespans_of
+
+        if not isinstance(costs, Costs) or factors is not None:
+            raise CostsError("many programs were passed with more than one Costs", expected="a single Costs")
+        return makespans_of(list(program), costs)
     many = [costs] if isinstance(costs, Costs) else list(costs)
     if not many:
         return np.empty(0)
