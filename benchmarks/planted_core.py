@@ -28,7 +28,7 @@ CORE = (
     ),
     Bug(
         "recomputing-only-whole-backwards",
-        "_table",
+        "stage_table",
         "for op in (Op.BACKWARD, Op.BACKWARD_INPUT):",
         "for op in (Op.BACKWARD,):",
         "A split backward of a recomputed stage does not count the forward that runs again.",
@@ -488,5 +488,19 @@ CORE = (
         '("stage", "code", "microbatch", "cell")',
         '("stage", "code", "microbatch")',
         "A program with an overlapped pair equals one with its halves side by side.",
+    ),
+    Bug(
+        "many-programs-without-latency",
+        "last_end",
+        "lag[at] = maker[at] < 0 ? 0.0 : comm;",
+        "lag[at] = 0.0;",
+        "Many programs in one call take no time for messages.",
+    ),
+    Bug(
+        "many-programs-of-one-table",
+        "_by_kernel",
+        "if stages not in tables:",
+        "if not tables:",
+        "Programs with other numbers of stages are timed by the first one's seconds.",
     ),
 )

@@ -41,6 +41,14 @@ def test_microbatches_and_stages_have_their_own_costs() -> None:
     assert dl.makespans(programs, costs).tolist() == expected
 
 
+def test_slices_wait_for_the_slices_before_them() -> None:
+    """The last slice's backward comes first, so that the first slice's keys get all gradients."""
+    sliced = Program.parse("0F0.0,0F0.1,0B0.1,0B0.0\n1F0.0,1F0.1,1B0.1,1B0.0")
+    assert sliced.num_slices == 2
+    costs = dl.Costs(forward=2.0, comm=0.5)
+    assert dl.makespans([sliced], costs).tolist() == [dl.simulate(sliced, costs).makespan]
+
+
 @pytest.mark.skipif(library.kernel() is None, reason="needs the kernel")
 def test_plain_programs_are_not_simulated_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     programs = [dl.generate(name, num_ranks=4, num_microbatches=8) for name in ("1f1b", "zb-h1")]
