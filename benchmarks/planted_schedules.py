@@ -76,6 +76,20 @@ SCHEDULES = (
         "With few microbatches a row has one too many.",
     ),
     Bug(
+        "zb-v-never-waits-for-recomputation",
+        "_idle.delay",
+        "delay = (num_ranks - 1) * max(back - 2 * weight, 0.0)",
+        "delay = 0.0",
+        "The formula of zb-v leaves out what a long I delays.",
+    ),
+    Bug(
+        "looped-bfs-holds-for-few",
+        "looped_bfs",
+        "makespan_holds=lambda num_ranks, num_microbatches, stages_per_rank: num_microbatches >= num_ranks",
+        "makespan_holds=None",
+        "The formula is said to hold where a microbatch comes round too late.",
+    ),
+    Bug(
         "larger-groups-last",
         "group_sizes",
         "return [size + 1] * rest + [size] * (count - rest)",

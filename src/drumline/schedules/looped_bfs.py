@@ -26,6 +26,7 @@ from drumline.schedules.registry import schedule
     stage_counts="any",
     peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: num_microbatches * stages_per_rank,
     makespan=fill_and_drain,
+    makespan_holds=lambda num_ranks, num_microbatches, stages_per_rank: num_microbatches >= num_ranks,
     bubble=flush_bubble,
 )
 def looped_bfs(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterator[Turns]:

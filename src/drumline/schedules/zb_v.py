@@ -21,10 +21,15 @@ from drumline.schedules.registry import schedule
 
 
 def _idle(pace: Pace, num_ranks: int) -> float:
-    """Return the idle time of the hand-made order; the formula was read off the simulator; (P-1)F if F = I = W."""
-    forward, back = pace.forward, pace.backward_input
-    each = max(back, pace.backward_weight, 2 * forward - back)
-    return (num_ranks - 2) * each + max(forward, back) if num_ranks > 1 else 0.0
+    """Return the idle time of the hand-made order; the formula was read off the simulator; (P-1)F if F = I = W.
+
+    An I that is longer than two W, as with full recomputation, delays every rank.
+    """
+    forward, back, weight = pace.forward, pace.backward_input, pace.backward_weight
+    if num_ranks == 1:
+        return 0.0
+    delay = (num_ranks - 1) * max(back - 2 * weight, 0.0)
+    return (num_ranks - 2) * max(back, weight, 2 * forward - back) + max(forward, back) + delay
 
 
 @schedule(
