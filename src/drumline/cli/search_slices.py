@@ -101,9 +101,10 @@ def slices_summary(result: SliceResult) -> dict[str, Any]:
         "lower_bound": result.bound,
         "gap": result.gap,
         "gain": result.gain,
-        "equal_slices_in_1f1b": value(result.reference),
+        "reference": None if result.reference is None else result.reference.name,
+        "reference_value": value(result.reference),
         "equal_slices": value(result.equal),
-        "lengths_in_1f1b": value(result.same),
+        "same_order": value(result.same),
         "order": result.name,
         "search_seconds": result.seconds,
         "tried": result.num_tried,
@@ -123,10 +124,12 @@ def slices_text(result: SliceResult) -> str:
         f"makespan {number(result.value)}, {result.verdict}",
     ]
     if result.reference is not None and result.gain is not None:
-        lines.append(f"1f1b in as many equal slices {number(result.reference.value)}: {result.gain:.1%} saved")
-    for what, order in (("equal slices in the best order", result.equal), ("the best lengths in 1f1b", result.same)):
-        if order is not None and order is not result.reference:
-            lines.append(f"{what} {number(order.value)}")
+        name = result.reference.name
+        lines.append(f"{name} in as many equal slices {number(result.reference.value)}: {result.gain:.1%} saved")
+        if result.same is not None:
+            lines.append(f"the best lengths in {name} {number(result.same.value)}")
+    if result.equal is not None:
+        lines.append(f"the best order of equal slices {number(result.equal.value)}")
     lines.append(f"bubble {timeline.bubble:.2%} of the makespan, {timeline.span_bubble:.2%} of the longest span")
     if timeline.peak_bytes is not None:
         lines.append(f"peak bytes {', '.join(map(size_text, timeline.peak_bytes))}")

@@ -38,8 +38,7 @@ class SliceCurve:
         >>> curve.at(0, 512), curve.at(512, 1024)
         (0.390625, 0.640625)
         """
-        if not 0.0 <= attention <= 1.0:
-            raise CostsError(f"attention is {attention:g} of the time", expected="a part of it, from 0 to 1")
+        check_attention(attention)
         if not 0.0 <= overhead < float("inf"):
             raise CostsError(f"overhead is {overhead:g} tokens", expected="0 or more")
         return SliceCurve(
@@ -61,6 +60,17 @@ class SliceCurve:
         SliceCurve(fixed=0.5, per_token=1.0, per_pair=2.0)
         """
         return SliceCurve(self.fixed * factor, self.per_token * factor, self.per_pair * factor)
+
+
+def check_attention(part: float) -> None:
+    """Raise an error unless attention takes a part of the time.
+
+    >>> check_attention(1.5)
+    Traceback (most recent call last):
+    drumline.core.errors.CostsError: attention is 1.5 of the time; expected a part of it, from 0 to 1
+    """
+    if not 0.0 <= part <= 1.0:
+        raise CostsError(f"attention is {part:g} of the time", expected="a part of it, from 0 to 1")
 
 
 Point = tuple[int, int, float]  # where a slice begins and ends, and its seconds

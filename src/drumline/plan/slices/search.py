@@ -39,6 +39,7 @@ from drumline.plan.slices.work import B, F, I, SlicedWork, check_lengths
 from drumline.schedules import schedules
 from drumline.schedules.slices import sliced
 
+FAMILIES = {"linear": "1f1b", "loop": "interleaved-1f1b"}  # what a result is compared with, by placement
 _POOL = 4
 _STEPS = 4_000  # of local search in a turn
 _HEATS = (0.002, 0.0, 0.01, 0.0005)
@@ -62,8 +63,8 @@ class SliceOrder:
 class SliceResult:
     """A proven program over units, the lengths of its slices, its timeline, and the bound for all of them.
 
-    `reference` is 1f1b in as many equal slices, `equal` the best order of equal slices, and `same` the best lengths in
-    1f1b; None where it does not fit the placement or the limit.
+    `reference` is 1f1b, interleaved where ranks hold several stages, in as many equal slices; `equal` the best order of
+    equal slices, and `same` the best lengths in the reference's order. They are None where none fits the limit.
     """
 
     program: Program
@@ -212,6 +213,7 @@ class _Run:
         )
         self._bound = bounds.any if split else bounds.whole
         self._size = (3 if split else 2) * placement.num_stages * num_microbatches * num_slices
+        self._family = FAMILIES.get(placement.name, "")
         self.num_tried, self.best = 0, None  # type: int, SliceOrder | None
         self._pool: list[SliceOrder] = []
         self._reference: SliceOrder | None = None
@@ -339,10 +341,10 @@ class _Run:
     def _offer(self, order: SliceOrder) -> None:
         self.num_tried += 1
         if order.lengths == equal_lengths(self._work.tokens, self._slices, self._multiple):
-            if order.name == "1f1b" and self._reference is None:
+            if order.name == self._family and self._reference is None:
                 self._reference = order
             self._equal = _better(order, self._equal)
-        if order.name == "1f1b":
+        if order.name == self._family:
             self._same = _better(order, self._same)
         if self.best is None or order.value < self.best.value * (1 - SAME):
             self.best = order

@@ -20,7 +20,7 @@ from drumline.core.errors import CostsError, PlanError
 from drumline.core.graph import Floats
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
-from drumline.core.slices.curve import SliceCurve
+from drumline.core.slices.curve import SliceCurve, check_attention
 from drumline.plan.search.bounds import entries
 
 F, I, W, B = range(4)  # noqa: E741 - the letters the papers use
@@ -55,6 +55,8 @@ class SlicedWork:
         parts = [attention] * num_stages if isinstance(attention, int | float) else list(attention)
         if len(parts) != num_stages:
             raise CostsError(f"attention has {len(parts)} values", expected=f"one, or one for each of {num_stages}")
+        for part in parts:
+            check_attention(part)
         again = costs.recomputes(num_stages)
         curves = []
         for stage, seconds in enumerate(zip(*(costs.per_stage(name, num_stages) for name in _FIELDS), strict=True)):
