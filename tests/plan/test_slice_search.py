@@ -23,7 +23,7 @@ from drumline.plan.slices.bound import slice_bound
 from drumline.plan.slices.dispatch import DispatchRules, all_rules, dispatched
 from drumline.plan.slices.lengths import equal_lengths, shortest_longest
 from drumline.plan.slices.search import SliceResult, search_slices
-from drumline.plan.slices.units import UnitInstance
+from drumline.plan.slices.units import UnitInstance, UnitRule
 from drumline.plan.slices.work import SlicedWork
 
 Step = tuple[str, int]  # an op and a unit
@@ -273,6 +273,14 @@ def test_a_curve_is_fitted_to_what_slices_took() -> None:
         assert fitted.at(start, end) == pytest.approx(true.at(start, end), rel=1e-6)
     falling = fitted_curve([(0, 100, 2.0), (0, 200, 1.0)])
     assert min(falling.fixed, falling.per_token, falling.per_pair) >= 0
+
+
+def test_only_what_the_rule_of_slices_needs_keeps_its_order() -> None:
+    rule, (f, i, w, b) = UnitRule(num_units=4, num_slices=2), range(4)
+    kept = [(f, 4 + f), (f, i), (f, b), (f, w), (f, 4 + i), (4 + i, i), (4 + b, b), (i, w)]
+    free = [(f, 8 + f), (w, 4 + i), (i, 8 + f), (4 + i, w), (w, f + 8), (f, 16 + f), (f, 4 + w)]
+    assert [rule.keeps(*pair) for pair in kept] == [True] * len(kept)
+    assert [rule.keeps(*pair) for pair in free] == [False] * len(free)
 
 
 def test_equal_lengths_differ_by_one_multiple_at_most() -> None:

@@ -1,7 +1,8 @@
 """Orders of units made by dispatching: each rank runs what is ready, by a few rules, in simulated time.
 
     a backward is ready              run it, the last slice of a microbatch first
-    else a forward is, with room     run it; `ahead` is how many units a rank may hold more than 1f1b in slices
+    else a forward is, with room     run it; `ahead` is how many units a rank may hold more than 1f1b in slices,
+                                     as far as the limit allows
     else a W waits                   run it, unless an input arrives before a part `patience` of it is done
 
 With whole backwards there is no W. Forwards first where `eager`: then a rank fills its room before it runs backwards.
@@ -28,7 +29,7 @@ class DispatchRules:
 
 
 def dispatched(instance: Instance, num_slices: int, rules: DispatchRules) -> Rows:
-    """Return the rows that the rules make, for one copy of every stage.
+    """Return the rows that the rules make, for one copy of every stage; none if the limit keeps a backward waiting.
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.placement import Placement
@@ -45,6 +46,7 @@ class _Rank:
 
     def __init__(self, room: int) -> None:
         self.free, self.held, self.room = 0.0, 0, room
+        self.stash: list[float] = []  # of every resource
         self.row: list[int] = []
         # What arrives: (when, number), in the order of arrival.
         self.forwards: deque[tuple[float, int]] = deque()
@@ -60,8 +62,12 @@ class _Dispatcher:
         self._homes = instance.placement.homes
         num_ranks = instance.num_ranks
         per_rank = instance.num_stages // num_ranks
+        self._resources = instance.resources
         more = num_slices - 1 + rules.ahead + (0 if per_rank == 1 else num_ranks * per_rank)
-        self._ranks = [_Rank(min(per_rank, 2) * (num_ranks - rank) + more) for rank in range(num_ranks)]
+        rooms = (min(per_rank, 2) * (num_ranks - rank) + more for rank in range(num_ranks))
+        self._ranks = [_Rank(max(room, num_slices)) for room in rooms]
+        for number, rank in enumerate(self._ranks):
+            rank.stash = [resource.always[number] for resource in self._resources]
         first = self._ranks[self._homes[0]]
         first.forwards.extend((0.0, instance.number(0, F, unit)) for unit in range(self._units))
         self._back = B if rules.whole else I
@@ -73,7 +79,9 @@ class _Dispatcher:
         following = [self._next(rank) for rank in everywhere]
         while left:
             start, rank, number = min(following)
-            if start == math.inf:  # the room of some rank is too small for the way back to begin
+            if start == math.inf:  # too little room for the way back to begin
+                if all(rank.room > self._units * len(self._homes) for rank in self._ranks):
+                    return []
                 for each in self._ranks:
                     each.room += 1
                 following = [self._next(rank) for rank in everywhere]
@@ -87,7 +95,7 @@ class _Dispatcher:
         """Return when a rank runs its next action, and which; never, if it waits for something that is not known."""
         rank, rules = self._ranks[number], self._rules
         back = self._ready_back(rank)
-        forward = rank.forwards[0] if rank.forwards and rank.held < rank.room else None
+        forward = rank.forwards[0] if rank.forwards and self._has_room(rank, rank.forwards[0][1]) else None
         options = [entry for entry in (back, forward) if entry is not None]
         soonest = min((max(rank.free, when) for when, _ in options), default=math.inf)
         if rank.weights:
@@ -101,6 +109,12 @@ class _Dispatcher:
             if entry is not None and max(rank.free, entry[0]) <= soonest:
                 return soonest, number, entry[1]
         raise AssertionError("one of them is the soonest")
+
+    def _has_room(self, rank: _Rank, action: int) -> bool:
+        return rank.held < rank.room and all(
+            stash + resource.during[action] <= resource.most
+            for stash, resource in zip(rank.stash, self._resources, strict=True)
+        )
 
     def _ready_back(self, rank: _Rank) -> tuple[float, int] | None:
         """Return the earliest backward that may run: slices of its microbatch after it have gone back."""
@@ -119,6 +133,8 @@ class _Dispatcher:
         rank.free = start + self._seconds[action]
         arrives = rank.free + self._latency[action]
         rank.row.append(action)
+        for place, resource in enumerate(self._resources):
+            rank.stash[place] += resource.after[action]
         if op == F:
             rank.forwards.popleft()
             rank.held += 1
@@ -153,7 +169,7 @@ class _Dispatcher:
 
 def all_rules(num_slices: int, *, whole: bool, bounded: bool) -> Sequence[DispatchRules]:
     """Return the rules to try; with less room first if memory is limited."""
-    aheads = (0, 1, 2, 4, -1, num_slices, 2 * num_slices) if not bounded else (0, -1, -2, 1)
+    aheads = (0, num_slices, -1, -2, -4) if bounded else (0, 1, 2, 4, -1, num_slices, 2 * num_slices)
     patience = (0.0,) if whole else (0.0, 0.5, 1.0)
     return [
         DispatchRules(ahead, wait, eager, whole) for ahead in aheads for eager in (False, True) for wait in patience

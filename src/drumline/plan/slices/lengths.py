@@ -9,7 +9,7 @@ slice, reach as far as any lengths can. Bisection finds the least seconds that r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from drumline.core.errors import PlanError
 from drumline.core.slices.curve import SliceCurve
@@ -90,6 +90,21 @@ def shortest_longest(
         ends = reached(middle)
         low, high, best = (low, middle, ends) if ends else (middle, high, best)
     return tuple((end - start) * multiple for start, end in pairwise(best)), low
+
+
+def between(lengths: Sequence[int], others: Sequence[int], part: float, multiple: int) -> tuple[int, ...]:
+    """Return lengths whose slices end a part of the way from the ends of these to those of others.
+
+    Later slices of equal time are shorter, so a rank that has some of the first holds more: a limit may want less.
+
+    >>> between((32, 32, 32, 32), (48, 32, 24, 24), 0.5, 8)
+    (40, 32, 24, 32)
+    """
+    ends = [
+        round(((1 - part) * end + part * other) / multiple) * multiple
+        for end, other in zip(accumulate(lengths), accumulate(others), strict=True)
+    ]
+    return tuple(end - start for start, end in pairwise([0, *ends]))
 
 
 def moved_lengths(lengths: Sequence[int], source: int, target: int, tokens: int) -> tuple[int, ...] | None:

@@ -32,7 +32,7 @@ from drumline.plan.search.bounds.instance import Rows
 from drumline.plan.search.search_run import SAME, SECONDS
 from drumline.plan.slices.bound import slice_bound
 from drumline.plan.slices.dispatch import DispatchRules, all_rules, dispatched
-from drumline.plan.slices.lengths import equal_lengths, shortest_longest
+from drumline.plan.slices.lengths import between, equal_lengths, shortest_longest
 from drumline.plan.slices.polish import annealed, length_moves
 from drumline.plan.slices.units import UnitInstance, UnitTimes, peaks_fit
 from drumline.plan.slices.work import B, F, I, SlicedWork, check_lengths
@@ -41,6 +41,7 @@ from drumline.schedules.slices import sliced
 
 FAMILIES = {"linear": "1f1b", "loop": "interleaved-1f1b"}  # what a result is compared with, by placement
 _POOL = 4
+_PARTS = (0.75, 0.5, 0.25)  # of the way from equal lengths to those of equal time, tried under a limit
 _STEPS = 4_000  # of local search in a turn
 _HEATS = (0.002, 0.0, 0.01, 0.0005)
 # What is surely done in a second of one core: actions dispatched, steps of local search, actions timed.
@@ -274,7 +275,9 @@ class _Run:
         slowest = max(stages, key=lambda curves: curves[F].at(0, tokens) + curves[B].at(0, tokens))
         curves = [slowest[F] + slowest[B], *([slowest[F] + slowest[I]] if self._split else [])]
         even = [shortest_longest(curve, tokens, count, self._multiple)[0] for curve in curves]
-        return list(dict.fromkeys([equal, *even]))
+        if self._limit:
+            even += [between(equal, even[0], part, self._multiple) for part in _PARTS]
+        return [lengths for lengths in dict.fromkeys([equal, *even]) if min(lengths) > 0]
 
     def _instance(self, lengths: tuple[int, ...]) -> UnitInstance:
         """Return the instance of units of these lengths."""
@@ -321,7 +324,7 @@ class _Run:
     ) -> SliceOrder | None:
         """Return rows with their makespan; None if they do not fit, or cannot run."""
         instance = self._instance(lengths)
-        if rows is None or not peaks_fit(instance, rows):
+        if not rows or not peaks_fit(instance, rows):
             return None
         times = UnitTimes(instance)
         times.load(rows)
