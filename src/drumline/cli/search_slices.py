@@ -76,14 +76,14 @@ def _check(args: argparse.Namespace) -> None:
     flags.check_counts(args, "tokens", "multiple")
     if min(args.slices) < 1:
         raise UsageError(f"--slices is {min(args.slices)}", expected="whole numbers of 1 or more")
-    for flag, given, expected in (
+    for flag, setting, expected in (
         ("--placement", args.placement if args.placement in ("all", "bidirectional") else "", "linear, loop or v"),
         ("--objective", args.objective if args.objective != "makespan" else "", "makespan"),
         ("--jitter", "given" if args.jitter is not None else "", "times that do not vary"),
         ("--pareto", "given" if args.pareto else "", "one limit"),
     ):
-        if given:
-            raise UsageError(f"{flag} is {given}, with --slices", expected=expected, fix=f"leave out {flag}")
+        if setting:
+            raise UsageError(f"{flag} is {setting}, with --slices", expected=expected, fix=f"leave out {flag}")
 
 
 def slices_summary(result: SliceResult) -> dict[str, Any]:

@@ -4,14 +4,13 @@ For one stage on each of P ranks in a line, M microbatches, and slices whose F, 
 every rank. A whole backward counts as its I and then its W.
 
 1. *Before the first backward of the last rank* it runs forwards alone, and stands idle for (P-1) max f or longer.
-   Let J be the units that it has run forward by then, and k the longest of a microbatch whose last slice is among
-   them, so all of its slices are. k passes P ranks. Units of J before k on rank 0, and units after k on the last rank,
-   take their time before k begins or after it ends. A unit that comes after k on rank 0 and before k on the last rank
-   overtakes it somewhere: it runs there after k, and runs on the next rank before k, so k waits for as long as it
-   takes. Together: sum of J + (P-1) f(k).
-2. *After the last forward of the last rank* the same holds in reverse for what goes back to rank 0: whole backwards
-   leave the last rank idle for (P-1) max b. Split ones take (P-1) max i until rank 0 ends, and its last W follows;
-   meanwhile the last rank may compute W.
+   Let J be the units that it has run forward by then. They include all slices of some microbatch. Let k be the longest
+   of these, which passes P ranks. Units of J before k on rank 0 run before k begins. Units after k on the last rank run
+   after k ends. Any other unit of J overtakes k: on some rank it runs after k, and on the next one before k. So k waits
+   there for as long as the unit takes. Together: sum of J + (P-1) f(k).
+2. *After the last forward of the last rank* the same holds in reverse for what goes back to rank 0. Whole backwards
+   leave the last rank idle for (P-1) max b. Split ones take (P-1) max i until rank 0 has run them, and its last W
+   follows. Meanwhile the last rank may compute W.
 3. The last rank does all of its work beside this. If all its forwards come before its first backward, both still hold.
 
 So a step takes at least
@@ -23,8 +22,8 @@ and a message between two ranks adds its latency to each of the P-1. Slices divi
 least as long as `shortest_longest` allows: this holds for all lengths. With whole backwards and slices that take the
 same time it is (M + (P-1)/S)(F+B), which 1f1b reaches.
 
-4. Any rank begins once some slice 0 has passed the stages before its first, and ends before the slice 0 that it ran
-   last has gone back through them, unless backwards are split. This holds for any placement and unequal stages.
+4. Any rank begins once some slice 0 has passed the stages before its first. With whole backwards, the last that it runs
+   is a slice 0, which then goes back through these stages. This holds for any placement and for unequal stages.
 """
 
 from __future__ import annotations
@@ -145,11 +144,11 @@ def _of_work(
         first = min(stages)
         down = sum(forwards[stage].at(0, multiple) + latency[stage + 1] for stage in range(first))
         if whole:
-            own = num_microbatches * sum(sums[stage, F] + sums[stage, B] for stage in stages)
+            own_work = num_microbatches * sum(sums[stage, F] + sums[stage, B] for stage in stages)
             up = sum(work.curves[stage][B].at(0, multiple) + latency[stage + 1] for stage in range(first))
         else:
             curves = [forwards[stage] + early[stage] + late[stage] for stage in stages]
-            own = num_microbatches * sum(c.at(0, work.tokens) + (num_slices - 1) * c.fixed for c in curves)
+            own_work = num_microbatches * sum(c.at(0, work.tokens) + (num_slices - 1) * c.fixed for c in curves)
             up = 0.0
-        least = max(least, down + own + up)
+        least = max(least, down + own_work + up)
     return least

@@ -41,11 +41,11 @@ def dispatched(instance: Instance, num_slices: int, rules: DispatchRules) -> Row
     return _Dispatcher(instance, num_slices, rules).run()
 
 
-class _Rank:
+class _GrowingRow:
     """A rank while its row grows."""
 
     def __init__(self, room: int) -> None:
-        self.free, self.held, self.room = 0.0, 0, room
+        self.free, self.units, self.room = 0.0, 0, room
         self.stash: list[float] = []  # of every resource
         self.row: list[int] = []
         # What arrives: (when, number), in the order of arrival.
@@ -65,7 +65,7 @@ class _Dispatcher:
         self._resources = instance.resources
         more = num_slices - 1 + rules.ahead + (0 if per_rank == 1 else num_ranks * per_rank)
         rooms = (min(per_rank, 2) * (num_ranks - rank) + more for rank in range(num_ranks))
-        self._ranks = [_Rank(max(room, num_slices)) for room in rooms]
+        self._ranks = [_GrowingRow(max(room, num_slices)) for room in rooms]
         for number, rank in enumerate(self._ranks):
             rank.stash = [resource.always[number] for resource in self._resources]
         first = self._ranks[self._homes[0]]
@@ -110,13 +110,13 @@ class _Dispatcher:
                 return soonest, number, entry[1]
         raise AssertionError("one of them is the soonest")
 
-    def _has_room(self, rank: _Rank, action: int) -> bool:
-        return rank.held < rank.room and all(
+    def _has_room(self, rank: _GrowingRow, action: int) -> bool:
+        return rank.units < rank.room and all(
             stash + resource.during[action] <= resource.most
             for stash, resource in zip(rank.stash, self._resources, strict=True)
         )
 
-    def _ready_back(self, rank: _Rank) -> tuple[float, int] | None:
+    def _ready_back(self, rank: _GrowingRow) -> tuple[float, int] | None:
         """Return the earliest backward that may run: slices of its microbatch after it have gone back."""
         legal = [entry for entry in rank.backwards if self._may_go_back(entry[1] // 4)]
         return min(legal, default=None)
@@ -137,21 +137,21 @@ class _Dispatcher:
             rank.stash[place] += resource.after[action]
         if op == F:
             rank.forwards.popleft()
-            rank.held += 1
+            rank.units += 1
             if stage < self._last:
                 self._send(self._ranks[self._homes[stage + 1]], arrives, self._instance.number(stage + 1, F, unit))
                 return self._homes[stage + 1]
             rank.backwards.append((rank.free, 4 * pair + self._back))
         elif op == W:
             rank.weights.popleft()
-            rank.held -= 1
+            rank.units -= 1
         else:
             rank.backwards = [entry for entry in rank.backwards if entry[1] != action]
             self._gone.add((stage, unit))
             if op == I:
                 rank.weights.append(4 * pair + W)
             else:
-                rank.held -= 1
+                rank.units -= 1
             if stage:
                 target = self._homes[stage - 1]
                 self._ranks[target].backwards.append((arrives, self._instance.number(stage - 1, self._back, unit)))
@@ -159,7 +159,7 @@ class _Dispatcher:
         return number
 
     @staticmethod
-    def _send(rank: _Rank, arrives: float, number: int) -> None:
+    def _send(rank: _GrowingRow, arrives: float, number: int) -> None:
         """Queue a forward by its arrival."""
         if not rank.forwards or rank.forwards[-1][0] <= arrives:
             rank.forwards.append((arrives, number))

@@ -150,13 +150,13 @@ def search_slices(
         )
     work = SlicedWork.of(costs, placement.num_stages, tokens=tokens, attention=attention, overhead=overhead)
     budget = SECONDS if seconds is None and tries is None else seconds
-    runs: list[_Run] = []
+    runs: list[_LengthsSearch] = []
     interrupted = False
     try:
         for place, num_slices in enumerate(numbers):
             left = math.inf if budget is None else (began + budget - time.monotonic()) / (len(numbers) - place)
             share = None if tries is None else tries // len(numbers)
-            run = _Run(
+            run = _LengthsSearch(
                 work,
                 placement,
                 num_microbatches,
@@ -185,7 +185,7 @@ def search_slices(
     return best.result(time.monotonic() - began, sum(run.num_tried for run in runs), interrupted)
 
 
-class _Run:
+class _LengthsSearch:
     """A search for one number of slices."""
 
     def __init__(

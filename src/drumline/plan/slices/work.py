@@ -69,13 +69,13 @@ class SlicedWork:
                 (part * (first + second) - in_first) / second if second else 0.0,
                 part,
             )
-            own = [
+            own_curves = [
                 SliceCurve.of(each, tokens, attention=min(share, 1.0), overhead=overhead)
                 for each, share in zip((forward, first, second, whole), shares, strict=True)
             ]
             if again[stage]:
-                own[I], own[B] = own[I] + own[F], own[B] + own[F]
-            curves.append(tuple(own))
+                own_curves[I], own_curves[B] = own_curves[I] + own_curves[F], own_curves[B] + own_curves[F]
+            curves.append(tuple(own_curves))
         return SlicedWork(costs, tuple(curves), tokens)
 
     @property
