@@ -8,7 +8,6 @@ from typing import Any
 from drumline.cli import flags
 from drumline.cli.output import Paper, deliver, progress, wrapped
 from drumline.core.errors import UsageError, counted
-from drumline.core.slices.text import format_slices
 from drumline.core.units import number, size_text
 from drumline.plan.search.search import placement_named
 from drumline.plan.slices.search import SliceOrder, SliceResult, search_slices
@@ -22,7 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = flags.adder(parser, "slices of sequences; costs are then those of whole sequences")
     whole = flags.whole_number
     add("--slices S[,...]", "find lengths and an order of so many slices; of several numbers, the best", _numbers)
-    add("--attention A[,...]", "part of the time that attention takes, for all stages or for each", _parts, 0.0)
+    add(
+        "--attention A[,...]",
+        "part of the time that attention takes, for all stages or for each (default: as in costs)",
+        _parts,
+    )
+    add("--key-value-bytes K", "bytes of a sequence's keys and values, among its activations (default 0)", flags.number)
     add("--tokens T", "length of a sequence", whole, TOKENS)
     add("--multiple N", "lengths of slices are multiples of so many tokens", whole, MULTIPLE)
     add("--slice-overhead N", "a slice takes as long as so many tokens more", flags.number, 0.0)
@@ -32,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Search and report the result."""
     _check(args)
-    costs = flags.costs_of(args)
+    costs = flags.costs_of(argparse.Namespace(**vars(args) | {"slices": None, "attention": None}))
     placement = placement_named(args.placement, args.ranks, args.microbatches, args.stages_per_rank)
     result = search_slices(
         costs,
@@ -40,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         num_microbatches=args.microbatches,
         slices=args.slices,
         tokens=args.tokens,
-        attention=args.attention[0] if len(args.attention) == 1 else args.attention,
+        attention=args.attention if args.attention is None or len(args.attention) > 1 else args.attention[0],
         overhead=args.slice_overhead,
         multiple=args.multiple,
         split=not args.whole_backwards,
@@ -55,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         if form == "text":
             return wrapped(slices_text(result), paper.width)
         if form == "csv":
-            return format_slices(result.program, result.num_slices)
+            return result.program.format()
         from drumline.report.draw.html import picture
 
         return picture(form, result.timeline)
@@ -68,8 +72,8 @@ def _numbers(text: str) -> tuple[int, ...]:
     return flags.listed(flags.whole_number)(text)
 
 
-def _parts(text: str | float) -> tuple[float, ...]:
-    return flags.listed(flags.number)(str(text))
+def _parts(text: str) -> tuple[float, ...]:
+    return flags.listed(flags.number)(text)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -94,7 +98,7 @@ def slices_summary(result: SliceResult) -> dict[str, Any]:
 
     return {
         **summarize(result.timeline),
-        "microbatches": result.program.num_microbatches // result.num_slices,
+        "microbatches": result.program.num_microbatches,
         "slices": result.num_slices,
         "lengths": list(result.lengths),
         "value": result.value,
@@ -109,14 +113,14 @@ def slices_summary(result: SliceResult) -> dict[str, Any]:
         "search_seconds": result.seconds,
         "tried": result.num_tried,
         "interrupted": result.is_interrupted,
-        "program": format_slices(result.program, result.num_slices).split("\n"),
+        "program": result.program.format().split("\n"),
     }
 
 
 def slices_text(result: SliceResult) -> str:
     """Return the result in words."""
     timeline, program = result.timeline, result.program
-    microbatches = counted(program.num_microbatches // result.num_slices, "microbatch")
+    microbatches = counted(program.num_microbatches, "microbatch")
     lines = [
         f"{counted(program.num_ranks, 'rank')}, {counted(program.num_stages, 'stage')}, {microbatches} in"
         f" {counted(result.num_slices, 'slice')}; order: {result.name}",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from drumline.core.costs import slice_shares
 from drumline.core.errors import CostsError
 
 
@@ -69,8 +70,7 @@ def check_attention(part: float) -> None:
     Traceback (most recent call last):
     drumline.core.errors.CostsError: attention is 1.5 of the time; expected a part of it, from 0 to 1
     """
-    if not 0.0 <= part <= 1.0:
-        raise CostsError(f"attention is {part:g} of the time", expected="a part of it, from 0 to 1")
+    slice_shares([1.0], part)
 
 
 Point = tuple[int, int, float]  # where a slice begins and ends, and its seconds

@@ -25,7 +25,6 @@ from drumline.core.placement import Placement
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import Simulation
-from drumline.core.slices.order import order_violations
 from drumline.core.timeline.idle import Limit
 from drumline.core.units import number
 from drumline.plan.search.bounds.instance import Rows
@@ -113,7 +112,7 @@ def search_slices(
     num_microbatches: int,
     slices: int | Sequence[int],
     tokens: int = 4096,
-    attention: float | Sequence[float] = 0.0,
+    attention: float | Sequence[float] | None = None,
     overhead: float = 0.0,
     multiple: int = 1,
     split: bool = True,
@@ -126,9 +125,10 @@ def search_slices(
     """Return the best lengths and order found for so many slices of sequences of `tokens`, and their bound.
 
     `costs` are those of whole sequences. `attention` is the part of their time that grows with keys: one number, or one
-    for each stage. A slice takes as long as `overhead` tokens more. Lengths are multiples of `multiple` tokens. Without
-    `split`, backwards stay whole. With several numbers of `slices`, the best counts. `limit` counts whole microbatches,
-    or bytes. The search ends after `seconds` (10 unless given) or `tries` programs, or when it reaches the bound.
+    for each stage (default: that of the costs). A slice takes as long as `overhead` tokens more. Lengths are multiples
+    of `multiple` tokens. Without `split`, backwards stay whole. With several numbers of `slices`, the best counts.
+    `limit` counts whole microbatches, or bytes. The search ends after `seconds` (10 unless given) or `tries` programs,
+    or when it reaches the bound.
 
     >>> found = search_slices(
     ...     Costs(), Placement.linear(4), num_microbatches=2, slices=4, attention=0.4, multiple=64, split=False
@@ -247,8 +247,8 @@ class _LengthsSearch:
         """Return what was found, proven."""
         best = self.best
         assert best is not None, "a search without orders has no result"
-        program = self._instance(best.lengths).program(best.rows, f"{best.name} in {self._slices} slices")
-        violations = [*validate(program), *order_violations(program, self._slices)]
+        program = self._program(best.lengths, best.rows, best.name)
+        violations = validate(program)
         assert not violations, f"the search made a program that breaks a rule: {violations[0]}"
         timeline = self._work.simulate(program, check_lengths(best.lengths, self._work.tokens))
         return SliceResult(
@@ -266,6 +266,21 @@ class _LengthsSearch:
             num_tried,
             interrupted,
         )
+
+    def _program(self, lengths: tuple[int, ...], rows: Rows, name: str) -> Program:
+        units = self._instance(lengths).program(rows)
+        name = f"{name} in {self._slices} slices"
+        return Program.of_columns(replace(units.columns, num_slices=self._slices), name)
+
+    def _fits(self, lengths: tuple[int, ...], rows: Rows) -> bool:
+        """Whether all rows stay within the limit, gradients of keys and values included."""
+        most = self._limit.max_bytes
+        if not peaks_fit(self._instance(lengths), rows):
+            return False
+        if most is None or self._work.costs.key_value_bytes == 0.0 or self._slices == 1:
+            return True
+        timeline = self._work.simulate(self._program(lengths, rows, ""), lengths)
+        return max(timeline.peak_bytes or (0.0,)) <= self._limit.most_bytes
 
     def _first_lengths(self) -> list[tuple[int, ...]]:
         """Return equal lengths, and those whose longest slice takes least, of the slowest stage."""
@@ -323,13 +338,14 @@ class _LengthsSearch:
         self, lengths: tuple[int, ...], rows: Rows | None, name: str, rules: DispatchRules | None = None
     ) -> SliceOrder | None:
         """Return rows with their makespan; None if they do not fit, or cannot run."""
-        instance = self._instance(lengths)
-        if not rows or not peaks_fit(instance, rows):
+        if not rows:
             return None
-        times = UnitTimes(instance)
+        times = UnitTimes(self._instance(lengths))
         times.load(rows)
         value = times.makespan()
-        return None if value == math.inf else SliceOrder(value, lengths, name, rows, rules)
+        if value == math.inf or not self._fits(lengths, rows):
+            return None
+        return SliceOrder(value, lengths, name, rows, rules)
 
     def _try(self, lengths: tuple[int, ...], rules: DispatchRules) -> SliceOrder | None:
         """Dispatch an order by rules, and offer it."""
@@ -412,7 +428,7 @@ class _LengthsSearch:
             num_steps=_STEPS,
             enough=self._bound * (1 + SAME),
         )
-        if value < start.value * (1 - SAME):
+        if value < start.value * (1 - SAME) and self._fits(start.lengths, rows):
             self._offer(SliceOrder(value, start.lengths, "searched", rows))
 
 

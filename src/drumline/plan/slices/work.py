@@ -46,10 +46,11 @@ class SlicedWork:
         num_stages: int,
         *,
         tokens: int,
-        attention: float | Sequence[float] = 0.0,
+        attention: float | Sequence[float] | None = None,
         overhead: float = 0.0,
     ) -> SlicedWork:
-        """Return the work whose attention takes a part of the time, one number for all stages or for each."""
+        """Return the work whose attention takes a part of the time: of all stages, of each, or as the costs say."""
+        attention = costs.attention if attention is None else attention
         if isinstance(costs.microbatch_factor, Sequence):
             raise CostsError("microbatch_factor has values for microbatches", expected="one number, with slices")
         parts = [attention] * num_stages if isinstance(attention, int | float) else list(attention)
@@ -98,9 +99,9 @@ class SlicedWork:
         return seconds
 
     def costs_of(self, lengths: Sequence[int], num_microbatches: int) -> Costs:
-        """Return the costs of units: bytes and messages of each grow with its tokens."""
-        shares = [length / self.tokens for length in lengths]
-        return replace(self.costs, microbatch_factor=tuple(shares * num_microbatches))
+        """Return the costs of units as microbatches of their own: bytes and messages of each grow with its tokens."""
+        shares = tuple(length / self.tokens for length in lengths) * num_microbatches
+        return replace(self.costs, microbatch_factor=shares, slice_lengths=1.0, slice_factor=None, attention=0.0)
 
     def simulate(self, program: Program, lengths: Sequence[int]) -> Simulation:
         """Return the timeline of a program over units of these lengths.
@@ -111,15 +112,15 @@ class SlicedWork:
         >>> work.simulate(sliced(generate("1f1b", num_ranks=2, num_microbatches=2), 2), (40, 24)).makespan
         4.5234375
         """
-        num_microbatches = program.num_microbatches // len(lengths)
-        costs, columns = self.costs_of(lengths, num_microbatches), program.timed_columns
-        table = np.tile(self.table(lengths), (1, num_microbatches, 1))
+        columns, count = program.timed_columns, program.num_units
+        costs = replace(self.costs, slice_lengths=tuple(map(float, lengths)), slice_factor=None, attention=0.0)
+        table = np.tile(self.table(lengths), (1, program.num_microbatches, 1))
         op = entries.NUMBER[columns.code]
         wanted = table[columns.stage, columns.microbatch, op]
         base = np.array([costs.per_stage(name, self.num_stages) for name in _FIELDS])
         again = np.array(costs.recomputes(self.num_stages)) * base[F]
         base[I], base[B] = base[I] + again, base[B] + again
-        plain = base[op, columns.stage] * np.array(costs.factors(program.num_microbatches))[columns.microbatch]
+        plain = base[op, columns.stage] * np.array(costs.factors(count, len(lengths)))[columns.microbatch]
         factors = np.divide(wanted, plain, out=np.ones_like(wanted), where=plain > 0)
         return simulate(program, costs, factors=factors)
 
