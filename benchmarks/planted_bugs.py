@@ -18,6 +18,7 @@ from planted_saving import SAVING
 from planted_schedules import SCHEDULES
 from planted_serve import SERVE
 from planted_slices import SLICES
+from planted_slices_search import SLICES_SEARCH
 from planted_state import STATE
 from planted_stream import STREAM
 from planted_train import TRAIN
@@ -39,6 +40,7 @@ BUGS = (
     *CALLS,
     *SAVING,
     *SLICES,
+    *SLICES_SEARCH,
     *STATE,
     *STREAM,
     *SERVE,

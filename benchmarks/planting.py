@@ -252,6 +252,8 @@ OF_FILE = {
         "tests/plan/test_planner_cluster.py",
         "tests/plan/test_software.py",
     ),
+    "plan/slices": ("tests/plan/test_slice_search.py",),
+    "core/slices/curve.py": ("tests/plan/test_slice_search.py",),
     "plan/search": ("tests/plan/test_lower_bounds.py", "tests/plan/test_search.py"),
     "features/mesh": ("tests/mesh/test_parts.py", "tests/mesh/test_cells.py", "tests/mesh/test_hugging_face.py"),
     "model/follow/attributes.py": ("tests/pipeline/test_zoo.py", "tests/pipeline/test_kept_tables.py"),

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from drumline.plan.device.planner import plan
     from drumline.plan.search.objective import Jitter
     from drumline.plan.search.search import search
+    from drumline.plan.slices.search import search_slices
     from drumline.report.compare import compare
     from drumline.report.draw.grid import grid
     from drumline.report.kineto.analysis import analyze
@@ -98,6 +99,7 @@ _HOME = {
     "replicas": "report.replicas.step",
     "schedule": "schedules",
     "search": "plan.search.search",
+    "search_slices": "plan.slices.search",
     "simulate": "core.simulate.simulate",
     "stop_on_signals": "channel.launch.stop",
     "titan_schedule": "core.lower.torch_text",
@@ -150,6 +152,7 @@ __all__ = [
     "replicas",
     "schedule",
     "search",
+    "search_slices",
     "simulate",
     "stop_on_signals",
     "titan_schedule",

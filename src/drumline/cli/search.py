@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from drumline.cli import flags
+from drumline.cli import flags, search_slices
 from drumline.cli.output import PICTURES, PROGRAMS, TEXTS, Paper, deliver, files_of, progress, wrapped
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError, UsageError
@@ -35,12 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tries N", "stop after this many programs (default: no limit)", whole)
     add("--seed N", "random seed", whole, 0)
     add("--pareto", "search under every memory limit, and show bubble against memory")
+    search_slices.add_arguments(parser)
     flags.add_out(parser, PROGRAMS | PICTURES | TEXTS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Search and report the result."""
     _check(args)
+    if args.slices is not None:
+        return search_slices.run(args)
     if args.pareto:
         return _pareto(args)
     costs = flags.costs_of(args)

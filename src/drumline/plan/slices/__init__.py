@@ -1,0 +1,1 @@
+"""Lengths and orders of slices: what they take, the search for the best, its bound, and whether a plan uses them."""
