@@ -103,6 +103,17 @@ def test_hovering_a_box_tells_what_it_is_and_what_it_waited_for(opened: Open) ->
     assert said[-1] == "Waited 6: 0B0 waits for 1B0 of rank 1."
 
 
+def test_boxes_of_slices_say_which(opened: Open) -> None:
+    shown = opened(simulate(generate("1f1b", num_ranks=2, num_microbatches=2, slices=2)))
+    said = shown.hover(0, 0.6).splitlines()
+    assert said[:2] == ["Forward of stage 0 on microbatch 0.1", "0F0.1"]
+    assert "0B0.1 waits for 1B0.1 of rank 1." in shown.hover(0, 2)
+    fills = shown.page.locator(".surface rect.box").evaluate_all(
+        "boxes => boxes.map((box) => box.getAttribute('fill'))"
+    )
+    assert len(set(fills)) == 8
+
+
 def test_every_action_is_one_box_in_svg(opened: Open) -> None:
     shown = opened(timeline("dualpipe"))
     assert shown.stats()["modes"] == ["svg"]

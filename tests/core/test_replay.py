@@ -14,6 +14,7 @@ from drumline.core.measured.costs import costs_of, latencies, replay
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
+from drumline.schedules import generate
 from names import NAMES, build
 from simulated_runs import records_of
 
@@ -53,3 +54,21 @@ def test_costs_over_several_steps_are_those_of_the_middle() -> None:
     assert found.per_stage("forward", 2) == pytest.approx((1, 2))
     assert found.per_stage("backward_weight", 2) == pytest.approx((1, 1))
     assert {edge: item.latency for edge, item in latencies(steps).items()} == pytest.approx({(0, 1): 0.5, (1, 0): 0.5})
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_slices_are_replayed_as_they_were(name: str) -> None:
+    program = generate(name, num_ranks=3, num_microbatches=2, slices=4)
+    step = measured(program, Costs(attention=0.5, edges={(0, 1): Edge(0.25)}))
+    assert replay(step).makespan == pytest.approx(step.makespan)
+
+
+def test_costs_of_slices_are_those_of_a_microbatch_and_its_parts() -> None:
+    program = generate("1f1b", num_ranks=2, num_microbatches=3, slices=4)
+    costs = Costs(forward=[1, 2], backward=[2, 4], attention=0.5)
+    step = Measured(program, tuple(records_of(simulate(program, costs))))
+    found = [costs_of([step] * 3), step.measured_costs()]
+    for each in found:
+        assert each.slice_factor == pytest.approx(costs.factors(4, 4))
+    assert found[0].per_stage("forward", 2) == pytest.approx((1, 2))
+    assert simulate(program, found[0]).makespan == pytest.approx(step.makespan)

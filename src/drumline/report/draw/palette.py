@@ -1,7 +1,7 @@
 """The colours of every picture: one hue per op, one hatch per cause of idle time, one line per run.
 
 The hues of ops are those of Okabe and Ito, lightened so that dark numbers stay readable on them, in two shades for even
-and odd microbatches; every second slice of a microbatch is paler. They stay distinct for the three common kinds of
+and odd microbatches. Every second slice of a microbatch is paler. They stay distinct for the three common kinds of
 colour blindness; a test computes this. Idle time is hatched: two causes differ in the direction of their lines, or in a
 hue that everybody can distinguish.
 """
