@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import importlib
+import logging
 import os
 import random
 import re
@@ -20,6 +21,7 @@ from accelerators import Accelerators
 # Where searches look at the clock; their budgets are counted in timed actions, too.
 SEARCHES = ("drumline.plan.search.search_run", "drumline.plan.search.search", "drumline.plan.device.planner")
 
+pytest_plugins = ["forked_tests"]
 ACCELERATORS = Accelerators()
 FEATURES = Path(__file__).parent / "src" / "drumline" / "features"
 
@@ -84,8 +86,15 @@ def _needs_torch(path: Path, parts: tuple[str, ...]) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """Hide accelerators from tests that are not about them; spare the garbage collector what lives until the end."""
+    """Hide accelerators from tests that are not about them; spare the garbage collector what lives until the end.
+
+    Six times a test, pytest attaches its handlers to the root of all loggers and to each that hands nothing on to it,
+    of which PyTorch and others have a hundred: let them.
+    """
     ACCELERATORS.hide()
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.freeze()
 
 
