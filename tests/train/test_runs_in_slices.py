@@ -1,0 +1,87 @@
+"""Runs whose sequences are divided into slices: the losses of runs without, also when another division goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.core.errors import ConfigError
+from drumline.train.config.files.settings_file import read_settings
+from drumline.train.config.settings import (
+    BatchSettings,
+    CheckpointSettings,
+    EvaluationSettings,
+    ModelSettings,
+    PipelineSettings,
+    RunSettings,
+    TrainSettings,
+)
+from drumline.train.dry.dry_run import dry_run
+from drumline.train.loop.run import run_training
+from drumline.train.loop.training import TrainResult
+
+pytestmark = [pytest.mark.torch, pytest.mark.features("check", "record", "saving", "slices")]
+
+
+def trained(folder: Path, slices: Any, *, resume: Path | None = None, steps: int = 4, **tables: Any) -> TrainResult:
+    settings = TrainSettings(
+        model=ModelSettings(num_layers=2, hidden=16, num_heads=2, dropout=0.1),
+        batch=BatchSettings(sequences=4, microbatch=2, sequence=24),
+        pipeline=PipelineSettings(transport="in-process", device="cpu", slices=slices),
+        evaluation=EvaluationSettings(every=2, batches=1),
+        checkpoint=CheckpointSettings(every=2, keep=9, resume="" if resume is None else str(resume)),
+        run=RunSettings(steps=steps, out=str(folder)),
+    )
+    return run_training(replace(settings, **tables), tell=lambda told: None)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_other_slices_as_it_would_have_gone_on_in_none(tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole", 1, evaluation=EvaluationSettings(every=2, batches=1, sample_every=4))
+    sampling = EvaluationSettings(every=2, batches=1, sample_every=4, sample_tokens=3)
+    divided = trained(tmp_path / "divided", 4, evaluation=sampling)
+    assert divided.losses == pytest.approx(whole.losses, rel=1e-5)
+    assert divided.losses != whole.losses  # sums have another order
+    assert [each.loss for each in divided.evaluations] == pytest.approx(
+        [each.loss for each in whole.evaluations], rel=1e-5
+    )
+    assert len(divided.samples) == 1
+    for number, slices in enumerate([(11, 7, 6), 1]):
+        saved = tmp_path / "divided" / "checkpoints" / "step-00000002"
+        after = trained(tmp_path / f"after-{number}", slices, resume=saved)
+        assert (after.first_step, len(after.losses)) == (2, 2)
+        assert after.losses == pytest.approx(divided.losses[2:], rel=1e-5)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "not a multiple": ({"pipeline.slices": 5}, "a multiple of pipeline.slices, 5"),
+    "other lengths": ({"pipeline.slices": [8, 8, 4]}, "give a number of slices"),
+    "documents side by side": ({"pipeline.slices": 4, "lengths.how": "packed"}, "pipeline.slices = 1"),
+    "lines with parts": ({"pipeline.slices": 4, "mesh.context": 2}, "pipeline.slices = 1"),
+    "no flush": ({"pipeline.slices": 4, "pipeline.schedule": "pipedream"}, "use 1f1b"),
+    "captured": ({"pipeline.slices": 4, "pipeline.capture": True}, "pipeline.slices = 1"),
+    "adapting": ({"pipeline.slices": 4, "adapt.on": True}, "pipeline.slices = 1"),
+    "no slices": ({"pipeline.slices": 0}, "2 at least"),
+    "slices of one token": ({"pipeline.slices": [23, 1]}, "2 at least"),
+    "points": ({"pipeline.slices": 2, "model.kind": "mlp"}, "points have no sequence"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_slices_do_not_go_with_is_refused_before_anything_starts(kind: str) -> None:
+    given, what = WRONG[kind]
+    with pytest.raises(ConfigError) as error:
+        read_settings(None, {"batch.sequence": 24, **given})
+    assert what in str(error.value)
+
+
+def test_a_dry_run_counts_slices_of_activations() -> None:
+    given = {"batch.sequence": 32, "batch.sequences": 8, "batch.microbatch": 2, "model.num_layers": 4,
+             "model.hidden": 32, "model.num_heads": 2, "pipeline.device": "cpu"}  # fmt: skip
+    whole, divided = (dry_run(read_settings(None, {**given, "pipeline.slices": slices})) for slices in (1, 4))
+    assert (divided.summary()["microbatches"], divided.summary()["slices"]) == (4, 4)
+    assert divided.forecast.ranks[0].activations < 0.7 * whole.forecast.ranks[0].activations
+    assert divided.forecast.program.num_microbatches == 4 * whole.forecast.program.num_microbatches
