@@ -29,7 +29,7 @@ from drumline.core.program import Program
 from drumline.core.prove import arrays, validate
 from drumline.core.simulate import durations, many, walks
 from drumline.core.simulate.durations import lags, node_seconds, work_seconds
-from drumline.core.simulate.simulate import compiled, simulate
+from drumline.core.simulate.simulate import compiled, makespans, simulate
 from drumline.core.timeline import causes
 from drumline.core.timeline.idle import Limit
 from drumline.plan.search import construct, local, row_times
@@ -122,7 +122,7 @@ def computed(program: Program, costs: Costs, rng: np.random.Generator) -> Iterat
     """Yield arrays that the kernel or the Python form computes."""
     graph = compiled(program, costs)
     yield from (graph.need, graph.crossing, graph.before, *graph.crossings)
-    yield many.makespans_of([program, program], costs)
+    yield makespans([program, program], costs)
     factors = rng.lognormal(0.0, 0.3, len(graph.node))
     work = work_seconds(graph, [costs])[:, 0] * rng.lognormal(0.0, 0.3, len(graph.node))
     seconds = node_seconds(graph, costs, work)

@@ -11,7 +11,7 @@ from drumline.core.errors import CostsError
 from drumline.core.kernel import library
 from drumline.core.program import Program
 from drumline.core.prove.violation import InvalidProgram
-from drumline.core.simulate import many
+from drumline.core.simulate import simulate as simulation
 from kernel_cases import COSTS
 from refused import refused
 
@@ -52,7 +52,7 @@ def test_slices_wait_for_the_slices_before_them() -> None:
 @pytest.mark.skipif(library.kernel() is None, reason="needs the kernel")
 def test_plain_programs_are_not_simulated_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     programs = [dl.generate(name, num_ranks=4, num_microbatches=8) for name in ("1f1b", "zb-h1")]
-    monkeypatch.delattr(many, "simulate")
+    monkeypatch.delattr(simulation, "simulate")
     assert dl.makespans(programs, dl.Costs()).tolist() == [33.0, 27.0]
 
 

@@ -205,12 +205,12 @@ def alternated(rows: Iterable[InTurn]) -> Cells:
 
 
 def _of_lanes(lanes: Lanes, rows: Sequence[InTurn]) -> Cells:
-    library, given = kernel(), lanes.every
+    library, source = kernel(), lanes.every
     if library is None:
         return joined(_turns_in_python(lanes, row) for row in rows)
-    every = blank(len(rows) * len(given))
+    every = blank(len(rows) * len(source))
     numbers = np.array([(row.ahead, row.delay, row.down) for row in rows], dtype=np.int64)
-    columns = given.stage, given.code, given.microbatch, every.stage, every.code, every.microbatch
+    columns = source.stage, source.code, source.microbatch, every.stage, every.code, every.microbatch
     library.lanes(len(lanes.lengths), lanes.lengths, len(rows), numbers, *columns)
     return every
 

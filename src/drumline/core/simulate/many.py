@@ -10,7 +10,7 @@ overlapped pairs, slices or updates are simulated one by one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -22,23 +22,17 @@ from drumline.core.kernel.library import Kernel, kernel, pointer
 from drumline.core.program import Program
 from drumline.core.rules import Backward
 from drumline.core.simulate.durations import COMPUTES, stage_table
-from drumline.core.simulate.simulate import simulate
 
 
-def makespans_of(programs: Sequence[Program], costs: Costs) -> Floats:
-    """Return the makespan of every program under the same costs.
-
-    >>> from drumline.schedules import generate
-    >>> makespans_of([generate(name, num_ranks=4, num_microbatches=8) for name in ("1f1b", "zb-h1")], Costs()).tolist()
-    [33.0, 27.0]
-    """
+def makespans_of(programs: Sequence[Program], costs: Costs, alone: Callable[[Program], float]) -> Floats:
+    """Return the makespan of every program under the same costs; `alone` simulates one that is not plain."""
     seconds = np.full(len(programs), -1.0)
     library = kernel()
     if library is not None and Messages.of(costs) is Messages.LATENCY and not costs.edges:
         chosen = [at for at, program in enumerate(programs) if _is_plain(program)]
         seconds[chosen] = _by_kernel(library, [programs[at] for at in chosen], costs)
     for at in np.flatnonzero(seconds < 0).tolist():
-        seconds[at] = simulate(programs[at], costs).makespan
+        seconds[at] = alone(programs[at])
     return seconds
 
 
@@ -60,7 +54,7 @@ def _by_kernel(library: Kernel, programs: Sequence[Program], costs: Costs) -> Fl
     """Return the makespans of plain programs; below 0 where the kernel leaves it to others."""
     tables: dict[int, Floats] = {}
     factors: dict[int, Floats] = {}
-    kept: list[Ints] = []
+    all_bounds: list[Ints] = []
     numbers: list[int | None] = []
     for program in programs:
         costs.check_counts(program.num_stages, program.num_microbatches)
@@ -72,7 +66,7 @@ def _by_kernel(library: Kernel, programs: Sequence[Program], costs: Costs) -> Fl
         if costs.microbatch_factor != 1.0 and microbatches not in factors:
             factors[microbatches] = np.array(costs.factors(microbatches))
         every = (columns.code, columns.stage, columns.microbatch, columns.rank, columns.cell, bounds, tables[stages])
-        kept.append(bounds)
+        all_bounds.append(bounds)
         numbers += (len(columns.code), len(columns.lengths), stages, microbatches, *map(pointer, every))
         numbers.append(pointer(factors.get(microbatches)))
     records = np.array([number or 0 for number in numbers], dtype=np.int64)

@@ -320,9 +320,9 @@ def makespans(
 ) -> Floats:
     """Return the makespan of one program under many costs at once, or of many programs under one Costs.
 
-    For one program pass either a sequence of costs, or one Costs and `factors`: an array (samples, compute and update
-    actions) that multiplies the seconds of each action, row by row in order. The halves of an overlapped pair count
-    separately.
+    For one program pass either a sequence of costs, or one Costs and `factors`. That is an array (samples, compute and
+    update actions) that multiplies the seconds of each action, row by row in order. The halves of an overlapped pair
+    count separately.
 
     >>> from drumline.schedules import generate
     >>> program, other = (generate(name, num_ranks=2, num_microbatches=2) for name in ("1f1b", "zb-h1"))
@@ -336,7 +336,7 @@ def makespans(
 
         if not isinstance(costs, Costs) or factors is not None:
             raise CostsError("many programs were passed with more than one Costs", expected="a single Costs")
-        return makespans_of(list(program), costs)
+        return makespans_of(list(program), costs, lambda each: simulate(each, costs).makespan)
     many = [costs] if isinstance(costs, Costs) else list(costs)
     if not many:
         return np.empty(0)

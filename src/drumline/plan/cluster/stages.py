@@ -170,9 +170,9 @@ def shape_of(
     """Return where the stages of a pipeline's ranks lie."""
     stages, ends = [], []
     for kind in alike(transformer, counts, schedule, num_ranks, stages_per_rank):
-        own = [[stage for stage, _ in stages_of(schedule, rank, num_ranks, stages_per_rank)] for rank in kind.ranks]
-        stages.append([list(each) for each in zip(*own, strict=True)])
-        ends.append([(min(each), max(each)) for each in own])
+        by_rank = [[stage for stage, _ in stages_of(schedule, rank, num_ranks, stages_per_rank)] for rank in kind.ranks]
+        stages.append([list(each) for each in zip(*by_rank, strict=True)])
+        ends.append([(min(each), max(each)) for each in by_rank])
     homes = find(schedule).layout(num_ranks, stages_per_rank).homes
     return Shape(stages, ends, [home != before for before, home in pairwise(homes)] + [False])
 
