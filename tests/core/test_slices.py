@@ -84,6 +84,9 @@ def test_the_same_numbers_in_other_slices_are_other_programs() -> None:
     rows = [[Action(0, Op.FORWARD, number) for number in range(4)]]
     programs = [Program.of(rows, num_slices=count) for count in (1, 2, 4)]
     assert len({*programs, *map(Program.of_columns, (program.columns for program in programs))}) == 3
+    for program, other in pairwise(programs):
+        assert program != other
+        assert Program.of_columns(program.columns) != other
     assert [str(program) for program in programs] == [
         "0F0,0F1,0F2,0F3",
         "0F0.0,0F0.1,0F1.0,0F1.1",
