@@ -111,13 +111,6 @@ SLICES = (
         "Rows without messages forget their slices.",
     ),
     Bug(
-        "slices-on-any-rank",
-        "in_order",
-        "or np.diff(rank.reshape(shape)).any()",
-        "",
-        "Slices of a microbatch may be on different ranks.",
-    ),
-    Bug(
         "slices-checked-forward-alone",
         "out_of_order.back",
         "back = action.op in BACKWARDS",

@@ -84,6 +84,9 @@ def test_the_same_numbers_in_other_slices_are_other_programs() -> None:
     rows = [[Action(0, Op.FORWARD, number) for number in range(4)]]
     programs = [Program.of(rows, num_slices=count) for count in (1, 2, 4)]
     assert len({*programs, *map(Program.of_columns, (program.columns for program in programs))}) == 3
+    for program, other in pairwise(programs):
+        assert program != other
+        assert Program.of_columns(program.columns) != other
     assert [str(program) for program in programs] == [
         "0F0,0F1,0F2,0F3",
         "0F0.0,0F0.1,0F1.0,0F1.1",
@@ -151,7 +154,7 @@ CHANGES: dict[str, Callable[[Program], Program]] = {
     "several steps": lambda program: several_steps(program, 2),
     "in groups": lambda program: in_groups(program, 2),
     "rearranged": lambda program: program.rearranged(program.rows),
-    "timed": lambda program: Program.of_columns(program.timed_columns),
+    "timed": lambda program: Program.of_columns(lower(program).timed_columns),
 }
 
 
@@ -257,6 +260,15 @@ RULES = {
 @pytest.mark.parametrize("text", RULES)
 def test_broken_rules_name_slices(text: str) -> None:
     assert [str(violation) for violation in validate(Program.parse(text))] == RULES[text]
+
+
+@pytest.mark.parametrize("use", FORMS)
+def test_two_copies_of_a_stage_share_no_microbatch_in_slices(use: str) -> None:
+    whole = Program.parse("0F0,1F1\n0F1,1F0")
+    with form(use):
+        assert validate(whole) == []
+        for order in (whole.rows, whole.rows[::-1]):
+            assert any("is on another rank than" in violation.reason for violation in validate(Program(order, "", 2)))
 
 
 def test_slices_of_one_microbatch_are_on_one_rank() -> None:

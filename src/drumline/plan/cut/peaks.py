@@ -63,14 +63,17 @@ def held_by(program: Program) -> tuple[HeldPairs, ...]:
 
     >>> [rank.moments.tolist() for rank in held_by(Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1"))]
     [[[[2.0, 1.0, 0.0]]], [[[1.0, 1.0, 0.0]]]]
+    >>> [rank.moments.tolist() for rank in held_by(Program.parse("0F0.0,0F0.1,0B0.1,0B0.0"))]
+    [[[[1.0, 0.5, 0.0]]]]
     """
     held_pairs = []
     for rank, row in enumerate(program.rows):
         stages = program.placement.stages_of(rank)
         moments = _largest(_moments(row, stages, program.backwards)) or [(0,) * 3 * len(stages)]
         forwards = Counter(part.stage for action in row for part in action.work if part.op is Op.FORWARD)
-        shares = tuple(forwards[stage] / program.num_microbatches for stage in stages)
-        held_pairs.append(HeldPairs(stages, np.array(moments, dtype=float).reshape(-1, len(stages), 3), shares))
+        shares = tuple(forwards[stage] / program.num_units for stage in stages)
+        counts = np.array(moments, dtype=float).reshape(-1, len(stages), 3) / program.num_slices
+        held_pairs.append(HeldPairs(stages, counts, shares))
     return tuple(held_pairs)
 
 
