@@ -20,7 +20,7 @@ from drumline.features.slices.kernels import FLASH, ON_CPU, PLAIN, kernel_for
 from drumline.schedules import generate
 from drumline.schedules.slices import sliced
 from extras import needed
-from matrices import chosen, long
+from matrices import chosen, long, mainly
 from refused import refused
 from some import some
 
@@ -374,9 +374,8 @@ def test_models_whose_sequences_cannot_be_divided_are_refused_before_the_start()
 CALLS: dict[str, tuple[Callable[[Tensor], dict[str, Any]], type[DrumlineError], str]] = {
     "lengths": (lambda x: {"input_ids": x[:, :-1]}, BatchError, "23 tokens for 4 slices"),
     "rows": (lambda x: {"input_ids": x[:1]}, BatchError, "1 rows for 2 microbatches"),
-    "labels": (lambda x: {"input_ids": x, "labels": x}, BatchError, "the model shifts labels itself"),
     "padding": (
-        lambda x: {"input_ids": x, "attention_mask": torch.ones_like(x).triu()}, ModelError, "gets a mask"),
+        lambda x: {"input_ids": x, "attention_mask": torch.ones_like(x).triu()}, BatchError, "leaves out tokens"),
     "packed": (
         lambda x: {"input_ids": x, "position_ids": torch.arange(LENGTH).expand(ROWS, -1) % 5}, BatchError,
         "do not count up"),
@@ -393,6 +392,67 @@ def test_arguments_that_cannot_be_divided_are_refused(kind: str) -> None:
         tokens = arguments["input_ids"]
         wanted = target if kind == "apart" else target[: len(tokens), : tokens.shape[1]]
         pipe.step(**arguments, target=wanted)
+
+
+class Strict(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """A model that hands nothing on to its loss, which shifts labels."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        return super().forward(input_ids=input_ids, position_ids=position_ids, labels=labels)
+
+
+def test_labels_that_the_model_alone_can_shift_are_refused() -> None:
+    model = made("Llama")
+    model.__class__ = Strict
+    x, _ = batch()
+    with (
+        dl.Pipeline(model, slices=4, num_microbatches=2, num_ranks=2, transport="in-process") as pipe,
+        refused(BatchError, "the model shifts labels itself", fix="target= to step"),
+    ):
+        pipe.step(input_ids=x, labels=x)
+
+
+@mainly("family", "Llama", *(family for family in FAMILIES if family != "Llama"))
+def test_labels_are_shifted_before_sequences_are_divided(family: str) -> None:
+    whole, (x, _) = made(family, torch.float32), batch()
+    labels = x.clone()
+    labels[0, 3:9] = labels[1, 20:] = -100
+    loss = whole(input_ids=x, labels=labels).loss
+    loss.backward()
+    wanted = {name: param.grad for name, param in whole.named_parameters() if param.grad is not None}
+    how: dict[str, Any] = {"num_microbatches": 2, "num_ranks": 2, "transport": "in-process", "balance": "parameters"}
+    with dl.Pipeline(made(family, torch.float32), slices=(10, 9, 5), **how) as pipe:
+        found = pipe.step(input_ids=x, labels=labels, attention_mask=torch.ones_like(x)).loss
+        assert found is not None
+        gradients = {name: param.grad for name, param in pipe.named_parameters() if param.grad is not None}
+        compare((found, gradients), (loss.detach(), wanted), 5e-6)
+        again = pipe.eval_step(input_ids=x, labels=labels, outputs=True)
+        assert again.output["logits"].shape == (ROWS, LENGTH, WORDS)
+        torch.testing.assert_close(again.output["logits"], whole.eval()(input_ids=x).logits)
+
+
+TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
+    "flat": Tensor.flatten, "shorter": lambda target: target[:, :-1], "by row": lambda target: target[:, 0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_targets_without_a_place_for_each_token_are_refused(kind: str) -> None:
+    x, target = batch()
+    with piped(made("Llama"), 4) as pipe, refused(BatchError, "the target has the shape", fix="next token of each"):
+        pipe.step(input_ids=x, target=TARGETS[kind](target))
+
+
+def test_steps_have_other_lengths_and_positions_begin_elsewhere() -> None:
+    model, whole, (x, target) = made("Llama"), made("Llama"), batch()
+    with piped(model, 4) as pipe:
+        for length in (24, 16, 20):
+            places = torch.arange(3, 3 + length)[None]
+            wanted = loss_fn(whole(input_ids=x[:, :length], position_ids=places), target[:, :length])
+            call = {"input_ids": x[:, :length], "position_ids": places, "target": target[:, :length]}
+            for loss in (pipe.step(**call).loss, pipe.eval_step(**call).loss):
+                assert loss is not None
+                assert loss.item() == pytest.approx(wanted.item(), rel=1e-12)
 
 
 def test_a_window_shorter_than_the_sequence_is_refused() -> None:

@@ -52,7 +52,7 @@ class Takes:
 
     `counted`: whether its positions must count up by one, because they would mean packed documents otherwise.
     `shifts`: whether its own loss compares each token's output with the next label, which may be in another part.
-    `is_needed`: whether it cannot be called without them.
+    `is_needed`: whether it cannot be called without them. `passes_on`: whether it hands further arguments to its loss.
     """
 
     name: str
@@ -61,6 +61,7 @@ class Takes:
     counted: bool = False
     shifts: bool = False
     is_needed: bool = False
+    passes_on: bool = False
 
 
 def positions_of(model: object, divider: Divider) -> Takes:
@@ -87,8 +88,11 @@ def positions_of(model: object, divider: Divider) -> Takes:
         if name in takes:
             shifts = kind is not None and getattr(getattr(model, "loss_function", None), "__name__", "") == _SHIFTING
             is_needed = parameters[name].default is inspect.Parameter.empty
+            passes_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
             where = name, takes.index(name), window_of(config)
-            return Takes(*where, counted=kind is not None, shifts=shifts, is_needed=is_needed)
+            return Takes(
+                *where, counted=kind is not None, shifts=shifts, is_needed=is_needed, passes_on=shifts and passes_on
+            )
     raise ModelError(
         f"{type(model).__name__} takes no {' or '.join(_POSITIONS)}, and {divider.why}",
         expected="a model whose forward takes the position of each token, since a part does not begin at 0",

@@ -138,7 +138,8 @@ def verdict(
         what.append(f"the gradient of {names[0]}{more}, in block {home!r}, is {wrong[names[0]]:.2g} of its size off")
     when = f" in step {step}" if step else ""
     if slices:
-        return checked, _in_slices(outcomes, [homes.get(name, "") for name in names], slices, ", ".join(what) + when)
+        wrong_homes, of_loss = [homes.get(name, "") for name in names], "loss" in others and "output" not in others
+        return checked, _in_slices(outcomes, wrong_homes, slices, ", ".join(what) + when, of_loss=of_loss)
     changed = next((outcome.changed for outcome in outcomes if outcome.changed), "")
     return checked, ModelError(
         f"the model, {'run' if is_chain else 'traced'} block by block, returns something else than by itself{when}: "
@@ -152,11 +153,11 @@ def verdict(
 
 
 def _in_slices(
-    outcomes: Sequence[RankOutcome], wrong_homes: Sequence[str], order: Sequence[str], what: str
+    outcomes: Sequence[RankOutcome], wrong_homes: Sequence[str], order: Sequence[str], what: str, *, of_loss: bool
 ) -> ModelError:
     """Return what to raise if slices compute something else: the first block that returns something else is named.
 
-    If none does, a backward is wrong, and gradients of the blocks before it are too.
+    If none does, a backward is wrong, and gradients of the blocks before it are too; or it is only `of_loss`.
     """
     differing = {name for outcome in outcomes for name in outcome.differing}
     first = next((name for name in order if name in differing), "")
@@ -164,6 +165,12 @@ def _in_slices(
     where = f"; its forward differs from block {first!r} on" if first else ""
     if not first and last:
         where = f"; its forward is the same, and its backward differs from block {last!r} on"
+    if of_loss:
+        return ModelError(
+            f"the model in slices computes something else than on whole sequences: {what}; its output is the same",
+            expected="a loss that is a mean or a sum over tokens, each of which counts in its own slice",
+            fix="use slices=1, or pass loss_weight=, what a slice's target counts",
+        )
     return ModelError(
         f"the model in slices computes something else than on whole sequences: {what}{where}",
         expected="blocks in which only scaled_dot_product_attention sees other tokens, and positions that are used",

@@ -34,6 +34,11 @@ def fit(kit: Kit, setting: PipelineSetup, options: SliceOptions) -> None:
 class _Intake(Intake):
     """Splits steps into units; what is no step, such as an example that is timed, into microbatches."""
 
+    def cut(self, step: Step) -> None:
+        """Split a step; what the model's own loss counts may be seen by tracing it."""
+        with without_packing():
+            super().cut(step)
+
     def cut_batch(self, batch: Any, *, what: str = "the batch") -> list[Any]:
         """Return the microbatches of a batch of whole sequences, or its units."""
         if has_microbatches(batch):

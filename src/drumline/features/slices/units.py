@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from drumline.core.errors import BatchError
 from drumline.features.slices.division import SliceLengths
@@ -26,6 +27,9 @@ from drumline.runtime.step import CalledWith, Step
 from drumline.runtime.user_batch import has_microbatches
 
 BY_SLICES = Divider("slices divide", "slices=1")
+# What the loss of transformers takes instead of shifting labels itself, which would lose the last of every slice.
+_SHIFTED, _IGNORED = "shift_labels", -100
+_MASK = "attention_mask"
 
 
 def in_units(call: CalledWith, takes: Takes, division: SliceLengths, num_microbatches: int) -> CalledWith:
@@ -38,11 +42,13 @@ def in_units(call: CalledWith, takes: Takes, division: SliceLengths, num_microba
             fix="pass sequences of one length as a tensor, or use slices=1",
         )
     _check(args, named, takes)
+    named = _without_mask(named) if takes.counted else named
     batch = sequences_in(*args, *named.values())
     lead = next(iter(batch or sequences_in(target)), None)
     if lead is None:  # this rank has neither the first nor the last stage
         return call
     rows, length = int(lead.shape[0]), int(lead.shape[1])
+    _refuse_target(target, rows, length)
     if takes.window is not None and length > takes.window:
         raise BatchError(
             f"sequences of {length} tokens are divided into slices, and layers of the model attend to a window of"
@@ -58,6 +64,8 @@ def in_units(call: CalledWith, takes: Takes, division: SliceLengths, num_microba
         )
     if batch and takes.name not in named and takes.place >= len(args):
         named = {**named, takes.name: torch.arange(length, device=lead.device)[None].expand(rows, -1)}
+    if takes.passes_on and isinstance(labels := named.get("labels"), Tensor) and named.get(_SHIFTED) is None:
+        named = {**named, _SHIFTED: functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]}
     cut = _Cut(rows_of_each(rows, num_microbatches), division.parts(length), rows, length)
     if not batch:  # this rank has the last stage alone, and gets None for the rest
         return CalledWith((), {}, cut.each(target))
@@ -93,11 +101,36 @@ def _check(args: Sequence[Any], named: dict[str, Any], takes: Takes) -> None:
     value = named.get(takes.name, args[takes.place] if takes.place < len(args) else None)
     if takes.counted and value is not None:
         refuse_packed(value, takes.name, BY_SLICES)
-    if takes.shifts and named.get("labels") is not None:
+    if takes.shifts and not takes.passes_on and named.get("labels") is not None:
         raise BatchError(
             "the model shifts labels itself, and slices divide its sequences: the last label of a slice is in the next",
             expected="a target that was shifted before: the next token of each",
             fix="leave out labels=, pass loss_fn= to Pipeline, and that target= to step",
+        )
+
+
+def _without_mask(named: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments by name without a mask that leaves out no token, as tokenizers return it; refuse others."""
+    mask = named.get(_MASK)
+    if not isinstance(mask, Tensor):
+        return named
+    if mask.dim() != 2 or not bool(mask.all()):
+        raise BatchError(
+            f"{_MASK} leaves out tokens, and slices divide the sequences",
+            expected="sequences without padding: masks are made for only a part of the sequence",
+            fix=f"leave {_MASK} out if padding is on the right, where no token sees it, and give its labels -100; else"
+            " use slices=1",
+        )
+    return {name: value for name, value in named.items() if name != _MASK}
+
+
+def _refuse_target(target: Any, rows: int, length: int) -> None:
+    shapes = [tuple(tensor.shape) for tensor in pack(target)[0]]
+    if shapes and not any(shape[1:2] == (length,) and shape[0] in (1, rows) for shape in shapes):
+        raise BatchError(
+            f"the target has the shape {' and '.join(map(str, shapes))}, and slices divide {length} tokens of each row",
+            expected=f"a target for each token, of the shape ({rows}, {length})",
+            fix="pass the next token of each as target=, or use slices=1",
         )
 
 
