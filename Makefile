@@ -58,20 +58,20 @@ quick: export FEW_CASES := 1
 quick: export PYTHONDONTWRITEBYTECODE :=
 quick: style
 	@$(BIN)/mypy --follow-imports=silent --cache-dir .mypy_cache/quick $(PURE) & types=$$!; \
-	$(BIN)/pytest -m "not torch and not slow and not browser" --numprocesses 2; tests=$$?; \
+	$(BIN)/pytest -m "not torch and not slow and not browser" --forks 2; tests=$$?; \
 	wait $$types && exit $$tests
 
 lint: $(VENV)/full.stamp style
 	$(BIN)/mypy
 
 # Docs are built and types checked beside the tests, then one feature is taken away in a copy of the tree, which mypy
-# knows by then. Each half of the tests stays with one process for long, so that what the tests of a file share is made
-# once.
+# knows by then. The tests are collected once, while the docs and the types keep the other core busy, and then run in
+# two processes (tests/forked_tests.py).
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/full.stamp style
 	@$(MAKE) --no-print-directory docs & docs=$$!; \
 	{ $(BIN)/mypy && $(BIN)/python benchmarks/removable.py moving; } & types=$$!; \
-	$(BIN)/pytest --numprocesses 2 --dist worksteal; tests=$$?; \
+	$(BIN)/pytest --forks 2; tests=$$?; \
 	wait $$docs; built=$$?; wait $$types && exit $$((tests + built))
 
 # The same tests with the lowest versions that pyproject.toml admits, in an environment of its own; what draws pages and
@@ -85,13 +85,13 @@ floors:
 	.venv-floors/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "tritonclient<2.72" python-rapidjson
 	.venv-floors/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	.venv-floors/bin/python scripts/floors.py --check
-	.venv-floors/bin/pytest --numprocesses 2 --dist worksteal -m "not browser" \
+	.venv-floors/bin/pytest --forks 2 -m "not browser" \
 	  -W ignore::pyparsing.warnings.PyparsingDeprecationWarning
 
 # All combinations of what `make test` thins out (models, schedules, counts, transports), and the matrix of Hugging Face
 # families and schedules for docs/models-tested.md and of adapters for docs/adapters-tested.md; an hour.
 matrices: $(VENV)/full.stamp
-	ALL_CASES=1 $(BIN)/pytest -m matrix --numprocesses 2
+	ALL_CASES=1 $(BIN)/pytest -m matrix --forks 2
 	OMP_NUM_THREADS=1 $(BIN)/python tests/hf_matrix.py --write
 	OMP_NUM_THREADS=1 $(BIN)/python tests/adapter_matrix.py --write
 
