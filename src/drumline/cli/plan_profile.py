@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from drumline.cli import flags
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimizer NAME", "adam, momentum or sgd; decides the memory of its state", str, "adam")
     add("--seconds S", "seconds to search for a better schedule; 0 disables the search", flags.number, 5.0)
     speed = "speed of each rank, relative to the profiled device (default: all the same)"
+    add("--whole-sequences", "leave out slices, which a profile with --slices allows")
     add("--rank-speed S,...", speed, flags.listed(flags.number))
     add("--rank-memory BYTES,...", "memory of each rank (default: --memory for all)", flags.listed(flags.size))
     slower = "a slower link between two ranks, both ways: what it adds to a profiled message. May be repeated"
@@ -67,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
         checkpoint=args.checkpoint or CHECKPOINTING,
         stages_per_rank=args.stages_per_rank,
         seconds=args.seconds,
+        slices=not args.whole_sequences,
         rank_speeds=args.rank_speed,
         rank_memory=args.rank_memory,
         links={ends: edge for pair, edge in args.link for ends in (pair, pair[::-1])},
@@ -133,6 +136,7 @@ def _text(planned: Planned, disturbed: str, width: int) -> str:
     items = ", ".join(
         f"{name} {seconds * 1e3:.1f}" for name, seconds in _items(planned.best.seconds) if abs(seconds) >= 5e-5
     )
+    slices = _slices_text(planned)
     lines = [
         f"{best.model.name} on {counted(best.num_ranks, 'rank')}, a batch of {best.batch} rows:"
         f" {counted(len(planned.candidates), 'combination')} fit, {len(planned.rejected)} do not",
@@ -142,6 +146,8 @@ def _text(planned: Planned, disturbed: str, width: int) -> str:
         f"{best.schedule}: {_pieces(best)}, {_checkpointing(best.checkpoint)}",
         f"a step takes {best.step_seconds * 1e3:.1f} ms: {items}",
     ]
+    if slices:
+        lines.append(slices)
     if disturbed:
         lines.append(f"{disturbed} Predicted times are no more accurate than that: profile again on a quiet machine.")
     for rank, rank_bytes in enumerate(best.rank_bytes):
@@ -149,6 +155,21 @@ def _text(planned: Planned, disturbed: str, width: int) -> str:
         limit = "" if best.limits is None else f" of {best.limits[rank] / _MIB:.1f}"
         lines.append(f"rank {rank} holds {rank_bytes.total / _MIB:.1f} MiB{limit}: {parts}")
     return "\n".join(line if "\n" in line else wrapped(line, width) for line in lines)
+
+
+def _slices_text(planned: Planned) -> str:
+    """Say what slices save, if the plan has any: against the best plan of whole sequences."""
+    lengths, best = planned.best.slices, planned.best
+    if not lengths:
+        return ""
+    whole = [each.step_seconds for each in planned.candidates if each.program.num_slices == 1]
+    parts = f"{len(lengths)} slices of {lengths[0]}" if len(set(lengths)) == 1 else f"slices of {_listed(lengths)}"
+    saved = f": {1 - best.step_seconds / min(whole):.0%} shorter than the best plan of whole sequences" if whole else ""
+    return f"{parts} tokens fill the pipeline, as {counted(best.num_microbatches, 'microbatch')} alone would not{saved}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))
 
 
 def _pieces(plan: Plan) -> str:

@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads N", "threads per rank", whole, 1)
     add("--device NAME", "PyTorch device to measure on, like cuda (default cpu)")
     add("--sequence-length N", "tokens per row, for a config.json (default 512)", whole)
+    add("--slices S,...", "also measure sequences in so many slices, like 2,4,8, for plans of slices", _numbers)
     add("--runs N", "runs per size", whole, 12)
     add("--seconds S", "the most seconds to spend on one size", flags.number, 20.0)
     flags.add_out(parser, TEXTS | PICTURES, "write FILE.json for `drumline plan`, or FILE.svg, FILE.html, FILE.txt")
@@ -71,8 +72,17 @@ def _measured(args: argparse.Namespace) -> ModelProfile:
             num_runs=args.runs,
             max_seconds=args.seconds,
             length=args.sequence_length,
+            slices=args.slices or (),
             shows=sys.stderr.isatty(),
         )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Parse numbers of slices; the error names the value."""
+    counts = flags.listed(flags.whole_number)(text)
+    if min(counts) < 2:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} contains a number below 2")
+    return counts
 
 
 def _sizes(text: str) -> tuple[int, ...]:

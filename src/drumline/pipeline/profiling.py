@@ -13,6 +13,7 @@ memory. They measure four things, one after the other:
 
 from __future__ import annotations
 
+import inspect
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -42,9 +43,11 @@ from drumline.model.follow.inputs import Inputs
 from drumline.model.quantised.placing import to_device
 from drumline.model.values import moved, pack, unpack
 from drumline.pipeline.pipeline import Pipeline
+from drumline.pipeline.slice_timing import profile_slices
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.model_profile import Identity, ModelProfile, ProfiledLink, merged
 from drumline.plan.device.overheads import Overheads
+from drumline.plan.device.slice_profile import SliceProfile
 from drumline.profile.blocks import profile
 from drumline.profile.identity import identity_of
 from drumline.profile.links import link, pairs
@@ -106,12 +109,14 @@ def profile_model(
     length: int | None = None,
     seed: int = 0,
     shows: bool = False,
+    slices: Sequence[int] = (),
 ) -> ModelProfile:
     """Measure a model on this device, with `num_ranks` fresh processes at once, and return its profile.
 
     `source` is `FILE.py:NAME` or a function that returns (model, loss_fn, batch, target), or the config.json of a
     Hugging Face model. The latter is measured on random text with `length` tokens per row. `max_seconds` limits the
-    time spent on blocks, for each microbatch size.
+    time spent on blocks, for each microbatch size. With `slices`, like (2, 4, 8), sequences of the smallest microbatch
+    are also measured whole and in so many slices, on one rank: a plan may then divide sequences.
 
     >>> profile_model("model.py:make", microbatch_sizes=[0, 1])
     Traceback (most recent call last):
@@ -127,6 +132,10 @@ def profile_model(
         sources.check(source)
     device_named(device)
     settings = ProfileSettings(source, sizes, device, num_runs, max_seconds, length, seed, shows)
+    sliced = None
+    if slices:
+        counts = tuple(slices)
+        (sliced,) = launch(_sliced, settings, counts, num_ranks=1, threads=num_threads, backend="gloo", prefix=False)
     measurements = launch(_measured, settings, num_ranks=num_ranks, threads=num_threads, backend="gloo", prefix=False)
     first = measurements[0]
     by_size = zip(sizes, zip(*(measurements.profiles for measurements in measurements), strict=True), strict=True)
@@ -146,7 +155,38 @@ def profile_model(
         tuple(median(each) for each in zip(*(measurements.paces for measurements in measurements), strict=True)),
         source if isinstance(source, str) else "",
         first.sequence,
+        sliced,
     )
+
+
+def _sliced(settings: ProfileSettings, slices: tuple[int, ...]) -> SliceProfile:
+    """Measure a microbatch of the smallest size in slices."""
+    material = settings.material()
+    device = in_use(device_named(settings.device) or torch.device("cpu"))
+    if not isinstance(material.model, nn.Module):
+        raise UsageError("the model is a list of blocks", expected="a module that takes positions, with slices")
+    to_device(material.model, device)
+    inputs = example_inputs(material.model, material.batch)
+    names = list(inspect.signature(material.model.forward).parameters)
+    batch = dict(zip(names, inputs.args, strict=False)) | inputs.kwargs
+    labels = batch.pop("labels", None)
+    target, loss_fn = material.target, material.loss_fn
+    if loss_fn is None:
+        target, loss_fn = torch.roll(labels, -1, dims=1), _next_tokens
+    rows = settings.sizes[0]
+    return profile_slices(
+        material.model,
+        moved(rows_of(batch, rows), device),
+        moved(rows_of(target, rows), device),
+        loss_fn=loss_fn,
+        slices=slices,
+        device=device,
+    )
+
+
+def _next_tokens(output: Any, target: Tensor) -> Tensor:
+    """Return the loss of a model of transformers whose labels were shifted before."""
+    return functional.cross_entropy(output.logits.flatten(0, 1), target.flatten())
 
 
 def _measured(settings: ProfileSettings) -> RankMeasurements:

@@ -21,6 +21,7 @@ from drumline.core.files import MIB, FileKind, named, opened, parse_object, read
 from drumline.core.parsed import Parsed, shown
 from drumline.plan.device.blocks import OpTimes, Profile, ProfiledBlock, profile_from
 from drumline.plan.device.overheads import MessageTime, Overheads
+from drumline.plan.device.slice_profile import SliceProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ class ModelProfile(Saved):
     paces: tuple[float, ...] = ()
     source: str = ""  # FILE.py:NAME or a config.json, where the model came from one
     sequence: int = 0  # tokens of a row, of a config.json
+    slices: SliceProfile | None = None  # what slices of a sequence take, if that was measured
 
     KIND = FileKind("profile", PlanError, "a JSON file that `drumline profile --out FILE.json` wrote", 16 * MIB)
     HEAD: ClassVar = {"format": "drumline profile", "version": 1}
@@ -165,6 +167,7 @@ class ModelProfile(Saved):
                 for link in self.links
             ],
             "sizes": [{"rows": rows, "profile": asdict(profile)} for rows, profile in self.sizes],
+            **({} if self.slices is None else {"slices": self.slices.to_json()}),
         }
         return json.dumps(table, indent=1)
 
@@ -191,6 +194,7 @@ class ModelProfile(Saved):
             paces,
             "" if (source := table.get("source")) is None else source.text(),
             0 if (sequence := table.get("sequence")) is None else sequence.whole(),
+            None if (slices := table.get("slices")) is None else SliceProfile.from_json(slices),
         )
 
 

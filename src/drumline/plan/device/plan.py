@@ -80,6 +80,7 @@ class Plan(Saved):
     limits: tuple[float, ...] | None = None
     optimizer: str = "adam"
     searched: bool = False
+    slices: tuple[int, ...] = ()  # the tokens of each slice of a sequence; none: whole sequences
 
     KIND = FileKind("plan", PlanError, "a JSON file that `drumline plan PROFILE.json --out PLAN.json` wrote", 16 * MIB)
     HEAD: ClassVar = {"format": "drumline plan", "version": 1}
@@ -119,7 +120,8 @@ class Plan(Saved):
     def pipeline_settings(self) -> dict[str, Any]:
         """The arguments for `Pipeline`."""
         full = {stage: "full" for stage, again in enumerate(self.checkpoint) if again}
-        return {"schedule": self.program, "balance": self.counts, "checkpoint": full or "none"}
+        settings = {"schedule": self.program, "balance": self.counts, "checkpoint": full or "none"}
+        return settings | ({"slices": self.slices} if self.slices else {})
 
     def summary(self) -> dict[str, Any]:
         """Return the plan as plain values, without the program's text."""
@@ -143,6 +145,7 @@ class Plan(Saved):
             "seconds": asdict(self.seconds),
             "rank_bytes": [{**asdict(rank_bytes), "total": rank_bytes.total} for rank_bytes in self.rank_bytes],
             "limits": None if self.limits is None else list(self.limits),
+            **({"slices": list(self.slices)} if self.slices else {}),
         }
 
     def to_json(self) -> str:
@@ -183,6 +186,7 @@ class Plan(Saved):
             limits,
             table["optimizer"].text(),
             table["searched"].flag(),
+            _lengths_of(table, program),
         )
 
 
@@ -192,6 +196,16 @@ def _program_from(rows: Parsed, name: str) -> Program:
         return Program.parse("\n".join(lines), name)
     except ProgramError as error:
         raise PlanError(f"a damaged plan: its program: {error.error}", expected=error.expected) from None
+
+
+def _lengths_of(table: Parsed, program: Program) -> tuple[int, ...]:
+    """Return the lengths of a plan's slices, as many as its program has."""
+    listed = table.get("slices")
+    lengths = () if listed is None else tuple(entry.whole(1) for entry in listed.each())
+    if (len(lengths) or 1) != program.num_slices:
+        wrong = f"slices has {len(lengths)} items for {program.num_slices} slices"
+        raise Plan.KIND.refuse(f"a damaged plan: {wrong}")
+    return lengths
 
 
 def _is_full(how: Parsed) -> bool:

@@ -35,6 +35,7 @@ from drumline.plan.device.combinations import CHECKPOINTING, Question, is_suited
 from drumline.plan.device.model_profile import ModelProfile
 from drumline.plan.device.plan import Plan
 from drumline.plan.device.ranks import Ranks
+from drumline.plan.device.sliced import sliced_candidates
 from drumline.plan.search.search import search
 from drumline.schedules import DEFAULT, find
 
@@ -68,6 +69,7 @@ def plan(
     checkpoint: Sequence[str] = CHECKPOINTING,
     stages_per_rank: int | None = None,
     seconds: float = 5.0,
+    slices: bool = True,
     rank_speeds: Sequence[float] | None = None,
     rank_memory: Sequence[float] | None = None,
     links: Mapping[tuple[int, int], Edge] | None = None,
@@ -77,7 +79,8 @@ def plan(
 
     `memory_bytes` is what every rank has; the share `headroom` of it stays free. `rank_memory` and `rank_speeds` are
     for ranks that differ, `links` for messages over links that were not profiled. `seconds` is the budget for searching
-    programs; 0 disables the search.
+    programs; 0 disables the search. With a profile of slices, plans of few microbatches may divide sequences into
+    slices, unless `slices` is False.
 
     >>> from drumline.plan.device.blocks import ProfiledBlock, Profile, OpTimes
     >>> from drumline.plan.device.model_profile import Identity
@@ -101,6 +104,7 @@ def plan(
         known, ranks, batch, optimizer, _names(schedules), tuple(checkpoint), seconds, progress, stages_per_rank
     )
     candidates = list(question.combinations())
+    candidates += sliced_candidates(question, candidates) if slices else ()
     fitting, rejected = [candidate for candidate in candidates if candidate.fits], [c for c in candidates if not c.fits]
     if not fitting:
         raise _nothing_fits(question, sorted(rejected, key=lambda candidate: candidate.largest_share))
@@ -179,7 +183,9 @@ def _chosen(fitting: Sequence[Candidate]) -> Candidate:
 
 
 def _is_whole(candidate: Candidate) -> bool:
-    """Whether every stage has a whole backward; the search supports no others."""
+    """Whether every stage has a whole backward, of whole sequences; the search supports no others."""
+    if candidate.program.num_slices > 1:
+        return False
     return all(kind is Backward.WHOLE for kind in candidate.stages.cuts.pruned(candidate.cut.counts).backwards)
 
 
