@@ -11,6 +11,7 @@ round with its quartiles, and whether that is slower by more than the spread.
     simulate           seconds to compile and time a program of 4,096 actions, and one of 24,576
     makespan           seconds to time a program of 64,000 actions, compiled before, under new costs
     search             seconds of a search that ends by its own budget of timed actions
+    plan               seconds of `drumline plan` for a 70B model on 64 GPUs, with all of its explanation
     step               seconds of a step of two ranks in one process, for schedules with whole and split backwards;
                        with blocks of an own class, which may keep state and do not
     action             seconds that two processes add to every action beyond what the simulator says is possible, as in
@@ -62,6 +63,14 @@ import drumline as dl
 began = moment()
 costs = dl.Costs(forward=1.0, backward_input=1.1, backward_weight=0.8, comm=0.05)
 dl.search(costs, dl.Placement.linear(4), num_microbatches=10, limit=dl.Limit(max_activations=4), seconds=20)
+taken = [moment() - began]
+"""
+PLAN = """
+import contextlib, io
+from drumline.cli.main import main
+began = moment()
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    main("plan llama-3-70b --hardware h100 --gpus 64 --batch 128 --json".split())
 taken = [moment() - began]
 """
 # 150 steps, of which the first 30 are not counted.
@@ -140,6 +149,7 @@ FIGURES = {
     "makespan 1f1b P8 M4000": MAKESPAN.format(name="1f1b", ranks=8, microbatches=4000),
     "makespan zb-v P8 M1500": MAKESPAN.format(name="zb-v", ranks=8, microbatches=1500),
     "search P4 M10": SEARCH,
+    "plan 70B on 64": PLAN,
     "step 1f1b D64": STEP.format(name="1f1b"),
     "step zb-h1 D64": STEP.format(name="zb-h1"),
     "step zb-v D64": STEP.format(name="zb-v"),
