@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drumline.core.costs import Costs
-from drumline.core.errors import ScheduleError
 from drumline.core.program import Program
 from drumline.schedules.formulas import Pace, Paces
-from drumline.schedules.registry import find
-
-# Whose formulas hold in slices, too: their rows have no other order that slices would change.
-_HOLD = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1")
+from drumline.schedules.registry import schedules
 
 
 def equal_slices_seconds(program: Program, costs: Costs) -> float | None:
@@ -22,12 +18,8 @@ def equal_slices_seconds(program: Program, costs: Costs) -> float | None:
     >>> equal_slices_seconds(program, Costs(attention=0.5)), equal_slices_seconds(program, Costs(comm=1))
     (14.25, None)
     """
-    name = program.name.removesuffix(f" in {program.num_slices} slices")
-    if program.num_slices == 1 or name not in _HOLD:
-        return None
-    try:
-        schedule = find(name)
-    except ScheduleError:
+    schedule = schedules().get(program.name.removesuffix(f" in {program.num_slices} slices"))
+    if program.num_slices == 1 or schedule is None or not schedule.formula_in_slices:
         return None
     stages_per_rank, rest = divmod(program.num_stages, program.num_ranks)
     counts = program.num_ranks, program.num_units, stages_per_rank
