@@ -167,6 +167,13 @@ SLICES = (
         "Backwards in reverse come before their own forwards.",
     ),
     Bug(
+        "slices-formula-anywhere",
+        "equal_slices_seconds",
+        "if (schedule.splits_backward and late) or program.num_units < program.num_ranks:",
+        "if program.num_units < program.num_ranks:",
+        "A formula is shown where there are no weight gradients to fill with.",
+    ),
+    Bug(
         "slices-for-pytorch",
         "for_torch",
         "if program.num_slices > 1:",

@@ -178,6 +178,7 @@ OF_FILE = {
     "features/slices": ("tests/pipeline/test_slices.py", "tests/pipeline/test_slices_ranks.py"),
     "core/slices": ("tests/pipeline/test_slices.py",),
     "core/prove/slices.py": ("tests/core/test_slices.py",),
+    "schedules/equal_slices.py": ("tests/schedules/test_slices.py",),
     "schedules/slices.py": ("tests/schedules/test_slices.py", "tests/core/test_slices.py"),
     "engine/program/find.py": ("tests/pipeline/test_slices.py",),
     "features/moving": ("tests/pipeline/test_moving.py",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from drumline.core.errors import ScheduleError
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
 from drumline.schedules import find, generate, schedules
+from drumline.schedules.equal_slices import equal_slices_seconds
 from drumline.schedules.formulas import Pace, Paces
 from drumline.schedules.registry import made_by, recipe_of
 from matrices import chosen
@@ -86,6 +88,34 @@ def test_equal_slices_take_the_time_of_as_many_short_microbatches(name: str, cou
     wanted = schedule.makespan(Paces([Pace(ranks, 1 / slices, 1.5 / slices, 0.5 / slices)], count * slices, v))
     program = generate(name, num_ranks=ranks, num_microbatches=count, slices=slices)
     assert simulate(program, Costs(1 / v, 1.5 / v, 0.5 / v)).makespan == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "counts"), chosen(EXACT, [*MANY, (4, 1, 2), (6, 1, 4), (8, 2, 3)], times=3))
+def test_a_formula_is_given_only_where_it_holds(name: str, counts: tuple[int, int, int]) -> None:
+    ranks, count, slices = counts
+    program = generate(name, num_ranks=ranks, num_microbatches=count, slices=slices)
+    costs = Costs(1, 1.5, 0.5, microbatch_factor=3)
+    formula = equal_slices_seconds(program, costs)
+    if formula is None:
+        assert (
+            count * slices < ranks
+            or (name == "zb-h1" and (count - 1) * slices < ranks - 1)
+            or (find(name).makespan_holds is not None)
+        )
+    else:
+        assert simulate(program, costs).makespan == pytest.approx(formula, rel=1e-12)
+        uneven = replace(costs, attention=0.6)
+        assert equal_slices_seconds(program, uneven) == formula
+        assert simulate(program, uneven).makespan > formula
+
+
+def test_no_formula_is_given_for_other_costs_or_schedules() -> None:
+    program = generate("1f1b", num_ranks=4, num_microbatches=4, slices=4)
+    assert equal_slices_seconds(program, Costs()) is not None
+    for costs in (Costs(comm=1), Costs(forward=[1, 1, 1, 2]), Costs(recompute=True), Costs(bytes_per_second=1)):
+        assert equal_slices_seconds(program, costs) is None
+    assert equal_slices_seconds(generate("1f1b", num_ranks=4, num_microbatches=4), Costs()) is None
+    assert equal_slices_seconds(generate("zb-v", num_ranks=4, num_microbatches=4, slices=4), Costs()) is None
 
 
 def test_zb_h1_fills_its_bubble_with_weights_of_an_earlier_microbatch() -> None:

@@ -101,6 +101,7 @@ def _timeline(args: argparse.Namespace, program: Program) -> Simulation:
 
 def _text(args: argparse.Namespace, program: Program, paper: Paper) -> str:
     from drumline.report.draw.grid import grid, legend
+    from drumline.schedules.equal_slices import equal_slices_seconds
 
     timeline = _timeline(args, program)
     window = _window(args.window)
@@ -111,7 +112,9 @@ def _text(args: argparse.Namespace, program: Program, paper: Paper) -> str:
     picture = grid(timeline, width=paper.width, colour=paper.colour, window=window, memory=args.memory)
     length = f"{number(timeline.makespan)} slots" if args.slots else f"makespan {number(timeline.makespan)}"
     figures = f"{length}, bubble {timeline.bubble:.2%} of it; of the longest span {timeline.span_bubble:.2%}"
-    around = [f"{program.name}: {counts(program)}", figures, legend(timeline)]
+    formula = equal_slices_seconds(program, timeline.costs)
+    equal = "" if formula is None else f"formula for slices of equal time: makespan {number(formula)}"
+    around = [f"{program.name}: {counts(program)}", figures, equal, legend(timeline)]
     title, *rest = (wrapped(line, paper.width) for line in around if line)
     return "\n".join([title, picture, *rest])
 

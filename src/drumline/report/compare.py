@@ -23,6 +23,7 @@ from drumline.plan.device.advice import Advice, Remedy
 from drumline.report.draw.table import table
 from drumline.report.summary import refused, summarize
 from drumline.schedules import DEFAULT, find, schedules
+from drumline.schedules.equal_slices import equal_slices_seconds
 from drumline.schedules.registry import too_large
 from drumline.schedules.slices import number_of
 
@@ -53,6 +54,11 @@ class Row:
         """
         return max(self.timeline.peak_activations) / self.stages_per_rank / self.timeline.program.num_slices
 
+    @property
+    def formula(self) -> float | None:
+        """The makespan by the schedule's formula, for slices that take the same time; None if there is none."""
+        return equal_slices_seconds(self.timeline.program, self.timeline.costs)
+
     def summary(self) -> dict[str, Any]:
         """Return the figures of `simulate`, plus those of the comparison."""
         return {
@@ -61,6 +67,7 @@ class Row:
             "seconds_per_microbatch": self.seconds_per_microbatch,
             "peak_share": self.peak_share,
             "fits": self.fits,
+            **({} if self.formula is None else {"formula_makespan": self.formula}),
         }
 
 
@@ -223,7 +230,8 @@ def compare_table(rows: Sequence[Row], *, width: int = 120) -> str:
     """Return the comparison as an aligned table.
 
     Peak activations are the pairs of the fullest rank, as `simulate` counts them. If schedules have several stages per
-    rank, whose pairs are smaller, another column has what they hold in whole microbatches.
+    rank, whose pairs are smaller, another column has what they hold in whole microbatches. In slices, the last has what
+    formulas say for slices that take the same time.
 
     >>> print(compare_table(compare(4, num_microbatches=8, only=["zb-v", "1f1b"])))
     schedule  stages/rank  time/microbatch  bubble  span bubble  peak activations  microbatches held
@@ -233,7 +241,8 @@ def compare_table(rows: Sequence[Row], *, width: int = 120) -> str:
     is_finer = any(row.stages_per_rank > 1 or row.timeline.program.num_slices > 1 for row in rows)
     bytes_known = any(row.timeline.peak_bytes is not None for row in rows)
     header = ["schedule", "stages/rank", "time/microbatch", "bubble", "span bubble", "peak activations"]
-    header += ["microbatches held"] * is_finer + ["peak bytes"] * bytes_known
+    has_formula = any(row.formula is not None for row in rows)
+    header += ["microbatches held"] * is_finer + ["peak bytes"] * bytes_known + ["time by formula"] * has_formula
     lines = []
     for row in rows:
         timeline, seconds = row.timeline, number(row.seconds_per_microbatch, 4)
@@ -241,6 +250,8 @@ def compare_table(rows: Sequence[Row], *, width: int = 120) -> str:
         cells += [f"{timeline.bubble:.2%}", f"{timeline.span_bubble:.2%}", str(max(timeline.peak_activations))]
         cells += [number(row.peak_share, 3)] * is_finer
         cells += [size_text(max(timeline.peak_bytes or (0.0,)))] if bytes_known else []
+        each = row.timeline.program.num_microbatches
+        cells += ["" if row.formula is None else number(row.formula / each, 4)] if has_formula else []
         lines.append(cells)
     heading = "microbatches held" if is_finer else "peak activations"
     return table(header, lines, width=width, keep=("time/microbatch", "bubble", heading))

@@ -27,6 +27,7 @@ from drumline.schedules.registry import schedule
     peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: num_microbatches,
     makespan=fill_and_drain,
     bubble=flush_bubble,
+    formula_in_slices=True,
 )
 def gpipe(num_ranks: int, *, num_microbatches: int) -> Iterator[Turns]:
     """Run all forwards, then all backwards."""

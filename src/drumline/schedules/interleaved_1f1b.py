@@ -40,6 +40,7 @@ def _peak_pairs(rank: int, num_ranks: int, num_microbatches: int, stages_per_ran
     ),
     titan="Interleaved1F1B",
     in_megatron=True,
+    formula_in_slices=True,
 )
 def interleaved_1f1b(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterator[InTurn]:
     """Alternate the grouped forwards and backwards."""

@@ -28,6 +28,7 @@ from drumline.schedules.registry import schedule
     makespan=fill_and_drain,
     makespan_holds=lambda num_ranks, num_microbatches, stages_per_rank: num_microbatches >= num_ranks,
     bubble=flush_bubble,
+    formula_in_slices=True,
 )
 def looped_bfs(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterator[Turns]:
     """Run every local stage's forwards, then every local stage's backwards in reverse."""

@@ -35,6 +35,7 @@ def _makespan(paces: Paces) -> float:
     planned_with=(1,),
     titan="1F1B",
     in_megatron=True,
+    formula_in_slices=True,
 )
 def one_f_one_b(num_ranks: int, *, num_microbatches: int) -> Iterator[Turns]:
     """Run P-1-r forwards ahead on rank r, then alternate one forward and one backward."""

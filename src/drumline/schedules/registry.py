@@ -48,6 +48,7 @@ class Schedule:
     says for which counts that formula is within 2% of the simulator if stages are equal (None: all). `planned_with`
     lists the stages per rank that the cluster planner tries (none: never), if the counts `suit`. `titan` is its
     torchtitan name; `in_megatron` says whether Megatron-LM has it. A `baseline` exists only for comparison.
+    `formula_in_slices` says whether `makespan` also holds for slices, as many short microbatches.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Schedule:
     titan: str = ""
     in_megatron: bool = False
     baseline: bool = False
+    formula_in_slices: bool = False
     _layouts: dict[tuple[int, int], Placement] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property

@@ -33,6 +33,7 @@ def _idle(pace: Pace, num_ranks: int) -> float:
     makespan=idling(_idle),
     makespan_holds=lambda num_ranks, num_microbatches, stages_per_rank: num_microbatches >= num_ranks,
     planned_with=(1,),
+    formula_in_slices=True,
 )
 def zb_h1(num_ranks: int, *, num_microbatches: int) -> Iterator[Turns]:
     """Run 1F1B with split backwards, W delayed by r microbatches on rank r."""
