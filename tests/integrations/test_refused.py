@@ -71,6 +71,11 @@ def test_adapting_the_number_of_microbatches_is_refused(tmp_path: Path) -> None:
         maker(tmp_path, adapt={"microbatches": "batch"})(small(1))
 
 
+def test_slices_are_refused(tmp_path: Path) -> None:
+    with refused(UsageError, "slices is 4, on a trainer", fix="drumline train"):
+        maker(tmp_path, slices=4)(small(1))
+
+
 def test_a_checkpoint_of_state_that_lines_divide_is_refused(tmp_path: Path) -> None:
     with refused(UsageError, "zero divides", fix="save_only_model=True"):
         maker(tmp_path, zero=1)(small(1), save_strategy="steps")

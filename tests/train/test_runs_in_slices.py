@@ -84,4 +84,5 @@ def test_a_dry_run_counts_slices_of_activations() -> None:
     whole, divided = (dry_run(read_settings(None, {**given, "pipeline.slices": slices})) for slices in (1, 4))
     assert (divided.summary()["microbatches"], divided.summary()["slices"]) == (4, 4)
     assert divided.forecast.ranks[0].activations < 0.7 * whole.forecast.ranks[0].activations
-    assert divided.forecast.program.num_microbatches == 4 * whole.forecast.program.num_microbatches
+    assert divided.forecast.ranks[0].working < 0.5 * whole.forecast.ranks[0].working
+    assert divided.forecast.program.num_units == 4 * whole.forecast.program.num_units
