@@ -5,6 +5,8 @@
 A feature goes with its folder under features/ and with its lines in pipeline/attached.py. Then the package must import,
 the import contracts and mypy must hold, and the core tests must pass, which no feature is needed for. A feature that
 other files name as well cannot be taken away yet: they are listed.
+
+The core tests try fewer combinations there (FEW_CASES): what they compute, they show with all features.
 """
 
 from __future__ import annotations
@@ -120,7 +122,8 @@ def taken(feature: str, folder: Path) -> Taken:
         paths = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
         for what, command in steps().items():
             ran = subprocess.run(
-                command, cwd=tree, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+                command, cwd=tree,
+                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "FEW_CASES": "1"},
                 capture_output=True, text=True, timeout=900, check=False,
             )  # fmt: skip
             if ran.returncode:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,12 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @pytest.mark.features("record", "saving")
-def test_the_whole_is_shown_in_one_file(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "whole.py", tmp_path / "saved"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+def test_the_whole_is_shown_in_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["whole.py", str(tmp_path / "saved")])
+    runpy.run_path(str(EXAMPLES / "whole.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
     ranks, process = (line.split()[-6:] for line in lines if line.startswith("losses "))
     assert [float(loss) for loss in ranks] == pytest.approx([float(loss) for loss in process], abs=1e-4)
     assert "the last 3 steps again, from saved: the same bits" in lines
