@@ -294,6 +294,8 @@ def values_of(key: Setting) -> Any:
         return st.sampled_from(key.rule.choices)
     if key.path == "pipeline.check_model":
         return st.booleans() | st.just("first") | st.integers(1, 2**62)
+    if key.path == "pipeline.slices":
+        return st.integers(1, 2**62) | st.lists(st.integers(2, 2**62), min_size=1, max_size=3).map(tuple)
     kind = get_origin(key.inner) or key.inner
     inner = get_args(key.inner)[0] if kind is tuple else kind
     value: Any = {
