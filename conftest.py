@@ -22,6 +22,8 @@ from accelerators import Accelerators
 SEARCHES = ("drumline.plan.search.search_run", "drumline.plan.search.search", "drumline.plan.device.planner")
 
 pytest_plugins = ["forked_tests"]
+# Tests are forked from the process that collects them. It may count CUDA's devices, but not begin to use them.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 ACCELERATORS = Accelerators()
 FEATURES = Path(__file__).parent / "src" / "drumline" / "features"
 
