@@ -16,14 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from accelerators import Accelerators
+from accelerators import BY_LIBRARY, Accelerators
 
 # Where searches look at the clock; their budgets are counted in timed actions, too.
 SEARCHES = ("drumline.plan.search.search_run", "drumline.plan.search.search", "drumline.plan.device.planner")
 
 pytest_plugins = ["forked_tests"]
-# Tests are forked from the process that collects them. It may count CUDA's devices, but not begin to use them.
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+os.environ.setdefault(BY_LIBRARY, "1")
 ACCELERATORS = Accelerators()
 FEATURES = Path(__file__).parent / "src" / "drumline" / "features"
 
@@ -98,6 +97,11 @@ def pytest_collection_finish() -> None:
         if isinstance(logger, logging.Logger):
             logger.propagate = True
     gc.freeze()
+
+
+def pytest_forked() -> None:
+    """Let the process that will run tests count what accelerators there are."""
+    ACCELERATORS.count()
 
 
 @pytest.hookimpl(tryfirst=True)

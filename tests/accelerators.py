@@ -5,8 +5,9 @@ hides it or has none. A test marked `accelerator` finds what the machine has.
 
     collected ──► hide() ──► a test, hidden ──► a test marked `accelerator`: shown ──► a test, hidden ...
 
-Processes that a test starts see no device by their environment. This process has counted its devices already, when
-the tests were collected, so PyTorch's own answers are replaced.
+Processes that a test starts see no device by their environment. A process that runs tests has counted its devices
+before the first one, so PyTorch's own answers are replaced. The process that collects and forks asks the driver's
+library instead: CUDA cannot be used by a process that was forked from one that counted by itself.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import pytest
 
 # What hides devices from processes to be started: empty lists of CUDA's and ROCm's devices.
 _LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+BY_LIBRARY = "PYTORCH_NVML_BASED_CUDA_CHECK"  # whether PyTorch asks the driver's library how many devices there are
 _ANSWERS: dict[tuple[str, str], Any] = {
     ("accelerator", "current_accelerator"): None,
     ("accelerator", "is_available"): False,
@@ -37,15 +39,24 @@ class Accelerators:
 
     def hide(self) -> None:
         """Let PyTorch find no accelerator from now on, here and in processes that are started."""
+        torch = sys.modules.get("torch")
+        is_there = torch is not None and torch.accelerator.is_available()
         self._listed = {name: os.environ.get(name) for name in _LISTS}
         os.environ.update(dict.fromkeys(_LISTS, ""))
-        torch = sys.modules.get("torch")
-        if torch is None or not torch.accelerator.is_available():
+        if not is_there:
             return
         for (module, name), answer in _ANSWERS.items():
             place = getattr(torch, module)
             self._asked[module, name] = getattr(place, name)
             setattr(place, name, _always(answer))
+
+    def count(self) -> None:
+        """Let CUDA count its devices in this process while they are shown, since it never counts again."""
+        if self._asked:
+            with pytest.MonkeyPatch.context() as patch:
+                self.show(patch)
+                patch.setenv(BY_LIBRARY, "0")
+                sys.modules["torch"].cuda.is_available()
 
     def show(self, patch: pytest.MonkeyPatch) -> None:
         """Let PyTorch find what there is for as long as the patch lasts."""

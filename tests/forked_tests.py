@@ -27,6 +27,18 @@ import pytest
 _AHEAD = 3  # so many tests a process knows of: the one that runs, the next one, and one while this process is busy
 
 
+class Specs:
+    """What others may do in the processes."""
+
+    def pytest_forked(self) -> None:
+        """A process that will run tests was forked; this is called there."""
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Add `pytest_forked`."""
+    pluginmanager.add_hookspecs(Specs)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the number of processes."""
     parser.addoption(
@@ -195,6 +207,7 @@ def run(session: pytest.Session, connection: Connection) -> None:
     terminal: Any = config.pluginmanager.getplugin("terminalreporter")
     terminal._tw._file = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - it is open as long as the process
     config.pluginmanager.register(Reports(config, connection))
+    config.hook.pytest_forked()
     number = connection.recv()
     while number >= 0:
         following = connection.recv()
