@@ -68,4 +68,32 @@ SLICES_SEARCH = (
         "self.per_pair * (end - start) * (end - start) / 2.0",
         "A slice attends to no keys before it.",
     ),
+    Bug(
+        "slices-planned-shorter-than-measured",
+        "lengths_of",
+        "profile.tokens // number < profile.shortest or profile.tokens % number",
+        "profile.tokens % number",
+        "A plan has slices shorter than any that was measured.",
+    ),
+    Bug(
+        "slices-planned-without-their-cost",
+        "SlicedStages.costs",
+        "slice_factor=factors,",
+        "slice_factor=None,",
+        "What short slices cost does not enter a plan.",
+    ),
+    Bug(
+        "slices-planned-without-keys",
+        "SlicedStages.costs",
+        "[bytes_of_block * count for count in counts]",
+        "[0.0 for count in counts]",
+        "A plan holds no gradients of keys and values.",
+    ),
+    Bug(
+        "slices-planned-and-forgotten",
+        "Plan.pipeline_settings",
+        '{"slices": self.slices} if self.slices else {}',
+        "{}",
+        "A pipeline runs a plan in slices with whole sequences.",
+    ),
 )

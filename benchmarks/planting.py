@@ -226,6 +226,7 @@ OF_FILE = {
         "tests/pipeline/test_unused.py",
         "tests/pipeline/test_recording.py",
     ),
+    "plan/device/sliced.py": ("tests/plan/test_plan_slices.py",),
     "plan/device/candidate.py": ("tests/plan/test_planner.py",),
     "plan/device/combinations.py": ("tests/plan/test_planner.py",),
     "plan/cut/chain.py": ("tests/plan/test_partition.py", "tests/plan/test_planner.py"),

@@ -97,6 +97,13 @@ class Options(CoreOptions, AttachedOptions):
             raise UsageError(
                 f"num_ranks is {self.num_ranks!r}", expected=f"{counted(plan.num_ranks, 'rank')}, as in the plan"
             )
+        slices = getattr(self, "slices", 1)
+        if plan.slices and slices not in (1, plan.slices):
+            raise UsageError(
+                f"slices is {slices!r:.60}, and the plan divides sequences itself",
+                expected=f"slices of {', '.join(map(str, plan.slices))} tokens, as in the plan",
+                fix="leave out slices=, or plan again with slices=False",
+            )
         return plan
 
 

@@ -43,12 +43,12 @@ def profile_slices(
     timed: list[TimedSlice] = []
     place = positions_of(model, _DIVIDER)
     batch = {place.name: torch.arange(length, device=lead.device)[None].expand(rows, -1), **batch}
-    with _KeysAndValues() as seen, torch.no_grad():
+    with _KeysAndValues() as attention, torch.no_grad():
         model(**batch)
     for count in dict.fromkeys([1, *slices]):
         if length % count == 0 and length >= 2 * count:
             timed += _timed(model, batch, target, loss_fn, count, length, num_runs, device)
-    return SliceProfile(rows, length, tuple(timed), float(seen.num_bytes))
+    return SliceProfile(rows, length, tuple(timed), float(attention.num_bytes))
 
 
 def _timed(
