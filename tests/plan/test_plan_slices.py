@@ -77,6 +77,9 @@ def test_ranks_hold_slices_and_the_gradients_of_keys_and_values() -> None:
     static = 4 * 2 * 50
     assert whole.cut.rank_bytes[0] - static == pytest.approx(4 * 200)
     assert four.cut.rank_bytes[0] - static == pytest.approx(7 / 4 * 200 + 10, abs=11)
+    none = replace(profiled(), slices=replace(timed(), key_value_bytes=0.0))
+    less = next(c for c in planned(4, profile=none).candidates if c.summary().get("slices") == [256] * 4)
+    assert four.cut.rank_bytes[0] > less.cut.rank_bytes[0]
     assert sum(item.total for item in four.rank_bytes) == pytest.approx(sum(four.cut.rank_bytes))
 
 

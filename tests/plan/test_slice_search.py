@@ -9,6 +9,7 @@ from itertools import combinations, count, pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import drumline as dl
@@ -24,7 +25,7 @@ from drumline.plan.slices.bound import slice_bound
 from drumline.plan.slices.dispatch import DispatchRules, all_rules, dispatched
 from drumline.plan.slices.lengths import equal_lengths, shortest_longest
 from drumline.plan.slices.search import SliceResult, search_slices
-from drumline.plan.slices.units import UnitInstance, UnitRule
+from drumline.plan.slices.units import UnitInstance, UnitRule, peaks_fit
 from drumline.plan.slices.work import SlicedWork
 from refused import refused, saying
 
@@ -211,6 +212,13 @@ def test_every_dispatched_order_is_legal_and_in_the_order_of_slices() -> None:
         for each in rules:
             program = Program(units.program(dispatched(units, 3, each)).rows, num_slices=3)
             assert not validate(program)
+
+
+def test_a_dispatched_order_holds_no_more_than_its_limit() -> None:
+    work = SlicedWork.of(Costs(activation_bytes=1.0), 3, tokens=96)
+    costs, table = work.costs_of((48, 32, 16), 3), np.tile(work.table((48, 32, 16)), (1, 3, 1))
+    units = UnitInstance(costs, Placement.linear(3), 9, Limit(max_bytes=1.5), table)
+    assert peaks_fit(units, dispatched(units, 3, DispatchRules(ahead=9, eager=True, whole=True)))
 
 
 def test_a_limit_holds_in_microbatches_and_in_bytes() -> None:
