@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.program import Program
+from drumline.core.slices.division import SliceLengths
 from drumline.engine.model.sources import Material
-from drumline.features.slices.division import SliceLengths
 from drumline.model.layers.moe import MoE
 
 _WIDTH = 32

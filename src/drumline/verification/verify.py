@@ -36,13 +36,13 @@ from drumline.channel.rank_names import mesh_shown
 from drumline.core.errors import DrumlineError, ModelError, RunError, UsageError, nearest
 from drumline.core.program import Program
 from drumline.core.settings.clash import Together
+from drumline.core.slices.division import SliceLengths
 from drumline.engine.model.blocks import example_inputs
 from drumline.engine.model.sources import Maker, Material, material_from
 from drumline.engine.program.find import program_for
 from drumline.engine.stages.assembly import Checkpointing, device_of
 from drumline.engine.together import mesh_facts, program_facts
 from drumline.engine.unsplit.comparing import difference, norm_of
-from drumline.features.slices.division import SliceLengths
 from drumline.model.follow.inputs import Inputs
 from drumline.model.precision import one_thread
 from drumline.pipeline.options import taken

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from drumline.core.slices.division import SliceLengths
 from drumline.engine.kit import Kit
 from drumline.engine.lines import Lines
 from drumline.engine.ranks.observer import Observer
@@ -14,7 +15,6 @@ from drumline.engine.setup import PipelineSetup
 from drumline.engine.site import Site
 from drumline.engine.stages.intake import Intake
 from drumline.features.slices.calls import SliceCalls
-from drumline.features.slices.division import SliceLengths
 from drumline.features.slices.following import follow
 from drumline.features.slices.options import SliceOptions
 from drumline.features.slices.units import BY_SLICES, in_one_piece, in_sequences, in_units

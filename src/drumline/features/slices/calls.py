@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from drumline.core.errors import ModelError
+from drumline.core.slices.division import SliceLengths
 from drumline.features.slices.attention import SliceMemory, attend
-from drumline.features.slices.division import SliceLengths
 from drumline.model.layers.routing import is_traced
 from drumline.model.values import pack
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from drumline.core.errors import ModelError
 from drumline.core.settings.rule import Rule
+from drumline.core.slices.division import SliceLengths
 from drumline.engine.options import FeatureOptions, is_whole, option
-from drumline.features.slices.division import SliceLengths
 from drumline.features.slices.units import BY_SLICES
 from drumline.runtime.sequences import positions_of
 

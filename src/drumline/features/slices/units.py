@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from drumline.core.errors import BatchError
-from drumline.features.slices.division import SliceLengths
+from drumline.core.slices.division import SliceLengths
 from drumline.model.microbatches import Microbatches
 from drumline.model.values import mapped, pack, unpack
 from drumline.runtime.batch import rows_of_each

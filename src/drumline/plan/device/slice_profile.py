@@ -1,8 +1,10 @@
 """What slices of a sequence take on a device: seconds by where they begin and end, and the curve that fits them.
 
-slices    1 |---------------------------|      measured: F and B of all of these, whole model, one microbatch
-2 |-------------|-------------|      fitted:   fixed + tokens x per_token + pairs x per_pair
-4 |------|------|------|------|
+::
+
+    1 |---------------------------|      measured: F and B of all of these, whole model, one microbatch
+    2 |-------------|-------------|      fitted:   fixed + tokens x per_token + pairs x per_pair
+    4 |------|------|------|------|
 """
 
 from __future__ import annotations
