@@ -166,8 +166,10 @@ PLACES = {"contents", "timeline", "table", "steps", "legend", "details"}
 SEVERAL: dict[str, set[str]] = {"report of several runs": set(), "demo": {"chart", "bars"}}
 # What a page is, as its title says; and who writes it: no other module of the tool writes pages.
 PAGES = {
-    "show": ("1f1b: 4 ranks, 8 microbatches", {"cli/show.py", "cli/simulate.py", "cli/search.py", "cli/search_slices.py",
-              "report/explore.py"}),
+    "show": (
+        "1f1b: 4 ranks, 8 microbatches",
+        {"cli/show.py", "cli/simulate.py", "cli/search.py", "cli/search_slices.py", "report/explore.py"},
+    ),
     "compare": ("Comparison of 17 schedules", {"report/compare.py"}),
     "report of one run": ("Run alone: 1f1b", {"report/run/page.py"}),
     "report of several runs": ("Comparison of 3 runs: 1f1b, gpipe, zb-h1", {"report/run/page.py"}),
