@@ -185,7 +185,7 @@ def merged(
     """Return one verdict of those about several microbatches of a step.
 
     >>> merged([(CheckReport(0.1, 3), None), (CheckReport(0.0, 3, ("loss",)), ModelError("wrong"))], 0)
-    (CheckReport(seconds=0.1, num_parameters=3, wrong=('loss',), ...num_microbatches=2, num_tokens=0), ModelError('wrong'))
+    (CheckReport(seconds=0.1, num_parameters=3, wrong=('loss',), ...num_tokens=0), ModelError('wrong'))
     """
     every = [checked for checked, _ in verdicts]
     unchecked = next((report.unchecked for report in every if report.unchecked), "")
