@@ -23,7 +23,14 @@ from drumline.plan.cluster.kernels import (
 )
 from drumline.plan.cluster.layers import fp8_weights, keys_of, ring_bytes, routed_bytes, tokens_of
 from drumline.plan.cluster.layout import WHOLE, Layout, recomputed_ops
-from drumline.plan.cluster.loads import data_exchange, device_volumes, hop_seconds, message_bytes, tied_exchange
+from drumline.plan.cluster.loads import (
+    data_exchange,
+    device_volumes,
+    exchanging,
+    hop_seconds,
+    message_bytes,
+    tied_exchange,
+)
 from drumline.plan.cluster.practice import Practice
 from drumline.plan.cluster.spent import Ops
 from drumline.plan.cluster.stages import Alike, alike, counts_of, head_weight, slices_of
@@ -435,7 +442,7 @@ def test_the_exchange_by_zero(
     zero: int, pipeline: int, forward: float, backward: float, once: float, sent: float
 ) -> None:
     layout = Layout(batch=20, data=4, pipeline=pipeline, zero=zero, practice=BARE)
-    found = data_exchange(machines(4), layout, (1000.0, 0.0), 0.0, 0.0)
+    found = data_exchange(exchanging(machines(4), layout), (1000.0, 0.0), 0.0, 0.0)
     assert (found.forward, found.backward, found.once, found.bytes) == (forward, backward, once, sent)
 
 
@@ -443,21 +450,23 @@ def test_hidden_exchanges_contend() -> None:
     practice = replace(BARE, overlap_data=True)
     for zero, expected in ((0, (0, 0, 6000)), (1, (0, 0, 4500)), (2, (0, 3000, 1500)), (3, (1500, 4500, 0))):
         layout = Layout(batch=20, data=4, zero=zero, practice=practice)
-        found = data_exchange(machines(4), layout, (1000.0, 0.0), 1e6, 1e6)
+        found = data_exchange(exchanging(machines(4), layout), (1000.0, 0.0), 1e6, 1e6)
         hidden = tuple(CONTENTION * number for number in expected)
         assert (found.forward, found.backward, found.once) == pytest.approx(hidden)
 
 
 def test_layers_of_zero_3_start_one_by_one() -> None:
     layout = Layout(batch=20, data=4, zero=3, practice=BARE)
-    found = data_exchange(machines(4, latency=1.0, start=10.0), layout, (1000.0, 0.0), 0.0, 0.0, num_layers=7)
+    found = data_exchange(
+        exchanging(machines(4, latency=1.0, start=10.0), layout), (1000.0, 0.0), 0.0, 0.0, num_layers=7
+    )
     assert found.forward == 1500 + 7 * (10 + 3 * 1)
     assert found.backward == 4500 + 2 * 7 * (10 + 3 * 1)
 
 
 def test_experts_are_exchanged_among_fewer_ranks() -> None:
     layout = Layout(batch=20, data=4, expert=2, zero=1, practice=BARE)
-    found = data_exchange(machines(4), layout, (1000.0, 600.0), 0.0, 0.0)
+    found = data_exchange(exchanging(machines(4), layout), (1000.0, 600.0), 0.0, 0.0)
     assert found.once == 4500 + 600 * (4 + 2) / 2
     assert found.bytes == 4500 + 600 * (4 + 2) / 2
 

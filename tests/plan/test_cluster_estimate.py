@@ -16,7 +16,7 @@ from drumline.plan.cluster.estimate import Estimate, estimate, least_seconds
 from drumline.plan.cluster.hardware import MACHINES, Cluster, Device, DeviceLink, cluster
 from drumline.plan.cluster.kernels import CONTENTION, product_seconds
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.loads import data_exchange
+from drumline.plan.cluster.loads import data_exchange, exchanging
 from drumline.plan.cluster.models import model
 from drumline.plan.cluster.practice import Practice
 from drumline.plan.cluster.stages import even_counts
@@ -207,12 +207,12 @@ def test_the_exchange_of_gradients_is_a_ring() -> None:
     link = DeviceLink(0.0, 1e9)
     machines = Cluster(Device("any", 1e15, 8e10, 2e12), 4, 1, link, link)
     layout = Layout(batch=4, data=4, practice=Practice(overlap_data=False))
-    found = data_exchange(machines, layout, (1e9, 0.0), 0.0, 0.0)
+    found = data_exchange(exchanging(machines, layout), (1e9, 0.0), 0.0, 0.0)
     assert found.once == pytest.approx(2 * 3 / 4 * 4)
     assert found.bytes == pytest.approx(2 * 3 / 4 * 4e9)
-    sharded = data_exchange(machines, replace(layout, zero=1), (1e9, 0.0), 0.0, 0.0)
+    sharded = data_exchange(exchanging(machines, replace(layout, zero=1)), (1e9, 0.0), 0.0, 0.0)
     assert sharded.once == pytest.approx(3 / 4 * (4 + 2))
-    hidden = data_exchange(machines, replace(layout, practice=Practice()), (1e9, 0.0), 1.0, 100.0)
+    hidden = data_exchange(exchanging(machines, replace(layout, practice=Practice())), (1e9, 0.0), 1.0, 100.0)
     assert (hidden.forward, hidden.backward, hidden.once) == pytest.approx((0.0, 0.0, CONTENTION * 6))
 
 
@@ -220,7 +220,7 @@ def test_sharded_weights_are_gathered_for_every_microbatch() -> None:
     link = DeviceLink(0.0, 1e9)
     machines = Cluster(Device("any", 1e15, 8e10, 2e12), 4, 1, link, link)
     layout = Layout(batch=8, data=4, zero=3, practice=Practice(overlap_data=False))
-    found = data_exchange(machines, layout, (1e9, 0.0), 0.0, 0.0)
+    found = data_exchange(exchanging(machines, layout), (1e9, 0.0), 0.0, 0.0)
     assert (found.forward, found.backward, found.once) == pytest.approx((1.5, 1.5 + 3, 0))
     assert found.bytes == pytest.approx(2 * (1.5e9 + 1.5e9 + 3e9))
 

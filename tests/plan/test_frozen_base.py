@@ -15,7 +15,7 @@ from drumline.plan.cluster.frozen_base import BASES, FrozenBase
 from drumline.plan.cluster.hardware import Cluster, Device, DeviceLink, Reach
 from drumline.plan.cluster.kernels import embedding_ops, head_ops, product_seconds
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.loads import data_exchange, tied_exchange
+from drumline.plan.cluster.loads import data_exchange, exchanging, tied_exchange
 from drumline.plan.cluster.models import model
 from drumline.plan.cluster.practice import Practice
 from drumline.plan.cluster.spent import Ops
@@ -146,9 +146,9 @@ def test_ranks_exchange_and_update_adapters_alone_and_zero_3_gathers_the_base() 
     divided = device_bytes(tuned, replace(layout, zero=3), rank_of(tuned, layout))
     frozen = 0.5625 * 2 * WEIGHTS + 2 * (2 * NORMS + 2 * TABLE + 256)
     assert divided.weights == pytest.approx((2 * adapters + frozen) / 4)
-    gathered = data_exchange(machines(4), replace(layout, zero=3), (10.0, 0.0), 0.0, 0.0, 1, (600.0, 0.0))
+    gathered = data_exchange(exchanging(machines(4), replace(layout, zero=3)), (10.0, 0.0), 0.0, 0.0, 1, (600.0, 0.0))
     assert gathered.forward == gathered.backward - 4 * 10 * 3 / 4 == (2 * 10 + 600) * 3 / 4
-    once = data_exchange(machines(4), replace(layout, zero=1), (10.0, 0.0), 0.0, 0.0, 1, (600.0, 0.0))
+    once = data_exchange(exchanging(machines(4), replace(layout, zero=1)), (10.0, 0.0), 0.0, 0.0, 1, (600.0, 0.0))
     assert once.once == (4 * 10 + 2 * 10) * 3 / 4
 
 

@@ -16,7 +16,7 @@ from drumline.plan.cluster.layers import (
     tokens_of,
     wide_of,
 )
-from drumline.plan.cluster.layout import WHOLE, Layout, StageLayers, recomputed_ops
+from drumline.plan.cluster.layout import Layout, StageLayers, recomputed_ops
 from drumline.plan.cluster.practice import OPTIMIZERS
 from drumline.plan.cluster.stages import Alike, alike, counts_of, pairs_held
 from drumline.plan.cluster.transformer import Transformer
@@ -271,14 +271,7 @@ def _activations(layers: Sequence[Layer], layout: Layout, slices: Sequence[Stage
     for slice_ in slices:
         for count, experts, recomputed in slice_.parts(layout):
             counts[experts, recomputed] = counts.get((experts, recomputed), 0) + count
-    return sum(count * _kept_bytes(layers[experts], recomputed) for (experts, recomputed), count in counts.items())
-
-
-def _kept_bytes(layer: Layer, recomputed: Sequence[str]) -> float:
-    """Return the bytes that a layer keeps for one microbatch, if these operations are `recomputed`."""
-    if recomputed == WHOLE:
-        return layer.input_bytes
-    return sum(op.stays(recomputed) for op in layer.operations)
+    return sum(count * layers[experts].kept_bytes(recomputed) for (experts, recomputed), count in counts.items())
 
 
 def _buffers(transformer: Transformer, layout: Layout, rank: Alike, layers: Sequence[Layer]) -> float:
@@ -293,7 +286,7 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, layers: Sequ
     layer = layers[has_experts]
     size = 2 * WORD * wide if layout.pipeline > 1 else 0.0
     if layout.recompute.startswith("full"):
-        size += _kept_bytes(layer, ())
+        size += layer.kept_bytes(())
     elif "projections" in recomputed_ops(layout):
         size += sum(operation.kept_bytes for operation in layer.operations if operation.name == "projections")
     if layout.context > 1 and not layout.practice.overlap_context:

@@ -11,7 +11,7 @@ compute what is masked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -98,7 +98,7 @@ class Estimate:
         return self.flops_per_device / self.seconds.total
 
 
-_TOTAL = attrgetter("total")
+_TOTAL: Callable[[Load], float] = attrgetter("total")
 LAST = "feed-forward"  # the operation with a dense layer's last product
 STEP_BYTES = OPTIMIZERS["adamw"].step_bytes  # per parameter: the norm, the scale, Adam in 32 bits, and the new weight
 
@@ -156,13 +156,11 @@ def least_seconds(transformer: Transformer, cluster: Cluster, layout: Layout) ->
     cost = work_of(transformer, cluster, layout)
     loads = loads_of(transformer, cluster, layout, cost)
     hop, _ = hop_seconds(transformer, cluster, layout)
-    tied = tied_exchange(transformer, cluster, layout)
-    work = sum(len(load.alike.ranks) * load.work.total for load in loads)
-    taken = _least_taken(layout, cost, loads, hop)
-    return Least(
-        _seconds(transformer, cluster, layout, loads, taken, tied.once).total,
-        layout.num_microbatches * work / layout.pipeline,
-    )
+    times, tied = layout.num_microbatches, tied_exchange(transformer, cluster, layout)
+    taken = max(_least_taken(layout, cost, loads, hop), times * max(map(_TOTAL, loads)))
+    once = max(load.exchange.once for load in loads) + tied.once
+    work = sum(len(rank.alike.ranks) * rank.total for rank in cost.ranks)
+    return Least(taken + once + _update_seconds(transformer, cluster, layout, loads), times * work / layout.pipeline)
 
 
 def _least_taken(layout: Layout, work: PipelineWork, loads: Sequence[Load], hop: float) -> float:
@@ -176,20 +174,15 @@ def _least_taken(layout: Layout, work: PipelineWork, loads: Sequence[Load], hop:
     If backwards are whole, the first two end with the way up from its first stage; if they are split, it may compute
     weight gradients meanwhile.
     """
-    schedule, times = find(layout.schedule), layout.num_microbatches
-    if schedule.two_directions:
+    times = layout.num_microbatches
+    if find(layout.schedule).two_directions:
         return max(times * load.total for load in loads)
-    down, up = work.down_and_up(hop)
-    least, there_and_back = 0.0, down[-1] + up[-1]
-    for load, ends in zip(loads, work.ends, strict=True):
-        all_, backwards = times * load.total, times * (load.backward_input + load.backward_weight)
-        forwards = times * load.forward
-        for first, last in ends:
-            after = 0.0 if schedule.splits_backward else up[first]
-            own_after = all_ + down[first] + after
-            back = backwards + there_and_back - up[last + 1] + after
-            ahead = forwards + down[first] + there_and_back - down[last + 1]
-            least = max(least, own_after, back, ahead)
+    least = 0.0
+    for load, (beside_all, beside_back, beside_ahead) in zip(loads, work.beside(hop), strict=True):
+        own_after = times * load.total + beside_all
+        back = times * (load.backward_input + load.backward_weight) + beside_back
+        ahead = times * load.forward + beside_ahead
+        least = max(least, own_after, back, ahead)
     return least
 
 
@@ -201,10 +194,6 @@ def _seconds(
     ops, exchange = busiest.ops, busiest.exchange
     work = ops.forward + ops.backward_input + ops.backward_weight
     once = max(load.exchange.once for load in loads) + tied
-    stepped = max(sharded(layout, load.work.parameters) if layout.zero else sum(load.work.parameters) for load in loads)
-    cast = max(load.work.cast for load in loads)
-    states = layout.practice.states
-    orthogonal = orthogonal_seconds(transformer, cluster, layout, loads) if states.muon else 0.0
     return Seconds(
         compute=times * work.compute,
         recompute=times * ops.again.total,
@@ -214,10 +203,18 @@ def _seconds(
         pipeline=times * busiest.waiting,
         data_exposed=times * (exchange.forward + exchange.backward) + once,
         bubble=_beyond(taken, times * busiest.total),
-        optimizer=memory_seconds(cluster.device, states.step_bytes * stepped + CAST_TWICE * cast)
-        + orthogonal
-        + layout.practice.step_seconds,
+        optimizer=_update_seconds(transformer, cluster, layout, loads),
     )
+
+
+def _update_seconds(transformer: Transformer, cluster: Cluster, layout: Layout, loads: Sequence[Load]) -> float:
+    """Return the seconds of the optimizer's step."""
+    stepped = max(sharded(layout, load.work.parameters) if layout.zero else sum(load.work.parameters) for load in loads)
+    cast = max(load.work.cast for load in loads)
+    states = layout.practice.states
+    orthogonal = orthogonal_seconds(transformer, cluster, layout, loads) if states.muon else 0.0
+    updated = memory_seconds(cluster.device, states.step_bytes * stepped + CAST_TWICE * cast)
+    return updated + orthogonal + layout.practice.step_seconds
 
 
 def orthogonal_seconds(transformer: Transformer, cluster: Cluster, layout: Layout, loads: Sequence[Load]) -> float:

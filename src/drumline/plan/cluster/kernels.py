@@ -313,6 +313,7 @@ def _hosted(spent: Spent, share: Share) -> Spent:
     return spent + Spent(max(floor - spent.total, 0.0))
 
 
+@lru_cache(maxsize=4096)
 def embedding_ops(transformer: Transformer, cluster: Cluster, share: Share) -> Ops:
     """Return the seconds of a microbatch before the first layer: reading rows, and summing them over ranks."""
     size = WORD * tokens_of(transformer, share) * transformer.hidden
@@ -321,6 +322,7 @@ def embedding_ops(transformer: Transformer, cluster: Cluster, share: Share) -> O
     return Ops(passes + Spent(tensor=summed), Spent(), Spent(), passes if transformer.frozen_base is None else Spent())
 
 
+@lru_cache(maxsize=4096)
 def head_ops(transformer: Transformer, cluster: Cluster, share: Share) -> Ops:
     """Return the seconds of a microbatch after the last layer: a product with the vocabulary, and the loss."""
     device = cluster.device
@@ -344,12 +346,13 @@ def head_ops(transformer: Transformer, cluster: Cluster, share: Share) -> Ops:
 @lru_cache(maxsize=16384)
 def slice_ops(transformer: Transformer, cluster: Cluster, share: Share, slice_: StageLayers) -> Ops:
     """Return the seconds of a microbatch in a stage."""
+    same = share.whatever_recomputed
     parts = [
-        layer_ops(transformer, cluster, share, experts=experts, recomputed=recomputed).times(count)
+        layer_ops(transformer, cluster, same, experts=experts, recomputed=recomputed).times(count)
         for count, experts, recomputed in slice_.parts(share)
     ]
     if slice_.is_first:
-        parts.append(embedding_ops(transformer, cluster, share))
+        parts.append(embedding_ops(transformer, cluster, same))
     if slice_.is_last:
-        parts.append(head_ops(transformer, cluster, share))
+        parts.append(head_ops(transformer, cluster, same))
     return all_ops(parts)

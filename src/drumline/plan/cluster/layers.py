@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from drumline.plan.cluster.layout import EVERY_SECOND, PARTS, Layout, Share
+from drumline.plan.cluster.layout import EVERY_SECOND, PARTS, WHOLE, Layout, Share
 from drumline.plan.cluster.transformer import ExpertShape, Transformer
 
 WORD = 2  # bytes of a 16-bit number
@@ -126,13 +126,29 @@ class Operation(NamedTuple):
 class Layer(NamedTuple):
     """A layer on one device: its operations, the bytes of its input, and the parameters that the device holds.
 
-    All tokens use `parameters`; `expert_parameters` are those of experts that tokens are sent to.
+    All tokens use `parameters`; `expert_parameters` are those of experts that tokens are sent to. `known` remembers
+    what it keeps.
     """
 
     operations: tuple[Operation, ...]
     input_bytes: float
     parameters: float
     expert_parameters: float = 0.0
+    known: dict[tuple[str, ...], float] | None = None
+
+    def kept_bytes(self, recomputed: tuple[str, ...]) -> float:
+        """Return the bytes that it keeps for one microbatch, if these operations are computed again.
+
+        >>> layer = Layer((Operation("out", kept_bytes=2.0), Operation("norms", kept_bytes=1.0)), 4.0, 0.0, known={})
+        >>> layer.kept_bytes(()), layer.kept_bytes(("norms",)), layer.kept_bytes(("full",))
+        (3.0, 2.0, 4.0)
+        """
+        if recomputed == WHOLE:
+            return self.input_bytes
+        known = {} if self.known is None else self.known
+        if recomputed not in known:
+            known[recomputed] = sum(operation.stays(recomputed) for operation in self.operations)
+        return known[recomputed]
 
 
 @lru_cache(maxsize=4096)
@@ -143,18 +159,25 @@ def layers_of(transformer: Transformer, share: Share) -> tuple[Layer, Layer]:
     >>> [operation.name for operation in layers_of(gpt, Layout(batch=1).share)[0].operations]
     ['input-norms', 'sums', 'heads', 'attention', 'out', 'norms', 'feed-forward', 'activation']
     """
+    return _layers(transformer, share.whatever_recomputed)
+
+
+@lru_cache(maxsize=4096)
+def _layers(transformer: Transformer, share: Share) -> tuple[Layer, Layer]:
     whole = transformer.whole_parameters
     every = (transformer.dense_layer_parameters, transformer.shared_parameters)
     dense, shared = ((count - whole) / share.tensor + whole for count in every)
     routed = transformer.expert_parameters / share.tensor
     size = WORD * wide_of(transformer, share)
     first = (*_between(transformer, share), *_projections(transformer, share), *_attention(transformer, share))
-    layer = Layer((*first, _norm("norms", transformer, share), *_feedforward(transformer, share)), size, dense)
+    layer = Layer(
+        (*first, _norm("norms", transformer, share), *_feedforward(transformer, share)), size, dense, known={}
+    )
     if (experts := transformer.experts) is None:
         return layer, layer
     routed *= experts.num_experts / share.expert
     norm = _norm("expert-norms", transformer, share)
-    return layer, Layer((*first, norm, *_routed(transformer, share, experts)), size, shared, routed)
+    return layer, Layer((*first, norm, *_routed(transformer, share, experts)), size, shared, routed, {})
 
 
 def fp8_weights(transformer: Transformer, layout: Layout, *, experts: bool) -> float:

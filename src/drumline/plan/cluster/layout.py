@@ -61,6 +61,11 @@ class Share(NamedTuple):
     holds_fp8: bool
     practice: Practice
 
+    @property
+    def whatever_recomputed(self) -> Share:
+        """Return the same for what does not depend on which layers are recomputed, and so is known once."""
+        return self._replace(recompute="none")
+
 
 class _Shared(HashedOnce):
     """A layout's share, which is asked for often, is made once."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
 from drumline.plan.cluster.device_memory import WEIGHT_BYTES, keeps_gradients, ranks_held
@@ -41,9 +42,40 @@ class ExchangeCost(NamedTuple):
     bytes: float = 0.0
 
 
+class Exchanging(NamedTuple):
+    """How the data-parallel ranks of a layout exchange gradients and weights.
+
+    `dense` and `experts` are the link and the number of ranks that share parameters which all tokens use, and those of
+    experts; None for a single rank. `there` and `back` are bytes per parameter: of gradients, and of what returns.
+    """
+
+    layout: Layout
+    dense: tuple[DeviceLink, int] | None
+    experts: tuple[DeviceLink, int] | None
+    there: float
+    back: float
+    is_hidden: bool
+    sums_once: bool
+
+
+def exchanging(cluster: Cluster, layout: Layout) -> Exchanging:
+    """Return how the ranks of a layout exchange gradients and weights, which is the same for all of its stages."""
+    group, tensor, there = layout.data * layout.context, layout.tensor, layout.practice.gradient_bytes
+    shared = group // layout.expert
+    practice = layout.practice
+    return Exchanging(
+        layout,
+        (cluster.link(group, tensor), group) if group > 1 else None,
+        (cluster.link(shared, tensor * layout.expert), shared) if shared > 1 else None,
+        there,
+        there if layout.zero == 0 else WEIGHT_BYTES,
+        practice.overlap_data and (layout.pipeline == 1 or practice.overlap_staged),
+        keeps_gradients(layout),
+    )
+
+
 def data_exchange(
-    cluster: Cluster,
-    layout: Layout,
+    exchanging: Exchanging,
     parameters: tuple[float, float],
     forward_seconds: float,
     backward_seconds: float,
@@ -57,35 +89,30 @@ def data_exchange(
     weights either. It gathers them before every forward and every backward, layer by layer, so every layer pays for the
     start and the latency of a collective. `base` are bytes of frozen weights, which only ZeRO 3 gathers.
     """
+    layout, dense, experts, there, back, is_hidden, sums_once = exchanging
+    zero = layout.zero
     reduce = gather = reduced = gathered = 0.0
-    there = layout.practice.gradient_bytes
-    back = there if layout.zero == 0 else WEIGHT_BYTES
-    group = layout.data * layout.context
-    for count, frozen, size, stride in (
-        (parameters[0], base[0], group, layout.tensor),
-        (parameters[1], base[1], group // layout.expert, layout.tensor * layout.expert),
-    ):
-        if size > 1 and count:
-            link = cluster.link(size, stride)
-            if layout.zero >= 2:
+    for shared, count, frozen in ((dense, parameters[0], base[0]), (experts, parameters[1], base[1])):
+        if shared and count:
+            link, size = shared
+            if zero >= 2:
                 link = _by_layer(link, num_layers)
             reduce += gather_seconds(link, size, there * count)
-            returned = back * count + (frozen if layout.zero == 3 else 0.0)
+            returned = back * count + (frozen if zero == 3 else 0.0)
             gather += gather_seconds(link, size, returned)
             reduced += there * count * (size - 1) / size
             gathered += returned * (size - 1) / size
-    times = layout.num_microbatches
-    beside = layout.practice.overlap_data and (layout.pipeline == 1 or layout.practice.overlap_staged)
-    hidden, hidden_back = (forward_seconds, backward_seconds) if beside else (0.0, 0.0)
-    if layout.zero == 0:
+    hidden, hidden_back = (forward_seconds, backward_seconds) if is_hidden else (0.0, 0.0)
+    if zero == 0:
         return ExchangeCost(once=exposed(reduce + gather, hidden_back), bytes=reduced + gathered)
-    if layout.zero == 3:
-        sums = 1 if keeps_gradients(layout) else times
+    times = layout.num_microbatches
+    if zero == 3:
+        sums = 1 if sums_once else times
         forward, backward, once = exposed(gather, hidden), exposed(gather, hidden_back), exposed(reduce, hidden_back)
         if sums == times:
             backward, once = exposed(gather + reduce, hidden_back), 0.0
         return ExchangeCost(forward, backward, once, sums * reduced + 2 * times * gathered)
-    if layout.zero == 2 and not keeps_gradients(layout):
+    if zero == 2 and not sums_once:
         sent = times * reduced + gathered
         return ExchangeCost(0.0, exposed(reduce, hidden_back), exposed(gather, hidden), sent)
     return ExchangeCost(once=exposed(reduce, hidden_back) + exposed(gather, hidden), bytes=reduced + gathered)
@@ -174,10 +201,10 @@ class RankWork(NamedTuple):
 
 
 class PipelineWork(NamedTuple):
-    """The ranks of a pipeline; before each stage, the seconds of a microbatch down to it and up from it.
+    """The ranks of a pipeline, and the seconds of a microbatch in every stage on its way down and up.
 
-    `ends` are the first and the last stage of every rank, grouped as the ranks are. `passes` holds `down` and `up` of
-    every stage by the seconds of a hop.
+    `ends` are the first and the last stage of every rank, grouped as the ranks are. `crosses` says of every stage
+    whether the next one is on another rank. With whole backwards, nothing is left to do on the way up.
     """
 
     ranks: tuple[RankWork, ...]
@@ -185,18 +212,32 @@ class PipelineWork(NamedTuple):
     forward: list[float]
     backward: list[float]
     crosses: list[bool]
-    passes: dict[float, tuple[list[float], list[float]]]
+    is_whole: bool
+    known: dict[float, list[tuple[float, float, float]]]
 
-    def down_and_up(self, hop: float) -> tuple[list[float], list[float]]:
-        """Return the seconds in which a microbatch comes down to every stage, and up from it to the first."""
-        if hop not in self.passes:
-            late = [hop if crosses else 0.0 for crosses in self.crosses]
-            down, up = (
-                list(accumulate(map(sum, zip(each, late, strict=True)), initial=0.0))
-                for each in (self.forward, self.backward)
+    def beside(self, hop: float) -> list[tuple[float, float, float]]:
+        """Return what passes at least beside all work of a rank, all its backwards, and all its forwards.
+
+        For each group of ranks that is the most of any of them; `hop` is how late a message arrives.
+        """
+        if hop not in self.known:
+            self.known[hop] = self._beside(hop)
+        return self.known[hop]
+
+    def _beside(self, hop: float) -> list[tuple[float, float, float]]:
+        late = [hop if crosses else 0.0 for crosses in self.crosses]
+        # Before each stage, how long a microbatch comes down to it, and goes up from it to the first.
+        down, up = (list(accumulate(map(add, each, late), initial=0.0)) for each in (self.forward, self.backward))
+        there_and_back = down[-1] + up[-1]
+        after = up if self.is_whole else [0.0] * len(up)
+        return [
+            (
+                max(down[first] + after[first] for first, _ in ends),
+                max(there_and_back - up[last + 1] + after[first] for first, last in ends),
+                max(down[first] + there_and_back - down[last + 1] for first, last in ends),
             )
-            self.passes[hop] = down, up
-        return self.passes[hop]
+            for ends in self.ends
+        ]
 
 
 _WORKS: dict[tuple[object, ...], PipelineWork] = {}
@@ -255,7 +296,7 @@ def _work(transformer: Transformer, cluster: Cluster, layout: Layout, counts: tu
         for (slice_, _), stages in zip(rank.slices, places, strict=True):
             for stage in stages:
                 forward[stage], backward[stage] = passes[slice_]
-    return PipelineWork(tuple(works), shape.ends, forward, backward, shape.crosses, {})
+    return PipelineWork(tuple(works), shape.ends, forward, backward, shape.crosses, whole, {})
 
 
 class Load(NamedTuple):
@@ -293,11 +334,9 @@ def loads_of(
 ) -> list[Load]:
     """Return the ranks of a pipeline; `work` is theirs, for whom has it already."""
     _, waiting = hop_seconds(transformer, cluster, layout)
-    loads = []
+    loads, how = [], exchanging(cluster, layout)
     for rank in (work or work_of(transformer, cluster, layout)).ranks:
-        exchange = data_exchange(
-            cluster, layout, rank.parameters, rank.forward, rank.backward, rank.num_layers, rank.base
-        )
+        exchange = data_exchange(how, rank.parameters, rank.forward, rank.backward, rank.num_layers, rank.base)
         waits = waiting * rank.alike.sides
         forward, by_input = rank.forward + waits / 2 + exchange.forward, rank.backward_input + waits / 2
         by_weight = rank.backward_weight + exchange.backward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from operator import add
 from typing import NamedTuple
 
 
@@ -75,5 +76,12 @@ class Ops(NamedTuple):
 
 
 def all_ops(parts: Sequence[Ops]) -> Ops:
-    """Return the sum of parts."""
-    return reduce(Ops.__add__, parts) if parts else Ops()
+    """Return the sum of parts, added up in their order.
+
+    >>> all_ops([Ops(Spent(1.0))] * 3).forward, all_ops([]) == Ops()
+    (Spent(compute=3.0, tensor=0.0, context=0.0, expert=0.0), True)
+    """
+    if len(parts) <= 2:
+        return reduce(Ops.__add__, parts) if parts else Ops()
+    passes = (zip(*each, strict=True) for each in zip(*parts, strict=True))
+    return Ops(*(Spent(*(reduce(add, items) for items in each)) for each in passes))

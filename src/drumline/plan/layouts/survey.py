@@ -261,7 +261,9 @@ class Survey:
                 if choice.seconds <= bound:
                     best.add(choice)
                 continue
-            for least, key in self._weighed(branch, limit_bytes) if branch.key else self._split(branch.family):
+            family = branch.family
+            inside = self._weighed(branch, limit_bytes) if branch.key else self._split(family, limit_bytes)
+            for least, key in inside:
                 heappush(opened, _Open(least, next(numbers), branch.family, key, branch.key is not None))
         return best.candidates()
 
@@ -292,12 +294,26 @@ class Survey:
             family.floor = _SLACK * self._took_least(family, key).even
         return family.floor
 
-    def _split(self, family: _Family) -> Iterator[tuple[float, _Key]]:
-        """Yield the family's schedules and ZeRO stages, with bounds that are quick to compute."""
+    def _split(self, family: _Family, limit: float) -> Iterator[tuple[float, _Key]]:
+        """Yield the family's schedules and ZeRO stages, with bounds that are quick to compute.
+
+        What holds too much with the smallest microbatches is left out: all families of a mesh share that answer.
+        """
+        least = self._least[family.mesh]
         for schedule in family.schedules:
             for zero in self.pins.zero_stages(family.mesh):
-                key = (schedule, zero, self._kinds[0])
-                yield self._took_least(family, key).total, key
+                if not self._never_fits(least, schedule, zero, limit):
+                    key = (schedule, zero, self._kinds[0])
+                    yield self._took_least(family, key).total, key
+
+    def _never_fits(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> bool:
+        """Whether even the most recomputation holds too much; unknown, so False, if the family lacks the schedule.
+
+        A layer that is recomputed as a whole needs room for all of it: the kind before the last may hold less.
+        """
+        return schedule in family.schedules and all(
+            self._bytes(family, (schedule, zero, name)) > limit for name in self._kinds[:-3:-1]
+        )
 
     def _weighed(self, branch: _Open, limit: float) -> Iterator[tuple[float, _Key]]:
         """Yield a schedule with as much recomputation as it needs within the limit, and its bound."""
@@ -324,27 +340,28 @@ class Survey:
             yield fewest
 
     def _fewest_within(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> str:
-        """Return the full recomputation of as few layers of every stage as keep within the limit."""
+        """Return the full recomputation of as few layers of every stage as keep within the limit.
+
+        Bytes fall almost in a line with the number of layers, so the line through two known numbers says which is next.
+        """
         most = self._largest_stage(family.mesh, schedule)
-        low, high = 1, most
-        while low < high:
-            middle = (low + high) // 2
-            if self._bytes(family, (schedule, zero, f"full:{middle}")) <= limit:
-                high = middle
+        over, within = 0, most
+        over_bytes, within_bytes = (self._bytes(family, (schedule, zero, self._kinds[end])) for end in (0, -1))
+        while within - over > 1 and within_bytes <= limit < over_bytes:
+            steps = math.ceil((over_bytes - limit) / (over_bytes - within_bytes) * (within - over))
+            middle = over + min(max(steps, 1), within - over - 1)
+            middle_bytes = self._bytes(family, (schedule, zero, f"full:{middle}"))
+            if middle_bytes <= limit:
+                within, within_bytes = middle, middle_bytes
             else:
-                low = middle + 1
-        return f"full:{low}" if low < most else "full"
+                over, over_bytes = middle, middle_bytes
+        return f"full:{within}" if within < most else "full"
 
     def _least_within(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> list[str]:
         """Return the recomputations within the limit that include no other within it."""
         again = self._kinds
-        least = self._least[family.mesh]
-        for tried in (least, family):
-            # A layer that is recomputed as a whole needs room for all of it: the one before the last may hold less.
-            if schedule in tried.schedules and all(
-                self._bytes(tried, (schedule, zero, name)) > limit for name in again[:-3:-1]
-            ):
-                return []
+        if self._never_fits(family, schedule, zero, limit):
+            return []
         names: list[str] = []
         over: list[str] = []
         for name in (again[0], *again[:0:-1]):  # what is included in something that does not fit does not fit either
