@@ -87,18 +87,28 @@ class Rough:
         self, transformer: Transformer, cluster: Cluster, batch: int, pins: Pins, refine: Evaluator | None = None
     ) -> Survey:
         """Return a survey of layouts by these estimates; `refine` is exact, unless these are."""
-        return Survey(transformer, cluster, batch, pins, self, refine or self, self.weigh, self.least)
+        parts = self, refine or self, self.weigh, self.least, self.more, self.weigh_fixed
+        return Survey(transformer, cluster, batch, pins, *parts)
 
     def weigh(self, transformer: Transformer, layout: Layout) -> float:
         """Return the bytes of a device."""
         return self(transformer, small_cluster(), layout).bytes.total
+
+    def weigh_fixed(self, transformer: Transformer, layout: Layout) -> float:
+        """Return the bytes of a device's weights, gradients and optimizer."""
+        held = self(transformer, small_cluster(), layout).bytes
+        return held.weights + held.gradients + held.optimizer
 
     def least(self, transformer: Transformer, cluster: Cluster, layout: Layout) -> Least:
         """Return what a layout takes, in place of a bound; its work is shared out evenly by the weights of stages."""
         took = self(transformer, cluster, layout).seconds
         weights = stage_weights(transformer, layout.counts)
         work = took.compute + took.recompute + took.tensor + took.context + took.expert
-        return Least(took.total, sum(weights) / (len(weights) * max(weights)) * work)
+        return Least(took.total, sum(weights) / (len(weights) * max(weights)) * work, took.total)
+
+    def more(self, transformer: Transformer, cluster: Cluster, layout: Layout) -> float:
+        """Return what recomputation adds to a layout."""
+        return self(transformer, cluster, layout).seconds.recompute
 
     def __call__(self, transformer: Transformer, cluster: Cluster, layout: Layout) -> Estimate:
         tokens = layout.batch * transformer.sequence

@@ -193,22 +193,28 @@ def device_bytes(transformer: Transformer, layout: Layout, rank: Alike) -> Bytes
 
 def _items(transformer: Transformer, layout: Layout, memories: Iterable[AlikeBytes]) -> Iterator[tuple[float, ...]]:
     """Yield the items of `Bytes` of every kind of rank."""
-    zero, num_microbatches, gradient_bytes = layout.zero, layout.num_microbatches, layout.practice.gradient_bytes
-    whole_gradients = zero < 2 or keeps_gradients(layout)
-    counts = layout.pipeline, num_microbatches
+    counts = layout.pipeline, layout.num_microbatches
     needs = _gathers(layout), min(counts)
-    for rank, parameters, base, fp8, state, kept_bytes, buffers in memories:
-        whole, part = sum(parameters), sharded(layout, parameters)
-        frozen = sharded(layout, base) if zero >= 3 else sum(base)
+    for memory in memories:
+        rank, buffers = memory.alike, memory.buffers
         if needs not in buffers:
             buffers[needs] = _buffers(transformer, layout, rank, layers_of(transformer, layout.share))
-        yield (
-            WEIGHT_BYTES * (part if zero >= 3 else whole) + frozen + FP8_BYTES * fp8,
-            gradient_bytes * (whole if whole_gradients else part),
-            state * (part if zero >= 1 else whole),
-            pairs_held(layout.schedule, rank.first, *counts, layout.stages_per_rank) * kept_bytes,
-            buffers[needs],
-        )
+        activations = pairs_held(layout.schedule, rank.first, *counts, layout.stages_per_rank) * memory.kept_bytes
+        yield (*_fixed(layout, *memory[1:5]), activations, buffers[needs])
+
+
+def _fixed(
+    layout: Layout, parameters: tuple[float, float], base: tuple[float, float], fp8: float, state: float
+) -> tuple[float, float, float]:
+    """Return a device's bytes of weights, gradients and optimizer, whatever is recomputed."""
+    zero = layout.zero
+    whole, part = sum(parameters), sharded(layout, parameters)
+    frozen = sharded(layout, base) if zero >= 3 else sum(base)
+    return (
+        WEIGHT_BYTES * (part if zero >= 3 else whole) + frozen + FP8_BYTES * fp8,
+        layout.practice.gradient_bytes * (whole if zero < 2 or keeps_gradients(layout) else part),
+        state * (part if zero >= 1 else whole),
+    )
 
 
 def _sum(items: tuple[float, ...]) -> float:
@@ -309,6 +315,18 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, layers: Sequ
 def peak_bytes(transformer: Transformer, layout: Layout) -> float:
     """Return the bytes of the fullest device: the total of the items of `estimate`."""
     return max(map(_sum, _items(transformer, layout, rank_memories(transformer, layout))))
+
+
+def fixed_bytes(transformer: Transformer, layout: Layout) -> float:
+    """Return what the device with the most weights, gradients and optimizer state holds of these.
+
+    >>> gpt = Transformer("tiny", 4, hidden=64, num_heads=4, vocabulary=10, sequence=8)
+    >>> plain = Layout(batch=8)
+    >>> held = fullest_bytes(gpt, plain)
+    >>> fixed_bytes(gpt, plain) == held.weights + held.gradients + held.optimizer
+    True
+    """
+    return max(sum(_fixed(layout, *sizes)) for _, *sizes in ranks_held(transformer, layout))
 
 
 def fullest_bytes(transformer: Transformer, layout: Layout) -> Bytes:

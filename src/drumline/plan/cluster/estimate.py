@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from drumline.plan.cluster.device_memory import Bytes, fullest_bytes, sharded
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.kernels import CAST_TWICE, memory_seconds, product_seconds
+from drumline.plan.cluster.kernels import CAST_TWICE, memory_seconds, product_seconds, slice_ops
 from drumline.plan.cluster.layers import Operation, layers_of, product_weights, tokens_of
 from drumline.plan.cluster.layout import WHOLE, Layout, check
 from drumline.plan.cluster.loads import (
@@ -33,7 +33,7 @@ from drumline.plan.cluster.loads import (
     work_of,
 )
 from drumline.plan.cluster.practice import OPTIMIZERS
-from drumline.plan.cluster.stages import counts_of, slices_of
+from drumline.plan.cluster.stages import alike, counts_of, slices_of
 from drumline.plan.cluster.transformer import Transformer, model_flops
 from drumline.schedules import DEFAULT, find
 
@@ -136,10 +136,15 @@ def estimate(
 
 
 class Least(NamedTuple):
-    """The least seconds of a step, and of its work if all ranks had equally much."""
+    """The least seconds of a step, and of its work if all ranks had equally much.
+
+    `working` are those of a step as far as they contain all backwards of a rank: with more to do in every backward of
+    every rank, they grow by as much.
+    """
 
     total: float
     even: float
+    working: float
 
 
 def least_seconds(transformer: Transformer, cluster: Cluster, layout: Layout) -> Least:
@@ -157,14 +162,43 @@ def least_seconds(transformer: Transformer, cluster: Cluster, layout: Layout) ->
     loads = loads_of(transformer, cluster, layout, cost)
     hop, _ = hop_seconds(transformer, cluster, layout)
     times, tied = layout.num_microbatches, tied_exchange(transformer, cluster, layout)
-    taken = max(_least_taken(layout, cost, loads, hop), times * max(map(_TOTAL, loads)))
+    working, ahead = _least_taken(layout, cost, loads, hop)
+    working = max(working, times * max(map(_TOTAL, loads)))
     once = max(load.exchange.once for load in loads) + tied.once
+    around = once + _update_seconds(transformer, cluster, layout, loads)
     work = sum(len(rank.alike.ranks) * rank.total for rank in cost.ranks)
-    return Least(taken + once + _update_seconds(transformer, cluster, layout, loads), times * work / layout.pipeline)
+    return Least(max(working, ahead) + around, times * work / layout.pipeline, working + around)
 
 
-def _least_taken(layout: Layout, work: PipelineWork, loads: Sequence[Load], hop: float) -> float:
-    """Return the least seconds of a pipeline: no rank takes less than three sums.
+def recomputed_seconds(transformer: Transformer, cluster: Cluster, layout: Layout) -> float:
+    """Return what the recomputation of a layout adds at least to `Least.working` of the same without.
+
+    The exchange of gradients hides behind one backward, which gets longer. Nothing is said where every backward hides
+    one, as with ZeRO 3.
+
+    >>> from dataclasses import replace
+    >>> from drumline.plan.cluster.hardware import cluster
+    >>> from drumline.plan.cluster.models import model
+    >>> gpt, machines, plain = model("gpt-7.5b"), cluster("a100-80", 8), Layout(batch=16, pipeline=8)
+    >>> full = replace(plain, recompute="full")
+    >>> before, after = (least_seconds(gpt, machines, layout).total for layout in (plain, full))
+    >>> 0 < recomputed_seconds(gpt, machines, full) <= after - before
+    True
+    """
+    if layout.zero >= 2:
+        return 0.0
+    place = counts_of(transformer, layout), layout.schedule, layout.pipeline, layout.stages_per_rank
+    kinds = [kind.slices for kind in alike(transformer, *place)]
+    again = {
+        slice_: slice_ops(transformer, cluster.nodes, layout.share, slice_).again.total
+        for slice_ in {slice_ for slices in kinds for slice_, _ in slices}
+    }
+    least = min(sum(part * again[slice_] for slice_, part in slices) for slices in kinds)
+    return (layout.num_microbatches - 1) * least
+
+
+def _least_taken(layout: Layout, work: PipelineWork, loads: Sequence[Load], hop: float) -> tuple[float, float]:
+    """Return the least seconds of a pipeline: no rank takes less than three sums. The third is returned apart.
 
     - A microbatch comes down to its first stage, then it does all its work.
     - A microbatch passes all stages and comes back to its last one, then it does all its backwards.
@@ -176,14 +210,14 @@ def _least_taken(layout: Layout, work: PipelineWork, loads: Sequence[Load], hop:
     """
     times = layout.num_microbatches
     if find(layout.schedule).two_directions:
-        return max(times * load.total for load in loads)
-    least = 0.0
+        return max(times * load.total for load in loads), 0.0
+    working = least_ahead = 0.0
     for load, (beside_all, beside_back, beside_ahead) in zip(loads, work.beside(hop), strict=True):
         own_after = times * load.total + beside_all
         back = times * (load.backward_input + load.backward_weight) + beside_back
         ahead = times * load.forward + beside_ahead
-        least = max(least, own_after, back, ahead)
-    return least
+        working, least_ahead = max(working, own_after, back), max(least_ahead, ahead)
+    return working, least_ahead
 
 
 def _seconds(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import insort
 from dataclasses import dataclass
 
 from drumline.core.program import Program
@@ -101,3 +103,43 @@ def _outside(cluster: Cluster, layout: Layout, estimate: Estimate) -> float:
         for size, ranks, stride in groups
         if ranks > 1 and ranks * stride > cluster.devices_per_node
     )
+
+
+class BestChoices:
+    """The best candidates so far: the first of each mesh, and all that take at most `margin` longer than the best."""
+
+    def __init__(self, top: int, margin: float) -> None:
+        self.top, self.margin = top, margin
+        self._least = self._last = math.inf
+        self._choices: dict[Degrees, list[Choice]] = {}
+
+    @property
+    def threshold(self) -> float:
+        """Return the seconds above which no layout counts, of whatever mesh."""
+        return max(self._last, self._near)
+
+    @property
+    def _near(self) -> float:
+        return self._least * (1 + self.margin)
+
+    def bound(self, mesh: Degrees) -> float:
+        """Return the seconds above which no layout of this mesh counts."""
+        held_choices = self._choices.get(mesh)
+        return max(min(self._last, held_choices[0].seconds), self._near) if held_choices else self.threshold
+
+    def add(self, choice: Choice) -> None:
+        """Keep a layout if it is the best of its mesh or near the best of all."""
+        held_choices = self._choices.setdefault(choice.mesh, [])
+        insort(held_choices, choice, key=lambda option: option.rank)
+        self._least = min(self._least, choice.seconds)
+        held_choices[1:] = [option for option in held_choices[1:] if self.margin and option.seconds <= self._near]
+        firsts = sorted(held_choices[0].seconds for held_choices in self._choices.values())
+        if len(firsts) >= self.top:
+            self._last = firsts[self.top - 1]
+
+    def candidates(self) -> list[Choice]:
+        """Return the first of each of the best meshes, and all that are near the best, in order."""
+        chosen = sorted(self._choices.values(), key=lambda held_choices: held_choices[0].rank)
+        near = [choice for choices in chosen for choice in choices if self.margin and choice.seconds <= self._near]
+        firsts = [held_choices[0] for held_choices in chosen[: self.top]]
+        return sorted({choice.layout: choice for choice in [*firsts, *near]}.values(), key=lambda choice: choice.rank)

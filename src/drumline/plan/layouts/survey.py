@@ -5,6 +5,7 @@ Memory comes first: bytes are fast to compute, and show how much must be recompu
 for any estimate let the search skip what cannot win:
 
     more recomputation never saves time, and never holds more           what includes another that fits is not tried
+    ZeRO 2 and 3 never save time over ZeRO 1, nor 3 over 2              the bound of 1 serves until they are next
     larger microbatches never hold less                                 if the smallest do not fit, none do
     all layouts of a family do the same work, at best evenly            a lower bound of their seconds
     no rank starts before a microbatch has come down to it              a bound of each layout (`least_seconds`)
@@ -16,22 +17,21 @@ are cached, so another limit costs only what was skipped before.
 from __future__ import annotations
 
 import math
-from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
-from drumline.plan.cluster.device_memory import peak_bytes
-from drumline.plan.cluster.estimate import Estimate, Least, estimate, least_seconds
+from drumline.plan.cluster.device_memory import fixed_bytes, peak_bytes
+from drumline.plan.cluster.estimate import Estimate, Least, estimate, least_seconds, recomputed_seconds
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout, includes
 from drumline.plan.cluster.stages import even_counts, layer_counts
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.cut.cuts import Counts
-from drumline.plan.layouts.choice import Choice
+from drumline.plan.layouts.choice import BestChoices, Choice
 from drumline.plan.layouts.layer_moves import MovedLayers, least_pairs, moves
 from drumline.plan.layouts.pins import Degrees, Pins
 from drumline.plan.layouts.space import layout_of, meshes, schedules_of
@@ -40,6 +40,7 @@ from drumline.schedules import DEFAULT, find
 Evaluator = Callable[[Transformer, Cluster, Layout], Estimate]
 Weigher = Callable[[Transformer, Layout], float]
 Bounder = Callable[[Transformer, Cluster, Layout], Least]
+Adder = Callable[[Transformer, Cluster, Layout], float]
 _SIMULATED: Evaluator = partial(estimate, exact=True)
 _Key = tuple[tuple[str, int], int, str]  # the schedule with its stages per rank, the ZeRO stage, the recomputation
 
@@ -58,6 +59,7 @@ class _Family:
     microbatch: int
     schedules: list[tuple[str, int]]
     floor: float | None = None
+    fixed: dict[tuple[tuple[str, int], int], float] = field(default_factory=dict)
     weighed: dict[_Key, float] = field(default_factory=dict)
     layouts: dict[_Key, Layout] = field(default_factory=dict)
     choices: dict[_Key, Choice] = field(default_factory=dict)
@@ -65,53 +67,17 @@ class _Family:
 
 
 class _Open(NamedTuple):
-    """A family, or a schedule of it, before or after it was weighed; none of its layouts takes less than `least`."""
+    """A family, or a schedule of it, before or after it was weighed; none of its layouts takes less than `least`.
+
+    `is_bounded` says whether `least` is the bound of this very layout, or of a faster one that was quick to compute.
+    """
 
     least: float
     number: int
     family: _Family
     key: _Key | None = None
     is_weighed: bool = False
-
-
-class _Best:
-    """The best candidates so far: the first of each mesh, and all that take at most `margin` longer than the best."""
-
-    def __init__(self, top: int, margin: float) -> None:
-        self.top, self.margin = top, margin
-        self._least = self._last = math.inf
-        self._choices: dict[Degrees, list[Choice]] = {}
-
-    @property
-    def threshold(self) -> float:
-        """Return the seconds above which no layout counts, of whatever mesh."""
-        return max(self._last, self._near)
-
-    @property
-    def _near(self) -> float:
-        return self._least * (1 + self.margin)
-
-    def bound(self, mesh: Degrees) -> float:
-        """Return the seconds above which no layout of this mesh counts."""
-        held_choices = self._choices.get(mesh)
-        return max(min(self._last, held_choices[0].seconds), self._near) if held_choices else self.threshold
-
-    def add(self, choice: Choice) -> None:
-        """Keep a layout if it is the best of its mesh or near the best of all."""
-        held_choices = self._choices.setdefault(choice.mesh, [])
-        insort(held_choices, choice, key=lambda option: option.rank)
-        self._least = min(self._least, choice.seconds)
-        held_choices[1:] = [option for option in held_choices[1:] if self.margin and option.seconds <= self._near]
-        firsts = sorted(held_choices[0].seconds for held_choices in self._choices.values())
-        if len(firsts) >= self.top:
-            self._last = firsts[self.top - 1]
-
-    def candidates(self) -> list[Choice]:
-        """Return the first of each of the best meshes, and all that are near the best, in order."""
-        chosen = sorted(self._choices.values(), key=lambda held_choices: held_choices[0].rank)
-        near = [choice for choices in chosen for choice in choices if self.margin and choice.seconds <= self._near]
-        firsts = [held_choices[0] for held_choices in chosen[: self.top]]
-        return sorted({choice.layout: choice for choice in [*firsts, *near]}.values(), key=lambda choice: choice.rank)
+    is_bounded: bool = True
 
 
 def other_cuts(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
@@ -134,7 +100,8 @@ class Survey:
     """All layouts of a transformer on a cluster, evaluated on demand.
 
     `evaluate` says what a layout takes. `bound` is faster and says what it takes at least: what is too slow by that is
-    not evaluated. `refine` is exact, and `weigh` returns the bytes alone.
+    not evaluated. `more` is faster still: what recomputation adds at least. `refine` is exact, and `weigh` returns the
+    bytes alone, `weigh_fixed` those that no recomputation frees.
     """
 
     transformer: Transformer
@@ -145,6 +112,8 @@ class Survey:
     refine: Evaluator = _SIMULATED
     weigh: Weigher = peak_bytes
     bound: Bounder = least_seconds
+    more: Adder = recomputed_seconds
+    weigh_fixed: Weigher = fixed_bytes
     num_evaluated: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -247,24 +216,28 @@ class Survey:
 
         With a margin, there are also all layouts that take at most that share longer than the best.
         """
-        best = _Best(top, margin)
+        best = BestChoices(top, margin)
         numbers = count()
         opened = [_Open(self._floor(family), next(numbers), family) for family in self._families]
         heapify(opened)
         while opened and _BOUNDED * opened[0].least <= best.threshold:
             branch = heappop(opened)
-            bound = best.bound(branch.family.mesh)
+            family, key, bound = branch.family, branch.key, best.bound(branch.family.mesh)
             if _BOUNDED * branch.least > bound:
                 continue
-            if branch.key is not None and branch.is_weighed:
-                choice = self._choice(branch.family, branch.key)
-                if choice.seconds <= bound:
-                    best.add(choice)
-                continue
-            family = branch.family
-            inside = self._weighed(branch, limit_bytes) if branch.key else self._split(family, limit_bytes)
-            for least, key in inside:
-                heappush(opened, _Open(least, next(numbers), branch.family, key, branch.key is not None))
+            inside: Iterable[_Open] = ()
+            if key is None:
+                inside = self._split(family, limit_bytes)
+            elif not branch.is_bounded:
+                least = max(branch.least, self._took_least(family, key).total)
+                inside = [branch._replace(least=least, is_bounded=True)]
+            elif not branch.is_weighed:
+                inside = self._weighed(branch, limit_bytes, bound)
+            elif (choice := self._choice(family, key)).seconds <= bound:
+                best.add(choice)
+            for each in inside:
+                if _BOUNDED * each.least <= bound:
+                    heappush(opened, each._replace(number=next(numbers)))
         return best.candidates()
 
     def smallest(self) -> Choice | None:
@@ -294,37 +267,63 @@ class Survey:
             family.floor = _SLACK * self._took_least(family, key).even
         return family.floor
 
-    def _split(self, family: _Family, limit: float) -> Iterator[tuple[float, _Key]]:
+    def _split(self, family: _Family, limit: float) -> Iterator[_Open]:
         """Yield the family's schedules and ZeRO stages, with bounds that are quick to compute.
 
         What holds too much with the smallest microbatches is left out: all families of a mesh share that answer.
         """
-        least = self._least[family.mesh]
+        least, plain = self._least[family.mesh], self._kinds[0]
         for schedule in family.schedules:
+            seconds = 0.0  # of less sharding, if it fits
             for zero in self.pins.zero_stages(family.mesh):
-                if not self._never_fits(least, schedule, zero, limit):
-                    key = (schedule, zero, self._kinds[0])
-                    yield self._took_least(family, key).total, key
+                if self._never_fits(least, schedule, zero, limit):
+                    continue
+                key = (schedule, zero, plain)
+                if seconds:
+                    yield _Open(seconds, 0, family, key, is_bounded=False)
+                    continue
+                own_seconds = self._took_least(family, key).total
+                seconds = own_seconds if zero else 0.0
+                yield _Open(own_seconds, 0, family, key)
 
     def _never_fits(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> bool:
         """Whether even the most recomputation holds too much; unknown, so False, if the family lacks the schedule.
 
         A layer that is recomputed as a whole needs room for all of it: the kind before the last may hold less.
         """
-        return schedule in family.schedules and all(
+        if schedule not in family.schedules:
+            return False
+        if (schedule, zero) not in family.fixed:
+            layout = self._layout(family, (schedule, zero, self._kinds[-1]))
+            family.fixed[schedule, zero] = self.weigh_fixed(self.transformer, layout)
+        return family.fixed[schedule, zero] > limit or all(
             self._bytes(family, (schedule, zero, name)) > limit for name in self._kinds[:-3:-1]
         )
 
-    def _weighed(self, branch: _Open, limit: float) -> Iterator[tuple[float, _Key]]:
-        """Yield a schedule with as much recomputation as it needs within the limit, and its bound."""
+    def _weighed(self, branch: _Open, limit: float, bound: float) -> Iterator[_Open]:
+        """Yield a schedule with as much recomputation as it needs within the limit, with quick bounds."""
         assert branch.key is not None, "families are split first"
         schedule, zero, _ = branch.key
-        for recompute in self._recomputations(branch.family, schedule, zero, limit):
+        for recompute in self._recomputations(branch, limit, bound):
             key = (schedule, zero, recompute)
-            yield self._took_least(branch.family, key).total, key
+            yield _Open(self._took_more(branch, key), 0, branch.family, key, is_weighed=True, is_bounded=False)
 
-    def _recomputations(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> Iterator[str]:
-        """Yield the least recomputations of every layer within the limit, and that of the fewest whole layers."""
+    def _took_more(self, branch: _Open, key: _Key) -> float:
+        """Return what a layout takes at least, from what the same without recomputation does."""
+        assert branch.key is not None, "families are split first"
+        family = branch.family
+        if key == branch.key or self._kinds[0] != "none":
+            return branch.least
+        less, layout = self._took_least(family, branch.key), self._layout(family, key)
+        return max(branch.least, less.working + self.more(self.transformer, self.cluster, layout))
+
+    def _recomputations(self, branch: _Open, limit: float, bound: float) -> Iterator[str]:
+        """Yield the least recomputations of every layer within the limit, and that of the fewest whole layers.
+
+        For these to be looked for, a single layer has to be within the bound.
+        """
+        assert branch.key is not None, "families are split first"
+        family, (schedule, zero, _) = branch.family, branch.key
         operations = self._least_within(family, schedule, zero, limit)
         if (
             not operations
@@ -335,6 +334,8 @@ class Survey:
             yield from operations
             return
         yield from (name for name in operations if name != "full")
+        if _BOUNDED * self._took_more(branch, (schedule, zero, "full:1")) > bound:
+            return
         fewest = self._fewest_within(family, schedule, zero, limit)
         if self._bytes(family, (schedule, zero, fewest)) <= limit:
             yield fewest
