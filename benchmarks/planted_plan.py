@@ -77,9 +77,9 @@ PLAN = (
     ),
     Bug(
         "hops-of-another-layout",
-        "PipelineWork.down_and_up",
-        "if hop not in self.passes:",
-        "if not self.passes:",
+        "PipelineWork.beside",
+        "if hop not in self.known:\n            self.known[hop] = self._beside(hop)\n        return self.known[hop]",
+        "if not self.known:\n            self.known[0.0] = self._beside(hop)\n        return self.known[0.0]",
         "The bound of a layout takes the latency of another one's messages.",
     ),
     Bug(
@@ -126,9 +126,9 @@ PLAN = (
     ),
     Bug(
         "bound-waits-for-split-backwards",
-        "_least_taken.after",
-        "after = 0.0 if schedule.splits_backward else up[first]",
-        "after = up[first]",
+        "PipelineWork._beside.after",
+        "after = up if self.is_whole else [0.0] * len(up)",
+        "after = up",
         "The bound of a step is too high where weight gradients fill the end, so the best layout may be skipped.",
     ),
     Bug(
@@ -386,10 +386,31 @@ PLAN = (
     ),
     Bug(
         "sharded-gradients-of-zero-1",
-        "_items.whole_gradients",
-        "whole_gradients = zero < 2 or keeps_gradients(layout)",
-        "whole_gradients = zero < 1 or keeps_gradients(layout)",
+        "_fixed",
+        "(whole if zero < 2 or keeps_gradients(layout) else part)",
+        "(whole if zero < 1 or keeps_gradients(layout) else part)",
         "ZeRO 1, which keeps whole gradients, is said to hold a part of them.",
+    ),
+    Bug(
+        "recomputation-bounded-beside-gathers",
+        "recomputed_seconds",
+        "if layout.zero >= 2:\n",
+        "if layout.zero >= 4:\n",
+        "Where longer backwards hide more of the exchange, recomputation is said to cost all of its seconds.",
+    ),
+    Bug(
+        "sharding-bounded-with-the-exchange",
+        "least_seconds",
+        "alone = max(working, ahead) + update\n",
+        "alone = max(working, ahead) + update + once\n",
+        "A layout that shards more is left out for an exchange that it may hide.",
+    ),
+    Bug(
+        "one-recomputation-that-does-not-fit",
+        "Survey._never_fits",
+        "> limit or all(\n",
+        "> limit or any(\n",
+        "A schedule that fits by recomputing some operations is left out, because whole layers do not fit.",
     ),
     Bug(
         "weights-gathered-once",
@@ -470,7 +491,7 @@ PLAN = (
     ),
     Bug(
         "latent-projections-divided",
-        "layers_of.whole",
+        "_layers.whole",
         "whole = transformer.whole_parameters",
         "whole = 0",
         "Tensor-parallel ranks are said to divide the projections to latents, which each holds whole.",
@@ -582,7 +603,7 @@ PLAN = (
     ),
     Bug(
         "muon-without-products",
-        "_seconds.orthogonal",
+        "_update_seconds.orthogonal",
         "orthogonal_seconds(transformer, cluster, layout, loads) if states.muon else 0.0",
         "0.0",
         "Muon makes updates orthogonal in no time.",
@@ -617,7 +638,7 @@ PLAN = (
     ),
     Bug(
         "steps-without-the-host",
-        "_seconds",
+        "_update_seconds",
         "+ layout.practice.step_seconds",
         "+ 0.0",
         "What the host takes between two steps is left out.",

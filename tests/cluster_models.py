@@ -104,7 +104,8 @@ class Rough:
         took = self(transformer, cluster, layout).seconds
         weights = stage_weights(transformer, layout.counts)
         work = took.compute + took.recompute + took.tensor + took.context + took.expert
-        return Least(took.total, sum(weights) / (len(weights) * max(weights)) * work, took.total)
+        even = sum(weights) / (len(weights) * max(weights)) * work
+        return Least(took.total, even, took.total, took.total - took.data_exposed)
 
     def more(self, transformer: Transformer, cluster: Cluster, layout: Layout) -> float:
         """Return what recomputation adds to a layout."""

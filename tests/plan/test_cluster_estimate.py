@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from cluster_models import activation_bytes, num_parameters
 from drumline.core.errors import DrumlineError, PlanError
-from drumline.plan.cluster.estimate import Estimate, estimate, least_seconds
+from drumline.plan.cluster.device_memory import fixed_bytes, peak_bytes
+from drumline.plan.cluster.estimate import Estimate, estimate, least_seconds, recomputed_seconds
 from drumline.plan.cluster.hardware import MACHINES, Cluster, Device, DeviceLink, cluster
 from drumline.plan.cluster.kernels import CONTENTION, product_seconds
 from drumline.plan.cluster.layout import Layout
@@ -21,7 +22,8 @@ from drumline.plan.cluster.models import model
 from drumline.plan.cluster.practice import Practice
 from drumline.plan.cluster.stages import even_counts
 from drumline.plan.cluster.transformer import ExpertShape, Transformer
-from drumline.plan.layouts.pins import tried_schedules
+from drumline.plan.layouts.pins import Pins, tried_schedules
+from drumline.plan.layouts.space import layouts
 from drumline.schedules import find
 from matrices import examples
 from published_runs import MEGATRON_2022
@@ -314,6 +316,29 @@ def test_no_step_is_shorter_than_its_bound() -> None:
     assert max(ratios) <= 1 + 1e-9
     assert min(ratios) > 0.6
     assert sum(ratios) / len(ratios) > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("name", ["gpt-1.7b", "mixtral-8x7b"])
+def test_quick_bounds_of_more_recomputation_and_more_sharding_hold(name: str, is_fp8: bool) -> None:
+    transformer, machines = replace(model(name), num_layers=6), cluster("h100", 8)
+    pins = Pins(precision="fp8" if is_fp8 else "bf16")
+    compared = dict.fromkeys(("again", "zero", "fixed"), 0)
+    for layout in some([*layouts(transformer, machines, 8, pins)][::7]):
+        least = least_seconds(transformer, machines, layout)
+        if layout.recompute != "none":
+            plain = least_seconds(transformer, machines, replace(layout, recompute="none"))
+            more = recomputed_seconds(transformer, machines, layout)
+            assert plain.working + more <= least.total * (1 + 1e-9)
+            compared["again"] += more > 0
+        if layout.zero >= 2:
+            assert least_seconds(transformer, machines, replace(layout, zero=1)).alone <= least.total * (1 + 1e-9)
+            compared["zero"] += 1
+        held = fixed_bytes(transformer, layout)
+        assert all(held <= peak_bytes(transformer, replace(layout, recompute=how)) for how in ("none", "norms", "full"))
+        compared["fixed"] += 1
+    assert min(compared.values()) > 10
 
 
 def test_even_work_is_no_more_than_any_schedule_does() -> None:

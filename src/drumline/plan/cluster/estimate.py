@@ -139,12 +139,13 @@ class Least(NamedTuple):
     """The least seconds of a step, and of its work if all ranks had equally much.
 
     `working` are those of a step as far as they contain all backwards of a rank: with more to do in every backward of
-    every rank, they grow by as much.
+    every rank, they grow by as much. `alone` are those without the exchange at the end of a step.
     """
 
     total: float
     even: float
     working: float
+    alone: float
 
 
 def least_seconds(transformer: Transformer, cluster: Cluster, layout: Layout) -> Least:
@@ -165,9 +166,10 @@ def least_seconds(transformer: Transformer, cluster: Cluster, layout: Layout) ->
     working, ahead = _least_taken(layout, cost, loads, hop)
     working = max(working, times * max(map(_TOTAL, loads)))
     once = max(load.exchange.once for load in loads) + tied.once
-    around = once + _update_seconds(transformer, cluster, layout, loads)
+    update = _update_seconds(transformer, cluster, layout, loads)
     work = sum(len(rank.alike.ranks) * rank.total for rank in cost.ranks)
-    return Least(max(working, ahead) + around, times * work / layout.pipeline, working + around)
+    alone = max(working, ahead) + update
+    return Least(alone + once, times * work / layout.pipeline, working + update + once, alone)
 
 
 def recomputed_seconds(transformer: Transformer, cluster: Cluster, layout: Layout) -> float:

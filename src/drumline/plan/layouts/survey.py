@@ -5,7 +5,7 @@ Memory comes first: bytes are fast to compute, and show how much must be recompu
 for any estimate let the search skip what cannot win:
 
     more recomputation never saves time, and never holds more           what includes another that fits is not tried
-    ZeRO 2 and 3 never save time over ZeRO 1, nor 3 over 2              the bound of 1 serves until they are next
+    ZeRO 2 and 3 exchange more than ZeRO 1, and work no less            its bound without exchange serves at first
     larger microbatches never hold less                                 if the smallest do not fit, none do
     all layouts of a family do the same work, at best evenly            a lower bound of their seconds
     no rank starts before a microbatch has come down to it              a bound of each layout (`least_seconds`)
@@ -274,17 +274,17 @@ class Survey:
         """
         least, plain = self._least[family.mesh], self._kinds[0]
         for schedule in family.schedules:
-            seconds = 0.0  # of less sharding, if it fits
+            alone = 0.0  # seconds of ZeRO 1 without its exchange, if it fits
             for zero in self.pins.zero_stages(family.mesh):
                 if self._never_fits(least, schedule, zero, limit):
                     continue
                 key = (schedule, zero, plain)
-                if seconds:
-                    yield _Open(seconds, 0, family, key, is_bounded=False)
+                if alone:
+                    yield _Open(alone, 0, family, key, is_bounded=False)
                     continue
-                own_seconds = self._took_least(family, key).total
-                seconds = own_seconds if zero else 0.0
-                yield _Open(own_seconds, 0, family, key)
+                least_taken = self._took_least(family, key)
+                alone = least_taken.alone if zero == 1 else 0.0
+                yield _Open(least_taken.total, 0, family, key)
 
     def _never_fits(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> bool:
         """Whether even the most recomputation holds too much; unknown, so False, if the family lacks the schedule.
