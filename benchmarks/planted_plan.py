@@ -540,7 +540,7 @@ PLAN = (
     ),
     Bug(
         "moved-layers-over-the-limit",
-        "Survey._shorter.within",
+        "LayerMoves._shorter.within",
         "and self.weigh(self.transformer, other := replace(layout, counts=counts)) <= limit_bytes",
         "and self.weigh(self.transformer, other := replace(layout, counts=counts)) > 0",
         "Layers move to stages whose device cannot hold them.",
@@ -666,7 +666,7 @@ PLAN = (
     ),
     Bug(
         "layers-move-one-at-a-time",
-        "Survey._moved.pairs",
+        "LayerMoves._search.pairs",
         "list(dict.fromkeys(both for counts in tried for both in moves(counts)))",
         "[]",
         "No two layers move at once, where one alone gains nothing.",

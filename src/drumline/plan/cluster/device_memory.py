@@ -326,7 +326,8 @@ def fixed_bytes(transformer: Transformer, layout: Layout) -> float:
     >>> fixed_bytes(gpt, plain) == held.weights + held.gradients + held.optimizer
     True
     """
-    return max(sum(_fixed(layout, *sizes)) for _, *sizes in ranks_held(transformer, layout))
+    every = ranks_held(transformer, layout)
+    return max(sum(_fixed(layout, trained, base, fp8, state)) for _, trained, base, fp8, state in every)
 
 
 def fullest_bytes(transformer: Transformer, layout: Layout) -> Bytes:

@@ -7,10 +7,10 @@ step repeats itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import comb
+from math import comb, inf
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from drumline.schedules import find
 
 _ROUNDS = 2  # microbatches per rank that show what a cut does
 _LEAST = 8  # microbatches that show it on few ranks
+_ACTIONS = 400_000  # actions to simulate for the cut of one layout
+_GAIN = 1e-3  # the least gain of a moved layer, as a share of the pipeline's seconds
+Weigher = Callable[[Transformer, Layout], float]
 _Seconds = tuple[float, float, float]  # of the forward and of both halves of the backward
 
 
@@ -98,9 +101,14 @@ class MovedLayers:
         """Return the seconds of every cut's ops, as in `STAGE_OPS`, and stages: cut, op, stage."""
         layers, stages = np.array(many), np.arange(len(many[0]))
         dense = np.clip(self.transformer.num_dense_layers - (layers.cumsum(axis=1) - layers), 0, layers)
-        place = np.broadcast_to((stages == 0) + 2 * (stages == stages[-1]), layers.shape)
-        kinds, which = np.unique(np.stack((dense, layers - dense, place)).reshape(3, -1), axis=1, return_inverse=True)
-        each = [self._of(StageLayers(few, rest, bool(at & 1), bool(at & 2))) for few, rest, at in kinds.T.tolist()]
+        place = (stages == 0) + 2 * (stages == stages[-1])
+        most = int(layers.max()) + 1
+        # Each kind of stage is one number: its dense layers, its others, and whether it is the first or the last.
+        kinds, which = np.unique((dense * most + layers - dense) * 4 + place, return_inverse=True)
+        each = [
+            self._of(StageLayers(kind // 4 // most, kind // 4 % most, bool(kind & 1), bool(kind & 2)))
+            for kind in kinds.tolist()
+        ]
         own_loads = np.array(each)[which.reshape(layers.shape)]
         forward, by_input, by_weight = np.moveaxis(own_loads + np.array(self._beside), 2, 0)
         return np.stack([forward, by_input + by_weight, by_input, by_weight], axis=1)
@@ -127,3 +135,60 @@ class MovedLayers:
             forward, by_input, by_weight = (a - b for a, b in zip(whole, self._of(slice_), strict=True))
             neighbours.append((forward, by_input, by_weight))
         return neighbours
+
+
+@dataclass(frozen=True)
+class LayerMoves:
+    """The search for a better cut of a layout, by moving its layers one by one; `weigh` returns a device's bytes."""
+
+    transformer: Transformer
+    cluster: Cluster
+    weigh: Weigher
+
+    def best(self, layout: Layout, limit_bytes: float) -> Layout:
+        """Return the layout with its layers moved, one or two at once, while its pipeline gets shorter and fits.
+
+        What is counted is how many actions to simulate for it, so that it is the same on every machine.
+        """
+        if (layout, limit_bytes) not in self._known:
+            if layout not in self._timed:  # which serves for every limit
+                self._timed[layout] = MovedLayers(self.transformer, self.cluster, layout)
+            self._known[layout, limit_bytes] = self._search(self._timed[layout], limit_bytes)
+        return self._known[layout, limit_bytes]
+
+    def _search(self, timed: MovedLayers, limit_bytes: float) -> Layout:
+        left, layout, now = _ACTIONS, timed.layout, inf
+        while (tried := moves(layout.counts)) and (left := left - timed.actions(layout.counts)) >= 0:
+            now = min(now, timed.seconds([layout.counts])[0])
+            better = self._shorter(timed, tried, layout, now, limit_bytes)
+            if better is None:  # perhaps two at once are shorter
+                if least_pairs(layout.counts) * timed.each > left:
+                    break
+                pairs = list(dict.fromkeys(both for counts in tried for both in moves(counts)))
+                if (left := left - len(pairs) * timed.each) < 0:
+                    break
+                better = self._shorter(timed, pairs, layout, now, limit_bytes)
+            if better is None:
+                break
+            now, layout = better
+        return layout
+
+    def _shorter(
+        self, timed: MovedLayers, tried: Sequence[Counts], layout: Layout, now: float, limit_bytes: float
+    ) -> tuple[float, Layout] | None:
+        """Return the shortest of these cuts that fits, if it gains enough."""
+        within = (
+            (took, other)
+            for took, counts in sorted(zip(timed.seconds(tried), tried, strict=True))
+            if took < now * (1 - _GAIN)
+            and self.weigh(self.transformer, other := replace(layout, counts=counts)) <= limit_bytes
+        )
+        return next(within, None)
+
+    @cached_property
+    def _known(self) -> dict[tuple[Layout, float], Layout]:
+        return {}
+
+    @cached_property
+    def _timed(self) -> dict[Layout, MovedLayers]:
+        return {}

@@ -17,7 +17,7 @@ are cached, so another limit costs only what was skipped before.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
@@ -30,23 +30,19 @@ from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout, includes
 from drumline.plan.cluster.stages import even_counts, layer_counts
 from drumline.plan.cluster.transformer import Transformer
-from drumline.plan.cut.cuts import Counts
 from drumline.plan.layouts.choice import BestChoices, Choice
-from drumline.plan.layouts.layer_moves import MovedLayers, least_pairs, moves
+from drumline.plan.layouts.layer_moves import LayerMoves, Weigher
 from drumline.plan.layouts.pins import Degrees, Pins
 from drumline.plan.layouts.space import layout_of, meshes, schedules_of
 from drumline.schedules import DEFAULT, find
 
 Evaluator = Callable[[Transformer, Cluster, Layout], Estimate]
-Weigher = Callable[[Transformer, Layout], float]
 Bounder = Callable[[Transformer, Cluster, Layout], Least]
 Adder = Callable[[Transformer, Cluster, Layout], float]
 _SIMULATED: Evaluator = partial(estimate, exact=True)
 _Key = tuple[tuple[str, int], int, str]  # the schedule with its stages per rank, the ZeRO stage, the recomputation
 
 MOST_PAIRS = 40_000  # (stage, microbatch) pairs of the largest pipeline to simulate
-_MOVED = 400_000  # actions to simulate for the cut of one layout
-_GAIN = 1e-3  # the least gain of a moved layer, as a share of the pipeline's seconds
 _BOUNDED = 0.98  # factor on a bound: formulas may be so much shorter than the simulator
 _SLACK = 0.97  # factor on a lower bound: stages of other schedules may be slightly more even than the weights say
 
@@ -122,8 +118,7 @@ class Survey:
         self.fastest: dict[float, Choice | None] = {}
         self.elsewhere: dict[tuple[int, int, float], Choice | None] = {}
         self._exact: dict[Layout, Choice] = {}
-        self._cuts: dict[tuple[Layout, float], Layout] = {}
-        self._timed: dict[Layout, MovedLayers] = {}
+        self._moves = LayerMoves(self.transformer, self.cluster, self.weigh)
         self._families = sorted(self._enumerated(), key=self._floor)
         # Per mesh, the family with the smallest microbatches: if it holds too much, all of them do.
         self._least: dict[Degrees, _Family] = {}
@@ -157,44 +152,7 @@ class Survey:
         best = min([first, *others], key=order)
         if best.bytes > limit_bytes:
             return best
-        return min(best, self.exact(self._moved(best.layout, limit_bytes)), key=order)
-
-    def _moved(self, layout: Layout, limit_bytes: float) -> Layout:
-        """Return the layout with its layers moved, one or two at once, while its pipeline gets shorter and fits.
-
-        What is counted is how many actions to simulate for it, so that it is the same on every machine.
-        """
-        if (layout, limit_bytes) not in self._cuts:
-            if layout not in self._timed:  # which serves for every limit
-                self._timed[layout] = MovedLayers(self.transformer, self.cluster, layout)
-            timed, left, layout_found, now = self._timed[layout], _MOVED, layout, math.inf
-            while (tried := moves(layout_found.counts)) and (left := left - timed.actions(layout_found.counts)) >= 0:
-                now = min(now, timed.seconds([layout_found.counts])[0])
-                better = self._shorter(timed, tried, layout_found, now, limit_bytes)
-                if better is None:  # perhaps two at once are shorter
-                    if least_pairs(layout_found.counts) * timed.each > left:
-                        break
-                    pairs = list(dict.fromkeys(both for counts in tried for both in moves(counts)))
-                    if (left := left - len(pairs) * timed.each) < 0:
-                        break
-                    better = self._shorter(timed, pairs, layout_found, now, limit_bytes)
-                if better is None:
-                    break
-                now, layout_found = better
-            self._cuts[layout, limit_bytes] = layout_found
-        return self._cuts[layout, limit_bytes]
-
-    def _shorter(
-        self, timed: MovedLayers, tried: Sequence[Counts], layout: Layout, now: float, limit_bytes: float
-    ) -> tuple[float, Layout] | None:
-        """Return the shortest of these cuts that fits, if it gains enough."""
-        within = (
-            (took, other)
-            for took, counts in sorted(zip(timed.seconds(tried), tried, strict=True))
-            if took < now * (1 - _GAIN)
-            and self.weigh(self.transformer, other := replace(layout, counts=counts)) <= limit_bytes
-        )
-        return next(within, None)
+        return min(best, self.exact(self._moves.best(best.layout, limit_bytes)), key=order)
 
     @property
     def num_layouts(self) -> int:
