@@ -8,8 +8,9 @@
 
 What a rank holds is bytes of tensors: parameters and buffers; gradients; what the optimizer keeps, float32 copies
 included; activations that wait for their backward, each storage once, with slices' gradients of keys and values; and,
-told apart, what was received from other ranks. Weights that autocast has cast are held once for all microbatches. On top comes what an action needs only while
-it runs (`profile/working.py`). The fullest moment counts: an action's, or the optimizer's.
+told apart, what was received from other ranks. Weights that autocast has cast are held once for all microbatches. On
+top comes what an action needs only while it runs (`profile/working.py`). The fullest moment counts: an action's, or the
+optimizer's.
 """
 
 from __future__ import annotations
@@ -119,9 +120,9 @@ def forecast(
         microbatch if intake.has_own_loss else None if target is None else _first(intake, target, "the target", device)
     )
     blocks_measured = measured(
-        blocks, microbatch, device=device, precision=precision, split=split_share(program) > 0, sliced=program.num_slices > 1,
-        root=choices.model if isinstance(choices.model, nn.Module) else None, by_kind=by_kind, tell=tell,
-        target=wanted, loss_fn=intake.loss if intake.has_loss else None,
+        blocks, microbatch, device=device, precision=precision, split=split_share(program) > 0,
+        sliced=program.num_slices > 1, root=choices.model if isinstance(choices.model, nn.Module) else None,
+        by_kind=by_kind, tell=tell, target=wanted, loss_fn=intake.loss if intake.has_loss else None,
     )  # fmt: skip
     return WeighedBlocks(
         tuple(blocks),
