@@ -250,6 +250,24 @@ def test_slices_attend_as_whole_sequences_do(heads: int, noisy: bool) -> None:
     assert memory.owed is None
 
 
+@pytest.mark.parametrize("shape", [(3,), (2, 2, 2), ()])
+def test_attention_has_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    whole = [torch.randn(*shape, 9, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    wanted = functional.scaled_dot_product_attention(whole[0], whole[1], whole[2], is_causal=True)
+    gradients = torch.autograd.grad(wanted.square().sum(), whole)
+    parts = [[part.detach().requires_grad_() for part in tensor.split([2, 4, 3], -2)] for tensor in whole]
+    memory = SliceMemory()
+    outputs = [attend(q, k, v, memory, number) for number, (q, k, v) in enumerate(zip(*parts, strict=True))]
+    torch.testing.assert_close(torch.cat(outputs, -2), wanted, rtol=1e-12, atol=1e-12)
+    back = [
+        torch.autograd.grad(output.square().sum(), own)
+        for output, own in [*zip(outputs, zip(*parts, strict=True), strict=True)][::-1]
+    ]
+    for at, gradient in enumerate(gradients):
+        torch.testing.assert_close(torch.cat([each[at] for each in back[::-1]], -2), gradient, rtol=1e-11, atol=1e-12)
+
+
 def test_a_kernel_is_chosen_by_what_it_can_take() -> None:
     query, value = torch.ones(1, 2, 3, 8), torch.ones(1, 2, 3, 4)
     assert kernel_for(query, query, query, has_noise=False) is ON_CPU
@@ -330,6 +348,10 @@ class Tokens(nn.Module):
         return {"logits": self.head(self.mix(h))}
 
 
+def _merged(h: Tensor) -> Tensor:
+    return h.unflatten(-1, (2, -1)).transpose(1, 2).flatten(0, 1)
+
+
 def _attends(h: Tensor, **how: Any) -> Tensor:
     q = h[:, None]
     return functional.scaled_dot_product_attention(q, q, q, **how)[:, 0]
@@ -347,6 +369,13 @@ MIXES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a mask": (lambda h: _attends(h, attn_mask=_mask(h)), "gets a mask"),
     "later tokens": (_attends, "is not causal attention"),
     "a softmax": (lambda h: (h[:, None] @ h[:, None].mT).softmax(-1)[:, 0] @ h, "a softmax of its own"),
+    "a softmax of merged heads": (lambda h: torch.softmax(_merged(h) @ _merged(h).mT, -1).sum() * h, "a softmax of"),
+    "a part of the sequence": (
+        lambda h: _attends(h.unflatten(1, (-1, 2)), is_causal=True).flatten(1, 2),
+        "attention over 2 of 6 tokens",
+    ),
+    "pooling": (lambda h: h + functional.avg_pool1d(h.mT, 3, 1, 1).mT, "pooling"),
+    "a maximum so far": (lambda h: h + h.cummax(1).values, "`cummax` over a sequence"),
 }
 
 
