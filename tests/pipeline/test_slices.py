@@ -64,7 +64,7 @@ class OwnNorm(nn.Module):
 def made(family: str, dtype: torch.dtype = torch.float64, **settings: Any) -> nn.Module:
     """Return a small model of a family, the same each time; large weights, so that attention matters."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES[family], **settings})
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES.get(family, {}), **settings})
     config._attn_implementation = settings.get("attn_implementation", "sdpa")
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     make: Callable[..., nn.Module] = getattr(transformers, f"{family}{head}")
@@ -487,6 +487,36 @@ def test_steps_have_other_lengths_and_positions_begin_elsewhere() -> None:
 def test_a_window_shorter_than_the_sequence_is_refused() -> None:
     x, target = batch()
     with piped(made("Mistral", sliding_window=8), 4) as pipe, refused(BatchError, "a window of 8", fix="slices=1"):
+        pipe.step(input_ids=x, target=target)
+
+
+ROTARY: dict[str, dict[str, Any]] = {
+    "dynamic": {"max_position_embeddings": 16,
+                "rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+    "longrope": {"original_max_position_embeddings": 16,
+                 "rope_scaling": {"rope_type": "longrope", "long_factor": [2.0, 3.0], "short_factor": [1.0, 1.0],
+                                  "rope_theta": 1e4}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ROTARY)
+def test_rotary_positions_that_follow_the_length_are_refused(kind: str) -> None:
+    x, target = batch()
+    model = made("Llama" if kind == "dynamic" else "Phi3", **ROTARY[kind])
+    with piped(model, 4) as pipe:
+        with refused(BatchError, "rotary positions turn otherwise in more than 16", fix="slices=1"):
+            pipe.step(input_ids=x, target=target)
+        short = x[:, :16], target[:, :16]
+        wanted = loss_fn(model(input_ids=short[0]), short[1])
+        assert pipe.step(input_ids=short[0], target=short[1]).loss == pytest.approx(wanted.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_blocks_that_run_their_forward_again_themselves_are_refused(reentrant: bool) -> None:
+    x, target = batch()
+    model: Any = made("Llama")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    with piped(model, 4, check_model=False) as pipe, refused(ModelError, "a checkpoint of its own", fix="disable"):
         pipe.step(input_ids=x, target=target)
 
 

@@ -7,10 +7,13 @@ Calls are seen as torch shows them to a `TorchFunctionMode`, so models need not 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -40,6 +43,10 @@ _ALONG = {torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod, torch.logc
           torch.flip, Tensor.flip, torch.roll, Tensor.roll}  # fmt: skip
 _DRAWS = {torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.bernoulli, Tensor.bernoulli,
           Tensor.bernoulli_, Tensor.normal_, Tensor.uniform_}  # fmt: skip
+_ATTENTION_ALONE = "blocks in which only scaled_dot_product_attention sees other tokens"
+_NO_CHECKPOINT = (
+    'call gradient_checkpointing_disable() of a model of transformers, and pass checkpoint="full" to Pipeline'
+)
 _SOFTMAX = {torch.softmax, Tensor.softmax, functional.softmax}
 
 
@@ -97,6 +104,8 @@ class SliceCalls(TorchFunctionMode):
         """Run a call of a block."""
         handler = self._handlers.get(func)
         if handler is not None and not _are_traced(args) and not _are_traced((kwargs or {}).values()):
+            if _runs_again():
+                self._refuse("a checkpoint of its own", "blocks that the pipeline runs again itself", _NO_CHECKPOINT)
             return handler(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if func in self._watched and not _are_traced(result if isinstance(result, tuple) else [result]):
@@ -203,12 +212,18 @@ class SliceCalls(TorchFunctionMode):
 
         return refuse
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, what: str, expected: str = _ATTENTION_ALONE, fix: str = "use slices=1") -> NoReturn:
         raise ModelError(
-            f"block {self._block!r} has {what}, and its sequences are divided into slices",
-            expected="blocks in which only scaled_dot_product_attention sees other tokens",
-            fix="use slices=1",
+            f"block {self._block!r} has {what}, and its sequences are divided into slices", expected=expected, fix=fix
         )
+
+
+def _runs_again() -> bool:
+    """Whether this is a forward inside of `torch.utils.checkpoint`, which its backward repeats."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _are_traced(values: Iterable[Any]) -> bool:
