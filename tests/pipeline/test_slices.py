@@ -398,6 +398,9 @@ def test_models_whose_sequences_cannot_be_divided_are_refused_before_the_start()
     config = transformers.RecurrentGemmaConfig(**{**SIZES, "num_hidden_layers": 1, "lru_width": WIDTH})
     with refused(ModelError, "RecurrentBlock. carries a state", fix="slices=1"):
         piped(transformers.RecurrentGemmaForCausalLM(config), 2)
+    few = transformers.MiniMaxConfig(**{**SIZES, "num_local_experts": 2, "num_key_value_heads": 2})
+    with refused(ModelError, "LightningAttention. carries a state", fix="slices=1"):
+        piped(transformers.MiniMaxForCausalLM(few), 2)
 
 
 CALLS: dict[str, tuple[Callable[[Tensor], dict[str, Any]], type[DrumlineError], str]] = {

@@ -78,7 +78,8 @@ class SliceCalls(TorchFunctionMode):
         if self.shapes:
             self._shape = self.shapes[unit]
         else:
-            largest = max((tensor for tensor in pack(value)[0] if tensor.dim() > 1), key=Tensor.numel, default=None)
+            tensors = [tensor for tensor in pack(value)[0] if tensor.dim() > 1]
+            largest = max(tensors, key=lambda tensor: (tensor.dim() == 3, tensor.numel()), default=None)
             self._shape = (0, 0) if largest is None else tuple(largest.shape[:2])
         return self
 
@@ -136,7 +137,7 @@ class SliceCalls(TorchFunctionMode):
                 expected="is_causal=True, and as many keys as queries",
                 fix="use slices=1 for models with cross attention, a cache, or attention to later tokens",
             )
-        if query.shape[-2] != self._shape[1]:
+        if self.shapes and query.shape[-2] != self._shape[1]:
             self._refuse(f"attention over {query.shape[-2]} of {self._shape[1]} tokens")
         if torch.is_autocast_enabled(query.device.type):
             kind = torch.get_autocast_dtype(query.device.type)
