@@ -23,9 +23,9 @@ from drumline.plan.search.search_run import SAME
 from drumline.plan.slices.bound import slice_bound
 from drumline.plan.slices.dispatch import DispatchRules, all_rules, dispatched
 from drumline.plan.slices.lengths import between, equal_lengths, shortest_longest
-from drumline.plan.slices.orders import SliceOrders
 from drumline.plan.slices.polish import annealed, length_moves
 from drumline.plan.slices.results import SliceOrder, SliceResult
+from drumline.plan.slices.unit_orders import SliceOrders
 from drumline.plan.slices.work import B, F, I, SlicedWork, check_lengths
 
 FAMILIES = {"linear": "1f1b", "loop": "interleaved-1f1b"}  # what a result is compared with, by placement
