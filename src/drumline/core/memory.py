@@ -113,20 +113,20 @@ def stashes(program: Program, costs: Costs) -> list[Floats]:
     return _with_gradients(program, costs, each)
 
 
-def _with_gradients(program: Program, costs: Costs, held: list[Floats]) -> list[Floats]:
+def _with_gradients(program: Program, costs: Costs, rows: list[Floats]) -> list[Floats]:
     """Return the stashes with the gradients of keys and values that slices add up, rank by rank."""
     if program.num_slices == 1 or costs.key_value_bytes == 0.0:
-        return held
+        return rows
     columns, each = program.timed_columns, costs.per_stage("key_value_bytes", program.num_stages)
     factor = np.array(costs.factors(program.num_microbatches))
     position, (microbatch, number) = columns.position, np.divmod(columns.microbatch, program.num_slices)
     back = np.isin(columns.code, [CODE[Op.BACKWARD], CODE[Op.BACKWARD_INPUT]])
-    held = [stash.copy() for stash in held]
+    rows = [stash.copy() for stash in rows]
     for (rank, stage), at in columns.by_stage(np.flatnonzero(back)):
         begins, ends = at[number[at] == program.num_slices - 1], at[number[at] == 0]
         bounds = 2 * position[begins], 2 * position[ends] + 1, columns.lengths[rank]
-        held[rank] += each[stage] * _open_meanwhile(*bounds, factor[microbatch[begins]], factor[microbatch[ends]])
-    return held
+        rows[rank] += each[stage] * _open_meanwhile(*bounds, factor[microbatch[begins]], factor[microbatch[ends]])
+    return rows
 
 
 def _stash(program: Program, sizes: Sizes) -> Floats:

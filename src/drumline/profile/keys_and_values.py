@@ -27,18 +27,18 @@ def keys_and_values(blocks: Sequence[Block], microbatch: Any, *, precision: Prec
     {'attention': 768}
     """
     device = next((tensor.device for tensor in pack(microbatch)[0]), torch.device("cpu"))
-    randomness, found, value = Randomness(0, device), dict[str, int](), microbatch
+    randomness, sizes, value = Randomness(0, device), dict[str, int](), microbatch
     with left_as_it_was(blocks, randomness):
         for index, block in enumerate(blocks):
             stage = Stage(index, [block], randomness, precision=precision)
             stage.begin()
-            with _Seen() as seen:
+            with _AttentionCalls() as calls:
                 value = stage.forward(0, value)
-            found[block.name] = seen.num_bytes
-    return found
+            sizes[block.name] = calls.num_bytes
+    return sizes
 
 
-class _Seen(TorchFunctionMode):
+class _AttentionCalls(TorchFunctionMode):
     """Counts the bytes of keys and values that attention gets inside of `with`."""
 
     def __init__(self) -> None:

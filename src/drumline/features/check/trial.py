@@ -72,7 +72,8 @@ class Trial(Asking):
             share = self.parts.share(take.units.share(step), self.intake.device)
             numbers = take.units.numbers if take.units.are_several else ()
             own_share = share, any(self.intake.has_factors(number) for number in numbers)
-        share, take.apart = next(value for value in self.crew.collect("check share", own_share) if value is not None)
+        shares = self.crew.collect("check share", own_share)
+        share, take.is_weighed_by_parts = next(value for value in shares if value is not None)
         take.counts = bool(share)
         if take.counts and take.wanted is not None and take.expected is not None and share != take.wanted.outcome.share:
             take.ratio = share / take.wanted.outcome.share
@@ -124,7 +125,7 @@ class Trial(Asking):
             outcome.differing = self._differing(at, take)
         if take.wanted is None or take.expected is None:
             return outcome
-        if take.apart:
+        if take.is_weighed_by_parts:
             whole = take.wanted.outcome.output
             outcome.unchecked = "parts of loss_fn have shares of their own in each slice"
             outcome.num_tokens = next((tensor.shape[1] for tensor in pack(whole)[0] if tensor.dim() > 1), 0)

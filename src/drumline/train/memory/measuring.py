@@ -87,8 +87,8 @@ def measured(
             needs = working(chain, microbatch, device=device, split=split, **how)
     sizes = kinds.profile(sizes)
     layers = tuple(replace(layer, tied=own_ties) for layer, own_ties in zip(sizes.layers, ties, strict=True))
-    found = replace(sizes, layers=layers)
-    return MeasuredMemory(found, tuple(kinds.working(needs)), kinds.by_name(cast), kinds.by_name(keys))
+    of_all = replace(sizes, layers=layers)
+    return MeasuredMemory(of_all, tuple(kinds.working(needs)), kinds.by_name(cast), kinds.by_name(keys))
 
 
 def _kinds(blocks: Sequence[Block], microbatch: Any, device: torch.device, *, by_kind: bool, tell: Tell) -> Kinds:
