@@ -222,6 +222,7 @@ OF_FILE = {
     ),
     "engine/loss": LOSSES,
     "engine/loss/rules": LOSSES,
+    "runtime/sequences.py": ("tests/pipeline/test_slices.py",),
     "runtime/segment.py": ("tests/runtime/test_stash.py", "tests/pipeline/test_odd_models.py"),
     "pipeline/steps/step.py": ("tests/pipeline/test_step.py", "tests/mesh/test_running.py"),
     "verification": ("tests/pipeline/test_verify.py", "tests/mesh/test_verify.py"),
