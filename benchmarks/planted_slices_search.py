@@ -56,7 +56,7 @@ SLICES_SEARCH = (
     ),
     Bug(
         "slices-search-past-the-clock",
-        "_LengthsSearch._keep_on",
+        "LengthsSearch._keep_on",
         "time.monotonic() < self._deadline",
         "self._deadline > 0",
         "A search of slices does not end with the clock.",

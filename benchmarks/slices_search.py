@@ -19,7 +19,8 @@ import time
 from drumline.core.costs import Costs
 from drumline.core.placement import Placement
 from drumline.core.timeline.idle import Limit
-from drumline.plan.slices.search import SliceResult, search_slices
+from drumline.plan.slices.results import SliceResult
+from drumline.plan.slices.search import search_slices
 
 UNIT = 3.0  # F + I + W
 HEADER = ("M", "S", "attention", "equal", "lengths", "saved", "whole", "saved", "floor", "order", "split")

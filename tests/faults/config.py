@@ -12,6 +12,7 @@ _MESHES = {
     "zero 1": "data = 2\n[memory]\nzero = 1",
     "zero 3": "data = 2\n[memory]\nzero = 3",
 }
+LENGTH = 16  # tokens of a sequence, in runs that read sequences
 USER = Path(__file__).with_name("user.py")
 
 
@@ -22,6 +23,7 @@ class Config:
     ranks: int = 2
     lines: str = ""  # what two lines of a mesh divide, if anything: "tp", "ep", "zero 1" or "zero 3"
     schedule: str = "1f1b"
+    slices: int = 1  # of sequences; with more than one the model reads sequences
     width: int = 64  # checkpoints are larger than anything else that a run writes
     dropout: float = 0.0
     nan_at: int = -1  # the batch of an epoch that holds a NaN
@@ -38,16 +40,17 @@ version = 1
 [model]
 kind = "function"
 function = "{USER}:build_model"
-arguments = {{ width = {self.width}, dropout = {self.dropout}, lines = "{self.lines}" }}
+arguments = {{ width = {self.width}, dropout = {self.dropout}, lines = "{self.lines}"{self._reads} }}
 
 [data]
 kind = "function"
 function = "{USER}:build_data"
-arguments = {{ width = {self.width}, nan_at = {self.nan_at} }}
+arguments = {{ width = {self.width}, nan_at = {self.nan_at}{self._reads} }}
 
 [batch]
 sequences = 16
 microbatch = 4
+sequence = {LENGTH}
 
 [mesh]
 pipeline = {self.ranks}
@@ -55,6 +58,7 @@ pipeline = {self.ranks}
 
 [pipeline]
 schedule = "{self.schedule}"
+slices = {self.slices}
 device = "cpu"
 timeout = {self.timeout}
 
@@ -79,3 +83,7 @@ keep = {self.keep}
 steps = {self.steps}
 threads = 1
 """
+
+    @property
+    def _reads(self) -> str:
+        return ", reads = true" if self.slices > 1 else ""

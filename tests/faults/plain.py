@@ -19,9 +19,9 @@ def plain_losses(config: Config, skipped: Collection[int] = ()) -> list[float]:
     from faults import user
 
     assert config.dropout == 0, "the order of random numbers is Drumline's own"
-    model, loss_fn = user.build_model(config.width, lines=config.lines)
+    model, loss_fn = user.build_model(config.width, lines=config.lines, reads=config.slices > 1)
     seen = copy.deepcopy(model) if config.schedule == STALE else model  # the weights that gradients belong to
-    batches = user.build_data(config.width, nan_at=config.nan_at)
+    batches = user.build_data(config.width, nan_at=config.nan_at, reads=config.slices > 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR)
     losses = []
     for step in range(config.steps):

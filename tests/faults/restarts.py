@@ -40,6 +40,15 @@ def restart(lab: Lab) -> None:
     lab.compared(BASE, "run")
 
 
+@fault("restart-slices", "SIGKILL of rank 1 with --restarts 1 (zb-h1 in 4 slices)")
+def restart_slices(lab: Lab) -> None:
+    """Slices that were under way are gone with the rank; the step runs again from its first slice."""
+    divided = replace(BASE, slices=4, schedule="zb-h1")
+    run = lab.train(divided, "run", "--restarts", "1", fault=_KILL)
+    _went_on(lab, run, lab.strike(run), r"rank 1 was killed by SIGKILL; restart 1 of 1", 2)
+    lab.compared(divided, "run")
+
+
 @fault("torchrun-restart", "SIGKILL of rank 1 under torchrun --max-restarts 1", short=True)
 def torchrun_restart(lab: Lab) -> None:
     """torchrun's agent starts all ranks again, and they find their run."""
@@ -72,7 +81,18 @@ def torchrun_leave(lab: Lab) -> None:
 @fault("elastic", "rank 2 of 3 is killed again and again, with --elastic; goes on with 2")
 def elastic(lab: Lab) -> None:
     """A rank that does not come back is planned around."""
-    three = replace(BASE, ranks=3)
+    _elastic(lab, replace(BASE, ranks=3))
+
+
+@fault("elastic-slices", "rank 2 of 3 is killed again and again, with --elastic; goes on with 2, in 4 slices")
+def elastic_slices(lab: Lab) -> None:
+    """Fewer ranks run the same slices."""
+    _elastic(lab, replace(BASE, ranks=3, slices=4))
+    program = (lab.folder / "run" / "program.csv").read_text()
+    assert "1F3.3" in program, "the ranks that are left run no slices"
+
+
+def _elastic(lab: Lab, three: Config) -> None:
     fault = _KILL | {"rank": 2, "step": 3, "again": True}
     run = lab.train(three, "run", "--restarts", "3", "--elastic", fault=fault)
     struck = lab.strike(run)

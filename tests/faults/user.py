@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-WIDTH, CLASSES, BLOCKS, ROWS = 64, 5, 6, 16
+WIDTH, CLASSES, BLOCKS, ROWS, LENGTH = 64, 5, 6, 16, 16
 NUM_BATCHES = 5  # an epoch is shorter than a run, so that a position in the data means something
 _GIVEN: dict[str, Any] = json.loads(os.environ.get("FAULT", "{}"))
 _steps = 0  # optimizer steps that this process has made
@@ -189,11 +189,54 @@ class Block(nn.Module):
         return found
 
 
-def build_model(width: int = WIDTH, dropout: float = 0.0, seed: int = 0, lines: str = "") -> tuple[nn.Module, Any]:
+class Attention(nn.Module):
+    """Causal attention of every token to those before it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inwards, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what every token has read."""
+        q, k, v = self.inwards(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        read = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        found: Tensor = self.out(read.transpose(1, 2).flatten(2))
+        return found
+
+
+class Reader(nn.Module):
+    """A causal model of float64, so that only the order of sums differs between whole sequences and slices."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.inwards, self.places = nn.Linear(width, width), nn.Embedding(LENGTH, width)
+        self.layers = nn.ModuleList(Block(width, dropout, Attention(width)) for _ in range(BLOCKS - 1))
+        self.head = nn.Linear(width, CLASSES)
+        self.double()
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return what every token is."""
+        places = torch.arange(x.shape[1], device=x.device) if positions is None else positions
+        x = self.inwards(x) + self.places(places)
+        for layer in self.layers:
+            x = layer(x)
+        found: Tensor = self.head(x)
+        return found
+
+
+def _of_tokens(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def build_model(
+    width: int = WIDTH, dropout: float = 0.0, seed: int = 0, lines: str = "", *, reads: bool = False
+) -> tuple[nn.Module, Any]:
     """Return the model and its loss; lines of a mesh may divide its layers, or the experts that it then has."""
     torch.manual_seed(seed)
     random.seed(seed)  # checkpoints keep these as well
     np.random.seed(seed)
+    if reads:
+        return Reader(width, dropout), _of_tokens
     blocks = [Block(width, dropout, _inner(width, lines)) for _ in range(BLOCKS)]
     model = nn.Sequential(*blocks, nn.Linear(width, CLASSES))
     if lines == "tp":
@@ -209,13 +252,15 @@ def _inner(width: int, lines: str) -> nn.Module:
     return MoE(width, width, num_experts=4)
 
 
-def build_data(width: int = WIDTH, seed: int = 0, nan_at: int = -1) -> list[tuple[Tensor, Tensor]]:
-    """Return the batches of an epoch; batch `nan_at` has a NaN in its second microbatch."""
+def build_data(
+    width: int = WIDTH, seed: int = 0, nan_at: int = -1, *, reads: bool = False
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the batches of an epoch, of sequences if the model reads; `nan_at` has a NaN in its second microbatch."""
     generator = torch.Generator().manual_seed(seed + 1)
-    batches = []
+    batches, shape = [], (ROWS, LENGTH) if reads else (ROWS,)
     for at in range(NUM_BATCHES):
-        x = torch.randn(ROWS, width, generator=generator)
-        y = torch.randint(CLASSES, (ROWS,), generator=generator)
+        x = torch.randn(*shape, width, generator=generator, dtype=torch.float64 if reads else torch.float32)
+        y = torch.randint(CLASSES, shape, generator=generator)
         if at == nan_at:
             x[ROWS // 4, 0] = float("nan")
         batches.append((x, y))

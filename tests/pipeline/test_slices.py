@@ -64,7 +64,7 @@ class OwnNorm(nn.Module):
 def made(family: str, dtype: torch.dtype = torch.float64, **settings: Any) -> nn.Module:
     """Return a small model of a family, the same each time; large weights, so that attention matters."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES[family], **settings})
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES.get(family, {}), **settings})
     config._attn_implementation = settings.get("attn_implementation", "sdpa")
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     make: Callable[..., nn.Module] = getattr(transformers, f"{family}{head}")
@@ -250,6 +250,24 @@ def test_slices_attend_as_whole_sequences_do(heads: int, noisy: bool) -> None:
     assert memory.owed is None
 
 
+@pytest.mark.parametrize("shape", [(3,), (2, 2, 2), ()])
+def test_attention_has_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    whole = [torch.randn(*shape, 9, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    wanted = functional.scaled_dot_product_attention(whole[0], whole[1], whole[2], is_causal=True)
+    gradients = torch.autograd.grad(wanted.square().sum(), whole)
+    parts = [[part.detach().requires_grad_() for part in tensor.split([2, 4, 3], -2)] for tensor in whole]
+    memory = SliceMemory()
+    outputs = [attend(q, k, v, memory, number) for number, (q, k, v) in enumerate(zip(*parts, strict=True))]
+    torch.testing.assert_close(torch.cat(outputs, -2), wanted, rtol=1e-12, atol=1e-12)
+    back = [
+        torch.autograd.grad(output.square().sum(), own)
+        for output, own in [*zip(outputs, zip(*parts, strict=True), strict=True)][::-1]
+    ]
+    for at, gradient in enumerate(gradients):
+        torch.testing.assert_close(torch.cat([each[at] for each in back[::-1]], -2), gradient, rtol=1e-11, atol=1e-12)
+
+
 def test_a_kernel_is_chosen_by_what_it_can_take() -> None:
     query, value = torch.ones(1, 2, 3, 8), torch.ones(1, 2, 3, 4)
     assert kernel_for(query, query, query, has_noise=False) is ON_CPU
@@ -330,6 +348,10 @@ class Tokens(nn.Module):
         return {"logits": self.head(self.mix(h))}
 
 
+def _merged(h: Tensor) -> Tensor:
+    return h.unflatten(-1, (2, -1)).transpose(1, 2).flatten(0, 1)
+
+
 def _attends(h: Tensor, **how: Any) -> Tensor:
     q = h[:, None]
     return functional.scaled_dot_product_attention(q, q, q, **how)[:, 0]
@@ -347,6 +369,13 @@ MIXES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a mask": (lambda h: _attends(h, attn_mask=_mask(h)), "gets a mask"),
     "later tokens": (_attends, "is not causal attention"),
     "a softmax": (lambda h: (h[:, None] @ h[:, None].mT).softmax(-1)[:, 0] @ h, "a softmax of its own"),
+    "a softmax of merged heads": (lambda h: torch.softmax(_merged(h) @ _merged(h).mT, -1).sum() * h, "a softmax of"),
+    "a part of the sequence": (
+        lambda h: _attends(h.unflatten(1, (-1, 2)), is_causal=True).flatten(1, 2),
+        "attention over 2 of 6 tokens",
+    ),
+    "pooling": (lambda h: h + functional.avg_pool1d(h.mT, 3, 1, 1).mT, "pooling"),
+    "a maximum so far": (lambda h: h + h.cummax(1).values, "`cummax` over a sequence"),
 }
 
 
@@ -369,6 +398,9 @@ def test_models_whose_sequences_cannot_be_divided_are_refused_before_the_start()
     config = transformers.RecurrentGemmaConfig(**{**SIZES, "num_hidden_layers": 1, "lru_width": WIDTH})
     with refused(ModelError, "RecurrentBlock. carries a state", fix="slices=1"):
         piped(transformers.RecurrentGemmaForCausalLM(config), 2)
+    few = transformers.MiniMaxConfig(**{**SIZES, "num_local_experts": 2, "num_key_value_heads": 2})
+    with refused(ModelError, "LightningAttention. carries a state", fix="slices=1"):
+        piped(transformers.MiniMaxForCausalLM(few), 2)
 
 
 CALLS: dict[str, tuple[Callable[[Tensor], dict[str, Any]], type[DrumlineError], str]] = {
@@ -458,6 +490,36 @@ def test_steps_have_other_lengths_and_positions_begin_elsewhere() -> None:
 def test_a_window_shorter_than_the_sequence_is_refused() -> None:
     x, target = batch()
     with piped(made("Mistral", sliding_window=8), 4) as pipe, refused(BatchError, "a window of 8", fix="slices=1"):
+        pipe.step(input_ids=x, target=target)
+
+
+ROTARY: dict[str, dict[str, Any]] = {
+    "dynamic": {"max_position_embeddings": 16,
+                "rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+    "longrope": {"original_max_position_embeddings": 16,
+                 "rope_scaling": {"rope_type": "longrope", "long_factor": [2.0, 3.0], "short_factor": [1.0, 1.0],
+                                  "rope_theta": 1e4}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ROTARY)
+def test_rotary_positions_that_follow_the_length_are_refused(kind: str) -> None:
+    x, target = batch()
+    model = made("Llama" if kind == "dynamic" else "Phi3", **ROTARY[kind])
+    with piped(model, 4) as pipe:
+        with refused(BatchError, "rotary positions turn otherwise in more than 16", fix="slices=1"):
+            pipe.step(input_ids=x, target=target)
+        short = x[:, :16], target[:, :16]
+        wanted = loss_fn(model(input_ids=short[0]), short[1])
+        assert pipe.step(input_ids=short[0], target=short[1]).loss == pytest.approx(wanted.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_blocks_that_run_their_forward_again_themselves_are_refused(reentrant: bool) -> None:
+    x, target = batch()
+    model: Any = made("Llama")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    with piped(model, 4, check_model=False) as pipe, refused(ModelError, "a checkpoint of its own", fix="disable"):
         pipe.step(input_ids=x, target=target)
 
 

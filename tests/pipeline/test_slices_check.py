@@ -156,6 +156,31 @@ def test_what_slices_compute_as_whole_sequences_passes_in_full(kind: str) -> Non
     assert result.num_microbatches == settings.get("num_microbatches", 2)
 
 
+def in_two_parts(output: Any, target: Tensor) -> Tensor:
+    """A mean over labels, and one over all tokens: their shares differ where labels do not count."""
+    return loss_fn(output, target) + 0.01 * output["logits"].logsumexp(-1).square().mean()
+
+
+def test_parts_of_a_loss_with_shares_of_their_own_are_right_and_compared_by_outputs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    x, target = batch()
+    target[:, :6] = target[0] = -100
+    whole = Model()
+    wanted = in_two_parts(whole(x, torch.arange(LENGTH).expand(ROWS, -1)), target)
+    torch.autograd.backward(wanted)
+    with piped(Model(), loss_fn=in_two_parts) as pipe:
+        loss = pipe.step(tokens=x, target=target).loss
+        assert loss is not None
+        assert loss.item() == pytest.approx(wanted.item(), rel=5e-6)
+        found = dict(pipe.named_parameters())
+        for name, param in some(list(whole.named_parameters())):
+            torch.testing.assert_close(found[name].grad, param.grad, rtol=0.0, atol=5e-6)
+        assert pipe.checked is not None
+        assert (pipe.checked.wrong, pipe.checked.num_parameters, pipe.checked.num_tokens) == ((), 0, LENGTH)
+    assert "parts of loss_fn have shares of their own" in capsys.readouterr().err
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a turn": ({"mix": turned}, "its forward differs from block 'layers.1' on"),
     "attention of its own": ({"mix": attended}, "its forward differs from block 'layers.1' on"),

@@ -24,7 +24,8 @@ from drumline.core.timeline.idle import Limit
 from drumline.plan.slices.bound import slice_bound
 from drumline.plan.slices.dispatch import DispatchRules, all_rules, dispatched
 from drumline.plan.slices.lengths import equal_lengths, shortest_longest
-from drumline.plan.slices.search import SliceResult, search_slices
+from drumline.plan.slices.results import SliceResult
+from drumline.plan.slices.search import search_slices
 from drumline.plan.slices.units import UnitInstance, UnitRule, peaks_fit
 from drumline.plan.slices.work import SlicedWork
 from refused import refused, saying
@@ -248,7 +249,8 @@ def test_tries_alone_find_the_same_each_time_and_seconds_end_every_phase(monkeyp
     first, second = (found(4, seed=3, tries=300, **options) for _ in range(2))
     assert (first.value, first.lengths, first.program) == (second.value, second.lengths, second.program)
     ticks = count(step=0.1)  # each look at the clock takes a tenth of a second
-    monkeypatch.setattr("drumline.plan.slices.search.time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    for module in ("search", "lengths_search"):
+        monkeypatch.setattr(f"drumline.plan.slices.{module}.time", SimpleNamespace(monotonic=lambda: next(ticks)))
     for seconds, most in ((1e-6, 30), (2.0, 60)):  # the schedules, which a result needs, and a few more
         late = found(4, seconds=seconds, tries=None, **options)
         assert late.num_tried <= most

@@ -112,6 +112,7 @@ def test_a_formula_is_given_only_where_it_holds(name: str, counts: tuple[int, in
 def test_no_formula_is_given_for_other_costs_or_schedules() -> None:
     program = generate("1f1b", num_ranks=4, num_microbatches=4, slices=4)
     assert equal_slices_seconds(program, Costs()) is not None
+    assert equal_slices_seconds(generate("zb-h1", num_ranks=4, num_microbatches=1, slices=4), Costs()) is None
     for costs in (Costs(comm=1), Costs(forward=[1, 1, 1, 2]), Costs(recompute=True), Costs(bytes_per_second=1)):
         assert equal_slices_seconds(program, costs) is None
     assert equal_slices_seconds(generate("1f1b", num_ranks=4, num_microbatches=4), Costs()) is None

@@ -8,20 +8,32 @@ from typing import Any
 
 import pytest
 
+from drumline.channel.launch.launch import launch
 from drumline.core.errors import ConfigError
+from drumline.pipeline.pipeline import Pipeline
+from drumline.plan.device.model_profile import Identity
+from drumline.plan.device.plan import Plan, RankBytes, StepSeconds
+from drumline.schedules import generate
 from drumline.train.config.files.settings_file import read_settings
 from drumline.train.config.settings import (
     BatchSettings,
     CheckpointSettings,
     EvaluationSettings,
+    MeshSettings,
     ModelSettings,
     PipelineSettings,
     RunSettings,
     TrainSettings,
 )
+from drumline.train.data.build import build_data
+from drumline.train.data.example import example_of
 from drumline.train.dry.dry_run import dry_run
+from drumline.train.loop.making import build, pipeline_arguments
 from drumline.train.loop.run import run_training
 from drumline.train.loop.training import TrainResult
+from drumline.train.models.build import build_model
+from drumline.train.replan import planned_for
+from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.features("check", "record", "saving", "slices")]
 
@@ -86,3 +98,51 @@ def test_a_dry_run_counts_slices_of_activations() -> None:
     assert divided.forecast.ranks[0].activations < 0.7 * whole.forecast.ranks[0].activations
     assert divided.forecast.ranks[0].working < 0.5 * whole.forecast.ranks[0].working
     assert divided.forecast.program.num_units == 4 * whole.forecast.program.num_units
+
+
+def test_what_a_plan_divides_is_judged_and_stays_divided_on_fewer_ranks(tmp_path: Path) -> None:
+    whole = generate("zb-h1", num_ranks=4, num_microbatches=2, slices=3)
+    seconds, held = StepSeconds(*[1.0] * 6), RankBytes(*[0.0] * 5)
+    made = Plan(Identity("GPT", 0, ""), whole, (1,) * 4, ("b", "c", "d"), 4, 2, (False,) * 4, seconds, (held,) * 4,
+                slices=(11, 7, 6))  # fmt: skip
+    made.save(tmp_path / "plan.json")
+    four = TrainSettings(
+        mesh=MeshSettings(pipeline=4), batch=BatchSettings(sequences=4, microbatch=2, sequence=24),
+        pipeline=PipelineSettings(plan=str(tmp_path / "plan.json")),
+    )  # fmt: skip
+    three = planned_for(four, 3, quiet=True).pipeline
+    assert (three.schedule, three.slices, three.plan) == ("zb-h1", (11, 7, 6), "")
+    with pytest.raises(ConfigError) as error:
+        read_settings(None, {"pipeline.plan": four.pipeline.plan, "batch.sequence": 32, "mesh.pipeline": 4,
+                             "batch.sequences": 4, "batch.microbatch": 2})  # fmt: skip
+    assert "has slices of 24 tokens in all" in str(error.value)
+
+
+def _held(cases: list[TrainSettings]) -> list[float]:
+    """Return what this rank held for backwards at its fullest moment of a step of each case, weighed."""
+    found = []
+    for settings in cases:
+        built = build(settings, build_model, whole=True)
+        data = build_data(settings, built, rank=0, size=1)
+        example = example_of(data, settings.num_microbatches)
+        data.close()
+        how = pipeline_arguments(settings, built, example, Path()) | {"record": True, "weigh": True}
+        with Pipeline(built.model, **how) as pipe:
+            assert pipe.step(**example.inputs, target=example.target).loss is not None
+            found.append(max(pipe.timeline().records[pipe.rank].peaks))
+    return found
+
+
+@pytest.mark.slow
+def test_a_dry_run_counts_gradients_of_keys_and_values_as_ranks_hold_them() -> None:
+    given = {"batch.sequence": 32, "batch.sequences": 8, "batch.microbatch": 2, "model.num_layers": 4,
+             "model.hidden": 32, "model.num_heads": 2, "pipeline.device": "cpu", "pipeline.check_model": False,
+             "pipeline.slices": 8, "mesh.pipeline": 2}  # fmt: skip
+    cases = [
+        read_settings(None, given | more)
+        for more in ({}, {"pipeline.schedule": "zb-h1"}, {"memory.recompute": "full", "pipeline.slices": [20, 12]})
+    ]
+    held = launch(_held, cases, num_ranks=2)
+    for number, settings in enumerate(cases):
+        for rank, told in enumerate(some(dry_run(settings).forecast.ranks)):
+            assert told.activations == pytest.approx(held[rank][number], rel=0.005)

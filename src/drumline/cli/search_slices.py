@@ -10,7 +10,8 @@ from drumline.cli.output import Paper, deliver, progress, wrapped
 from drumline.core.errors import UsageError, counted
 from drumline.core.units import number, size_text
 from drumline.plan.search.search import placement_named
-from drumline.plan.slices.search import SliceOrder, SliceResult, search_slices
+from drumline.plan.slices.results import SliceOrder, SliceResult
+from drumline.plan.slices.search import search_slices
 from drumline.report.summary import summarize
 
 TOKENS, MULTIPLE = 4096, 16

@@ -89,14 +89,12 @@ def holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
         return counted
     sizes, extra = Sizes.of(program, costs), versions(program, costs)
     columns = program.timed_columns
-    stashes = np.split(_stash(program, sizes), np.cumsum(columns.lengths)[:-1])
-    stashes = _with_gradients(program, costs, stashes)
     stages: list[list[int]] = [[] for _ in range(columns.num_ranks)]
     for place in np.unique(columns.rank.astype(np.int64) * program.num_stages + columns.stage).tolist():
         rank, stage = divmod(place, program.num_stages)
         stages[rank].append(stage)
     found_holdings = []
-    for rank, (stash, plain) in enumerate(zip(stashes, counted, strict=True)):
+    for rank, (stash, plain) in enumerate(zip(stashes(program, costs), counted, strict=True)):
         static = sum(sizes.static[stage] for stage in stages[rank])
         total = static + stash + (0.0 if extra is None else extra[rank].bytes)
         peak_stash = float(stash[:, 0].max(initial=0.0))
@@ -104,20 +102,31 @@ def holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
     return tuple(found_holdings)
 
 
-def _with_gradients(program: Program, costs: Costs, stashes: list[Floats]) -> list[Floats]:
+def stashes(program: Program, costs: Costs) -> list[Floats]:
+    r"""Return the activation bytes of every rank while each timed action runs, and after it, with slices' gradients.
+
+    >>> program = Program.parse("0F0.0,0F0.1,0B0.1,0B0.0")
+    >>> stashes(program, Costs(activation_bytes=4, key_value_bytes=1))[0].tolist()
+    [[2.0, 2.0], [4.0, 4.0], [5.0, 3.0], [3.0, 0.0]]
+    """
+    each = np.split(_stash(program, Sizes.of(program, costs)), np.cumsum(program.timed_columns.lengths)[:-1])
+    return _with_gradients(program, costs, each)
+
+
+def _with_gradients(program: Program, costs: Costs, rows: list[Floats]) -> list[Floats]:
     """Return the stashes with the gradients of keys and values that slices add up, rank by rank."""
     if program.num_slices == 1 or costs.key_value_bytes == 0.0:
-        return stashes
+        return rows
     columns, each = program.timed_columns, costs.per_stage("key_value_bytes", program.num_stages)
     factor = np.array(costs.factors(program.num_microbatches))
     position, (microbatch, number) = columns.position, np.divmod(columns.microbatch, program.num_slices)
     back = np.isin(columns.code, [CODE[Op.BACKWARD], CODE[Op.BACKWARD_INPUT]])
-    stashes = [stash.copy() for stash in stashes]
+    rows = [stash.copy() for stash in rows]
     for (rank, stage), at in columns.by_stage(np.flatnonzero(back)):
         begins, ends = at[number[at] == program.num_slices - 1], at[number[at] == 0]
         bounds = 2 * position[begins], 2 * position[ends] + 1, columns.lengths[rank]
-        stashes[rank] += each[stage] * _open_meanwhile(*bounds, factor[microbatch[begins]], factor[microbatch[ends]])
-    return stashes
+        rows[rank] += each[stage] * _open_meanwhile(*bounds, factor[microbatch[begins]], factor[microbatch[ends]])
+    return rows
 
 
 def _stash(program: Program, sizes: Sizes) -> Floats:

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drumline.channel.devices.rank_devices import RankDevices
 from drumline.channel.lines.axes import Axes
 from drumline.channel.lines.grid import AXES
-from drumline.core.errors import DrumlineError, UsageError, counted, refuse
+from drumline.core.errors import DrumlineError, UsageError, counted
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
-from drumline.engine.state.keeper import Keeper
-from drumline.engine.state.name_patterns import grouped
 from drumline.engine.state.put_back import kept_in
-from drumline.engine.updates.whole_matrices import by_element
 from drumline.pipeline.attached import AttachedMethods
 from drumline.pipeline.options import Options, made_with
+from drumline.pipeline.parameters import ParameterMethods
 from drumline.pipeline.setup import set_up
 from drumline.pipeline.steps.result import StepResult, output_of
-from drumline.runtime.gradients import clip
 from drumline.runtime.step import CalledWith, Step
 
 T = TypeVar("T")
@@ -32,9 +29,10 @@ T = TypeVar("T")
 _SECONDS_FOR_A_CHECKPOINT = 5.0  # that was being written when another rank failed
 
 
-class Pipeline(AttachedMethods):
+class Pipeline(ParameterMethods, AttachedMethods):
     """Train a model cut into stages, with one schedule on all ranks. Create it with the same call on every rank.
 
+    >>> from torch import nn
     >>> _ = torch.manual_seed(0)
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> pipe = Pipeline(model, loss_fn=nn.functional.mse_loss, schedule="1f1b", num_microbatches=4, num_ranks=2)
@@ -150,7 +148,7 @@ class Pipeline(AttachedMethods):
     def devices(self) -> RankDevices:
         """Where every rank computes and what carries their messages, of all lines of a mesh; `str` is one line.
 
-        >>> pipe = Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1)
+        >>> pipe = Pipeline([torch.nn.Linear(1, 1)], loss_fn=torch.nn.functional.mse_loss, num_microbatches=1)
         >>> str(pipe.devices)
         'rank 0 on cpu, in-process'
         """
@@ -225,7 +223,8 @@ class Pipeline(AttachedMethods):
         ranks. Evaluations and checkpoints need no drain, and do not change what is trained. With flushed schedules this
         does nothing.
 
-        >>> pipe = Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, schedule="pipedream", num_microbatches=1)
+        >>> layers, loss_fn = [torch.nn.Linear(1, 1)], torch.nn.functional.mse_loss
+        >>> pipe = Pipeline(layers, loss_fn=loss_fn, schedule="pipedream", num_microbatches=1)
         >>> optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
         >>> result = pipe.step(torch.ones(1, 1), target=torch.ones(1, 1))
         >>> pipe.drain()
@@ -240,7 +239,7 @@ class Pipeline(AttachedMethods):
         `dl.launch(..., stoppable=True)`.
 
         >>> from drumline.channel.launch.stop import ask, stop_on_signals
-        >>> pipe = Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1)
+        >>> pipe = Pipeline([torch.nn.Linear(1, 1)], loss_fn=torch.nn.functional.mse_loss, num_microbatches=1)
         >>> with stop_on_signals():
         ...     ask("SIGTERM")
         ...     result = pipe.step(torch.ones(1, 1), target=torch.ones(1, 1))
@@ -255,20 +254,6 @@ class Pipeline(AttachedMethods):
             asked = self.axes.summed(torch.tensor([float(bool(own_stop))], device=self.device), *AXES[1:]).item()
             return next(filter(None, self._crew.everywhere("stop", own_stop)), "") if asked else ""
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients of all ranks so that their global norm is at most `max_norm`; return the norm before."""
-        clip.check(max_norm, norm_type)
-        self._run.refuse(call="clip_grad_norm_", max_norm=max_norm)
-        with self._recording.between.during("clip"):
-            self.settle()
-            with self._crew.together("clip_grad_norm_"):
-                own_norms = self._holdings.norms(norm_type)
-                answers = self._crew.all_told("norms", own_norms)
-            total = self._engine.assembly.total_norm(answers, norm_type)
-            clip.scale(self.parameters(), total, max_norm)
-            self._recording.note(grad_norm=total)
-            return total
-
     def take_program(self, program: str | Path | Program, num_microbatches: int | None = None) -> Program:
         """Run by another program from the next step on: a schedule's name, a `Program` or a CSV file.
 
@@ -276,7 +261,7 @@ class Pipeline(AttachedMethods):
         and refused if it holds more than `adapt` allows. With a schedule's name, `num_microbatches` is that of now
         unless given. Returns the program as it runs.
 
-        >>> pipe = Pipeline([nn.Linear(1, 1), nn.Linear(1, 1)], num_microbatches=4, num_ranks=2)
+        >>> pipe = Pipeline([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)], num_microbatches=4, num_ranks=2)
         >>> pipe.take_program("gpipe", num_microbatches=2).num_microbatches
         2
         """
@@ -297,12 +282,12 @@ class Pipeline(AttachedMethods):
         Recomputed blocks find it again as their first run found it. Others are looked at in their first forward alone.
 
         >>> __name__ = "mine"  # not a part of this library
-        >>> class Counts(nn.Linear):
+        >>> class Counts(torch.nn.Linear):
         ...     calls = 0
         ...     def forward(self, x):
         ...         self.calls += 1
         ...         return super().forward(x)
-        >>> pipe = Pipeline([Counts(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1, checkpoint="full")
+        >>> pipe = Pipeline([Counts(1, 1)], loss_fn=torch.nn.functional.mse_loss, num_microbatches=1, checkpoint="full")
         >>> result = pipe.step(torch.ones(1, 1), target=torch.ones(1, 1))
         >>> pipe.kept_state
         {'0': ['calls']}
@@ -324,7 +309,7 @@ class Pipeline(AttachedMethods):
     def gather(self, value: Any) -> list[Any]:
         """Return what every rank passes here, rank 0's first; call it on every rank.
 
-        >>> pipe = Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1)
+        >>> pipe = Pipeline([torch.nn.Linear(1, 1)], loss_fn=torch.nn.functional.mse_loss, num_microbatches=1)
         >>> pipe.gather("ready")
         ['ready']
         """
@@ -334,7 +319,7 @@ class Pipeline(AttachedMethods):
     def data(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of `loader`, and measure the time spent waiting for each.
 
-        >>> pipe = Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1)
+        >>> pipe = Pipeline([torch.nn.Linear(1, 1)], loss_fn=torch.nn.functional.mse_loss, num_microbatches=1)
         >>> for x in pipe.data([torch.ones(1, 1)]):
         ...     _ = pipe.step(x, target=x)
         >>> [value.kind for value in pipe.timeline().between]
@@ -342,107 +327,12 @@ class Pipeline(AttachedMethods):
         """
         return self._recording.data(loader)
 
-    def optimizer(
-        self,
-        kind: type[torch.optim.Optimizer],
-        *,
-        names: str | Sequence[str] | None = None,
-        groups: Sequence[Mapping[str, Any]] = (),
-        validated: str = "before",
-        max_norm: float | None = None,
-        **settings: Any,
-    ) -> torch.optim.Optimizer:
-        """Create a torch optimizer over this process's trainable parameters, or their float32 copies.
-
-        With `names`, it updates only parameters that match: names of the whole model, or patterns like `"*.bias"`. Its
-        `state_dict` uses parameter names. Merge the states of all ranks to load them with any schedule and cut.
-
-        With `groups`, it has parameter groups with settings of their own: `[{"names": "*.bias", "weight_decay": 0.0}]`.
-        A group without names has all parameters that no other group has.
-
-        With a schedule without a flush, it steps inside of `step`, and `max_norm` clips all gradients of every update
-        together; with others, call `clip_grad_norm_`.
-
-        With `validated="after"`, its step does not wait for other ranks. All ranks agree in the next step whether the
-        norm of all gradients was at most `max_norm` and all were finite. If not, they take the update back and make it
-        with clipped gradients, or leave it out: `pipe.verdict` says what was decided.
-        """
-        whole = kind.__name__ if isinstance(kind, type) and not by_element(kind) else ""
-        self._run.refuse(optimizer=whole, validated=validated, max_norm=max_norm)
-        self._run.flow.clips(validated, max_norm)
-        refuse((bool(groups) and names is not None, "names and groups are both given", "one of the two", "name groups"))
-        trained = [(name, param) for name, param in self.named_parameters() if param.requires_grad]
-        listed: list[tuple[list[nn.Parameter], dict[str, Any]]] = [([param for _, param in trained], {})]
-        if groups or names is not None:
-            chosen = grouped(groups or [{"names": names}], self.parameter_shapes(), others=self.parameter_aliases())
-            listed = [([param for name, param in trained if name in each], group) for each, group in chosen]
-        return self._updates.optimizer(kind, listed, settings, self.named_master_weights)
-
-    def parameter_shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes of the whole model's trainable parameters by name, those of other ranks too.
-
-        >>> pipe = Pipeline([nn.Linear(4, 2)], loss_fn=nn.functional.mse_loss, num_microbatches=1)
-        >>> pipe.parameter_shapes()
-        {'0.weight': torch.Size([2, 4]), '0.bias': torch.Size([2])}
-        """
-        return dict(self._engine.assembly.trained)
-
-    def parameter_aliases(self) -> dict[str, tuple[str, ...]]:
-        """Return all names of each tied tensor of the whole model, by the first of them."""
-        return {tensor.name: tensor.names for tensor in self._engine.assembly.ties.tensors if len(tensor.names) > 1}
-
-    def named_master_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that optimizers update: float32 copies with `master_weights`, else the parameters."""
-        return self._updates.named(self.named_parameters())
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this process's parameters by their names in the unsplit model; a tied one once, by its first name."""
-        return iter(self._holdings.named_parameters())
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield this process's parameters."""
-        return iter(self._holdings.parameters())
-
-    def zero_grad(self) -> None:
-        """Clear this process's gradients."""
-        for param in self.parameters():
-            param.grad = None
-        self._updates.forget()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this process's parameters and persistent buffers by their names in the unsplit model.
-
-        Together, all processes return what the unsplit model's `state_dict` has. One rank returns a tied tensor, under
-        all of its names. In a mesh each line returns all of it; tensors of which lines hold parts come whole, so that
-        all ranks must call this. With a schedule without a flush, call `drain` first.
-        """
-        self._run.flow.need_drained("state_dict")
-        self._settle_update()
-        return self._holdings.whole_state_dict()
-
-    def load_state_dict(self, mapping: Mapping[str, Any]) -> None:
-        """Load parameters and buffers by their names in the unsplit model; call it on every rank.
-
-        Names of other stages are ignored. A tied tensor may have any of its names, and reaches all ranks that hold it.
-        """
-        self._run.flow.need_drained("load_state_dict")
-        self._settle_update()
-        self._holdings.load_state_dict(mapping)
-        for observer in self._run.observers.each:
-            if isinstance(observer, Keeper):
-                observer.loaded(mapping, {})
-
     def count_from(self, step: int) -> None:
         """Give the next training step this number, where another loader than `load` has restored a run.
 
         Random numbers inside blocks follow from it, so that a resumed run draws what it would have drawn.
         """
         self._ledger.num_trained = step
-
-    def _settle_update(self) -> None:
-        """Wait for the verdict on an update that was made ahead of it."""
-        if self._updates.validation.is_on:
-            self.settle()
 
     def close(self) -> None:
         """Finish writing a checkpoint, and disconnect from the other ranks."""

@@ -27,6 +27,7 @@ from drumline.runtime.user_batch import has_microbatches
 _POSITIONS = ("position_ids", "positions")  # what models call the argument with each token's position
 _SHIFTING = "ForCausalLMLoss"  # the loss of transformers' language models
 _WINDOWS = {"sliding_window": "sliding_attention", "attention_chunk_size": "chunked_attention"}  # in configurations
+_BY_LENGTH = ("dynamic", "longrope")  # rotary positions that turn otherwise in longer sequences
 _PACKED = "find_packed_sequence_indices"  # by which transformers finds packed documents
 
 
@@ -50,6 +51,7 @@ class Divider(NamedTuple):
 class Takes:
     """How a model takes sequences: positions as an argument of this name at this place, at most `window` tokens.
 
+    `steady`: the most tokens in which its rotary positions do not depend on how many there are.
     `counted`: whether its positions must count up by one, because they would mean packed documents otherwise.
     `shifts`: whether its own loss compares each token's output with the next label, which may be in another part.
     `is_needed`: whether it cannot be called without them. `passes_on`: whether it hands further arguments to its loss.
@@ -62,6 +64,7 @@ class Takes:
     shifts: bool = False
     is_needed: bool = False
     passes_on: bool = False
+    steady: int | None = None
 
 
 def positions_of(model: object, divider: Divider) -> Takes:
@@ -91,8 +94,9 @@ def positions_of(model: object, divider: Divider) -> Takes:
             passes_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
             where = name, takes.index(name), window_of(config)
             return Takes(
-                *where, counted=kind is not None, shifts=shifts, is_needed=is_needed, passes_on=shifts and passes_on
-            )
+                *where, counted=kind is not None, shifts=shifts, is_needed=is_needed, passes_on=shifts and passes_on,
+                steady=steady_of(config),
+            )  # fmt: skip
     raise ModelError(
         f"{type(model).__name__} takes no {' or '.join(_POSITIONS)}, and {divider.why}",
         expected="a model whose forward takes the position of each token, since a part does not begin at 0",
@@ -116,6 +120,51 @@ def window_of(config: Any) -> int | None:
         if type(size := getattr(text, name, None)) is int and (not kinds or kind in kinds)
     ]
     return min(sizes, default=None) if getattr(text, "use_sliding_window", True) else None
+
+
+def steady_of(config: Any) -> int | None:
+    """Return in how many tokens rotary positions do not depend on the length; None if they never do.
+
+    >>> from types import SimpleNamespace
+    >>> steady_of(SimpleNamespace(rope_scaling={"rope_type": "dynamic"}, max_position_embeddings=8))
+    8
+    >>> steady_of(SimpleNamespace(rope_scaling={"rope_type": "linear"}, max_position_embeddings=8))
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    table = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    if not isinstance(table, dict):
+        return None
+    whole = getattr(text, "max_position_embeddings", None)
+    name = "original_max_position_embeddings"
+    limits = [
+        each.get(name) or getattr(text, name, None) or whole
+        for each in (table, *table.values())  # of kinds of layers
+        if isinstance(each, dict) and each.get("rope_type", each.get("type")) in _BY_LENGTH
+    ]
+    return min((limit for limit in limits if type(limit) is int), default=None)
+
+
+def refuse_long(length: int, takes: Takes, divider: Divider) -> None:
+    """Refuse sequences in whose parts a model of transformers would do something else.
+
+    >>> refuse_long(16, Takes("positions", 1, window=8), Divider("cp divides", "cp=1"))
+    Traceback (most recent call last):
+    drumline.core.errors.BatchError: cp divides sequences of 16 tokens, and layers of the model attend to a window ...
+    """
+    begins = f"{divider.clause} sequences of {length} tokens"
+    fix = f"use shorter sequences, or {divider.setting}"
+    if takes.window is not None and length > takes.window:
+        raise BatchError(
+            f"{begins}, and layers of the model attend to a window of {takes.window}",
+            expected=f"at most {takes.window} tokens: masks of windows are made for only a part of the sequence",
+            fix=fix,
+        )
+    if takes.steady is not None and length > takes.steady:
+        raise BatchError(
+            f"{begins}, and the model's rotary positions turn otherwise in more than {takes.steady}",
+            expected=f"at most {takes.steady} tokens: a part does not know how long its sequence is",
+            fix=fix,
+        )
 
 
 def refuse_packed(value: Any, name: str, divider: Divider) -> None:

@@ -77,8 +77,22 @@ def sliced(program: Program, num_slices: int) -> Program:
     numbers = (columns.stage[order], columns.code[order], unit[order])
     return Program.of_columns(
         replace(Columns.plain(columns.lengths, *numbers), num_slices=num_slices),
-        f"{program.name} in {num_slices} slices",
+        f"{program.name}{_named(num_slices)}",
     )
+
+
+def order_of(program: Program) -> str:
+    """Return the name of the schedule whose order a program has, in slices or not.
+
+    >>> from drumline.schedules import generate
+    >>> order_of(generate("zb-h1", num_ranks=2, num_microbatches=2, slices=4))
+    'zb-h1'
+    """
+    return program.name.removesuffix(_named(program.num_slices))
+
+
+def _named(num_slices: int) -> str:
+    return f" in {num_slices} slices"
 
 
 def _with_forwards_earlier(columns: Columns, unit: Ints, forward: Ints) -> Ints:

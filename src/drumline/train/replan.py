@@ -18,6 +18,7 @@ from dataclasses import replace
 from drumline.core.errors import DrumlineError, UsageError, counted
 from drumline.plan.device.plan import Plan
 from drumline.schedules import DEFAULT, schedules
+from drumline.schedules.slices import order_of
 from drumline.train.config.relations import AROUND, program_of
 from drumline.train.config.settings import MeshSettings, TrainSettings
 
@@ -114,7 +115,10 @@ def _without_plan(settings: TrainSettings) -> TrainSettings:
     if not settings.pipeline.plan:
         return settings
     plan = Plan.load(settings.pipeline.plan)
-    pipeline = replace(settings.pipeline, plan="", schedule=plan.schedule, stages_per_rank=plan.stages_per_rank)
+    pipeline = replace(
+        settings.pipeline, plan="", schedule=order_of(plan.program), stages_per_rank=plan.stages_per_rank,
+        slices=plan.slices or 1,
+    )  # fmt: skip
     recompute = "full" if any(plan.checkpoint) else "none"  # what fits with some recomputed may need all of it
     return replace(settings, pipeline=pipeline, memory=replace(settings.memory, recompute=recompute))
 

@@ -174,14 +174,7 @@ def verify(
     - `slices`: as `Pipeline` takes it. A `Program` or a file has the order of all slices, as that of `pipe.program`.
       The default model is a small causal decoder then.
     """
-    if transport not in TRANSPORTS:
-        raise UsageError(f"transport is {transport!r}", fix=nearest(transport, TRANSPORTS))
-    if num_steps < 1:
-        raise UsageError(f"the number of steps is {num_steps}", expected="1 or more")
-    if not 0 <= dropout < 1:
-        raise UsageError(f"dropout is {dropout:g}", expected="at least 0 and less than 1")
-    if dropout and model is not None:
-        raise UsageError("dropout was given together with a model", fix="add dropout to the model itself")
+    _check_options(transport, num_steps, dropout, has_model=model is not None)
     if isinstance(schedule, Path) or (isinstance(schedule, str) and schedule.endswith(".csv")):
         schedule = Program.load(schedule)
     sizes = {} if mesh is None else described(mesh)[0]
@@ -203,26 +196,43 @@ def verify(
     case = _Case(program, model, transport, checkpoint, dropout, num_steps, seed, timeout, *of_lines, division=division)
     _check_mesh(case)
     with one_thread():
-        material = case.material()
-        _check_rows(case, material)
-        start = fingerprint(material)
-        known = CutOnce.of(material, program, case.num_microbatches)
-        case = replace(case, start=start, balance=known.counts)
-        del material  # it was traced; the reference must be one that never was
-        one_process = OneProcess(
-            case.made_again(), program, seed, known, num_parts=case.num_parts, num_slices=division.num_slices
-        )
-        expected = [one_process.step()]  # before any rank starts: a failure here is the model's own
-        if transport == "in-process":
-            views = [_in_turns(case)]
-        else:
-            num_processes = program.num_ranks * case.num_lines
-            views = launch(_pipelined, case, num_ranks=num_processes, threads=1, backend="gloo")
-        for before in range(num_steps - 1):
-            one_process.load([pair for view in views for pair in view.steps[before].weights])
-            expected.append(one_process.step())
+        return _verified(case)
+
+
+def _verified(case: _Case) -> Verification:
+    """Run a case in one process and as a pipeline, and compare the two."""
+    program, material = case.program, case.material()
+    _check_rows(case, material)
+    start = fingerprint(material)
+    known = CutOnce.of(material, program, case.num_microbatches)
+    case = replace(case, start=start, balance=known.counts)
+    del material  # it was traced; the reference must be one that never was
+    one_process = OneProcess(
+        case.made_again(), program, case.seed, known, num_parts=case.num_parts, num_slices=case.division.num_slices
+    )
+    expected = [one_process.step()]  # before any rank starts: a failure here is the model's own
+    if case.transport == "in-process":
+        views = [_in_turns(case)]
+    else:
+        num_processes = program.num_ranks * case.num_lines
+        views = launch(_pipelined, case, num_ranks=num_processes, threads=1, backend="gloo")
+    for before in range(case.num_steps - 1):
+        one_process.load([pair for view in views for pair in view.steps[before].weights])
+        expected.append(one_process.step())
     rounds = bool(program.placement.mirrored) or known.is_tied
     return _compared(case, views, expected, rounds=rounds, turns=one_process.turns)
+
+
+def _check_options(transport: str, num_steps: int, dropout: float, *, has_model: bool) -> None:
+    """Refuse values that no model can be verified with."""
+    if transport not in TRANSPORTS:
+        raise UsageError(f"transport is {transport!r}", fix=nearest(transport, TRANSPORTS))
+    if num_steps < 1:
+        raise UsageError(f"the number of steps is {num_steps}", expected="1 or more")
+    if not 0 <= dropout < 1:
+        raise UsageError(f"dropout is {dropout:g}", expected="at least 0 and less than 1")
+    if dropout and has_model:
+        raise UsageError("dropout was given together with a model", fix="add dropout to the model itself")
 
 
 def _check_mesh(case: _Case) -> None:

@@ -229,6 +229,10 @@ class Intake:
         """
         return () if self._own_shares is None else self._own_shares.script.sheet.factors.get(microbatch, ())
 
+    def has_factors(self, microbatch: int) -> bool:
+        """Whether parts of loss_fn have shares of their own in a microbatch."""
+        return bool(self._factors.get(microbatch)) and self._own_shares is None
+
     def multiplying(self, inputs: Any, factors: Factors) -> AbstractContextManager[object]:
         """Multiply the parts of the model's own loss where the model computes it."""
         if self._own_shares is None or not factors:

@@ -76,6 +76,7 @@ class Take:
     totals: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # of experts that tokens of all lines go through
     ratio: float = 1.0  # what it counts more in the step than was known before
     counts: bool = True  # whether it is a part of the loss: some losses must be seen before this is known
+    is_weighed_by_parts: bool = False  # whether parts of loss_fn have shares of their own in its units
 
 
 class Asking:

@@ -32,6 +32,7 @@ from drumline.features.check.gradients.expected import (
 )
 from drumline.features.check.gradients.sketch import few, sketch
 from drumline.features.check.verdict import RankOutcome
+from drumline.model.values import pack
 from drumline.runtime.step import Step
 
 
@@ -68,8 +69,11 @@ class Trial(Asking):
         """Give the wanted gradients the share that the step took: some losses must be seen before it is known."""
         own_share = None
         if take.microbatch.number in step.losses:
-            own_share = self.parts.share(take.units.share(step), self.intake.device)
-        share = next(value for value in self.crew.collect("check share", own_share) if value is not None)
+            share = self.parts.share(take.units.share(step), self.intake.device)
+            numbers = take.units.numbers if take.units.are_several else ()
+            own_share = share, any(self.intake.has_factors(number) for number in numbers)
+        shares = self.crew.collect("check share", own_share)
+        share, take.is_weighed_by_parts = next(value for value in shares if value is not None)
         take.counts = bool(share)
         if take.counts and take.wanted is not None and take.expected is not None and share != take.wanted.outcome.share:
             take.ratio = share / take.wanted.outcome.share
@@ -120,6 +124,13 @@ class Trial(Asking):
             outcome.others = {"output": outputs_off(*take.units.outputs(self._outputs(at), take.opening.output))}
             outcome.differing = self._differing(at, take)
         if take.wanted is None or take.expected is None:
+            return outcome
+        if take.is_weighed_by_parts:
+            whole = take.wanted.outcome.output
+            outcome.unchecked = "parts of loss_fn have shares of their own in each slice"
+            outcome.num_tokens = next((tensor.shape[1] for tensor in pack(whole)[0] if tensor.dim() > 1), 0)
+            outcome.others = {"output": outputs_off(*take.units.outputs(self._outputs(at), whole))}
+            outcome.differing = self._differing(at, take)
             return outcome
         named, expected = self.named, take.expected
         compared: dict[nn.Parameter, str] = {}

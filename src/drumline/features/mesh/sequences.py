@@ -15,7 +15,7 @@ from drumline.channel.lines.axes import Axes
 from drumline.core.errors import BatchError
 from drumline.features.mesh.context import AXIS
 from drumline.model.values import mapped
-from drumline.runtime.sequences import Divider, Takes, counted_positions, refuse_packed, sequences_in
+from drumline.runtime.sequences import Divider, Takes, counted_positions, refuse_long, refuse_packed, sequences_in
 
 BY_CP = Divider("cp divides", "cp=1")
 
@@ -39,13 +39,7 @@ def placed(
     """Return a step's arguments with the positions of all tokens, unless they are given."""
     batch = sequences_in(*args, *named.values())
     for part in batch or sequences_in(target):
-        if takes.window is not None and part.shape[1] > takes.window:
-            raise BatchError(
-                f"sequences of {part.shape[1]} tokens are divided over cp = {axes.size(AXIS)}, and layers of the model "
-                f"attend to a window of {takes.window}",
-                expected=f"at most {takes.window} tokens: masks of windows are made for only a part of the sequence",
-                fix="use shorter sequences, or cp=1",
-            )
+        refuse_long(part.shape[1], takes, BY_CP)
         if part.shape[1] % axes.size(AXIS):
             raise BatchError(
                 f"sequences of {part.shape[1]} tokens are divided over cp = {axes.size(AXIS)}",

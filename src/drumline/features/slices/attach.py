@@ -19,7 +19,7 @@ from drumline.features.slices.following import follow
 from drumline.features.slices.options import SliceOptions
 from drumline.features.slices.units import BY_SLICES, in_one_piece, in_sequences, in_units
 from drumline.model.patches import put_in
-from drumline.runtime.sequences import Takes, positions_of, without_packing
+from drumline.runtime.sequences import Takes, positions_of, sequences_in, without_packing
 from drumline.runtime.step import CalledWith, Step
 from drumline.runtime.user_batch import has_microbatches
 
@@ -82,7 +82,10 @@ class Slices(Observer):
     def take_call(self, step: Step, call: CalledWith) -> CalledWith:
         """Return a step's arguments in units."""
         self._calls.clear()
-        return in_units(call, self._takes, self._division, self._site.frozen.program.num_microbatches)
+        units = in_units(call, self._takes, self._division, self._site.frozen.program.num_microbatches)
+        args, named, target = units
+        self._calls.shapes = tuple(tuple(tensor.shape[:2]) for tensor in sequences_in(*args, *named.values(), target))
+        return units
 
     def tell(self, step: Step, each: Sequence[RankReport]) -> None:
         """Return whole sequences of the last stage's output."""

@@ -104,5 +104,8 @@ def attend(
     True
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if (missing := 4 - query.dim()) > 0:  # kernels take rows and heads
+        query, key, value = (tensor[(None,) * missing] for tensor in (query, key, value))
+        noise = None if noise is None else noise[(None,) * missing]
     result: Tensor = _OfSlice.apply(query, key, value, memory, number, scale, noise)  # type: ignore[no-untyped-call]
-    return result
+    return result[(0,) * missing] if missing > 0 else result

@@ -7,10 +7,13 @@ Calls are seen as torch shows them to a `TorchFunctionMode`, so models need not 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -32,12 +35,18 @@ _MIXES: dict[str, tuple[Callable[..., Any], ...]] = {
                              torch._transformer_encoder_layer_fwd),
     "a dropout of whole channels": (functional.alpha_dropout, functional.feature_alpha_dropout, functional.dropout1d,
                                     functional.dropout2d, functional.dropout3d),
+    "pooling": (functional.avg_pool1d, functional.max_pool1d, torch.max_pool1d, functional.adaptive_avg_pool1d),
     "statistics of the batch": (functional.batch_norm, torch.batch_norm, functional.instance_norm),
 }  # fmt: skip
 _ALONG = {torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod, torch.logcumsumexp, Tensor.logcumsumexp,
+          torch.cummax, Tensor.cummax, torch.cummin, Tensor.cummin,
           torch.flip, Tensor.flip, torch.roll, Tensor.roll}  # fmt: skip
 _DRAWS = {torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.bernoulli, Tensor.bernoulli,
           Tensor.bernoulli_, Tensor.normal_, Tensor.uniform_}  # fmt: skip
+_ATTENTION_ALONE = "blocks in which only scaled_dot_product_attention sees other tokens"
+_NO_CHECKPOINT = (
+    'call gradient_checkpointing_disable() of a model of transformers, and pass checkpoint="full" to Pipeline'
+)
 _SOFTMAX = {torch.softmax, Tensor.softmax, functional.softmax}
 
 
@@ -49,6 +58,7 @@ class SliceCalls(TorchFunctionMode):
         self.division = division
         self.memories: dict[Key, SliceMemory] = {}
         self._stage, self._unit, self._block, self._number = 0, 0, "", 0
+        self.shapes: tuple[tuple[int, ...], ...] = ()  # of a step's units, where this rank knows them
         self._shape: tuple[int, ...] = (0, 0)  # rows and tokens of the unit
         self._handlers: dict[Any, Callable[..., Any]] = {
             functional.scaled_dot_product_attention: self._attention,
@@ -63,10 +73,14 @@ class SliceCalls(TorchFunctionMode):
     # ---- where it is -------------------------------------------------------------------------------------------------
 
     def at(self, stage: int, unit: int, value: Any) -> SliceCalls:
-        """Let blocks of a stage run on a unit inside of `with`; its shape is that of their input."""
+        """Let blocks of a stage run on a unit inside of `with`; what is not known of its shape, their input tells."""
         self._stage, self._unit = stage, unit
-        shapes = [tensor.shape for tensor in pack(value)[0] if tensor.dim() > 1]
-        self._shape = max(shapes, key=len)[:2] if shapes else (0, 0)
+        if self.shapes:
+            self._shape = self.shapes[unit]
+        else:
+            tensors = [tensor for tensor in pack(value)[0] if tensor.dim() > 1]
+            largest = max(tensors, key=lambda tensor: (tensor.dim() == 3, tensor.numel()), default=None)
+            self._shape = (0, 0) if largest is None else tuple(largest.shape[:2])
         return self
 
     def enter(self, block: str) -> None:
@@ -76,6 +90,7 @@ class SliceCalls(TorchFunctionMode):
     def clear(self) -> None:
         """Forget all sequences."""
         self.memories.clear()
+        self.shapes = ()
 
     def context(self, stage: int) -> list[Tensor]:
         """Return the keys and values that a stage keeps, and their gradients so far."""
@@ -90,9 +105,11 @@ class SliceCalls(TorchFunctionMode):
         """Run a call of a block."""
         handler = self._handlers.get(func)
         if handler is not None and not _are_traced(args) and not _are_traced((kwargs or {}).values()):
+            if _runs_again():
+                self._refuse("a checkpoint of its own", "blocks that the pipeline runs again itself", _NO_CHECKPOINT)
             return handler(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        if func in self._watched and not _are_traced([result]):
+        if func in self._watched and not _are_traced(result if isinstance(result, tuple) else [result]):
             self._look(func, args, result)
         return result
 
@@ -120,6 +137,8 @@ class SliceCalls(TorchFunctionMode):
                 expected="is_causal=True, and as many keys as queries",
                 fix="use slices=1 for models with cross attention, a cache, or attention to later tokens",
             )
+        if self.shapes and query.shape[-2] != self._shape[1]:
+            self._refuse(f"attention over {query.shape[-2]} of {self._shape[1]} tokens")
         if torch.is_autocast_enabled(query.device.type):
             kind = torch.get_autocast_dtype(query.device.type)
             query, key, value = (tensor.to(kind) for tensor in (query, key, value))
@@ -177,11 +196,13 @@ class SliceCalls(TorchFunctionMode):
 
     def _look(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
         """Refuse what works along a sequence: sums over it, numbers drawn for its tokens, attention by products."""
+        result = result[0] if isinstance(result, tuple) else result  # values and their places
         if not isinstance(result, Tensor) or not result.is_floating_point():
             return
         name = getattr(function, "__name__", str(function))
         if function in _SOFTMAX:
-            if result.dim() == 4 and result.shape[-1] == result.shape[-2] > 1:
+            has_heads = result.dim() == 4 or (result.dim() == 3 and result.shape[0] != self._shape[0])
+            if has_heads and result.shape[-1] == result.shape[-2] > 1:
                 self._refuse("attention by a softmax of its own")
         elif result.dim() > 1 and (result.shape[:2] == self._shape or result.shape[0] == math.prod(self._shape) > 1):
             self._refuse(f"`{name}` over a sequence")
@@ -192,12 +213,18 @@ class SliceCalls(TorchFunctionMode):
 
         return refuse
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, what: str, expected: str = _ATTENTION_ALONE, fix: str = "use slices=1") -> NoReturn:
         raise ModelError(
-            f"block {self._block!r} has {what}, and its sequences are divided into slices",
-            expected="blocks in which only scaled_dot_product_attention sees other tokens",
-            fix="use slices=1",
+            f"block {self._block!r} has {what}, and its sequences are divided into slices", expected=expected, fix=fix
         )
+
+
+def _runs_again() -> bool:
+    """Whether this is a forward inside of `torch.utils.checkpoint`, which its backward repeats."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _are_traced(values: Iterable[Any]) -> bool:

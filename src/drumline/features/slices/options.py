@@ -15,7 +15,10 @@ from drumline.features.slices.units import BY_SLICES
 from drumline.runtime.sequences import positions_of
 
 # Layers that carry a state from token to token, by the names of their classes: kernels of devices hide what they call.
-_STATES = re.compile("Mamba|Rwkv|RecurrentBlock|DeltaNet|LinearAttention|ShortConv|RetNet|Hyena|LSTM|GRU")
+_STATES = re.compile(
+    "Mamba|BambaMixer|FalconH1Mixer|Rwkv|RecurrentBlock|DeltaNet|DeltaAttention|LinearAttention|LightningAttention"
+    "|ShortConv|RetNet|Hyena|LSTM|GRU"
+)
 _SLICES = Rule(
     "a number of slices, or the tokens of each: 2 at least",
     lambda value: (

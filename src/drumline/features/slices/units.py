@@ -22,7 +22,7 @@ from drumline.core.slices.division import SliceLengths
 from drumline.model.microbatches import Microbatches
 from drumline.model.values import mapped, pack, unpack
 from drumline.runtime.batch import rows_of_each
-from drumline.runtime.sequences import Divider, Takes, counted_positions, refuse_packed, sequences_in
+from drumline.runtime.sequences import Divider, Takes, counted_positions, refuse_long, refuse_packed, sequences_in
 from drumline.runtime.step import CalledWith, Step
 from drumline.runtime.user_batch import has_microbatches
 
@@ -49,13 +49,7 @@ def in_units(call: CalledWith, takes: Takes, division: SliceLengths, num_microba
         return call
     rows, length = int(lead.shape[0]), int(lead.shape[1])
     _refuse_target(target, rows, length)
-    if takes.window is not None and length > takes.window:
-        raise BatchError(
-            f"sequences of {length} tokens are divided into slices, and layers of the model attend to a window of"
-            f" {takes.window}",
-            expected=f"at most {takes.window} tokens: masks of windows are made for only a part of the sequence",
-            fix="use shorter sequences, or slices=1",
-        )
+    refuse_long(length, takes, BY_SLICES)
     if rows < num_microbatches:
         raise BatchError(
             f"the batch has {rows} rows for {num_microbatches} microbatches",

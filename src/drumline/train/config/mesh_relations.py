@@ -75,24 +75,26 @@ def _sequences_divide(judged: PlacedSettings) -> Iterator[Problem]:
         )
 
 
-@relation("pipeline.slices", "batch.sequence", "lengths.how", "model.kind")
+@relation("pipeline.slices", "pipeline.plan", "batch.sequence", "lengths.how", "model.kind")
 def slices_divide(judged: PlacedSettings) -> Iterator[Problem]:
     """Yield what slices cannot divide."""
-    settings, slices = judged.settings, judged.settings.pipeline.slices
-    if settings.pipeline.num_slices == 1:
+    settings, slices = judged.settings, judged.slices
+    if slices == 1:
         return
     if settings.model.kind == "mlp":
         yield judged.problem("pipeline.slices", f"is {_listed(slices)}, and points have no sequence", "1")
         return
-    length, number = settings.batch.sequence, settings.pipeline.num_slices
+    length, is_planned = settings.batch.sequence, settings.pipeline.slices != slices
     if isinstance(slices, tuple) and sum(slices) != length:
         yield judged.problem(
-            "pipeline.slices", f"has {sum(slices)} tokens in all", f"{length}, as batch.sequence says",
-            "give a number of slices for equal ones",
+            "pipeline.plan" if is_planned else "pipeline.slices",
+            f"has slices of {sum(slices)} tokens in all" if is_planned else f"has {sum(slices)} tokens in all",
+            f"{length}, as batch.sequence says",
+            "plan again for this length" if is_planned else "give a number of slices for equal ones",
         )  # fmt: skip
     elif isinstance(slices, int) and (length % slices or length < 2 * slices):
         yield judged.problem(
-            "batch.sequence", f"is {length}", f"a multiple of pipeline.slices, {number}, with 2 tokens in each",
+            "batch.sequence", f"is {length}", f"a multiple of pipeline.slices, {slices}, with 2 tokens in each",
             "choose another number of slices, or list the tokens of each",
         )  # fmt: skip
     if settings.lengths.how != "blocks":

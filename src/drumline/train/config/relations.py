@@ -36,6 +36,11 @@ class PlacedSettings:
     source: TableSource
     plan: Plan | None = None
 
+    @property
+    def slices(self) -> int | tuple[int, ...]:
+        """How sequences are divided: as the plan says, if it divides them."""
+        return self.settings.pipeline.slices if self.plan is None else self.plan.slices or self.settings.pipeline.slices
+
     def value(self, key: str) -> Any:
         """Return what a key is."""
         return _value(self.settings, key)

@@ -103,7 +103,7 @@ def _facts(judged: PlacedSettings) -> Facts:
     axes = settings.mesh.axes if settings.mesh.num_lines > 1 else {}
     facts |= mesh_facts(axes, dp="dp (mesh.data above mesh.expert)", tp="tp (mesh.tensor)")
     facts["adapter"] = settings.adapter.method or settings.adapter.start
-    facts["slices"] = settings.pipeline.num_slices
+    facts["slices"] = judged.slices if isinstance(judged.slices, int) else len(judged.slices)
     facts["programs"] = settings.lengths.how == "buckets"
     facts["parameters"] = "" if settings.precision.weights == "fp32" else settings.precision.weights
     with suppress(DrumlineError):  # a relation tells why there is no program

@@ -58,7 +58,7 @@ class DryRun:
             "trained_parameters": count((block for stage in self.forecast.stages for block in stage), trained=True),
             "ranks": program.num_ranks,
             "microbatches": program.num_microbatches,
-            "slices": settings.pipeline.num_slices,
+            "slices": program.num_slices,
             "microbatch": settings.batch.microbatch,
             "sequence": settings.batch.sequence,
             "tokens_per_step": self._tokens(),

@@ -1,15 +1,16 @@
 """How much memory every rank will need, found by running the model's blocks on one microbatch.
 
     rank 0 (1f1b)      0F0   0F1   0B0   0F2   0B1   0B2
-    activations         1     2     2     2     2     1      microbatches of its stage, as weighed
+    activations         1     2     2     2     2     1      microbatches of its stage, as weighed, or slices
     gradients           0     0     all   all   all   all    of a stage from its first backward on
     weights, state      all the time
     working             what each action needs while it runs
 
 What a rank holds is bytes of tensors: parameters and buffers; gradients; what the optimizer keeps, float32 copies
-included; activations that wait for their backward, each storage once; and, told apart, what was received from other
-ranks. Weights that autocast has cast are held once for all microbatches. On top comes what an action needs only while
-it runs (`profile/working.py`). The fullest moment counts: an action's, or the optimizer's.
+included; activations that wait for their backward, each storage once, with slices' gradients of keys and values; and,
+told apart, what was received from other ranks. Weights that autocast has cast are held once for all microbatches. On
+top comes what an action needs only while it runs (`profile/working.py`). The fullest moment counts: an action's, or the
+optimizer's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
-from drumline.core.memory import Sizes, holdings
+from drumline.core.memory import holdings, stashes
 from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
 from drumline.core.simulate.simulate import Simulation, simulate
@@ -120,11 +121,17 @@ def forecast(
     )
     blocks_measured = measured(
         blocks, microbatch, device=device, precision=precision, split=split_share(program) > 0,
-        root=choices.model if isinstance(choices.model, nn.Module) else None, by_kind=by_kind, tell=tell,
-        target=wanted, loss_fn=intake.loss if intake.has_loss else None,
+        sliced=program.num_slices > 1, root=choices.model if isinstance(choices.model, nn.Module) else None,
+        by_kind=by_kind, tell=tell, target=wanted, loss_fn=intake.loss if intake.has_loss else None,
     )  # fmt: skip
     return WeighedBlocks(
-        tuple(blocks), blocks_measured.profile, blocks_measured.working, blocks_measured.cast, state_of, accumulates
+        tuple(blocks),
+        blocks_measured.profile,
+        blocks_measured.working,
+        blocks_measured.cast,
+        blocks_measured.keys,
+        state_of,
+        accumulates,
     ).forecast(options)
 
 
@@ -136,6 +143,7 @@ class WeighedBlocks:
     profile: Profile
     working: tuple[Working, ...]
     cast: Mapping[str, int]
+    keys: Mapping[str, int]
     state_of: StateOf
     accumulates: bool
 
@@ -168,7 +176,8 @@ def _added_up(weighed: WeighedBlocks, choices: Options, program: Program) -> For
     costs = replace(costs, gradient_bytes=_gradients(costs, stages, choices))
     parts = _parts(choices)
     if len(parts) > 1:
-        costs = replace(costs, slice_lengths=parts)
+        keys = [float(sum(weighed.keys.get(block.name, 0) for block in stage)) for stage in stages]
+        costs = replace(costs, slice_lengths=parts, key_value_bytes=keys)
     needs = {where: need * max(parts) for where, need in _needs(weighed, counts, again).items()}
     ranks = tuple(_ranks(program, costs, stages, needs, weighed))
     if program.num_updates:
@@ -241,11 +250,11 @@ def _ranks(
     weighed: WeighedBlocks,
 ) -> Iterator[RankMemory]:
     weights, gradients = (costs.per_stage(f"{name}_bytes", program.num_stages) for name in ("weight", "gradient"))
-    sizes, bare = Sizes.of(program, costs), Sizes.of(program, _without_received(costs, program.num_stages))
+    sizes, bare = (stashes(program, each) for each in (costs, _without_received(costs, program.num_stages)))
     for rank, row in enumerate(program.timed_rows):
         held_stages = program.placement.stages_of(rank)
         own_blocks = [block for stage in held_stages for block in stages[stage]]
-        stash, without = ([during for during, _ in size.stash(row)] for size in (sizes, bare))
+        stash, without = sizes[rank][:, 0].tolist(), bare[rank][:, 0].tolist()
         own_gradients = {stage: gradients[stage] for stage in held_stages}
         grown = list(moments_of(row, own_gradients, accumulates=weighed.accumulates))
         needed = [sum(needs.get((part.stage, part.op), 0.0) for part in action.work) for action in row]

@@ -25,6 +25,7 @@ from drumline.model.randomness import Randomness
 from drumline.model.values import pack
 from drumline.plan.device.blocks import Profile
 from drumline.profile.blocks import profile, tied
+from drumline.profile.keys_and_values import keys_and_values
 from drumline.profile.kinds import Kinds, kinds_of
 from drumline.profile.once import Once, OwedClock
 from drumline.profile.working import Working, working
@@ -38,11 +39,15 @@ _RUNS, _SECONDS = 3, 2.0  # for the simulated step; bytes are the same in every 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMemory:
-    """What the blocks of a model take; `cast` are bytes of weights that autocast casts once for all microbatches."""
+    """What the blocks of a model take; `cast` are bytes of weights that autocast casts once for all microbatches.
+
+    `keys` are the bytes of a microbatch's keys and values by block, where sequences run in slices.
+    """
 
     profile: Profile
     working: tuple[Working, ...]
     cast: Mapping[str, int]
+    keys: Mapping[str, int]
 
 
 def silent(text: str) -> None:
@@ -51,9 +56,12 @@ def silent(text: str) -> None:
 
 def measured(
     blocks: Sequence[Block], microbatch: Any, *, device: torch.device, precision: Precision, split: bool,
-    root: nn.Module | None = None, by_kind: bool = True, tell: Tell = silent, **how: Any,
+    sliced: bool = False, root: nn.Module | None = None, by_kind: bool = True, tell: Tell = silent, **how: Any,
 ) -> MeasuredMemory:  # fmt: skip
-    """Measure blocks with one microbatch; `how` is the target and the loss that the last one includes."""
+    """Measure blocks with one microbatch; `how` is the target and the loss that the last one includes.
+
+    Where sequences are `sliced`, keys and values are counted too.
+    """
     ties, is_meta = tied(blocks), is_on_meta(blocks)
     # A cast that blocks share would be counted for the first of them alone.
     uncached = precision.uncached() if is_meta else precision.autocast
@@ -73,12 +81,14 @@ def measured(
             sizes = profile(chain, microbatch, **runs, **how)
         with once:
             sizes, cast = _without_casts(sizes, chain, microbatch, precision)
+            keys = keys_and_values(chain, microbatch, precision=precision) if sliced else {}
         tell("measuring what each needs while it runs ...")
         with precision.autocast, once:
             needs = working(chain, microbatch, device=device, split=split, **how)
     sizes = kinds.profile(sizes)
     layers = tuple(replace(layer, tied=own_ties) for layer, own_ties in zip(sizes.layers, ties, strict=True))
-    return MeasuredMemory(replace(sizes, layers=layers), tuple(kinds.working(needs)), kinds.by_name(cast))
+    of_all = replace(sizes, layers=layers)
+    return MeasuredMemory(of_all, tuple(kinds.working(needs)), kinds.by_name(cast), kinds.by_name(keys))
 
 
 def _kinds(blocks: Sequence[Block], microbatch: Any, device: torch.device, *, by_kind: bool, tell: Tell) -> Kinds:
