@@ -14,6 +14,7 @@ from drumline.plan.device.plan import Plan
 from drumline.plan.device.planner import Planned, plan
 from drumline.plan.device.slice_profile import SliceProfile, TimedSlice
 from drumline.plan.device.sliced import SlicedCandidate, lengths_of
+from drumline.schedules import find, schedule, unregister
 from profiles import model_profile
 from refused import refused
 
@@ -109,3 +110,16 @@ def test_a_profile_keeps_what_its_slices_took() -> None:
     with refused(PlanError, "a slice from 0 to 1025"):
         ModelProfile.from_json(json.dumps(table))
     assert timed().attention == pytest.approx(0.4)
+
+
+def test_what_is_tried_in_slices_is_a_fact_of_the_schedule() -> None:
+    @schedule("own", formula_in_slices=True)
+    def own(num_ranks: int, *, num_microbatches: int) -> Any:
+        yield from find("gpipe").recipe(num_ranks, num_microbatches=num_microbatches)
+
+    try:
+        names = {each.program.name for each in planned(1, schedules=["own", "zb-v"]).candidates}
+    finally:
+        unregister("own")
+    assert {"own in 2 slices", "own in 4 slices"} <= names
+    assert not any(name.startswith("zb-v in ") for name in names)

@@ -5,7 +5,7 @@ of blocks. Its slices take the parts of a whole sequence's seconds that the prof
 cost enters the objective. Its peak is that of the simulator: slices held, and the gradients of keys and values that
 backwards add up.
 
-    tried     1f1b, gpipe, interleaved-1f1b, zb-h1      2, 4, 8, ... slices, not shorter than any that was measured
+    tried     schedules with a formula for slices      2, 4, 8, ... slices, not shorter than any that was measured
     lengths   equal, and those that take the same time
     where     M is below 4 P, every block trains, and lengths of slices are known: the profile has slices
 """
@@ -33,11 +33,10 @@ from drumline.plan.device.plan import Plan, RankBytes, StepSeconds
 from drumline.plan.device.slice_profile import SliceProfile
 from drumline.plan.device.stages import Stages
 from drumline.plan.slices.lengths import equal_lengths, shortest_longest
-from drumline.schedules import find
+from drumline.schedules import find, schedules
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1")
 NUMBERS = (2, 4, 8, 16, 32, 64)
-_FEW = 4  # microbatches for each rank: with as many, slices save little
+FEW = 4  # microbatches for each rank: with as many, slices save little
 _MULTIPLES = (64, 16, 1)  # of tokens, the largest that leaves slices some choice
 _CHOICE = 4  # so many multiples in a slice
 
@@ -159,13 +158,23 @@ def sliced_candidates(question: Question, candidates: Sequence[Candidate]) -> It
     for candidate in candidates:
         program = candidate.program
         key = (program, candidate.rows, candidate.stages.recompute)
-        if program.name not in SCHEDULES or program.num_microbatches >= _FEW * program.num_ranks or key in done:
+        if not is_tried(program.name) or program.num_microbatches >= FEW * program.num_ranks or key in done:
             continue
         done.add(key)
         for lengths in lengths_of(profile):
             divided = _divided(program, len(lengths))
             if divided is not None:
                 yield _sliced(question, candidate, divided, profile, lengths)
+
+
+def is_tried(name: str) -> bool:
+    """Whether a schedule is tried in slices: one whose order of slices has a formula.
+
+    >>> is_tried("1f1b"), is_tried("zb-v"), is_tried("mine.csv")
+    (True, False, False)
+    """
+    known = schedules().get(name)
+    return known is not None and known.formula_in_slices
 
 
 def lengths_of(profile: SliceProfile) -> list[tuple[int, ...]]:
