@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -44,9 +45,12 @@ _SOFTMAX = {torch.softmax, Tensor.softmax, functional.softmax}
 class SliceCalls(TorchFunctionMode):
     """Where a slice runs, and what its calls see there; active while blocks of a stage run."""
 
-    def __init__(self, division: SliceLengths) -> None:
+    def __init__(
+        self, division: SliceLengths, around: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
         super().__init__()
         self.division = division
+        self.around = around  # what blocks run inside of, beside this
         self.memories: dict[Key, SliceMemory] = {}
         self._stage, self._unit, self._block, self._number = 0, 0, "", 0
         self._shape: tuple[int, ...] = (0, 0)  # rows and tokens of the unit

@@ -33,10 +33,9 @@ from drumline.plan.device.plan import Plan, RankBytes, StepSeconds
 from drumline.plan.device.slice_profile import SliceProfile
 from drumline.plan.device.stages import Stages
 from drumline.plan.slices.lengths import equal_lengths, shortest_longest
-from drumline.schedules import find, schedules
+from drumline.plan.slices.orders import NUMBERS, are_few, is_tried
+from drumline.schedules import find
 
-NUMBERS = (2, 4, 8, 16, 32, 64)
-FEW = 4  # microbatches for each rank: with as many, slices save little
 _MULTIPLES = (64, 16, 1)  # of tokens, the largest that leaves slices some choice
 _CHOICE = 4  # so many multiples in a slice
 
@@ -158,23 +157,13 @@ def sliced_candidates(question: Question, candidates: Sequence[Candidate]) -> It
     for candidate in candidates:
         program = candidate.program
         key = (program, candidate.rows, candidate.stages.recompute)
-        if not is_tried(program.name) or program.num_microbatches >= FEW * program.num_ranks or key in done:
+        if not is_tried(program.name) or not are_few(program) or key in done:
             continue
         done.add(key)
         for lengths in lengths_of(profile):
             divided = _divided(program, len(lengths))
             if divided is not None:
                 yield _sliced(question, candidate, divided, profile, lengths)
-
-
-def is_tried(name: str) -> bool:
-    """Whether a schedule is tried in slices: one whose order of slices has a formula.
-
-    >>> is_tried("1f1b"), is_tried("zb-v"), is_tried("mine.csv")
-    (True, False, False)
-    """
-    known = schedules().get(name)
-    return known is not None and known.formula_in_slices
 
 
 def lengths_of(profile: SliceProfile) -> list[tuple[int, ...]]:
