@@ -230,7 +230,7 @@ class AutoSlices(Observer):
     def _end(self) -> None:
         """Leave the rest to adapting, which knows no slices."""
         self.is_over = True
-        self._adapting.is_paused = self._site.frozen.program.num_slices > 1
+        self._adapting.is_paused = self._auto.program.num_slices > 1
 
     def _say(self, text: str) -> None:
         if self._decides:

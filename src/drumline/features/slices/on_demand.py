@@ -68,7 +68,7 @@ class SlicesOnDemand(Observer):
         self._num_slices = 1  # of the program that is taken up
         self._calls = SliceCalls(SliceLengths(1), around=without_packing)
         self._followed: list[Stage] = []
-        self._call, self._tries, self._told = NO_CALL, False, False
+        self._call, self._tries, self._has_said = NO_CALL, False, False
         self._takes: Takes | None = None
         self._why_not = ""  # why the model never runs in slices
         try:
@@ -89,12 +89,12 @@ class SlicesOnDemand(Observer):
             return call
         units, why = self._divided(call, self._num_slices)
         with self._site.recording.between.during("hear"), self._crew.together("dividing sequences"):
-            why = next(filter(None, self._crew.everywhere("slices", why)), "")
+            why = self._told(why)
         self._divide(1 if why else self._num_slices)
         if not why:
             return units
-        if self._crew.rank == self._crew.axes.number == 0 and not self._told:
-            self._told = True
+        if self._crew.rank == self._crew.axes.number == 0 and not self._has_said:
+            self._has_said = True
             print(f"slices: a step runs whole sequences, as do others like it: {why}", file=sys.stderr, flush=True)
         step.instead = self._whole
         if not step.train:
@@ -158,33 +158,45 @@ class SlicesOnDemand(Observer):
     def _trial(self, call: CalledWith, program: Program, number: int, length: int) -> str:
         """Run a step's forwards whole and in slices; return how they differ, if they do. All ranks get one answer."""
         self._follow()
-        trials = StageTrials(self._calls, length, number)
+        trials, losses = StageTrials(self._calls, length, number), []
         try:
             self._tries = True
-            with trials.on(self._followed):
-                whole = self._loss(in_units(call, self._known, SliceLengths(1), self._num_microbatches), None)
-            self._calls.clear()
-            why = next(filter(None, self._crew.everywhere("slices", trials.reason)), "")
-            if why:
-                return why
-            self._divide(number)
-            divided = self._loss(in_units(call, self._known, SliceLengths(number), self._num_microbatches), program)
+            for instead in (self._whole, program):
+                self._divide(instead.num_slices)
+                units = in_units(call, self._known, SliceLengths(instead.num_slices), self._num_microbatches)
+                trials.note(lambda units=units, instead=instead: self._cut(units, instead))
+                if why := self._told(trials.reason):
+                    return why
+                with trials.on(self._followed):
+                    losses.append(self._loss(units, instead))
+                if why := self._told(trials.reason):
+                    return why
         finally:
             self._tries = False
             self._divide(1)
             self._calls.clear()
+        whole, divided = losses
         apart = whole is not None and divided is not None and not near(divided, whole)
-        told = f"the loss in {number} slices is {divided}, and {whole} of whole sequences" if apart else ""
-        return next(filter(None, self._crew.everywhere("slices", told)), "")
+        return self._told(f"the loss in {number} slices is {divided}, and {whole} of whole sequences" if apart else "")
 
-    def _loss(self, call: CalledWith, program: Program | None) -> Tensor | None:
+    def _told(self, why: str) -> str:
+        """Return the first reason that any rank has."""
+        return next(filter(None, self._crew.everywhere("slices", why)), "")
+
+    def _cut(self, call: CalledWith, program: Program) -> None:
+        """Cut and weigh a call here; if that fails in a step, the run ends."""
+        intake, step = self._site.intake, Step(self._site.ledger.number, train=False)
+        with put_in([(vars(intake), "num_microbatches", program.num_units)]):
+            intake.take(
+                step, intake.first_value(call.batch, call.named), call.target, self._site.engine.ends, self._crew
+            )
+            self._site.cut(step)
+
+    def _loss(self, call: CalledWith, program: Program) -> Tensor | None:
         """Return the loss of forwards alone, which is the same on all ranks."""
         ledger = self._site.ledger
-        step = Step(ledger.number, train=False, draw=ledger.num_trained)
-        step.program = self._site.programs.own_number
-        if program is not None:
-            step.instead = program
-            self._site.choice.run_instead(step)
+        step = Step(ledger.number, train=False, draw=ledger.num_trained, instead=program)
+        self._site.choice.run_instead(step)
         with self._site.recording.between.during("evaluate"):
             return self._site.evaluate(step, call).loss
 

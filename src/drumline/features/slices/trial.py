@@ -9,7 +9,7 @@ stage goes on with whole sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
@@ -55,31 +55,51 @@ class StageTrials:
         self._division = SliceLengths(num_slices)
 
     @contextmanager
-    def on(self, stages: Iterable[Stage]) -> Iterator[None]:
-        """Have these stages tried inside."""
-        places = [(vars(segment), "run", self._trying(stage, segment)) for stage in stages for segment in stage.segments]
-        with put_in(places):
+    def on(self, stages: Sequence[Stage]) -> Iterator[None]:
+        """Have these stages tried inside; a loss that fails is 0 there."""
+        runs = [(vars(segment), "run", self._trying(segment)) for stage in stages for segment in stage.segments]
+        losses = [(vars(stage), "loss", self._guarded(stage.loss)) for stage in stages if stage.loss is not None]
+        with put_in([*runs, *losses]):
             yield
 
-    def _trying(self, stage: Stage, segment: Segment) -> Callable[..., Any]:
-        run = segment.run
+    def note(self, what: Callable[[], None], where: str = "") -> bool:
+        """Do something, and note why it fails, if it does; return whether it was done."""
+        try:
+            what()
+        except Exception as error:  # whatever it is, training does not depend on slices
+            said = error.error if isinstance(error, DrumlineError) else f"{type(error).__name__}: {error}"
+            self.reason = self.reason or f"{where}{said}"
+            return False
+        return True
+
+    def _trying(self, segment: Segment) -> Callable[..., Any]:
+        run, names = segment.run, ", ".join(name for name, _ in segment.blocks)
 
         def tried(value: Any, microbatch: int, *more: Any) -> Any:
-            given = mapped(value, Tensor.clone) if not self.reason else None  # a block may change its input
+            if self.reason or self._calls.division.num_slices > 1:
+                return run(value, microbatch, *more)
+            given = mapped(value, Tensor.clone)  # a block may change its input
             whole = run(value, microbatch, *more)
-            if given is not None:
-                names = ", ".join(name for name, _ in segment.blocks)
-                try:
-                    self._compare(pack(whole)[0], self._in_slices(run, given, microbatch, more), names)
-                except Exception as error:  # whatever it is, training does not depend on slices
-                    said = error.error if isinstance(error, DrumlineError) else f"{type(error).__name__}: {error}"
-                    self.reason = f"{names} in slices: {said}"
-                finally:
-                    self._calls.division = SliceLengths(1)
-                    self._calls.clear()
+            try:
+                self.note(
+                    lambda: self._compare(pack(whole)[0], self._in_slices(run, given, microbatch, more), names),
+                    f"{names} in slices: ",
+                )
+            finally:
+                self._calls.division = SliceLengths(1)
+                self._calls.clear()
             return whole
 
         return tried
+
+    def _guarded(self, loss: Callable[[Any, Any], Tensor | None]) -> Callable[[Any, Any], Tensor | None]:
+        def guarded(output: Any, target: Any) -> Tensor | None:
+            results: list[Tensor | None] = []
+            if self.note(lambda: results.append(loss(output, target)), "the loss of slices: "):
+                return results[0]
+            return torch.zeros((), device=pack(output)[0][0].device)
+
+        return guarded
 
     def _in_slices(
         self, run: Callable[..., Any], value: Any, microbatch: int, more: tuple[Any, ...]
