@@ -14,6 +14,7 @@ from torch.nn import functional
 import drumline as dl
 from drumline.core.errors import ModelError
 from drumline.features.adapt import auto_schedule, auto_slices
+from matrices import mainly
 from refused import refused
 
 pytestmark = [pytest.mark.torch, pytest.mark.features("slices", "adapt")]
@@ -26,12 +27,12 @@ ALWAYS, NEVER = -1e9, 2.0  # gains with which slices stay, and with which none d
 @pytest.fixture(autouse=True)
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let slices count as a gain, whatever this machine measures."""
-    keep_slices()
     monkeypatch.setattr(auto_schedule, "_SECONDS", 0.1)
     monkeypatch.setattr(auto_slices, "LEAST_GAIN", ALWAYS)
 
 
 def keep_slices() -> None:
+    """Do the same in a process of its own."""
     auto_schedule._SECONDS, auto_slices.LEAST_GAIN = 0.1, ALWAYS
 
 
@@ -50,13 +51,13 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """A causal model with learned positions, whose third layer may mix tokens; it may ignore positions."""
+    """A causal model with learned positions, whose second layer may mix tokens; it may ignore positions."""
 
     def __init__(self, mix: Mix | None = None, *, ignores: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.tokens, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.layers = nn.ModuleList([Layer(), Layer(), Layer(mix), Layer()])
+        self.layers = nn.ModuleList([Layer(), Layer(mix)])
         self.head, self.ignores = nn.Linear(WIDTH, WORDS), ignores
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -140,14 +141,17 @@ def test_gradients_are_exact_before_within_and_after_slices(
     model = Model().double()
     plain = copy.deepcopy(model)
     pipe = in_turns(model)
-    names, numbers = [], []
+    names, numbers, checks = [], [], []
     for number in range(44):
         compare(pipe, plain, number)
         names.append(pipe.program.name)
         numbers.append(pipe.slices)
+        checks.append(pipe.checked)
         if pipe.slices > 1 and not keeps:
             monkeypatch.setattr(auto_slices, "LEAST_GAIN", NEVER)
     assert 4 in numbers  # what is measured first
+    first = numbers.index(4) + 1  # the first step in slices, which is checked
+    assert checks[first] is not checks[first - 1]
     said, found = capsys.readouterr().err, pipe.searched_slices
     assert found is not None
     assert found.is_kept is keeps
@@ -215,7 +219,7 @@ def test_a_model_that_does_not_run_in_slices_trains_on_and_says_why(
     plain = copy.deepcopy(made)
     pipe = in_turns(made, **settings)
     loss = settings.get("loss_fn", by_rows if "loss_weight" in settings else loss_fn)
-    names = steps(pipe, plain, 26, loss=loss)
+    names = steps(pipe, plain, 23, loss=loss)
     assert not any("slices" in name for name in names)
     said = [line for line in capsys.readouterr().err.splitlines() if "no slices of sequences" in line]
     assert len(said) == 1
@@ -246,7 +250,7 @@ def trained(mix: bool, mesh: dict[str, int] | None) -> tuple[list[str], int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mix", [False, True])
+@mainly("mix", False, True)
 def test_ranks_of_their_own_take_up_slices_together(mix: bool) -> None:
     (names, slices), (others, same) = dl.launch(trained, mix, None, num_ranks=2)
     assert names == others

@@ -142,7 +142,9 @@ class AutoSlices(Observer):
         """Whether slices that cost nothing would take a shorter step."""
         costs = self._auto.costs()
         now = self._simulated(program, costs)
-        return any(self._best(costs, lambda number: None, number)[1] < now * (1 - LEAST_GAIN) for number in self._orders)
+        return any(
+            self._best(costs, lambda number: None, number)[1] < now * (1 - LEAST_GAIN) for number in self._orders
+        )
 
     # ---- trials ------------------------------------------------------------------------------------------------------
 

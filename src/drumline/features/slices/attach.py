@@ -12,8 +12,8 @@ from drumline.engine.ranks.observer import Observer
 from drumline.engine.ranks.tally import RankReport
 from drumline.engine.setup import PipelineSetup
 from drumline.engine.site import Site
-from drumline.features.slices.calls import SliceCalls
 from drumline.engine.together import AUTO
+from drumline.features.slices.calls import SliceCalls
 from drumline.features.slices.following import follow
 from drumline.features.slices.on_demand import SlicedIntake, SlicesOnDemand
 from drumline.features.slices.options import SliceOptions

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -30,11 +31,12 @@ from drumline.features.slices.options import refuse_states
 from drumline.features.slices.trial import StageTrials, near
 from drumline.features.slices.units import BY_SLICES, in_one_piece, in_sequences, in_units
 from drumline.model.patches import put_in
-from drumline.runtime.sequences import Takes, positions_of, sequences_in, without_packing
+from drumline.runtime.sequences import Divider, Takes, positions_of, refuse_packed, sequences_in, without_packing
 from drumline.runtime.stage import Stage
 from drumline.runtime.step import CalledWith, Step
 from drumline.runtime.user_batch import has_microbatches
 
+_TRIED = Divider('schedule="auto" has tried to divide', "a schedule by name")
 NO_CALL = CalledWith((), {}, None)
 
 
@@ -85,6 +87,9 @@ class SlicesOnDemand(Observer):
         if self._tries:
             return call
         if self._num_slices == 1:
+            if self._followed and self._known.counted:  # they were traced without masks
+                value = call.named.get(self._known.name, next(iter(call.batch[self._known.place :]), None))
+                refuse_packed(value, self._known.name, _TRIED) if value is not None else None
             self._call = call
             return call
         units, why = self._divided(call, self._num_slices)
@@ -163,11 +168,11 @@ class SlicesOnDemand(Observer):
             self._tries = True
             for instead in (self._whole, program):
                 self._divide(instead.num_slices)
-                units = in_units(call, self._known, SliceLengths(instead.num_slices), self._num_microbatches)
-                trials.note(lambda units=units, instead=instead: self._cut(units, instead))
+                units, _ = self._divided(call, instead.num_slices)
+                trials.note(partial(self._cut, units, instead))
                 if why := self._told(trials.reason):
                     return why
-                with trials.on(self._followed):
+                with without_packing(), trials.on(self._followed):
                     losses.append(self._loss(units, instead))
                 if why := self._told(trials.reason):
                     return why

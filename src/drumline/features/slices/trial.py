@@ -1,17 +1,18 @@
-"""Try on a stage whether its blocks compute the same in slices, before a pipeline takes up a program in slices.
+"""Try whether stages compute the same in slices, before a pipeline takes up a program in slices.
 
-    the stage's input ──► whole sequences ──► its output, which goes on
-                     └──► in slices ────────► compared with it, and dropped
+    forwards of a step, whole       a stage's output for the first microbatch is kept
+    the same in slices              each slice's output is compared with its part of that
 
 A rank that failed in the middle of its row would end the run. So whatever goes wrong in slices is noted here, and the
-stage goes on with whole sequences.
+stage passes on what it would of whole sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, pairwise
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -47,12 +48,13 @@ def near(one: Tensor, other: Tensor) -> bool:
 
 
 class StageTrials:
-    """Runs the stages of a process on whole sequences of so many tokens, and beside that in slices."""
+    """What the stages of a process pass on of whole sequences of so many tokens, and why slices are not like it."""
 
     def __init__(self, calls: SliceCalls, length: int, num_slices: int) -> None:
         self.reason = ""  # why slices do not compute the same here; empty if they do so far
         self._calls, self._length = calls, length
-        self._division = SliceLengths(num_slices)
+        self._num_slices = num_slices
+        self._wholes: dict[Segment, Any] = {}  # outputs for the first microbatch
 
     @contextmanager
     def on(self, stages: Sequence[Stage]) -> Iterator[None]:
@@ -62,66 +64,53 @@ class StageTrials:
         with put_in([*runs, *losses]):
             yield
 
-    def note(self, what: Callable[[], None], where: str = "") -> bool:
-        """Do something, and note why it fails, if it does; return whether it was done."""
+    def note(self, what: Callable[[], Any], where: str = "") -> list[Any]:
+        """Do something and return its result in a list; if it fails, note why and return nothing."""
         try:
-            what()
+            return [what()]
         except Exception as error:  # whatever it is, training does not depend on slices
             said = error.error if isinstance(error, DrumlineError) else f"{type(error).__name__}: {error}"
             self.reason = self.reason or f"{where}{said}"
-            return False
-        return True
+            return []
 
     def _trying(self, segment: Segment) -> Callable[..., Any]:
         run, names = segment.run, ", ".join(name for name, _ in segment.blocks)
 
         def tried(value: Any, microbatch: int, *more: Any) -> Any:
-            if self.reason or self._calls.division.num_slices > 1:
-                return run(value, microbatch, *more)
-            given = mapped(value, Tensor.clone)  # a block may change its input
-            whole = run(value, microbatch, *more)
-            try:
-                self.note(
-                    lambda: self._compare(pack(whole)[0], self._in_slices(run, given, microbatch, more), names),
-                    f"{names} in slices: ",
+            if self._calls.division.num_slices == 1:
+                output = run(value, microbatch, *more)
+                if microbatch == 0:
+                    self._wholes[segment] = mapped(output, Tensor.clone)  # the next block may change it
+                return output
+            part = partial(mapped, self._wholes[segment], self._part_of(microbatch % self._num_slices))
+            outputs = self.note(lambda: run(value, microbatch, *more), f"{names} in slices: ")
+            if outputs and microbatch < self._num_slices and not self._are_near(outputs[0], part()):
+                self.reason = self.reason or (
+                    f"{names} compute something else in slices: other tokens count, beside attention"
                 )
-            finally:
-                self._calls.division = SliceLengths(1)
-                self._calls.clear()
-            return whole
+            return outputs[0] if outputs else part()
 
         return tried
 
     def _guarded(self, loss: Callable[[Any, Any], Tensor | None]) -> Callable[[Any, Any], Tensor | None]:
         def guarded(output: Any, target: Any) -> Tensor | None:
-            results: list[Tensor | None] = []
-            if self.note(lambda: results.append(loss(output, target)), "the loss of slices: "):
-                return results[0]
-            return torch.zeros((), device=pack(output)[0][0].device)
+            results = self.note(lambda: loss(output, target), "the loss of slices: ")
+            return results[0] if results else torch.zeros((), device=pack(output)[0][0].device)
 
         return guarded
 
-    def _in_slices(
-        self, run: Callable[..., Any], value: Any, microbatch: int, more: tuple[Any, ...]
-    ) -> list[Sequence[Tensor]]:
-        """Return what the stage passes on for each slice."""
-        self._calls.division, count = self._division, self._division.num_slices
-        ends = [0, *accumulate(self._division.parts(self._length))]
-        parts = [mapped(value, lambda tensor, a=a, b=b: self._part(tensor, a, b)) for a, b in pairwise(ends)]
-        return [pack(run(part, microbatch * count + at, *more))[0] for at, part in enumerate(parts)]
+    def _part_of(self, number: int) -> Callable[[Tensor], Tensor]:
+        """Return what cuts a slice out of a tensor that has sequences."""
+        ends = [0, *accumulate(SliceLengths(self._num_slices).parts(self._length))]
 
-    def _part(self, tensor: Tensor, start: int, end: int) -> Tensor:
-        return tensor[:, start:end].contiguous() if self._is_sequence(tensor) else tensor
+        def part(tensor: Tensor) -> Tensor:
+            has_sequences = tensor.dim() > 1 and tensor.shape[1] == self._length
+            return tensor[:, ends[number] : ends[number + 1]] if has_sequences else tensor
 
-    def _is_sequence(self, tensor: Tensor) -> bool:
-        return tensor.dim() > 1 and tensor.shape[1] == self._length
+        return part
 
-    def _compare(self, whole: Sequence[Tensor], slices: Sequence[Sequence[Tensor]], names: str) -> None:
-        if any(len(each) != len(whole) for each in slices):
-            self.reason = f"{names} pass on something else in slices"
-            return
-        for tensor, *parts in zip(whole, *slices, strict=True):
-            if not tensor.dim():
-                continue  # a loss: those of slices are weighed, and compared as that of the whole batch
-            if not near(torch.cat(parts, 1) if self._is_sequence(tensor) else parts[0], tensor):
-                self.reason = f"{names} compute something else in slices: other tokens count, beside attention"
+    @staticmethod
+    def _are_near(one: Any, other: Any) -> bool:
+        """Whether each tensor of an output is in another one, in any order; a loss is weighed, and compared as one."""
+        kept = [tensor for tensor in pack(other)[0] if tensor.dim()]
+        return all(any(near(tensor, known) for known in kept) for tensor in pack(one)[0] if tensor.dim())
