@@ -1,4 +1,4 @@
-"""`schedule="auto"` with few microbatches: all ranks take up slices together, and gradients stay those of one process."""
+"""`schedule="auto"` with few microbatches: all ranks take up slices together, with the gradients of one process."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from drumline.core.costs import Costs
+from drumline.core.costs import Costs, PerSlice
 from drumline.core.errors import ScheduleError
 from drumline.core.graph import Floats
 from drumline.core.memory import holdings
@@ -57,17 +57,24 @@ class SlicedStages(Stages):
     def costs(self, counts: Counts, *, messages: bool = True, split: float | None = None) -> Costs:
         """Return the costs of whole microbatches and the parts of each slice."""
         assert self.slices is not None, "slices were profiled"
-        num_stages, plain = len(counts), super().costs(counts, messages=messages, split=split)
-        # What every action takes, however short, once for F and once for B of each stage, as a part of the model's.
-        own_overhead = self.overheads.action + (self.profile.overhead.forward + self.profile.overhead.backward) / 2
-        factors = self.slices.factors(self.lengths, more=2 * num_stages * own_overhead)
+        plain = super().costs(counts, messages=messages, split=split)
         bytes_of_block = self.slices.key_value_bytes * self.rows / self.slices.rows / sum(counts)
         return replace(
             plain,
             slice_lengths=tuple(map(float, self.lengths)),
-            slice_factor=factors,
+            slice_factor=self._factors(self.slices, counts),
             key_value_bytes=[bytes_of_block * count for count in counts],
         )
+
+    def _factors(self, slices: SliceProfile, counts: Counts) -> PerSlice:
+        """Return the part of each slice, in each stage if blocks were measured by slice length."""
+        action, call = self.overheads.action, self.profile.overhead
+        if not slices.knows_blocks(counts):
+            # What every action takes, however short, once for F and once for B of each stage, as a part of the model's.
+            own_overhead = action + (call.forward + call.backward) / 2
+            return slices.factors(self.lengths, more=2 * len(counts) * own_overhead)
+        curves = slices.stage_curves(counts)  # with the calls of stages
+        return [slices.factors(self.lengths, more=2 * action, curve=curve) for curve in curves]
 
     def _steps(self, program: Program, many: Sequence[Counts]) -> Floats:
         each = [self.costs(counts) for counts in many]
