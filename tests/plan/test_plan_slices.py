@@ -116,15 +116,14 @@ def test_a_profile_keeps_what_its_slices_took() -> None:
 def of_blocks(attention: Sequence[float]) -> SliceProfile:
     """Return a model of blocks that take a second each, F and B, of which attention takes these parts."""
     whole = timed(attention=sum(attention) / len(attention))
-    kinds = tuple(
-        tuple(
-            replace(each, forward=share, backward=2 * share) for each, share in zip(whole.slices, shares, strict=True)
-        )
-        for shares in (
-            [(1 - a) * (s.end - s.start) / TOKENS + a * (s.end**2 - s.start**2) / TOKENS**2 for s in whole.slices]
-            for a in attention
-        )
-    )
+
+    def kind(part: float) -> tuple[TimedSlice, ...]:
+        bounds = [(each.start / TOKENS, each.end / TOKENS) for each in whole.slices]
+        shares = [(1 - part) * (b - a) + part * (b * b - a * a) for a, b in bounds]
+        each = zip(whole.slices, shares, strict=True)
+        return tuple(replace(known, forward=share, backward=2 * share) for known, share in each)
+
+    kinds = tuple(map(kind, attention))
     slices = tuple(
         replace(each, forward=sum(k[at].forward for k in kinds), backward=sum(k[at].backward for k in kinds))
         for at, each in enumerate(whole.slices)
@@ -138,7 +137,8 @@ def test_stages_have_the_curves_of_their_blocks() -> None:
     found = plan(profile, num_ranks=4, batch=1, seconds=0, schedules=["1f1b"])
     (four,) = [c for c in found.candidates if isinstance(c, SlicedCandidate) and c.lengths == (256,) * 4]
     grows = [0.8 * part + 0.2 * 0.25 for part in (1 / 16, 3 / 16, 5 / 16, 7 / 16)]
-    assert four.costs.slice_factor == pytest.approx([[0.25] * 4, grows, grows, [0.25] * 4])
+    parts: Any = four.costs.slice_factor
+    assert [pytest.approx(each) for each in parts] == [[0.25] * 4, grows, grows, [0.25] * 4]
     plain = plan(replace(profile, slices=replace(blocks, blocks=(), kinds=())), num_ranks=4, batch=1, seconds=0,
                  schedules=["1f1b"])  # fmt: skip
     (same,) = [c for c in plain.candidates if isinstance(c, SlicedCandidate) and c.lengths == (256,) * 4]
