@@ -18,6 +18,7 @@ from planted_saving import SAVING
 from planted_schedules import SCHEDULES
 from planted_serve import SERVE
 from planted_slices import SLICES
+from planted_slices_auto import SLICES_AUTO
 from planted_slices_search import SLICES_SEARCH
 from planted_state import STATE
 from planted_stream import STREAM
@@ -40,6 +41,7 @@ BUGS = (
     *CALLS,
     *SAVING,
     *SLICES,
+    *SLICES_AUTO,
     *SLICES_SEARCH,
     *STATE,
     *STREAM,

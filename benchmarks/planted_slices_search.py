@@ -78,7 +78,7 @@ SLICES_SEARCH = (
     Bug(
         "slices-planned-without-their-cost",
         "SlicedStages.costs",
-        "slice_factor=factors,",
+        "slice_factor=self._factors(self.slices, counts),",
         "slice_factor=None,",
         "What short slices cost does not enter a plan.",
     ),

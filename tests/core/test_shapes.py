@@ -50,6 +50,20 @@ NOWHERE: list[Any] = [[], (), [[1, 1]], [[True]], [None, None], "1", "", ["1", "
 NOWHERE += [math.nan, [1.0, math.nan], -math.inf, [math.inf, 1], 1e300, 10**5000, 1 + 1j]
 
 
+@pytest.mark.parametrize(
+    ("value", "wrong"),
+    [([[1, 1], [1]], "slice_factor has lists of several lengths"), ([[1, 1], 1], "slice_factor has lists of several"),
+     ([[1, 1], [1, "1"]], "slice_factor is '1'"), ([[[1]]], "slice_factor is "), ([[]], "slice_factor is an empty")],
+)  # fmt: skip
+def test_what_lists_of_stages_do_not_take_is_refused(value: Any, wrong: str) -> None:
+    with refused(CostsError, wrong):
+        Costs(slice_factor=value)
+    with refused(CostsError, "slice_factor has 3 values", expected="one number, or one for each of the 2 stages"):
+        Costs(slice_factor=[[1, 1]] * 3).check_counts(2, 4, 2)
+    with refused(CostsError, "slice_factor has 2 values", expected="one number, or one for each of the 4 slices"):
+        Costs(slice_factor=[[1, 1]] * 2).check_counts(2, 4, 4)
+
+
 def given(name: str, value: Any) -> dict[str, Any]:
     """Return the field beside what it needs."""
     return {name: value} | ({"activation_bytes": 1} if name in NEED_ACTIVATIONS else {})
@@ -62,6 +76,8 @@ def test_every_field_has_a_shape() -> None:
 @pytest.mark.parametrize("value", NOWHERE, ids=lambda value: f"{value!r:.20}" if value != 10**5000 else "huge")
 @pytest.mark.parametrize("name", EVERY)
 def test_what_no_field_takes_is_refused_with_the_field(name: str, value: Any) -> None:
+    if name == "slice_factor" and value == [[1, 1]]:
+        value = [[1, 1], [1, -1]]  # one list per stage is known
     with refused(CostsError, rf"^{name} is "):
         Costs(**given(name, value))
     try:

@@ -360,6 +360,43 @@ def test_measured_seconds_of_slices_count_as_they_are() -> None:
     assert [end - start for start, end in zip(track.starts, track.ends, strict=True)] == [0.5, 1.0, 1.0, 2.0, 2.0, 1.0]
 
 
+@pytest.mark.parametrize("use", FORMS)
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-1f1b"])
+def test_each_stage_may_have_parts_of_its_own(use: str, name: str) -> None:
+    counts = len(LENGTHS)
+    with form(use):
+        program = sliced(name, 3, 2, counts)
+        stages = range(program.num_stages)
+        parts = [[1.0 / (stage + 2) + number / 7 for number in range(counts)] for stage in stages]
+        seconds = {
+            "forward": [1.5 + stage for stage in stages],
+            "backward_weight": 0.7,
+            "microbatch_factor": [1.0, 3.0],
+        }
+        costs = Costs(**seconds, slice_factor=parts, comm=0.25)
+        timeline = simulate(program, costs)
+        for track in timeline.tracks:
+            for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
+                whole, number = divmod(int(action.microbatch or 0), counts)
+                each = {"F": 1.5 + action.stage, "I": 1.0, "W": 0.7, "B": 1.7}[action.op.value]
+                assert end - start == pytest.approx(each * parts[action.stage][number] * [1.0, 3.0][whole], rel=1e-12)
+        assert makespans(program, [costs, replace(costs, slice_factor=None)])[0] == timeline.makespan
+        alike = replace(costs, slice_factor=[parts[0]] * program.num_stages)
+        assert simulate(program, alike).makespan == simulate(program, replace(costs, slice_factor=parts[0])).makespan
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
+def test_both_forms_time_stages_with_parts_of_their_own_bit_for_bit(name: str) -> None:
+    program = sliced(name, 3, 2, len(LENGTHS))
+    parts = [[1.0 / (stage + 3 + number) for number in range(len(LENGTHS))] for stage in range(program.num_stages)]
+    found = []
+    for use in FORMS:
+        with form(use):
+            found.append(simulate(sliced(name, 3, 2, len(LENGTHS)), Costs(1.1, 2.3, 0.9, slice_factor=parts)))
+    first, *others = [[track.ends for track in timeline.tracks] for timeline in found]
+    assert all(list(map(list, other)) == list(map(list, first)) for other in others)
+
+
 def brute_bytes(program: Program, activation: float, until_weight: float, keys: float, checkpoint: float | None) -> (
     list[list[tuple[float, float]]]
 ):  # fmt: skip

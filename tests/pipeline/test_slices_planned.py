@@ -68,6 +68,15 @@ def test_slices_are_measured_with_their_keys_and_values() -> None:
     assert min(min(each.forward, each.backward) for each in profile.slices) > 0
     assert profile.key_value_bytes == 2 * 2 * (2 * TOKENS * 8) * 4  # layers, keys and values, of float32
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    # tokens and places, of other sizes; two layers of one kind; the head with the loss
+    blocks = blocks_for(model, {"tokens": x, "positions": torch.arange(TOKENS)[None]}, x.device, num_microbatches=1)
+    names = [block.name for block in blocks]
+    assert len(profile.blocks) == len(names)
+    assert profile.blocks[names.index("layers.0")] == profile.blocks[names.index("layers.1")]
+    assert len(set(profile.blocks)) == len(names) - 1 == len(profile.kinds)
+    for kind in profile.kinds:
+        assert [(each.start, each.end) for each in kind] == [(each.start, each.end) for each in profile.slices]
+        assert min(each.forward for each in kind) > 0
 
 
 def test_a_plan_in_slices_runs_with_the_loss_of_one_process() -> None:

@@ -151,7 +151,6 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "a step's `program`": {"program": "few"},
             "`programs`": {"programs": {"few": 1}},
             "`adapt`": {"adapt": True},
-            '`schedule="auto"`': {"schedule": "auto"},
             "`arrange`": {"arrange": True},
             "`capture`": {"capture": True},
             "`compile`": {"compile": True},

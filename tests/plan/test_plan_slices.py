@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from drumline.plan.device.plan import Plan
 from drumline.plan.device.planner import Planned, plan
 from drumline.plan.device.slice_profile import SliceProfile, TimedSlice
 from drumline.plan.device.sliced import SlicedCandidate, lengths_of
+from drumline.schedules import find, schedule, unregister
 from profiles import model_profile
 from refused import refused
 
@@ -109,3 +111,77 @@ def test_a_profile_keeps_what_its_slices_took() -> None:
     with refused(PlanError, "a slice from 0 to 1025"):
         ModelProfile.from_json(json.dumps(table))
     assert timed().attention == pytest.approx(0.4)
+
+
+def of_blocks(attention: Sequence[float]) -> SliceProfile:
+    """Return a model of blocks that take a second each, F and B, of which attention takes these parts."""
+    whole = timed(attention=sum(attention) / len(attention))
+
+    def kind(part: float) -> tuple[TimedSlice, ...]:
+        bounds = [(each.start / TOKENS, each.end / TOKENS) for each in whole.slices]
+        shares = [(1 - part) * (b - a) + part * (b * b - a * a) for a, b in bounds]
+        each = zip(whole.slices, shares, strict=True)
+        return tuple(replace(known, forward=share, backward=2 * share) for known, share in each)
+
+    kinds = tuple(map(kind, attention))
+    slices = tuple(
+        replace(each, forward=sum(k[at].forward for k in kinds), backward=sum(k[at].backward for k in kinds))
+        for at, each in enumerate(whole.slices)
+    )
+    return replace(whole, slices=slices, blocks=tuple(range(len(attention))), kinds=kinds)
+
+
+def test_stages_have_the_curves_of_their_blocks() -> None:
+    blocks = of_blocks([0.0, 0.8, 0.8, 0.0])
+    profile = replace(model_profile([1.0] * 4), slices=blocks)
+    found = plan(profile, num_ranks=4, batch=1, seconds=0, schedules=["1f1b"])
+    (four,) = [c for c in found.candidates if isinstance(c, SlicedCandidate) and c.lengths == (256,) * 4]
+    grows = [0.8 * part + 0.2 * 0.25 for part in (1 / 16, 3 / 16, 5 / 16, 7 / 16)]
+    parts: Any = four.costs.slice_factor
+    assert [pytest.approx(each) for each in parts] == [[0.25] * 4, grows, grows, [0.25] * 4]
+    plain = plan(replace(profile, slices=replace(blocks, blocks=(), kinds=())), num_ranks=4, batch=1, seconds=0,
+                 schedules=["1f1b"])  # fmt: skip
+    (same,) = [c for c in plain.candidates if isinstance(c, SlicedCandidate) and c.lengths == (256,) * 4]
+    middle = [0.4 * part + 0.6 * 0.25 for part in (1 / 16, 3 / 16, 5 / 16, 7 / 16)]
+    assert same.costs.slice_factor == pytest.approx(middle)
+    assert four.step_seconds > same.step_seconds  # the longest slice of a stage with attention is longer
+    assert four.seconds.total == pytest.approx(four.step_seconds)
+
+
+def test_a_stage_of_several_blocks_pays_for_one_call() -> None:
+    def fixed(seconds: float, parts: float) -> tuple[TimedSlice, ...]:
+        every = (0, 1024), (0, 512), (512, 1024), (0, 256)
+        return tuple(TimedSlice(a, b, seconds + parts * (b - a) / 1024, 0.0) for a, b in every)
+
+    # Each block takes 0.1 s whatever its slices, of which the call is 0.06: whole, they take 0.06 + 3 x 0.04.
+    profile = SliceProfile(1, 1024, fixed(0.18, 6.0), 0.0, (0, 1, 1), (fixed(0.1, 2.0), fixed(0.1, 2.0)))
+    first, second = profile.stage_curves((1, 2))
+    assert (first.fixed, second.fixed) == pytest.approx((0.1, 0.14))
+    assert second.at(0, 512) == pytest.approx(0.14 + 2.0)
+
+
+def test_a_profile_keeps_what_slices_of_its_blocks_took() -> None:
+    profile = replace(profiled(), slices=of_blocks([0.0, 0.5] * 4))
+    text = profile.to_json()
+    assert ModelProfile.from_json(text).slices == profile.slices
+    table = json.loads(text)
+    table["slices"]["blocks"][0] = 8
+    with refused(PlanError, "a block of kind 8"):
+        ModelProfile.from_json(json.dumps(table))
+    del table["slices"]["blocks"], table["slices"]["kinds"]  # as an older profile
+    older = ModelProfile.from_json(json.dumps(table)).slices
+    assert older is not None
+    assert not older.knows_blocks((4, 4))
+
+
+def test_what_is_tried_in_slices_is_a_fact_of_the_schedule() -> None:
+    @schedule("own", formula_in_slices=True)
+    def own(num_ranks: int, *, num_microbatches: int) -> Any:
+        yield from find("gpipe").recipe(num_ranks, num_microbatches=num_microbatches)
+
+    try:
+        names = {each.program.name for each in planned(1, schedules=["own", "zb-v"]).candidates}
+    finally:
+        unregister("own")
+    assert {"own in 2 slices", "own in 4 slices"} <= names
+    assert not any(name.startswith("zb-v in ") for name in names)

@@ -150,8 +150,6 @@ QUOTED = {
     "plan/cluster/layout.py": {"1f1b"},
     "plan/cluster/published.py": {"1f1b", "interleaved-1f1b"},
     "plan/cluster/stages.py": {"1f1b"},
-    "pipeline/slice_timing.py": {"1f1b"},  # what runs slices to time them
-    "plan/device/sliced.py": {"1f1b", "gpipe", "interleaved-1f1b", "zb-h1"},  # what a plan tries in slices
     "plan/slices/lengths_search.py": {"1f1b", "interleaved-1f1b"},  # what a result is compared with
     "report/explore.py": {"zb-h1"},
     "train/demo.py": {"1f1b", "gpipe", "zb-h1"},

@@ -3,7 +3,7 @@
     one number           comm, bytes_per_second; overlap is true or false; edges lists links
     one per stage        seconds and bytes of stages, message_bytes of the boundary after each, recompute as flags
     one per microbatch   microbatch_factor
-    one per slice        slice_lengths, slice_factor
+    one per slice        slice_lengths, slice_factor; the latter also as one list per stage
 
 Any other list raises an error, because it would be read as something its author did not mean.
 """
@@ -21,7 +21,8 @@ from drumline.core.parsed import LARGEST
 class FieldShape(NamedTuple):
     """What a field accepts; `each` is "stage", "microbatch" or "slice" if it also accepts a list with one value each.
 
-    `parted` marks fields that are divided when a stage is cut into equal parts: each part gets its share.
+    `parted` marks fields that are divided when a stage is cut into equal parts: each part gets its share. A `staged`
+    field also accepts one such list per stage.
     """
 
     each: str = ""
@@ -29,12 +30,13 @@ class FieldShape(NamedTuple):
     optional: bool = False
     infinite: bool = False
     flag: bool = False
+    staged: bool = False
 
     @property
     def expected(self) -> str:
         """What the field accepts, in words."""
         name = "true or false" if self.flag else "a number"
-        return f"{name}, or one per {self.each}" if self.each else name
+        return f"{name}, or one per {self.each}{' of each stage' * self.staged}" if self.each else name
 
 
 # Metadata shared by fields of `Costs` that accept the same values.
@@ -68,6 +70,12 @@ def check_field(name: str, value: Any, shape: FieldShape) -> None:
         )
     if not value:
         raise CostsError(f"{name} is an empty list", expected=shape.expected)
+    if shape.staged and is_list(value[0]):
+        if not all(is_list(item) and len(item) == len(value[0]) for item in value):
+            raise CostsError(f"{name} has lists of several lengths", expected=shape.expected)
+        for item in value:
+            check_field(name, item, shape._replace(staged=False))
+        return
     for item in value:
         _check_value(name, item, shape)
 

@@ -19,6 +19,7 @@ from drumline.core.files import MIB, FileKind, named, parse_object, read_text
 from drumline.core.parsed import LARGEST, shown
 
 PerStage = float | Sequence[float]
+PerSlice = PerStage | Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ class Costs:
     Slices: all costs are those of whole microbatches, and a slice has its part. `slice_lengths` are its tokens, in any
     unit; equal unless given. Bytes follow them. `attention` is the part of F's and B's seconds that attention takes,
     which grows with the keys that a slice attends to; W has none of it. `slice_factor` says instead what was measured:
-    the seconds of each slice, as a part of the whole microbatch's.
+    the seconds of each slice, as a part of the whole microbatch's. With one list per stage, stages differ: attention
+    grows with the keys before a slice, and a head does not.
 
     Messages: `comm` is a latency on every edge and occupies neither rank nor link. `message_bytes` divided by
     `bytes_per_second` occupies the link, one transfer at a time; with `overlap=False` it also occupies both ranks.
@@ -70,7 +72,9 @@ class Costs:
     pack: PerStage = field(default=0.0, metadata=STAGE)
     microbatch_factor: PerStage = field(default=1.0, metadata={"shape": FieldShape("microbatch")})
     slice_lengths: PerStage = field(default=1.0, metadata={"shape": FieldShape("slice")})
-    slice_factor: PerStage | None = field(default=None, metadata={"shape": FieldShape("slice", optional=True)})
+    slice_factor: PerSlice | None = field(
+        default=None, metadata={"shape": FieldShape("slice", optional=True, staged=True)}
+    )
     attention: float = field(default=0.0, metadata={"shape": FieldShape()})
     comm: float = field(default=0.0, metadata={"shape": FieldShape()})
     bytes_per_second: float = field(default=math.inf, metadata={"shape": FieldShape(infinite=True)})
@@ -146,7 +150,23 @@ class Costs:
             return _expand("microbatch_factor", self.microbatch_factor, num_units, "microbatches")
         if self.slice_factor is None:
             return self._of_slices(num_units, slice_shares(self.lengths(num_slices), self.attention))
+        assert not self.has_stage_factors, "slices of stages have factors of their own"
         return self._of_slices(num_units, _expand("slice_factor", self.slice_factor, num_slices, "slices"))
+
+    @property
+    def has_stage_factors(self) -> bool:
+        """Whether `slice_factor` has one list per stage."""
+        value = self.slice_factor
+        return isinstance(value, Sequence) and isinstance(value[0], Sequence)
+
+    def stage_factors(self, num_units: int, num_slices: int) -> list[tuple[float, ...]]:
+        """Return, for each stage, the multiplier of the seconds of each slice of all microbatches.
+
+        >>> Costs(slice_factor=[[0.5, 0.5], [0.25, 0.75]]).stage_factors(4, 2)[1]
+        (0.25, 0.75, 0.25, 0.75)
+        """
+        each: Any = self.slice_factor
+        return [self._of_slices(num_units, _expand("slice_factor", parts, num_slices, "slices")) for parts in each]
 
     def byte_factors(self, num_units: int, num_slices: int = 1) -> tuple[float, ...]:
         """Return the multiplier of the bytes of each microbatch, or of each slice of all microbatches.
@@ -180,7 +200,10 @@ class Costs:
         """
         for name, shape in SHAPES.items():
             value = getattr(self, name)
-            if isinstance(value, Sequence):
+            if shape.staged and self.has_stage_factors:
+                _check_length(name, value, num_stages, "stages")
+                _check_length(name, value[0], num_slices, "slices")
+            elif isinstance(value, Sequence):
                 count = {"stage": num_stages, "microbatch": num_microbatches, "slice": num_slices}[shape.each]
                 _check_length(name, value, count, f"{shape.each}{'es' if shape.each == 'microbatch' else 's'}")
 
@@ -267,7 +290,9 @@ def cut_finer(costs: Costs, stages_per_rank: int) -> Costs:
     changed: dict[str, Any] = {}
     for name, shape in SHAPES.items():
         value = getattr(costs, name)
-        if shape.each == "stage" and isinstance(value, Sequence):
+        if shape.staged and costs.has_stage_factors:
+            changed[name] = tuple(part for part in value for _ in range(stages_per_rank))
+        elif shape.each == "stage" and isinstance(value, Sequence):
             parts = [item / stages_per_rank if shape.parted else item for item in value]
             changed[name] = tuple(part for part in parts for _ in range(stages_per_rank))
         elif shape.parted and value is not None:

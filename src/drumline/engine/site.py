@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from drumline.adapt.move import Move
 from drumline.core.errors import RunError
+from drumline.core.program import Program
 from drumline.engine.choice import ProgramChoice
 from drumline.engine.flow import Flow
 from drumline.engine.ground import Ground
 from drumline.engine.ranks.observer import Observer, Observers
-from drumline.runtime.step import Step
+from drumline.engine.ranks.tally import Tally
+from drumline.runtime.step import CalledWith, Step
 
 
 def _stay(*_: Any, **__: Any) -> Move:
     raise RunError("layers cannot move: nothing is attached that moves them", expected='adapt={"rebalance": "keep"}')
+
+
+def _undivided(programs: Mapping[int, Program]) -> tuple[list[int], str]:
+    return [], "nothing is attached that divides sequences"
 
 
 @dataclass(eq=False)
@@ -29,6 +35,12 @@ class Site(Ground):
     cut: Callable[[Step], None]  # splits the batch of a step into microbatches
     run_rows: Callable[[Step], None]  # runs the rows of this process's ranks
     move: Callable[..., Move] = _stay  # moves layers between ranks
+    # By which programs steps like the last one run, by the numbers of slices of their sequences, and why by no others.
+    slicings: Callable[[Mapping[int, Program]], tuple[list[int], str]] = _undivided
+
+    def evaluate(self, step: Step, call: CalledWith) -> Tally:
+        """Run the forwards of a step alone; what runs steps knows how."""
+        raise NotImplementedError
 
     def observe(self, each: Iterable[Observer]) -> None:
         """Have steps observed by these from now on."""

@@ -22,6 +22,7 @@ TWO_COPIES = Given("schedule", "a schedule with two copies of each stage", fact(
                    "{program_name} holds each stage on two ranks of a line")  # fmt: skip
 NAMED_PROGRAM = Given("program", "a step's `program`", fact("program").holds, "a step names a program")
 AFTER = fact("validated", "after")
+AUTO = "auto"  # the schedule that measured steps choose
 
 
 def axis(*names: str) -> Given:

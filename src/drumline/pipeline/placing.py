@@ -33,6 +33,8 @@ def placed(setting: PipelineSetup, kit: Kit) -> PipelineSetup:
     All ranks choose alike, by what rank 0 measured.
     """
     options = setting.options
+    if setting.program.num_slices > 1:
+        return setting  # arrangements are of whole sequences
     if not options.leaves_placement(options.schedule) or options.stages_per_rank is not None or setting.axes.is_mesh:
         return setting
     if options.checkpoint != "none" or not is_asked(options.balance, options.cuts, options.example):

@@ -48,7 +48,7 @@ class Schedule:
     says for which counts that formula is within 2% of the simulator if stages are equal (None: all). `planned_with`
     lists the stages per rank that the cluster planner tries (none: never), if the counts `suit`. `titan` is its
     torchtitan name; `in_megatron` says whether Megatron-LM has it. A `baseline` exists only for comparison.
-    `formula_in_slices` says whether `makespan` also holds for slices, as many short microbatches.
+    `formula_in_slices` says whether `makespan` also holds for slices, as many short microbatches; plans try these.
     """
 
     name: str

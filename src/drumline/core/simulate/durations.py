@@ -26,27 +26,36 @@ def work_seconds(graph: TimeGraph, many: Sequence[Costs]) -> Floats:
         column = np.empty((len(work.code), 1))
         columns = work.code, work.stage, work.microbatch, graph.num_stages
         library.seconds(len(column), *columns, stage_table(costs, graph.num_stages), factors, COMPUTES, column)
-        return _with_attention(graph, many, column)
+        return _by_slice(graph, many, column)
     tables = np.stack([stage_table(costs, graph.num_stages) for costs in many], axis=2)
     slot = work.code * graph.num_stages + work.stage
     seconds: Floats = tables.reshape(-1, len(many)).take(slot, axis=0)
     if any(_factors(graph, costs) is not None for costs in many):
-        factors = np.array([costs.factors(graph.num_microbatches, work.num_slices) for costs in many]).T
+        ones = np.ones(graph.num_microbatches)
+        each = [_factors(graph, costs) for costs in many]
+        factors = np.array([ones if factor is None else factor for factor in each]).T
         computes = PLACE[work.code] >= 0
         seconds[computes] *= factors[work.microbatch[computes]]
-    return _with_attention(graph, many, seconds)
+    return _by_slice(graph, many, seconds)
 
 
-def _with_attention(graph: TimeGraph, many: Sequence[Costs], seconds: Floats) -> Floats:
-    """Return the seconds of slices, whose attention I and W do not share."""
-    if graph.work.num_slices > 1:
+def _by_slice(graph: TimeGraph, many: Sequence[Costs], seconds: Floats) -> Floats:
+    """Return the seconds of slices, whose attention I and W do not share, or which each stage has its own part of."""
+    work = graph.work
+    if work.num_slices > 1:
         for at, costs in enumerate(many):
             seconds[:, at] += _attention_of_halves(graph, costs)
+            if costs.has_stage_factors:
+                computes = PLACE[work.code] >= 0
+                table = np.array(costs.stage_factors(graph.num_microbatches, work.num_slices))
+                seconds[computes, at] *= table[work.stage[computes], work.microbatch[computes]]
     return seconds
 
 
 def _factors(graph: TimeGraph, costs: Costs) -> Floats | None:
-    """Return what the seconds of every microbatch or slice are multiplied by; None if nothing is."""
+    """Return what the seconds of every microbatch or slice are multiplied by on all stages; None if nothing is."""
+    if graph.work.num_slices > 1 and costs.has_stage_factors:
+        return None
     if costs.microbatch_factor == 1.0 and graph.work.num_slices == 1:
         return None
     return np.array(costs.factors(graph.num_microbatches, graph.work.num_slices))
@@ -103,6 +112,8 @@ def sums(values: Floats, lengths: Sequence[int]) -> list[float]:
 def all_alike(graph: TimeGraph, costs: Costs) -> bool:
     """Whether these costs surely give the same seconds to all plain actions of an op."""
     table = stage_table(costs, graph.num_stages)
+    if costs.has_stage_factors:
+        return False
     factors = _factors(graph, costs)
     return (factors is None or len(set(factors.tolist())) == 1) and bool((table == table[:, :1]).all())
 

@@ -120,6 +120,7 @@ class Programs:
         self._known = {id(program): (number, program) for number, program in enumerate(programs)}
         self._edges = set(edges_of(first)).union(*map(edges_of, named.values()))
         self.own_number = 0  # the number of the program of steps that name none
+        self.divides = {first.num_slices}  # in how many slices microbatches can run here
 
     def __iter__(self) -> Iterator[Program]:
         return iter(self._listed)
@@ -169,7 +170,8 @@ class Programs:
     def _added(self, program: Program) -> int:
         """Take in a program that a step brings; one with the same rows is the same."""
         first = self._listed[0]
-        program_for(program, num_ranks=first.num_ranks, num_microbatches=None)
+        slices = program.num_slices if program.num_slices in self.divides else first.num_slices
+        program_for(program, num_ranks=first.num_ranks, num_microbatches=None, slices=slices)
         check_fits(program, first, program.name)
         if not set(edges_of(program)) <= self._edges:
             raise ProgramError(

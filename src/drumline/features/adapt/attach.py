@@ -7,10 +7,11 @@ from drumline.engine.kit import Kit
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.setup import ModelCut, PipelineSetup
 from drumline.engine.site import Site
+from drumline.engine.together import AUTO
 from drumline.features.adapt.adapting import Adapting, built, decider_for
 from drumline.features.adapt.auto_schedule import AutoSchedule
+from drumline.features.adapt.auto_slices import AutoSlices
 from drumline.features.adapt.options import AdaptOptions
-from drumline.features.adapt.together import AUTO
 
 
 def fit(kit: Kit, setting: PipelineSetup, options: AdaptOptions) -> None:
@@ -27,11 +28,14 @@ def attach(site: Site, setting: PipelineSetup, cut: ModelCut, options: AdaptOpti
     if settings is None:
         return []
     decider = None
-    if crew.rank == crew.axes.number == 0:
+    if crew.rank == crew.axes.number == 0 and setting.program.num_slices == 1:  # nothing is decided for slices
         names = {block.name for block in cut.blocks}
         recompute = bool(names) and names <= site.engine.assembly.checkpointed
         decider = decider_for(
             settings, setting.program, cut.stages, cut.profile, given_options.schedule, recompute=recompute
         )
     adapting = Adapting(settings, site, decider, built(given_options.schedule, setting.program))
-    return [AutoSchedule(site, adapting, setting.program), adapting] if is_auto else [adapting]
+    if not is_auto:
+        return [adapting]
+    auto = AutoSchedule(site, adapting, setting.program)
+    return [auto, AutoSlices(site, auto, adapting), adapting]

@@ -5,7 +5,8 @@
     before step 14 rank 0 searches within the first program's memory; all ranks switch to its result
     steps 14-20    measured again; rank 0 prints the gain on stderr
     before step 21 back to the quicker form, unless the measured step is shorter
-    then           adapting.py watches whether costs change
+    then           auto_slices.py tries slices of sequences, where microbatches are few
+                   adapting.py watches whether costs change
 
 Gradients are exact before and after, because a program only orders the work. The stages stay where they are: other
 places are for the set-up.
@@ -25,19 +26,21 @@ from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
+from drumline.engine.ranks.crew import Crew
 from drumline.engine.ranks.observer import Observer
 from drumline.engine.site import Site
 from drumline.features.adapt.adapting import Adapting
 from drumline.features.adapt.backward_forms import joint_costs, other_form
 from drumline.plan.search.search import search
+from drumline.plan.slices.orders import orders_in_slices
 from drumline.runtime.step import Step
 from drumline.schedules import schedules
 
 T = TypeVar("T")
 
-_WARM_UPS, _MEASURED = 2, 5
+WARM_UPS, MEASURED = 2, 5
 _SECONDS = 5.0  # time limit of the search
-_LEAST_GAIN = 0.01  # share of the simulated step; a smaller gain changes nothing
+LEAST_GAIN = 0.01  # share of the simulated step; a smaller gain changes nothing
 
 
 def first_split(stages_per_rank: int | None) -> str:
@@ -73,6 +76,14 @@ class SearchOutcome:
         return None if self.after is None else 1 - self.after / self.before
 
 
+def answer_of_first(crew: Crew, mine: T) -> T:
+    """Return what the first rank says, on all ranks of all lines."""
+    said: T = crew.collect("search", mine)[0]
+    if crew.axes.is_mesh:
+        said = crew.axes.exchanged("drumline/search", said)[crew.axes.lines[0][0]]
+    return said
+
+
 class AutoSchedule(Observer):
     """Counts steps and switches to a better program when it is time."""
 
@@ -82,24 +93,23 @@ class AutoSchedule(Observer):
         self.searched: SearchOutcome | None = None
         self.is_over = False
         self._crew, self._ledger, self._frozen, self._choice = site.crew, site.ledger, site.frozen, site.choice
-        self._adapting = adapting  # takes over once the search is over
-        adapting.is_paused = True
+        adapting.is_paused = True  # until the search is over, and that for slices too
         self._measured_steps: list[Measured] = []
         self._num_run = 0  # the number of steps by the program that is measured
         self._forms: list[tuple[Program, list[Measured]]] = []  # as taken up, the first program's before the other's
         self._program = program  # of these, the last
+        self.program = program  # what steps run by, as it was taken up
         self._is_searched = False
 
     def before(self, step: Step) -> None:
         """Record the previous step, and take up another program if it is time."""
         if self.is_over:
-            self._adapting.is_paused = False
             return
         with self._crew.together("the search for a program"):
-            if self._num_run > _WARM_UPS and self._decides:
+            if self._num_run > WARM_UPS and self._decides:
                 self._measured_steps.append(self._ledger.timeline())
             self._num_run += 1
-            if self._num_run <= _WARM_UPS + _MEASURED:
+            if self._num_run <= WARM_UPS + MEASURED:
                 return
             program = self._next()
             self._measured_steps, self._num_run = [], 1
@@ -114,14 +124,14 @@ class AutoSchedule(Observer):
         """Return the program to take up now on all ranks; None to stay with this one."""
         if self._is_searched:
             self.is_over = True
-            return self._answer_of_first(self._concluded() if self._decides else None)
+            return answer_of_first(self._crew, self._concluded() if self._decides else None)
         self._forms.append((self._program, self._measured_steps))
         if len(self._forms) == 1 and (other := self._other_form()) is not None:
             self._program = other
             return other
         self._is_searched = True
         best, better = self._better() if self._decides else (None, False)
-        program, goes_on = self._answer_of_first((best, better))
+        program, goes_on = answer_of_first(self._crew, (best, better))
         self.is_over = not goes_on
         return program
 
@@ -131,22 +141,23 @@ class AutoSchedule(Observer):
         runs = [self._frozen.pruned_too(program).rows for program in (self._program, other)]
         return other if runs[0] != runs[1] else None
 
-    def _answer_of_first(self, mine: T) -> T:
-        """Return what the first rank says, on all ranks."""
-        crew = self._crew
-        said: T = crew.collect("search", mine)[0]
-        if crew.axes.is_mesh:
-            said = crew.axes.exchanged("drumline/search", said)[crew.axes.lines[0][0]]
-        return said
-
     def moved(self) -> None:
         """Begin again: what was measured is of other stages."""
         self._measured_steps, self._num_run = [], 0
         self._forms.clear()
         self.is_over = self.is_over or self._is_searched
 
-    def _costs(self) -> Costs:
-        """Return the costs of both forms of backwards, if both were measured."""
+    def took(self, program: Program, number: int) -> None:
+        """Note what was taken up, here or elsewhere."""
+        self.program = program
+
+    @property
+    def first(self) -> Program:
+        """The program to which memory is limited."""
+        return self._forms[0][0]
+
+    def costs(self) -> Costs:
+        """Return the costs of both forms of backwards, if both were measured; on the rank that decides."""
         each = {is_split(program): costs_of(steps, quickest=True) for program, steps in self._forms}
         if len(each) < 2:
             return next(iter(each.values()))
@@ -155,25 +166,39 @@ class AutoSchedule(Observer):
     def _quicker(self) -> tuple[Program, float]:
         """Return the form with the shorter step, and that step; the first one in doubt."""
         each = [(program, median(step.makespan for step in steps)) for program, steps in self._forms]
-        return min(each, key=lambda form: form[1] * (1 - _LEAST_GAIN * (form is each[0])))
+        return min(each, key=lambda form: form[1] * (1 - LEAST_GAIN * (form is each[0])))
 
     def _better(self) -> tuple[Program | None, bool]:
         """Search, and return the program to take up, if it is not this one, and whether the search found it."""
-        costs, (first, _), (best, before) = self._costs(), self._forms[0], self._quicker()
+        costs, (best, before) = self.costs(), self._quicker()
         now = simulate(self._frozen.pruned_too(best), costs)
-        result = search(
-            costs,
-            first.placement,
-            num_microbatches=first.num_microbatches,
-            limit=Limit(max_activations=max(simulate(self._frozen.pruned_too(first)).peak_activations)),
-            seconds=_SECONDS,
-        )
-        self.searched = SearchOutcome(
-            result.program, before, now.makespan, result.timeline.makespan, float(result.bound.value)
-        )
-        better = self.searched.predicted_gain >= _LEAST_GAIN
+        found, predicted, bound = self._found(costs)
+        self.searched = SearchOutcome(found, before, now.makespan, predicted, bound)
+        better = self.searched.predicted_gain >= LEAST_GAIN
         print(_said(self.searched, best) if better else _reason_to_stay(self.searched, best), file=sys.stderr)
-        return (result.program, True) if better else (None if best is self._program else best, False)
+        return (found, True) if better else (None if best is self._program else best, False)
+
+    def _found(self, costs: Costs) -> tuple[Program, float, float]:
+        """Return the best program within the first one's memory, its simulated step, and what none can beat.
+
+        In slices that the user asked for, it is the best of the schedules that are tried in slices.
+        """
+        first = self.first
+        most = max(simulate(self._frozen.pruned_too(first)).peak_activations)
+        if first.num_slices == 1:
+            limit = Limit(max_activations=most)
+            result = search(
+                costs, first.placement, num_microbatches=first.num_microbatches, limit=limit, seconds=_SECONDS
+            )
+            return result.program, result.timeline.makespan, float(result.bound.value)
+        each = [
+            (simulate(self._frozen.pruned_too(order), costs), order)
+            for order in (first, *orders_in_slices(first, first.num_slices))
+        ]
+        timeline, order = min(
+            (pair for pair in each if max(pair[0].peak_activations) <= most), key=lambda pair: pair[0].makespan
+        )
+        return order, timeline.makespan, max(timeline.busy)
 
     def _concluded(self) -> Program | None:
         """Print the measured gain; return the program to go back to, if there is none."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from drumline.adapt.settings import Adapt
 from drumline.engine.options import FeatureOptions
+from drumline.engine.together import AUTO
 from drumline.features.adapt.auto_schedule import first_split
-from drumline.features.adapt.together import AUTO
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from drumline.core.settings.clash import Clash, fact
-from drumline.engine.together import NAMED_PROGRAM
+from drumline.engine.together import AUTO, NAMED_PROGRAM
 
-AUTO = "auto"
 _SEARCHED, _UNMEASURED, _MEASURED = fact("schedule", AUTO), fact("record", False), ("record", True)
 CLASHES = (
     Clash(fact("programs"), _SEARCHED, "only one of them", "a search decides which program steps run"),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from drumline.core.action import Op
 from drumline.core.errors import DrumlineError, MismatchError, ModelError, UsageError
+from drumline.core.program import Program
 from drumline.engine.ground import Ground
 from drumline.engine.no_check import NoCheck
 from drumline.engine.setup import ModelCut, PipelineSetup
@@ -97,6 +98,11 @@ class ModelCheck(NoCheck, Keeper):
         self._sentinels.ask()
         if self._reference is not None:
             self._reference.let_go(self._ground.engine.blocks())
+
+    def took(self, program: Program, number: int) -> None:
+        """Check the next step if it divides sequences: what ran before had them in one piece."""
+        if program.num_slices > 1:
+            self._sentinels.ask()
 
     def followed(self) -> None:
         """Check the next step: the model was traced again, or for other inputs. All ranks of a line call it alike.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from drumline.core.slices.division import SliceLengths
 from drumline.engine.kit import Kit
@@ -13,38 +12,28 @@ from drumline.engine.ranks.observer import Observer
 from drumline.engine.ranks.tally import RankReport
 from drumline.engine.setup import PipelineSetup
 from drumline.engine.site import Site
-from drumline.engine.stages.intake import Intake
+from drumline.engine.together import AUTO
 from drumline.features.slices.calls import SliceCalls
 from drumline.features.slices.following import follow
+from drumline.features.slices.on_demand import SlicedIntake, SlicesOnDemand
 from drumline.features.slices.options import SliceOptions
 from drumline.features.slices.units import BY_SLICES, in_one_piece, in_sequences, in_units
-from drumline.model.patches import put_in
-from drumline.runtime.sequences import Takes, positions_of, sequences_in, without_packing
+from drumline.runtime.sequences import Takes, positions_of, without_packing
 from drumline.runtime.step import CalledWith, Step
-from drumline.runtime.user_batch import has_microbatches
+
+
+def is_open(setting: PipelineSetup, options: SliceOptions) -> bool:
+    """Whether measured steps decide if there are slices."""
+    return setting.options.schedule == AUTO and options.division.num_slices == 1
 
 
 def fit(kit: Kit, setting: PipelineSetup, options: SliceOptions) -> None:
     """Have sequences divided, if the user asks for it."""
     if options.division.num_slices > 1:
         kit.lines = partial(_with_sequences, kit.lines)
-        kit.intake = type("SlicedIntake", (_Intake,), {"num_slices": options.division.num_slices})
-
-
-class _Intake(Intake):
-    """Splits steps into units; what is no step, such as an example that is timed, into microbatches."""
-
-    def cut(self, step: Step) -> None:
-        """Split a step; what the model's own loss counts may be seen by tracing it."""
-        with without_packing():
-            super().cut(step)
-
-    def cut_batch(self, batch: Any, *, what: str = "the batch") -> list[Any]:
-        """Return the microbatches of a batch of whole sequences, or its units."""
-        if has_microbatches(batch):
-            return super().cut_batch(batch, what=what)
-        with put_in([(vars(self), "num_microbatches", self.num_microbatches // self.num_slices)]):
-            return super().cut_batch(batch, what=what)
+        kit.intake = type("EverSlicedIntake", (SlicedIntake,), {"num_slices": options.division.num_slices})
+    elif is_open(setting, options):
+        kit.intake = SlicedIntake
 
 
 def _with_sequences(make: Callable[[PipelineSetup], Lines], setting: PipelineSetup) -> Lines:
@@ -61,7 +50,9 @@ def _with_sequences(make: Callable[[PipelineSetup], Lines], setting: PipelineSet
 
 
 def attach(site: Site, setting: PipelineSetup, options: SliceOptions) -> Observer | None:
-    """Return what divides the sequences of every step, if the user asks for it."""
+    """Return what divides the sequences of every step, if the user asks for it, or what may once they are measured."""
+    if is_open(setting, options):
+        return SlicesOnDemand(site, setting.options.model, setting.program)
     if options.division.num_slices == 1:
         return None
     return Slices(site, options.division, positions_of(setting.options.model, BY_SLICES))
@@ -81,10 +72,8 @@ class Slices(Observer):
 
     def take_call(self, step: Step, call: CalledWith) -> CalledWith:
         """Return a step's arguments in units."""
-        self._calls.clear()
         units = in_units(call, self._takes, self._division, self._site.frozen.program.num_microbatches)
-        args, named, target = units
-        self._calls.shapes = tuple(tuple(tensor.shape[:2]) for tensor in sequences_in(*args, *named.values(), target))
+        self._calls.begin(units)
         return units
 
     def tell(self, step: Step, each: Sequence[RankReport]) -> None:

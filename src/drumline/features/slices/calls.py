@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -23,6 +24,8 @@ from drumline.core.slices.division import SliceLengths
 from drumline.features.slices.attention import SliceMemory, attend
 from drumline.model.layers.routing import is_traced
 from drumline.model.values import pack
+from drumline.runtime.sequences import sequences_in
+from drumline.runtime.step import CalledWith
 
 Key = tuple[int, str, int, int]  # a call of attention in a sequence: stage, block, how many calls before it, microbatch
 
@@ -53,9 +56,12 @@ _SOFTMAX = {torch.softmax, Tensor.softmax, functional.softmax}
 class SliceCalls(TorchFunctionMode):
     """Where a slice runs, and what its calls see there; active while blocks of a stage run."""
 
-    def __init__(self, division: SliceLengths) -> None:
+    def __init__(
+        self, division: SliceLengths, around: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
         super().__init__()
         self.division = division
+        self.around = around  # what blocks run inside of, beside this
         self.memories: dict[Key, SliceMemory] = {}
         self._stage, self._unit, self._block, self._number = 0, 0, "", 0
         self.shapes: tuple[tuple[int, ...], ...] = ()  # of a step's units, where this rank knows them
@@ -86,6 +92,12 @@ class SliceCalls(TorchFunctionMode):
     def enter(self, block: str) -> None:
         """Begin a block: its calls of attention are counted from here."""
         self._block, self._number = block, 0
+
+    def begin(self, units: CalledWith) -> None:
+        """Forget all sequences, and note the shapes of a step's units."""
+        self.clear()
+        args, named, target = units
+        self.shapes = tuple(tuple(tensor.shape[:2]) for tensor in sequences_in(*args, *named.values(), target))
 
     def clear(self) -> None:
         """Forget all sequences."""

@@ -12,7 +12,10 @@ from drumline.runtime.stage import Stage
 
 
 def follow(stage: Stage, calls: SliceCalls) -> None:
-    """Have every run of a stage's blocks, first or repeated, see the slices before its own."""
+    """Have every run of a stage's blocks, first or repeated, see the slices before its own.
+
+    While sequences are in one piece, blocks run as if nothing followed them.
+    """
     stage.beside = partial(calls.context, stage.index)
     for segment in stage.segments:
         segment.whole = [
@@ -34,7 +37,9 @@ def _sliced(stage: Stage, segment: Segment, calls: SliceCalls) -> Callable[..., 
     run = segment.run
 
     def sliced(value: Any, microbatch: int, *more: Any) -> Any:
-        with calls.at(stage.index, microbatch, value):
+        if calls.division.num_slices == 1:
+            return run(value, microbatch, *more)
+        with calls.around(), calls.at(stage.index, microbatch, value):
             return run(value, microbatch, *more)
 
     return sliced

@@ -48,14 +48,15 @@ class SliceOptions(FeatureOptions):
         super().refuse_model(model)
         if self.division.num_slices > 1:
             positions_of(model, BY_SLICES)
-            _refuse_states(model)
+            refuse_states(model)
 
     def schedule_settings(self) -> dict[str, Any]:
         """Have the schedule run slices."""
         return super().schedule_settings() | {"slices": self.division.num_slices}
 
 
-def _refuse_states(model: Any) -> None:
+def refuse_states(model: Any) -> None:
+    """Refuse a model with layers that carry a state from token to token."""
     names = {type(module).__name__: name for name, module in model.named_modules()}
     for kind, name in names.items():
         if _STATES.search(kind):

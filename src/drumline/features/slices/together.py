@@ -14,7 +14,6 @@ _WHY = {
     NAMED_PROGRAM: "a program says nothing of slices yet",
     fact("programs"): "a program says nothing of slices yet",
     fact("adapt"): "slices are not moved with layers yet",
-    fact("schedule", "auto"): "no search knows slices yet",
     fact("arrange"): "slices have one order",
     fact("capture"): "every slice has other keys and values",
     fact("compile"): "attention of compiled blocks is not seen",

@@ -5,7 +5,7 @@ of blocks. Its slices take the parts of a whole sequence's seconds that the prof
 cost enters the objective. Its peak is that of the simulator: slices held, and the gradients of keys and values that
 backwards add up.
 
-    tried     1f1b, gpipe, interleaved-1f1b, zb-h1      2, 4, 8, ... slices, not shorter than any that was measured
+    tried     schedules with a formula for slices      2, 4, 8, ... slices, not shorter than any that was measured
     lengths   equal, and those that take the same time
     where     M is below 4 P, every block trains, and lengths of slices are known: the profile has slices
 """
@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from drumline.core.costs import Costs
+from drumline.core.costs import Costs, PerSlice
 from drumline.core.errors import ScheduleError
 from drumline.core.graph import Floats
 from drumline.core.memory import holdings
@@ -33,11 +33,9 @@ from drumline.plan.device.plan import Plan, RankBytes, StepSeconds
 from drumline.plan.device.slice_profile import SliceProfile
 from drumline.plan.device.stages import Stages
 from drumline.plan.slices.lengths import equal_lengths, shortest_longest
+from drumline.plan.slices.orders import NUMBERS, are_few, is_tried
 from drumline.schedules import find
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1")
-NUMBERS = (2, 4, 8, 16, 32, 64)
-_FEW = 4  # microbatches for each rank: with as many, slices save little
 _MULTIPLES = (64, 16, 1)  # of tokens, the largest that leaves slices some choice
 _CHOICE = 4  # so many multiples in a slice
 
@@ -59,17 +57,24 @@ class SlicedStages(Stages):
     def costs(self, counts: Counts, *, messages: bool = True, split: float | None = None) -> Costs:
         """Return the costs of whole microbatches and the parts of each slice."""
         assert self.slices is not None, "slices were profiled"
-        num_stages, plain = len(counts), super().costs(counts, messages=messages, split=split)
-        # What every action takes, however short, once for F and once for B of each stage, as a part of the model's.
-        own_overhead = self.overheads.action + (self.profile.overhead.forward + self.profile.overhead.backward) / 2
-        factors = self.slices.factors(self.lengths, more=2 * num_stages * own_overhead)
+        plain = super().costs(counts, messages=messages, split=split)
         bytes_of_block = self.slices.key_value_bytes * self.rows / self.slices.rows / sum(counts)
         return replace(
             plain,
             slice_lengths=tuple(map(float, self.lengths)),
-            slice_factor=factors,
+            slice_factor=self._factors(self.slices, counts),
             key_value_bytes=[bytes_of_block * count for count in counts],
         )
+
+    def _factors(self, slices: SliceProfile, counts: Counts) -> PerSlice:
+        """Return the part of each slice, in each stage if blocks were measured by slice length."""
+        action, call = self.overheads.action, self.profile.overhead
+        if not slices.knows_blocks(counts):
+            # What every action takes, however short, once for F and once for B of each stage, as a part of the model's.
+            own_overhead = action + (call.forward + call.backward) / 2
+            return slices.factors(self.lengths, more=2 * len(counts) * own_overhead)
+        curves = slices.stage_curves(counts)  # with the calls of stages
+        return [slices.factors(self.lengths, more=2 * action, curve=curve) for curve in curves]
 
     def _steps(self, program: Program, many: Sequence[Counts]) -> Floats:
         each = [self.costs(counts) for counts in many]
@@ -159,7 +164,7 @@ def sliced_candidates(question: Question, candidates: Sequence[Candidate]) -> It
     for candidate in candidates:
         program = candidate.program
         key = (program, candidate.rows, candidate.stages.recompute)
-        if program.name not in SCHEDULES or program.num_microbatches >= _FEW * program.num_ranks or key in done:
+        if not is_tried(program.name) or not are_few(program) or key in done:
             continue
         done.add(key)
         for lengths in lengths_of(profile):
