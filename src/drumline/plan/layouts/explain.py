@@ -194,7 +194,7 @@ def _layout_json(plan: ClusterPlan, choice: Choice) -> dict[str, Any]:
     return {
         "mesh": str(choice.mesh),
         "schedule": choice.schedule,
-        "layout": asdict(layout),
+        "layout": {name: value for name, value in asdict(layout).items() if name != "slices" or value > 1},
         "microbatches": layout.num_microbatches,
         "step_seconds": choice.seconds,
         "seconds": asdict(estimate.seconds),
