@@ -22,6 +22,7 @@ from drumline.plan.layouts.planner import OBJECTIVE, ClusterPlan
 from drumline.plan.layouts.program_search import LayoutProgram, costs_of
 from drumline.plan.layouts.what_if import ScalePoint, against_fsdp, changes, margins, pareto, scaling
 from drumline.plan.layouts.why import Alternative, why_not
+from drumline.plan.slices.layout_estimate import SlicedLayout
 
 FORMAT = "drumline-cluster-plan"
 VERSION = 1
@@ -52,13 +53,16 @@ def drawing(
         return None
     if program is not None:
         return Drawing(simulate(program, costs_of(transformer, cluster, layout)), program.name)
-    whole = layout.num_microbatches
-    shown = whole if whole * layout.num_stages <= MOST else 2 * layout.pipeline
-    hop, _ = hop_seconds(transformer, cluster, layout)
-    stages = stage_ops(transformer, cluster, layout)
-    timeline = simulated(layout.schedule, stages, layout.pipeline, min(shown, whole), hop_seconds=hop)
+    whole, slices = layout.num_microbatches, layout.slices
+    shown = whole if whole * slices * layout.num_stages <= MOST else 2 * layout.pipeline
+    if slices > 1:
+        timeline = SlicedLayout(transformer, cluster, layout).of_microbatches(min(shown, whole))
+    else:
+        hop, _ = hop_seconds(transformer, cluster, layout)
+        stages = stage_ops(transformer, cluster, layout)
+        timeline = simulated(layout.schedule, stages, layout.pipeline, min(shown, whole), hop_seconds=hop)
     name = f"{layout.schedule}: {counted(layout.pipeline, 'rank')}, {counted(layout.num_stages, 'stage')}"
-    words = f"{name}, {counted(min(shown, whole), 'microbatch')}"
+    words = f"{name}, {counted(min(shown, whole), 'microbatch')}{f' in {slices} slices' if slices > 1 else ''}"
     if shown < whole:
         words += f" instead of {whole}; the middle repeats itself"
     return Drawing(timeline, words)

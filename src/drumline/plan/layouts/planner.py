@@ -123,7 +123,8 @@ def plan(
     limit = limit_of(cluster, headroom)
     best, near = _answer(survey, limit, top, _PAIRS)
     if not best:
-        raise nothing_fits(survey, limit, headroom)
+        in_whole = (pins.slices or 1) == 1
+        raise nothing_fits(survey, limit, headroom) if in_whole else in_slices(survey).nothing_fits(limit, headroom)
     programs = searched(transformer, cluster, near, limit, search_seconds, say) if search_seconds else []
     if programs:
         near = band([*near, *(program.choice for program in programs)], limit)

@@ -19,8 +19,9 @@ from itertools import count
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from drumline.core.errors import PlanError
+from drumline.core.errors import PlanError, counted
 from drumline.plan.cluster.device_memory import WEIGHT_BYTES, device_parameters, stage_activations
+from drumline.plan.cluster.estimate import estimate
 from drumline.plan.cluster.kernels import TILE
 from drumline.plan.cluster.layout import WHOLE, Layout
 from drumline.plan.cluster.stages import alike, counts_of, layer_counts, pairs_held
@@ -39,6 +40,7 @@ _OWN = FRAMEWORKS["drumline"]  # alone runs slices
 RECOMPUTE = _OWN.recompute
 ZERO = _OWN.zero_staged[0]  # where data-parallel ranks share state
 _WINDOWS = ("sliding_window", "max_window_layers", "layer_types")  # what models call windows shorter than a sequence
+_GIB = 2**30
 NUMBERS = (2, 4, 8, 16, 32, 64)
 FEW = 4  # microbatches for each rank: with as many, slices save little
 _EXACT = 1 - 1e-9  # on bounds, which are added up in another order than what they bound
@@ -66,7 +68,7 @@ class SliceSurvey:
     def __init__(self, survey: Survey) -> None:
         self.transformer, self.cluster = survey.transformer, survey.cluster
         self.batch, self.pins = survey.batch, survey.pins
-        self._practice = self.pins.practice
+        self._survey, self._practice = survey, self.pins.practice
         self._works: dict[Layout, SlicedLayout] = {}
         self._choices: dict[Layout, Choice] = {}
         self._layers: dict[tuple[int, int, str], tuple[float, float, float]] = {}
@@ -90,17 +92,36 @@ class SliceSurvey:
                 heappush(opened, (self._work(more).least, next(numbers), more))
         return [choice for choice in fitting if choice.seconds <= near]
 
-    def smallest(self) -> Choice | None:
-        """Return the layout in slices that holds the least; None if there is none."""
-        every = (self.exact(replace(each, recompute=self._kinds[-1])) for each in self._candidates(math.inf, math.inf))
-        return min(every, key=lambda choice: choice.bytes, default=None)
+    def nothing_fits(self, limit: float, headroom: float) -> PlanError:
+        """Return the error for a pinned number of slices in which nothing fits."""
+        wanted = f"{self.pins.slices} slices of every sequence"
+        every = (replace(each, recompute=self._kinds[-1]) for each in self._candidates(math.inf, math.inf))
+        least = min(every, key=lambda each: self._work(each).standing_bytes, default=None)
+        if least is None:
+            return PlanError(
+                f"no layout on {counted(self.cluster.num_devices, 'device')} allows {wanted}",
+                expected="a pipeline of 2 ranks or more, without tensor, context and expert parallelism, and at most "
+                f"{MOST_PAIRS} pairs of a stage and a slice",
+                fix="leave the number of slices out",
+            )
+        choice = self.exact(least)
+        return PlanError(
+            f"{self.transformer.name} does not fit in {wanted}: {choice.mesh} with {least.schedule}, "
+            f"ZeRO {least.zero} and {least.recomputation} holds {choice.bytes / _GIB:.1f} GiB per device",
+            expected=f"at most {limit / _GIB:.1f} GiB with {headroom:.0%} headroom",
+            fix="use another number of slices or more devices, or leave it out",
+        )
 
     def exact(self, layout: Layout) -> Choice:
         """Return the simulated costs of a layout in slices."""
         if layout not in self._choices:
-            estimate = self._work(layout).estimate()
-            self._choices[layout] = Choice.of(self.cluster, layout, estimate, is_exact=True)
+            known = self._work(layout).estimate()
+            self._choices[layout] = Choice.of(self.cluster, layout, known, is_exact=True)
         return self._choices[layout]
+
+    def cost(self, layout: Layout, limit: float) -> Choice:
+        """Return the costs of a layout, in slices or not."""
+        return self.exact(layout) if layout.slices > 1 else self._survey.cut(layout, limit)
 
     def _work(self, layout: Layout) -> SlicedLayout:
         if layout not in self._works:
@@ -122,7 +143,9 @@ class SliceSurvey:
 
     @cached_property
     def _lines(self) -> list[_Lines]:
-        if self.pins.slices == 1 or next(objections(self.transformer, self.pins), None) is not None:
+        # Who brings other estimates says nothing of slices.
+        refused = next(objections(self.transformer, self.pins), None) is not None
+        if self.pins.slices == 1 or refused or self._survey.evaluate is not estimate:
             return []
         whole = replace(self.pins, tensor=1, context=1, expert=1)
         try:
@@ -251,6 +274,29 @@ def in_slices(survey: Survey) -> SliceSurvey:
     return _SURVEYS[survey]
 
 
+def runs_slices(layout: Layout) -> bool:
+    """Whether a layout with these settings runs in slices.
+
+    >>> runs_slices(Layout(batch=8, pipeline=4)), runs_slices(Layout(batch=8, pipeline=4, zero=3))
+    (True, False)
+    """
+    divided = max(layout.tensor, layout.context, layout.expert) > 1
+    runs = layout.recompute in RECOMPUTE and layout.zero in (0, ZERO) and find(layout.schedule).formula_in_slices
+    return runs and layout.pipeline > 1 and not divided
+
+
+def numbers_beside(transformer: Transformer, layout: Layout) -> Iterator[Layout]:
+    """Yield a layout in half and in twice as many slices, where these divide a sequence.
+
+    >>> from drumline.plan.cluster.models import model
+    >>> [each.slices for each in numbers_beside(model("llama-3-8b"), Layout(batch=8, pipeline=4, slices=4))]
+    [2, 8]
+    """
+    for number in (layout.slices // 2, layout.slices * 2):
+        if number > 1 and transformer.sequence % number == 0 and transformer.sequence // number >= TILE:
+            yield replace(layout, slices=number)
+
+
 def objections(transformer: Transformer, pins: Pins) -> Iterator[tuple[str, str, str]]:
     """Yield what speaks against slices, what they expect, and a fix.
 
@@ -260,6 +306,8 @@ def objections(transformer: Transformer, pins: Pins) -> Iterator[tuple[str, str,
     >>> next(objections(model("llama-3-8b"), Pins(slices=8, tensor=2)))
     ('TP is 2', 'TP 1: lines of a mesh see parts of sequences or layers in one piece', 'leave one of the two out')
     """
+    if transformer.dropout and pins.slices is None:  # who wants slices is told that training leaves it out
+        yield f"{transformer.name} has dropout inside of attention", "none: on GPUs no kernel draws it for slices", ""
     yield from _of_software(pins)
     yield from _of_model(transformer)
     yield from _of_pins(transformer, pins)

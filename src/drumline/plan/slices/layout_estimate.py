@@ -11,6 +11,7 @@ Joining keys and values needs room for those of a layer's whole sequences, and f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -65,13 +66,6 @@ class SlicedLayout:
     def units(self) -> Layout:
         """The layout with slices as microbatches of their own."""
         return replace(self.layout, batch=self.layout.batch * self.layout.slices, slices=1)
-
-    @cached_property
-    def program(self) -> Program:
-        """The program that its ranks run."""
-        layout = self.layout
-        counts = layout.pipeline, layout.num_microbatches, layout.stages_per_rank, layout.slices
-        return program_of(layout.schedule, *counts)
 
     @cached_property
     def loads(self) -> list[Load]:
@@ -136,6 +130,12 @@ class SlicedLayout:
             weight_bytes=state,
         )
 
+    @property
+    def standing_bytes(self) -> float:
+        """What the fullest device holds beside activations, and one microbatch."""
+        assert isinstance(self.costs.activation_bytes, Sequence), "costs say it of every stage"
+        return max(each.total for each in self.standing) + max(self.costs.activation_bytes)
+
     @cached_property
     def standing(self) -> list[Bytes]:
         """What the device of every rank holds all the time: state, gradients and buffers."""
@@ -150,7 +150,14 @@ class SlicedLayout:
     @cached_property
     def timeline(self) -> Simulation:
         """The simulated step."""
-        return self.simulated(self.program)
+        return self.of_microbatches(self.layout.num_microbatches)
+
+    def of_microbatches(self, number: int) -> Simulation:
+        """Return a step with another number of microbatches."""
+        layout = self.layout
+        return self.simulated(
+            program_of(layout.schedule, layout.pipeline, number, layout.stages_per_rank, layout.slices)
+        )
 
     def simulated(self, program: Program) -> Simulation:
         """Simulate a program of these stages and slices, with the seconds of every slice of every stage."""

@@ -115,7 +115,8 @@ def _best(explanation: Explanation, width: int) -> str:
     for number, choice in enumerate(explanation.plan.best, 1):
         layout = choice.layout
         stages = f" x{layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
-        schedule = choice.schedule + stages if layout.pipeline > 1 else "-"
+        slices = f" in {layout.slices} slices" if layout.slices > 1 else ""
+        schedule = choice.schedule + stages + slices if layout.pipeline > 1 else "-"
         settings = (number, choice.mesh, schedule, layout.microbatch, layout.zero, layout.recompute)
         figures = (duration(choice.seconds), f"{choice.estimate.bubble:.1%}", size_text(choice.bytes))
         rows.append([*map(str, settings), *figures])
