@@ -13,18 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from drumline.core.errors import PlanError, counted
-from drumline.plan.cluster.device_memory import WEIGHT_BYTES, device_parameters, stage_activations
 from drumline.plan.cluster.estimate import estimate
 from drumline.plan.cluster.kernels import TILE
-from drumline.plan.cluster.layout import WHOLE, Layout
-from drumline.plan.cluster.stages import alike, counts_of, layer_counts, pairs_held
+from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.frameworks import FRAMEWORKS
@@ -32,8 +29,8 @@ from drumline.plan.layouts.pins import Degrees, Pins, tried_schedules
 from drumline.plan.layouts.preference import BAND
 from drumline.plan.layouts.space import layout_of, meshes, schedules_of
 from drumline.plan.layouts.survey import MOST_PAIRS, Survey
+from drumline.plan.slices.layout_bounds import Line, LineBounds, Order
 from drumline.plan.slices.layout_estimate import SlicedLayout
-from drumline.plan.slices.layout_times import head_seconds, shared, slice_seconds
 from drumline.schedules import find
 
 _OWN = FRAMEWORKS["drumline"]  # alone runs slices
@@ -46,22 +43,6 @@ FEW = 4  # microbatches for each rank: with as many, slices save little
 _EXACT = 1 - 1e-9  # on bounds, which are added up in another order than what they bound
 
 
-class _Lines(NamedTuple):
-    """Pipelines with one mesh and one size of microbatches."""
-
-    mesh: Degrees
-    microbatch: int
-    num_microbatches: int
-
-
-class _Kind(NamedTuple):
-    """Ranks that are alike: their dense layers, those with experts, and whether they have the head."""
-
-    dense: int
-    experts: int
-    has_head: bool
-
-
 class SliceSurvey:
     """The layouts in slices of what a survey is of, evaluated on demand."""
 
@@ -71,8 +52,8 @@ class SliceSurvey:
         self._survey, self._practice = survey, self.pins.practice
         self._works: dict[Layout, SlicedLayout] = {}
         self._choices: dict[Layout, Choice] = {}
-        self._layers: dict[tuple[int, int, str], tuple[float, float, float]] = {}
-        self._first: dict[tuple[int, tuple[str, int], str], tuple[float, float]] = {}
+        self._orders: dict[tuple[int, int, int], list[Order]] = {}
+        self._bounds = LineBounds(survey.transformer, survey.cluster.nodes, self._practice)
 
     def best(self, limit: float, known: Sequence[Choice]) -> list[Choice]:
         """Return all layouts in slices within a limit that are near the best of them and of these, simulated."""
@@ -128,12 +109,12 @@ class SliceSurvey:
             self._works[layout] = SlicedLayout(self.transformer, self.cluster, layout)
         return self._works[layout]
 
-    @property
+    @cached_property
     def _kinds(self) -> tuple[str, ...]:
         """The kinds of recomputation; none takes less time or holds more than a later one."""
         return tuple(kind for kind in RECOMPUTE if self.pins.recompute in (None, kind))
 
-    @property
+    @cached_property
     def _numbers(self) -> list[int]:
         """The numbers of slices to try."""
         tokens = self.transformer.sequence
@@ -142,7 +123,7 @@ class SliceSurvey:
         return [number for number in NUMBERS if tokens % number == 0 and tokens // number >= TILE]
 
     @cached_property
-    def _lines(self) -> list[_Lines]:
+    def _lines(self) -> list[Line]:
         # Who brings other estimates says nothing of slices.
         refused = next(objections(self.transformer, self.pins), None) is not None
         if self.pins.slices == 1 or refused or self._survey.evaluate is not estimate:
@@ -153,12 +134,12 @@ class SliceSurvey:
         except PlanError:  # devices or pins leave no such mesh
             return []
         lines = [
-            _Lines(mesh, size, self.batch // (mesh.data * size))
+            Line(mesh.pipeline, mesh.data, self._zero(mesh), size, self.batch // (mesh.data * size))
             for mesh in degrees
             if mesh.pipeline > 1
             for size in self.pins.microbatch_sizes(self.batch, mesh)
         ]
-        few = [each for each in lines if each.num_microbatches < FEW * each.mesh.pipeline]
+        few = [line for line in lines if line.num_microbatches < FEW * line.pipeline]
         return few if self.pins.slices is None else lines
 
     def _candidates(self, limit: float, near: float) -> Iterator[Layout]:
@@ -166,72 +147,37 @@ class SliceSurvey:
 
         More slices take no less time, for products get smaller: what is too slow is so in more slices.
         """
+        bounds = self._bounds
         for line in self._lines:
-            for number in self._numbers:
-                if _EXACT * self._least(line, number, self._kinds[0]) > near:
+            kinds = [kind for kind in self._kinds if bounds.even_bytes(line, kind) <= limit]
+            for number in self._numbers if kinds else ():
+                if _EXACT * bounds.even_seconds(line, number, kinds[0]) > near:
                     break
-                units = line.num_microbatches * number
-                for schedule in schedules_of(self.transformer, line.mesh, units, self.pins):
-                    if not find(schedule[0]).formula_in_slices:
+                for order in self._orders_of(line, number):
+                    fitting = (kind for kind in kinds if bounds.bytes(line, order, kind) <= limit)
+                    if _EXACT * bounds.seconds(line, order, kinds[0]) > near or not (kind := next(fitting, "")):
                         continue
-                    if units * line.mesh.pipeline * schedule[1] > MOST_PAIRS:
-                        continue
-                    kind = next(
-                        (kind for kind in self._kinds if self._holds(line, number, schedule, kind) <= limit), ""
-                    )
-                    if kind and _EXACT * self._least(line, number, kind, schedule) <= near:
-                        yield self._layout(line, number, schedule, kind)
+                    if _EXACT * bounds.seconds(line, order, kind) <= near:
+                        yield self._layout(line, order, kind)
 
-    def _least(self, line: _Lines, number: int, kind: str, schedule: tuple[str, int] | None = None) -> float:
-        """Return the work of the busiest rank; without a schedule, that of all ranks if they had equally much."""
-        dense, experts, head = self._seconds(line.microbatch, number, kind)
-        if schedule is None:
-            layers, few = self.transformer.num_layers, self.transformer.num_dense_layers
-            return line.num_microbatches * (few * dense + (layers - few) * experts + head) / line.mesh.pipeline
-        kinds = kinds_of(self.transformer, line.mesh.pipeline, *schedule)
-        return line.num_microbatches * max(
-            each.dense * dense + each.experts * experts + each.has_head * head for each in kinds
-        )
+    def _orders_of(self, line: Line, number: int) -> list[Order]:
+        """Return the schedules that have slices and admit so many."""
+        units, mesh = line.num_microbatches * number, Degrees(pipeline=line.pipeline, data=line.data)
+        key = line.pipeline, units, number
+        if key not in self._orders:
+            most = MOST_PAIRS // (units * line.pipeline)
+            admitted = schedules_of(self.transformer, mesh, units, self.pins)
+            self._orders[key] = [
+                Order(name, stages, number)
+                for name, stages in admitted
+                if stages <= most and find(name).formula_in_slices
+            ]
+        return self._orders[key]
 
-    def _seconds(self, microbatch: int, number: int, kind: str) -> tuple[float, float, float]:
-        """Return the seconds of a microbatch in a dense layer, in one with experts, and in the head."""
-        key = microbatch, number, kind
-        if key not in self._layers:
-            share = Layout(batch=self.batch, microbatch=microbatch, practice=self._practice).share
-            about = self.transformer, self.cluster.nodes, shared(share), number
-            recomputed = WHOLE if kind.startswith("full") else ()
-            has_experts = self.transformer.experts is not None
-            dense, experts = (
-                float(slice_seconds(*about, experts=flag, recomputed=recomputed).sum()) for flag in (False, has_experts)
-            )
-            self._layers[key] = dense, experts, head_seconds(*about)
-        return self._layers[key]
-
-    def _holds(self, line: _Lines, number: int, schedule: tuple[str, int], kind: str) -> float:
-        """Return the bytes that the first rank holds at least, without buffers.
-
-        Its forwards run as early as those of as many microbatches, and in a line of single stages S-1 earlier. Before
-        its first backward, all slices of a microbatch have gone forward.
-        """
-        key = line.mesh.pipeline, schedule, kind
-        if key not in self._first:
-            layout = self._layout(line, number, schedule, kind)
-            counts = counts_of(self.transformer, layout)
-            rank = alike(self.transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)[0]
-            one = replace(layout, batch=layout.batch // layout.microbatch, microbatch=1, slices=1)
-            kept = min(stage_activations(self.transformer, one, part) for part, _ in rank.slices)
-            self._first[key] = sum(device_parameters(self.transformer, layout, rank)), kept
-        parameters, kept = self._first[key]
-        (name, stages), units, practice = schedule, line.num_microbatches * number, self._practice
-        held = pairs_held(name, 0, line.mesh.pipeline, units, stages)
-        held = max(min(held + number - 1, units) if stages == 1 else held, number * stages)
-        state = practice.states.state_bytes / (line.mesh.data if self._zero(line.mesh) else 1)
-        standing = parameters * (WEIGHT_BYTES + practice.gradient_bytes + state)
-        return standing + held * kept * line.microbatch / number
-
-    def _layout(self, line: _Lines, number: int, schedule: tuple[str, int], kind: str) -> Layout:
-        settings = line.mesh, line.microbatch, schedule, self._zero(line.mesh), kind, self._practice
-        return replace(layout_of(self.transformer, self.batch, self.pins, *settings), slices=number)
+    def _layout(self, line: Line, order: Order, kind: str) -> Layout:
+        mesh, schedule = Degrees(pipeline=line.pipeline, data=line.data), (order.schedule, order.stages_per_rank)
+        settings = mesh, line.microbatch, schedule, line.zero, kind, self._practice
+        return replace(layout_of(self.transformer, self.batch, self.pins, *settings), slices=order.slices)
 
     def _zero(self, mesh: Degrees) -> int:
         """Return the ZeRO stage of layouts with this mesh."""
@@ -241,25 +187,6 @@ class SliceSurvey:
         """Return the layout with the next kind of recomputation, if there is one."""
         later = self._kinds[self._kinds.index(layout.recompute) + 1 :]
         return replace(layout, recompute=later[0]) if later else None
-
-
-@lru_cache(maxsize=1024)
-def kinds_of(transformer: Transformer, pipeline: int, schedule: str, stages_per_rank: int) -> tuple[_Kind, ...]:
-    """Return the ranks of a pipeline, those that are alike once.
-
-    >>> from drumline.plan.cluster.models import model
-    >>> kinds_of(model("llama-3-8b"), 4, "1f1b", 1)
-    (_Kind(dense=8, experts=0, has_head=False), _Kind(dense=9, experts=0, has_head=False), _Kind(...))
-    """
-    counts = layer_counts(transformer, pipeline, schedule, stages_per_rank)
-    return tuple(
-        _Kind(
-            sum(part.dense for part, _ in rank.slices),
-            sum(part.experts for part, _ in rank.slices),
-            any(part.is_last for part, _ in rank.slices),
-        )
-        for rank in alike(transformer, counts, schedule, pipeline, stages_per_rank)
-    )
 
 
 _SURVEYS: WeakKeyDictionary[Survey, SliceSurvey] = WeakKeyDictionary()
