@@ -228,12 +228,12 @@ def test_one_slice_is_the_whole_sequence() -> None:
 
 def test_slices_exchange_gradients_as_microbatches_do() -> None:
     """The same pipelines beside each other: what they exchange after the last slice, nothing hides but that slice."""
-    one, two = line("1f1b", 1, 4, "none", 2, ranks=2), line("1f1b", 1, 4, "none", 4, ranks=2)
-    alone = SlicedLayout(LONG, machines(2), one).estimate()
-    beside = SlicedLayout(LONG, machines(4), replace(two, data=2, zero=1)).estimate()
+    single, double = line("1f1b", 1, 4, "none", 2, ranks=2), line("1f1b", 1, 4, "none", 4, ranks=2)
+    alone = SlicedLayout(LONG, machines(2), single).estimate()
+    beside = SlicedLayout(LONG, machines(4), replace(double, data=2, zero=1)).estimate()
     assert alone.seconds.data_exposed == 0 < beside.seconds.data_exposed
     unit = replace(LONG, sequence=LONG.sequence // 4)
-    shorter = estimate(unit, machines(4), replace(two, data=2, zero=1, batch=16, slices=1), exact=True)
+    shorter = estimate(unit, machines(4), replace(double, data=2, zero=1, batch=16, slices=1), exact=True)
     assert beside.seconds.data_exposed == pytest.approx(shorter.seconds.data_exposed, rel=1e-12)
     assert beside.bytes.optimizer == pytest.approx(alone.bytes.optimizer / 2)
 

@@ -29,7 +29,7 @@ from drumline.plan.layouts.pins import Degrees, Pins, tried_schedules
 from drumline.plan.layouts.preference import BAND
 from drumline.plan.layouts.space import layout_of, meshes, schedules_of
 from drumline.plan.layouts.survey import MOST_PAIRS, Survey
-from drumline.plan.slices.layout_bounds import Line, LineBounds, Order
+from drumline.plan.slices.layout_bounds import Line, LineBounds, SliceSchedule
 from drumline.plan.slices.layout_estimate import SlicedLayout
 from drumline.schedules import find
 
@@ -52,7 +52,7 @@ class SliceSurvey:
         self._survey, self._practice = survey, self.pins.practice
         self._works: dict[Layout, SlicedLayout] = {}
         self._choices: dict[Layout, Choice] = {}
-        self._orders: dict[tuple[int, int, int], list[Order]] = {}
+        self._orders: dict[tuple[int, int, int], list[SliceSchedule]] = {}
         self._bounds = LineBounds(survey.transformer, survey.cluster.nodes, self._practice)
 
     def best(self, limit: float, known: Sequence[Choice]) -> list[Choice]:
@@ -160,7 +160,7 @@ class SliceSurvey:
                     if _EXACT * bounds.seconds(line, order, kind) <= near:
                         yield self._layout(line, order, kind)
 
-    def _orders_of(self, line: Line, number: int) -> list[Order]:
+    def _orders_of(self, line: Line, number: int) -> list[SliceSchedule]:
         """Return the schedules that have slices and admit so many."""
         units, mesh = line.num_microbatches * number, Degrees(pipeline=line.pipeline, data=line.data)
         key = line.pipeline, units, number
@@ -168,13 +168,13 @@ class SliceSurvey:
             most = MOST_PAIRS // (units * line.pipeline)
             admitted = schedules_of(self.transformer, mesh, units, self.pins)
             self._orders[key] = [
-                Order(name, stages, number)
+                SliceSchedule(name, stages, number)
                 for name, stages in admitted
                 if stages <= most and find(name).formula_in_slices
             ]
         return self._orders[key]
 
-    def _layout(self, line: Line, order: Order, kind: str) -> Layout:
+    def _layout(self, line: Line, order: SliceSchedule, kind: str) -> Layout:
         mesh, schedule = Degrees(pipeline=line.pipeline, data=line.data), (order.schedule, order.stages_per_rank)
         settings = mesh, line.microbatch, schedule, line.zero, kind, self._practice
         return replace(layout_of(self.transformer, self.batch, self.pins, *settings), slices=order.slices)

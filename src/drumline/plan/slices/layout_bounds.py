@@ -32,7 +32,7 @@ class Line(NamedTuple):
     num_microbatches: int
 
 
-class Order(NamedTuple):
+class SliceSchedule(NamedTuple):
     """A schedule, its stages per rank, and the number of slices."""
 
     schedule: str
@@ -55,7 +55,7 @@ class LineBounds:
     >>> from drumline.plan.cluster.hardware import cluster
     >>> from drumline.plan.cluster.models import model
     >>> bounds = LineBounds(model("llama-3-8b"), cluster("h100", 8).nodes, Practice())
-    >>> line, order = Line(4, 2, 1, 1, 4), Order("1f1b", 1, 8)
+    >>> line, order = Line(4, 2, 1, 1, 4), SliceSchedule("1f1b", 1, 8)
     >>> 0 < bounds.even_seconds(line, 8, "none") < bounds.seconds(line, order, "none")
     True
     >>> 0 < bounds.even_bytes(line, "full") < bounds.bytes(line, order, "full")
@@ -71,12 +71,11 @@ class LineBounds:
         dense, experts, head = _seconds(self, line.microbatch, slices, recompute)
         layers, few = self.transformer.num_layers, self.transformer.num_dense_layers
         mean = (few * dense + (layers - few) * experts + head) / line.pipeline
-        most = ceil(layers / line.pipeline) * (
-            min(dense, experts) if 0 < few < layers else experts if not few else dense
-        )
+        least = min(dense if few else experts, experts if few < layers else dense)
+        most = ceil(layers / line.pipeline) * least
         return line.num_microbatches * max(mean, most)
 
-    def seconds(self, line: Line, order: Order, recompute: str) -> float:
+    def seconds(self, line: Line, order: SliceSchedule, recompute: str) -> float:
         """Return the work of a step on the busiest rank."""
         dense, experts, head = _seconds(self, line.microbatch, order.slices, recompute)
         ranks = rank_layers(self.transformer, line.pipeline, order.schedule, order.stages_per_rank)
@@ -86,16 +85,16 @@ class LineBounds:
 
     def even_bytes(self, line: Line, recompute: str) -> float:
         """Return the bytes of every rank if all held equally much: state, and one microbatch."""
-        parameters, kept = _of_first(self, 1, DEFAULT, 1, recompute)
-        return (parameters * self._state(line) + kept * line.microbatch) / line.pipeline
+        parameters, size = _of_first(self, 1, DEFAULT, 1, recompute)
+        return (parameters * self._state(line) + size * line.microbatch) / line.pipeline
 
-    def bytes(self, line: Line, order: Order, recompute: str) -> float:
+    def bytes(self, line: Line, order: SliceSchedule, recompute: str) -> float:
         """Return the bytes of the first rank, without buffers."""
         (schedule, stages, slices), units = order, line.num_microbatches * order.slices
-        held = pairs_held(schedule, 0, line.pipeline, units, stages)
-        held = max(min(held + slices - 1, units) if stages == 1 else held, slices * stages)
-        parameters, kept = _of_first(self, line.pipeline, schedule, stages, recompute)
-        return parameters * self._state(line) + held * kept * line.microbatch / slices
+        pairs = pairs_held(schedule, 0, line.pipeline, units, stages)
+        pairs = max(min(pairs + slices - 1, units) if stages == 1 else pairs, slices * stages)
+        parameters, size = _of_first(self, line.pipeline, schedule, stages, recompute)
+        return parameters * self._state(line) + pairs * size * line.microbatch / slices
 
     def _state(self, line: Line) -> float:
         states = self.practice.states.state_bytes / (line.data if line.zero else 1)
@@ -124,8 +123,8 @@ def _of_first(
     counts = layer_counts(transformer, pipeline, schedule, stages_per_rank)
     layout = Layout(1, pipeline=pipeline, recompute=recompute, counts=counts, practice=bounds.practice)
     rank = alike(transformer, counts, schedule, pipeline, stages_per_rank)[0]
-    kept = min(stage_activations(transformer, layout, part) for part, _ in rank.slices)
-    return sum(device_parameters(transformer, layout, rank)), kept
+    size = min(stage_activations(transformer, layout, part) for part, _ in rank.slices)
+    return sum(device_parameters(transformer, layout, rank)), size
 
 
 @lru_cache(maxsize=1024)

@@ -73,7 +73,8 @@ class SlicedLayout:
         work = work_of(self.unit, self.cluster, self.units)
         # A table of learned positions is as long as the whole sequence.
         whole = work_of(self.transformer, self.cluster, self.units)
-        ranks = [rank._replace(parameters=own.parameters) for rank, own in zip(work.ranks, whole.ranks, strict=True)]
+        pairs = zip(work.ranks, whole.ranks, strict=True)
+        ranks = [rank._replace(parameters=other.parameters) for rank, other in pairs]
         return loads_of(self.unit, self.cluster, self.units, work._replace(ranks=tuple(ranks)))
 
     @cached_property
@@ -113,9 +114,9 @@ class SlicedLayout:
         forward, again, by_input, by_weight = self.table.sum(axis=2).T
         keys = ring_bytes(self.transformer, layout.share)
         beside = [keys * part.num_layers for part in parts]
-        kept = [stage_activations(self.transformer, layout, part) for part in parts]
+        sizes = [stage_activations(self.transformer, layout, part) for part in parts]
         if layout.recompute.startswith("full"):  # later slices need keys and values
-            kept = [size + more for size, more in zip(kept, beside, strict=True)]
+            sizes = [size + more for size, more in zip(sizes, beside, strict=True)]
         state = [0.0] * layout.num_stages
         for rank, standing in enumerate(self.standing):
             state[min(self._stages(rank))] = standing.total
@@ -125,7 +126,7 @@ class SlicedLayout:
             backward_weight=by_weight.tolist(),
             slice_factor=(1.0 / layout.slices,) * layout.slices,
             comm=self.hops[0],
-            activation_bytes=kept,
+            activation_bytes=sizes,
             key_value_bytes=beside,
             weight_bytes=state,
         )

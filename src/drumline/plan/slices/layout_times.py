@@ -88,16 +88,14 @@ def _of_keys(
     launch, keys = device.reach.launch_seconds, ring_bytes(unit, share)
     before = np.arange(num_slices)
     # u²/2 pairs are a slice's own, and each slice before it has twice as many.
-    pairs = [
-        np.array([attention_seconds(device, 2 * k * flops) - attention_seconds(device, 0.0) for k in before.tolist()])
-        for flops in attention.flops
-    ]
+    nothing = attention_seconds(device, 0.0)
+    pairs = [before * (attention_seconds(device, 2 * flops) - nothing) for flops in attention.flops]
     joined = memory_seconds(device, _MOVED * keys) * (before + 1) + 2 * launch
     added = memory_seconds(device, _ADDED * keys) * (before + 1) + 2 * launch
-    own = memory_seconds(device, _MOVED * keys) + 2 * launch  # its part of the sum is copied
+    copied = memory_seconds(device, _MOVED * keys) + 2 * launch  # a slice's part of the sum
     follows, precedes = before > 0, before < num_slices - 1
     forward = pairs[0] + np.where(follows, joined, 0.0)
-    back = pairs[1] + np.where(follows, joined + own, 0.0) + np.where(precedes, added, 0.0)
+    back = pairs[1] + np.where(follows, joined + copied, 0.0) + np.where(precedes, added, 0.0)
     return forward, back
 
 
