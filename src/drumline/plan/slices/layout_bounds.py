@@ -1,8 +1,8 @@
 """What pipelines in slices take and hold at least: a few sums, so that most layouts need no simulation.
 
-seconds    the work of the busiest rank, or of all ranks if they had equally much
-bytes      what the first rank holds: its forwards run as early as those of as many microbatches, and in a line of
-single stages S-1 earlier. Before its first backward, all slices of a microbatch have gone forward
+- Seconds: the work of the busiest rank, or of all ranks if they had equally much.
+- Bytes: what the first rank holds. Its forwards run as early as those of as many microbatches, and in a line of single
+  stages S-1 earlier. Before its first backward, all slices of a microbatch have gone forward.
 """
 
 from __future__ import annotations
