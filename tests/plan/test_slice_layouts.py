@@ -28,6 +28,7 @@ from drumline.plan.launch.launch import launch
 from drumline.plan.layouts.explain import brief, explain
 from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import plan
+from drumline.plan.layouts.software import software
 from drumline.plan.layouts.what_if import changes
 from drumline.plan.slices.layout_estimate import SlicedLayout
 from drumline.plan.slices.layout_times import AGAIN, BY_INPUT, BY_WEIGHT, FORWARD, slice_seconds
@@ -251,6 +252,23 @@ def test_slices_of_ideal_kernels_take_as_long_as_their_sequence() -> None:
     real = [slice_seconds(LONG, known, share, slices, experts=False, recomputed=()).sum() for slices in (1, 4, 16, 64)]
     assert real == sorted(real)
     assert real[-1] > 1.2 * real[0], "short slices cost"
+
+
+def test_prices_are_near_what_slices_took_on_a_gpu() -> None:
+    """The model, the step and the ratios of `benchmarks/slices.py gpu` on one H200."""
+    shape = replace(LONG, num_layers=4, hidden=1024, num_heads=8, num_key_value_heads=2, feedforward=2688)
+    shape = replace(shape, vocabulary=2048, head_width=128, sequence=131072)
+    practice = software("drumline@0").practice
+    whole = Layout(batch=4, pipeline=4, counts=(1, 1, 1, 1), practice=practice)
+    work, in_pieces = (SlicedLayout(shape, cluster("h200", 4), layout) for layout in (whole, replace(whole, slices=8)))
+    taken, of_ranks = sum(work.seconds_of_ranks), sum(in_pieces.seconds_of_ranks)
+    assert taken == pytest.approx(4.059, rel=0.1)
+    assert of_ranks / taken == pytest.approx(1.034, rel=0.03)
+    stashes = []
+    for each in (work, in_pieces):
+        peaks = zip(each.timeline.memory, each.standing, strict=True)
+        stashes.append(sum((holding.peak_bytes or 0.0) - standing.total for holding, standing in peaks))
+    assert stashes[1] / stashes[0] == pytest.approx(22.59 / 45.11, rel=0.05)
 
 
 # ---- plans ---------------------------------------------------------------------------------------------------------

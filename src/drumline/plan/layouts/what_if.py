@@ -123,23 +123,23 @@ def changes(plan: ClusterPlan) -> list[Alternative]:
     """Return the chosen layout with every single setting changed, whether it fits or not, the fastest first."""
     limit = plan.limit_bytes
     cost = in_slices(plan.survey).cost
-    why_nots = [why_not(plan.chosen, cost(layout, limit), limit, what) for what, layout in _changed(plan)]
+    why_nots = [why_not(plan.chosen, cost(layout, limit), limit, what) for what, layout in _every_change(plan)]
     return sorted(why_nots, key=lambda alternative: (alternative.choice.bytes > limit, alternative.choice.seconds))
 
 
-def _changed(plan: ClusterPlan) -> Iterator[tuple[str, Layout]]:
+def _every_change(plan: ClusterPlan) -> Iterator[tuple[str, Layout]]:
     """Yield the chosen layout with one setting changed, and what that is; of slices, those that run."""
     layout = plan.chosen.layout
     if layout.slices == 1:
-        yield from _of_setting(plan)
+        yield from _changed(plan)
         return
     yield "whole sequences", replace(layout, slices=1)
     for changed in numbers_beside(plan.transformer, layout):
         yield f"{changed.slices} slices", changed
-    yield from ((what, changed) for what, changed in _of_setting(plan) if runs_slices(changed))
+    yield from ((what, changed) for what, changed in _changed(plan) if runs_slices(changed))
 
 
-def _of_setting(plan: ClusterPlan) -> Iterator[tuple[str, Layout]]:
+def _changed(plan: ClusterPlan) -> Iterator[tuple[str, Layout]]:
     layout, mesh = plan.chosen.layout, plan.chosen.mesh
     for recompute in Pins().recomputations(plan.transformer):
         if recompute != layout.recompute:
