@@ -54,7 +54,9 @@ def drawing(
     if program is not None:
         return Drawing(simulate(program, costs_of(transformer, cluster, layout)), program.name)
     whole, slices = layout.num_microbatches, layout.slices
-    shown = whole if whole * slices * layout.num_stages <= MOST else 2 * layout.pipeline
+    shown = whole if whole * layout.num_stages <= MOST else 2 * layout.pipeline
+    if slices > 1 and shown * slices * layout.num_stages > MOST:
+        shown = min(shown, layout.pipeline)
     if slices > 1:
         timeline = SlicedLayout(transformer, cluster, layout).of_microbatches(min(shown, whole))
     else:
