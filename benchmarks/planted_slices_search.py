@@ -106,8 +106,8 @@ SLICES_SEARCH = (
     Bug(
         "slices-priced-without-copies",
         "_of_keys",
-        "forward = pairs[0] + np.where(follows, joined, 0.0)",
-        "forward = pairs[0]",
+        "pairs[0] + np.where(follows, joined, 0.0)",
+        "pairs[0]",
         "Joining keys and values takes no time in a cluster's plan.",
     ),
     Bug(

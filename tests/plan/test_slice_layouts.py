@@ -30,8 +30,11 @@ from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import plan
 from drumline.plan.layouts.software import software
 from drumline.plan.layouts.what_if import changes
+from drumline.plan.slices.layout_bounds import Line, LineBounds, SliceSchedule
 from drumline.plan.slices.layout_estimate import SlicedLayout
 from drumline.plan.slices.layout_times import AGAIN, BY_INPUT, BY_WEIGHT, FORWARD, slice_seconds
+from drumline.report.plan.page import plan_page
+from drumline.report.plan.text import plan_text
 from drumline.schedules import generate
 from refused import refused
 
@@ -317,6 +320,24 @@ def test_the_plan_in_slices_is_that_of_brute_force(batch: int, memory: float) ->
     assert found.chosen.layout.slices > 1, "few long sequences fill a pipeline by slices"
 
 
+@pytest.mark.parametrize("batch", [1, 8])
+def test_no_layout_takes_or_holds_less_than_its_bounds(batch: int) -> None:
+    machine, many = machines(), 0
+    bounds = LineBounds(LONG, machine.nodes, Practice())
+    for layout in every_slicing(machine, batch):
+        known = SlicedLayout(LONG, machine, layout)
+        line = Line(layout.pipeline, layout.data, layout.zero, layout.microbatch, layout.num_microbatches)
+        schedule = SliceSchedule(layout.schedule, layout.stages_per_rank, layout.slices)
+        taken = (1 + 1e-9) * known.timeline.makespan
+        assert bounds.even_seconds(line, layout.slices, layout.recompute) <= taken
+        assert bounds.seconds(line, schedule, layout.recompute) <= taken
+        assert known.least <= taken
+        assert bounds.even_bytes(line, layout.recompute) <= known.bytes.total
+        assert bounds.bytes(line, schedule, layout.recompute) <= known.bytes.total
+        many += 1
+    assert many > 30
+
+
 def test_long_sequences_are_planned_in_slices_where_whole_ones_do_not_fit() -> None:
     long = replace(model("llama-3-8b"), sequence=131072)
     with refused(PlanError, "llama-3-8b does not fit on 8 x H200"):
@@ -423,8 +444,14 @@ def test_an_explanation_says_what_slices_save() -> None:
     number = found.chosen.layout.slices
     assert told.to_json()["chosen"]["layout"]["slices"] == number
     assert f"{number} slices of every sequence" in found.chosen.settings.values()
+    whole = told.to_json()["slices"]["whole"]
+    assert "slices" not in whole["layout"]
+    assert whole["step_seconds"] > found.chosen.seconds
+    assert "slower: it waits" in whole["why"]
+    assert f"{number} slices of {LONG.sequence // number} tokens" in plan_text(told)
     assert told.software.others == {}, "no other software runs slices"
     assert told.reasons is not None
+    assert f"{number} slices of every sequence" in plan_page(told, told.reasons)
     assert told.reasons.drawing is not None
     assert told.reasons.drawing.timeline.program.num_slices == number
     edits = {edit.kind: edit.choice for edit in changes(found)}

@@ -20,6 +20,7 @@ from drumline.plan.layouts.assumed import Assumed, assumed
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.planner import OBJECTIVE, ClusterPlan
 from drumline.plan.layouts.program_search import LayoutProgram, costs_of
+from drumline.plan.layouts.slice_survey import in_slices
 from drumline.plan.layouts.what_if import ScalePoint, against_fsdp, changes, margins, pareto, scaling
 from drumline.plan.layouts.why import Alternative, why_not
 from drumline.plan.slices.layout_estimate import SlicedLayout
@@ -84,7 +85,10 @@ class Reasons:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A plan: the best layout of each mesh and why it loses, how to start it, and what further plans say about it."""
+    """A plan: the best layout of each mesh and why it loses, how to start it, and what further plans say about it.
+
+    If it runs slices of sequences, `whole` is the same layout without, and why that loses.
+    """
 
     plan: ClusterPlan
     best: list[Alternative]
@@ -92,6 +96,7 @@ class Explanation:
     software: Assumed
     objective: str = OBJECTIVE
     reasons: Reasons | None = None
+    whole: Alternative | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as one object."""
@@ -122,6 +127,7 @@ class Explanation:
                 "shown": [{"rank": rank, **place._asdict()} for rank, place in places.items()],
             },
             "launch": self.launch.to_json(),
+            **({} if self.whole is None else _whole_json(plan, self.whole)),
             **({} if self.reasons is None else _reasons_json(plan, self.reasons)),
         }
 
@@ -136,7 +142,7 @@ def brief(plan: ClusterPlan, *, source: str = "", program_file: str = "plan.csv"
     pins = plan.pins
     chosen = {pins.framework: pins.release} if pins.release else {}
     how = launch(plan.transformer, plan.cluster, plan.chosen.layout, source=source, program_file=file, releases=chosen)
-    return Explanation(plan, best, how, assumed(plan))
+    return Explanation(plan, best, how, assumed(plan), whole=_whole(plan))
 
 
 def explain(plan: ClusterPlan, *, source: str = "", program_file: str = "plan.csv") -> Explanation:
@@ -150,6 +156,27 @@ def explain(plan: ClusterPlan, *, source: str = "", program_file: str = "plan.cs
         drawing(plan.transformer, plan.cluster, plan.chosen.layout, plan.chosen.program),
     )
     return replace(brief(plan, source=source, program_file=program_file), reasons=reasons)
+
+
+def _whole(plan: ClusterPlan) -> Alternative | None:
+    """Return the chosen layout without slices, if it has some."""
+    layout, limit = plan.chosen.layout, plan.limit_bytes
+    if layout.slices == 1:
+        return None
+    whole = in_slices(plan.survey).cost(replace(layout, slices=1), limit)
+    return why_not(plan.chosen, whole, limit, "whole sequences")
+
+
+def _whole_json(plan: ClusterPlan, whole: Alternative) -> dict[str, Any]:
+    number = plan.chosen.layout.slices
+    tokens = plan.transformer.sequence // number
+    return {
+        "slices": {
+            "number": number,
+            "tokens": tokens,
+            "whole": {**_layout_json(plan, whole.choice), "why": whole.sentence},
+        }
+    }
 
 
 def _reasons_json(plan: ClusterPlan, reasons: Reasons) -> dict[str, Any]:

@@ -94,8 +94,8 @@ def _of_keys(
     added = memory_seconds(device, _ADDED * keys) * (before + 1) + 2 * launch
     copied = memory_seconds(device, _MOVED * keys) + 2 * launch  # a slice's part of the sum
     follows, precedes = before > 0, before < num_slices - 1
-    forward = pairs[0] + np.where(follows, joined, 0.0)
-    back = pairs[1] + np.where(follows, joined + copied, 0.0) + np.where(precedes, added, 0.0)
+    forward: Floats = pairs[0] + np.where(follows, joined, 0.0)
+    back: Floats = pairs[1] + np.where(follows, joined + copied, 0.0) + np.where(precedes, added, 0.0)
     return forward, back
 
 
