@@ -1,4 +1,4 @@
-"""Bugs for the search of lengths and orders of slices: `plan/slices` and `core/slices/curve`."""
+"""Bugs for the search of lengths and orders of slices: `plan/slices`, plans in slices and `core/slices/curve`."""
 
 from __future__ import annotations
 
@@ -95,5 +95,68 @@ SLICES_SEARCH = (
         '{"slices": self.slices} if self.slices else {}',
         "{}",
         "A pipeline runs a plan in slices with whole sequences.",
+    ),
+    Bug(
+        "slices-priced-without-earlier-keys",
+        "_of_keys",
+        "attention_seconds(device, 2 * flops) - nothing",
+        "0 * attention_seconds(device, 2 * flops)",
+        "Slices of a cluster's plan attend to their own keys alone.",
+    ),
+    Bug(
+        "slices-priced-without-copies",
+        "_of_keys",
+        "pairs[0] + np.where(follows, joined, 0.0)",
+        "pairs[0]",
+        "Joining keys and values takes no time in a cluster's plan.",
+    ),
+    Bug(
+        "slices-priced-without-the-host",
+        "slice_seconds",
+        "np.maximum(seconds, practice.host_seconds)",
+        "seconds",
+        "Slices are launched in no time in a cluster's plan.",
+    ),
+    Bug(
+        "slices-of-clusters-recompute-without-keys",
+        "SlicedLayout.costs",
+        'if layout.recompute.startswith("full"):',
+        'if layout.recompute.startswith("never"):',
+        "Checkpoints in slices need no keys and values in a cluster's plan.",
+    ),
+    Bug(
+        "slices-of-clusters-take-the-mean",
+        "SlicedLayout.simulated",
+        "number = columns.microbatch % self.layout.slices",
+        "number = columns.microbatch * 0",
+        "All slices of a cluster's plan take what the first takes.",
+    ),
+    Bug(
+        "slices-of-clusters-bound-too-much",
+        "LineBounds.bytes",
+        "slices - 1",
+        "2 * slices",
+        "A bound of what slices hold rules out layouts that fit.",
+    ),
+    Bug(
+        "slices-of-clusters-ruled-out",
+        "SlicedLayout._passing",
+        "layout.pipeline - 1",
+        "layout.pipeline",
+        "A bound of what slices take rules out layouts that are as fast.",
+    ),
+    Bug(
+        "slices-of-clusters-for-every-framework",
+        "_of_software",
+        "if not pins.runs.slices:",
+        'if pins.framework == "none":',
+        "A plan for a framework without slices has some.",
+    ),
+    Bug(
+        "slices-of-clusters-not-written",
+        "train_config",
+        '{"slices": layout.slices} if layout.slices > 1 else {}',
+        "{}",
+        "A cluster's plan in slices trains whole sequences.",
     ),
 )

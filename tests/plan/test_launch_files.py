@@ -118,6 +118,7 @@ def test_every_number_of_a_model_is_written_or_said(
         (replace(LAYOUT, zero=3), "zero"),
         (replace(LAYOUT, recompute="full"), "recompute"),
         (replace(LAYOUT, sequence_parallel=False), "sequence_parallel"),
+        (replace(LAYOUT, slices=2), "slices"),
     ],
 )
 def test_every_setting_of_a_layout_is_written_or_said(changed: Layout, field: str, framework: str) -> None:
@@ -132,6 +133,7 @@ def test_no_setting_of_a_layout_was_forgotten_above() -> None:
         "zero",
         "recompute",
         "sequence_parallel",
+        "slices",
         "practice",
     }
 

@@ -73,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(f"--{name} N", meaning, whole)
     add("--zero N", "ZeRO stage: 0, 1, 2 or 3", whole)
     add("--recompute HOW", "activations to recompute: none, selective, ops, full, full:N or operations")
+    add("--slices N", "number of slices of every sequence; 1 plans without slices", whole)
     add("--no-sequence-parallel", "plan tensor parallelism without sequence parallelism")
 
 
@@ -159,7 +160,7 @@ def _check(args: argparse.Namespace) -> None:
     args.launch = args.framework or "drumline"
     needed = ("hardware", "batch") if args.nodes is not None else ("hardware", "batch", "gpus")
     flags.require(args, *needed, example=f"plan {args.subject} --hardware h100 --gpus 64 --batch 256")
-    flags.check_counts(args, "gpus", "nodes", "gpus_per_node", "batch", "sequence", "top", *_DEGREES)
+    flags.check_counts(args, "gpus", "nodes", "gpus_per_node", "batch", "sequence", "top", "slices", *_DEGREES)
     for path, form in files_of(args):
         if args.brief and form in PICTURES.values():
             raise UsageError(f"--out is {path}, with --brief", fix="omit --brief: a page shows the reasons")
@@ -254,6 +255,7 @@ def _pins(args: argparse.Namespace) -> Pins:
         precision=args.precision,
         software=args.software or "",
         optimizer=args.optimizer_states,
+        slices=args.slices,
     )
 
 

@@ -80,7 +80,8 @@ class Layout(_Shared):
 
     `tensor * pipeline * data * context` is the number of devices; `expert` divides `data * context`. `batch` and
     `microbatch` count sequences; a data-parallel rank runs `batch / (data * microbatch)` microbatches. `counts` sets
-    the layers of every stage (default: as even as possible). Ranks are numbered with tensor parallelism innermost,
+    the layers of every stage (default: as even as possible). A microbatch runs in `slices` of its sequences, which
+    `plan.slices` estimates. Ranks are numbered with tensor parallelism innermost,
     then context, then data, then the pipeline.
     """
 
@@ -98,6 +99,7 @@ class Layout(_Shared):
     recompute: str = "none"
     counts: tuple[int, ...] = ()
     practice: Practice = PRACTICE
+    slices: int = 1
 
     __hash__ = HashedOnce.__hash__
 
@@ -177,6 +179,8 @@ class Layout(_Shared):
             "zero": f"ZeRO {self.zero}",
             "recompute": self.recomputation,
         }
+        if self.slices > 1:
+            settings["slices"] = f"{self.slices} slices of every sequence"
         if self.practice.fp8:
             settings["precision"] = "FP8 products"
         if self.practice.optimizer != PRACTICE.optimizer:
@@ -282,6 +286,7 @@ _COUNTS = ("batch", "microbatch", "tensor", "pipeline", "data", "context", "expe
 
 def check(transformer: Transformer, cluster: Cluster, layout: Layout) -> None:
     """Raise PlanError if the layout contradicts itself, the model or the cluster."""
+    assert layout.slices == 1, "plan.slices estimates layouts in slices"
     _check_values(layout)
     check_precision(cluster, layout.practice)
     _check_devices(cluster, layout)

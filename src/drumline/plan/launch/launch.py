@@ -124,9 +124,9 @@ def _titan(transformer: Transformer, cluster: Cluster, layout: Layout, facts: Re
     missing += other_states(layout, facts.name)
     refused = facts.refusals({**flattened(tables), "$WORLD_SIZE": cluster.num_devices})
     command = f"{torchrun(cluster)} -m torchtitan.train --job.config_file plan.toml"
-    reasons = _refused(facts, refused)
+    reasons = _refused(facts, refused) + _no_slices(facts, layout)
     text = document(tables, comment="\n".join(_head(facts, reasons, missing)))
-    return Config("torchtitan", command, "plan.toml", text, (*reasons, *missing), starts=not refused)
+    return Config("torchtitan", command, "plan.toml", text, (*reasons, *missing), starts=not reasons)
 
 
 def _megatron(transformer: Transformer, cluster: Cluster, layout: Layout, facts: Release) -> Config:
@@ -137,13 +137,19 @@ def _megatron(transformer: Transformer, cluster: Cluster, layout: Layout, facts:
     refused = facts.refusals({**arguments("\n".join(lines)), **{f"${name}": value for name, value in known.items()}})
     variables = " ".join(f"{name}={value}" for name, value in environment.items())
     command = f"grep -v '^#' plan.args | {variables} xargs {torchrun(cluster)} pretrain_gpt.py"
-    reasons = _refused(facts, refused)
+    reasons = _refused(facts, refused) + _no_slices(facts, layout)
     text = "\n".join([*(f"# {line}" for line in _head(facts, reasons, missing)), *lines])
-    return Config("megatron", command, "plan.args", text, (*reasons, *missing), starts=not refused)
+    return Config("megatron", command, "plan.args", text, (*reasons, *missing), starts=not reasons)
 
 
 def _refused(facts: Release, refused: Sequence[str]) -> list[str]:
     return [f"{facts.name} {facts.release} refuses {what}" for what in refused]
+
+
+def _no_slices(facts: Release, layout: Layout) -> list[str]:
+    if layout.slices == 1:
+        return []
+    return [f"{facts.name} runs no slices of sequences, and the plan has {layout.slices} (--slices 1 plans without)"]
 
 
 def _head(facts: Release, reasons: Sequence[str], missing: Sequence[str]) -> list[str]:
@@ -225,8 +231,9 @@ def show_command(layout: Layout) -> str:
     """
     if layout.pipeline == 1:
         return ""
-    stages = f" --stages-per-rank {layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
-    return f"drumline show {layout.schedule} --ranks {layout.pipeline} --microbatches {layout.num_microbatches}{stages}"
+    more = f" --stages-per-rank {layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
+    more += f" --slices {layout.slices}" if layout.slices > 1 else ""
+    return f"drumline show {layout.schedule} --ranks {layout.pipeline} --microbatches {layout.num_microbatches}{more}"
 
 
 def train_config(
@@ -263,6 +270,7 @@ def train_config(
             "pipeline": {
                 "schedule": program_file or layout.schedule,
                 **({} if program_file else {"stages_per_rank": layout.stages_per_rank}),
+                **({"slices": layout.slices} if layout.slices > 1 else {}),
                 "layers": list(layout.counts),
             },
             "memory": {

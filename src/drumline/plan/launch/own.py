@@ -147,9 +147,12 @@ def differs(transformer: Transformer, layout: Layout, *, source: str = "") -> It
     if source and layout.tensor > 1:
         yield f"how tensor {layout.tensor} divides the model: its class in transformers must have a tp_plan"
     if drops_less(transformer, layout, source=source):
-        yield "dropout inside attention: tensor-parallel ranks would each draw for their own heads, so it is left out"
+        why = "tensor-parallel ranks would each draw for their own heads"
+        if layout.slices > 1:
+            why = "on GPUs, slices have no kernel that draws it"
+        yield f"dropout inside attention: {why}, so it is left out"
 
 
 def drops_less(transformer: Transformer, layout: Layout, *, source: str = "") -> bool:
-    """Whether training leaves out the dropout of attention, because ranks that share its heads cannot draw alike."""
-    return transformer.dropout and layout.tensor > 1 and not source
+    """Whether training leaves out the dropout of attention: ranks that share heads, and slices, cannot draw alike."""
+    return transformer.dropout and (layout.tensor > 1 or layout.slices > 1) and not source

@@ -54,10 +54,11 @@ def assumed(plan: ClusterPlan) -> Assumed:
     pins, chosen = plan.pins, plan.chosen
     preset, named = pins.assumed, bool(pins.software or pins.framework)
     missed = MISSED.get(preset.name, EVERY)
-    before = estimate(plan.transformer, plan.cluster, chosen.layout).seconds.total
     others = {}
-    for name in OTHERS if not named else ():
+    # No other software runs slices.
+    for name in OTHERS if not named and chosen.layout.slices == 1 else ():
         if name != preset.name:
+            before = estimate(plan.transformer, plan.cluster, chosen.layout).seconds.total
             layout = replace(chosen.layout, practice=pins.practice_of(software(name)))
             try:
                 after = estimate(plan.transformer, plan.cluster, layout).seconds.total

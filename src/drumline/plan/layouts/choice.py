@@ -60,7 +60,16 @@ class Choice:
         """Return the sort key from the plainest layout to the most involved, the faster first of equally plain ones."""
         plan = self.layout
         plain = (plan.stages_per_rank, list(schedules()).index(plan.schedule), plan.zero, self.recomputed)
-        return (self.program is not None, *plain, plan.microbatch, self.mesh, self.seconds, plan.recompute, plan.counts)
+        return (
+            self.program is not None,
+            *plain,
+            plan.slices,
+            plan.microbatch,
+            self.mesh,
+            self.seconds,
+            plan.recompute,
+            plan.counts,
+        )
 
     @property
     def axes(self) -> tuple[str, ...]:

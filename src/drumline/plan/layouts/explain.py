@@ -20,8 +20,10 @@ from drumline.plan.layouts.assumed import Assumed, assumed
 from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.planner import OBJECTIVE, ClusterPlan
 from drumline.plan.layouts.program_search import LayoutProgram, costs_of
+from drumline.plan.layouts.slice_survey import in_slices
 from drumline.plan.layouts.what_if import ScalePoint, against_fsdp, changes, margins, pareto, scaling
 from drumline.plan.layouts.why import Alternative, why_not
+from drumline.plan.slices.layout_estimate import SlicedLayout
 
 FORMAT = "drumline-cluster-plan"
 VERSION = 1
@@ -52,13 +54,18 @@ def drawing(
         return None
     if program is not None:
         return Drawing(simulate(program, costs_of(transformer, cluster, layout)), program.name)
-    whole = layout.num_microbatches
+    whole, slices = layout.num_microbatches, layout.slices
     shown = whole if whole * layout.num_stages <= MOST else 2 * layout.pipeline
-    hop, _ = hop_seconds(transformer, cluster, layout)
-    stages = stage_ops(transformer, cluster, layout)
-    timeline = simulated(layout.schedule, stages, layout.pipeline, min(shown, whole), hop_seconds=hop)
+    if slices > 1 and shown * slices * layout.num_stages > MOST:
+        shown = min(shown, layout.pipeline)
+    if slices > 1:
+        timeline = SlicedLayout(transformer, cluster, layout).of_microbatches(min(shown, whole))
+    else:
+        hop, _ = hop_seconds(transformer, cluster, layout)
+        stages = stage_ops(transformer, cluster, layout)
+        timeline = simulated(layout.schedule, stages, layout.pipeline, min(shown, whole), hop_seconds=hop)
     name = f"{layout.schedule}: {counted(layout.pipeline, 'rank')}, {counted(layout.num_stages, 'stage')}"
-    words = f"{name}, {counted(min(shown, whole), 'microbatch')}"
+    words = f"{name}, {counted(min(shown, whole), 'microbatch')}{f' in {slices} slices' if slices > 1 else ''}"
     if shown < whole:
         words += f" instead of {whole}; the middle repeats itself"
     return Drawing(timeline, words)
@@ -78,7 +85,10 @@ class Reasons:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A plan: the best layout of each mesh and why it loses, how to start it, and what further plans say about it."""
+    """A plan: the best layout of each mesh and why it loses, how to start it, and what further plans say about it.
+
+    If it runs slices of sequences, `whole` is the same layout without, and why that loses.
+    """
 
     plan: ClusterPlan
     best: list[Alternative]
@@ -86,6 +96,7 @@ class Explanation:
     software: Assumed
     objective: str = OBJECTIVE
     reasons: Reasons | None = None
+    whole: Alternative | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as one object."""
@@ -116,6 +127,7 @@ class Explanation:
                 "shown": [{"rank": rank, **place._asdict()} for rank, place in places.items()],
             },
             "launch": self.launch.to_json(),
+            **({} if self.whole is None else _whole_json(plan, self.whole)),
             **({} if self.reasons is None else _reasons_json(plan, self.reasons)),
         }
 
@@ -130,7 +142,7 @@ def brief(plan: ClusterPlan, *, source: str = "", program_file: str = "plan.csv"
     pins = plan.pins
     chosen = {pins.framework: pins.release} if pins.release else {}
     how = launch(plan.transformer, plan.cluster, plan.chosen.layout, source=source, program_file=file, releases=chosen)
-    return Explanation(plan, best, how, assumed(plan))
+    return Explanation(plan, best, how, assumed(plan), whole=_whole(plan))
 
 
 def explain(plan: ClusterPlan, *, source: str = "", program_file: str = "plan.csv") -> Explanation:
@@ -144,6 +156,27 @@ def explain(plan: ClusterPlan, *, source: str = "", program_file: str = "plan.cs
         drawing(plan.transformer, plan.cluster, plan.chosen.layout, plan.chosen.program),
     )
     return replace(brief(plan, source=source, program_file=program_file), reasons=reasons)
+
+
+def _whole(plan: ClusterPlan) -> Alternative | None:
+    """Return the chosen layout without slices, if it has some."""
+    layout, limit = plan.chosen.layout, plan.limit_bytes
+    if layout.slices == 1:
+        return None
+    whole = in_slices(plan.survey).cost(replace(layout, slices=1), limit)
+    return why_not(plan.chosen, whole, limit, "whole sequences")
+
+
+def _whole_json(plan: ClusterPlan, whole: Alternative) -> dict[str, Any]:
+    number = plan.chosen.layout.slices
+    tokens = plan.transformer.sequence // number
+    return {
+        "slices": {
+            "number": number,
+            "tokens": tokens,
+            "whole": {**_layout_json(plan, whole.choice), "why": whole.sentence},
+        }
+    }
 
 
 def _reasons_json(plan: ClusterPlan, reasons: Reasons) -> dict[str, Any]:
@@ -194,7 +227,7 @@ def _layout_json(plan: ClusterPlan, choice: Choice) -> dict[str, Any]:
     return {
         "mesh": str(choice.mesh),
         "schedule": choice.schedule,
-        "layout": asdict(layout),
+        "layout": {name: value for name, value in asdict(layout).items() if name != "slices" or value > 1},
         "microbatches": layout.num_microbatches,
         "step_seconds": choice.seconds,
         "seconds": asdict(estimate.seconds),

@@ -26,7 +26,8 @@ class Runs(NamedTuple):
     with an operation of `not_in_fp8` are left out in FP8. If `experts_span_context`, experts are spread over all
     context-parallel ranks or over none. If `divided_sequences`, tensor-parallel ranks always divide sequences, so that
     two pieces per context-parallel rank must be divisible; if `divided_by_experts`, only experts want that. With
-    `fp8_experts_staged`, experts in FP8 run in a pipeline and with context parallelism.
+    `fp8_experts_staged`, experts in FP8 run in a pipeline and with context parallelism. `slices` says whether it runs
+    slices of sequences.
     """
 
     recompute: tuple[str, ...]
@@ -46,6 +47,7 @@ class Runs(NamedTuple):
     divided_sequences: bool = False
     divided_by_experts: bool = False
     fp8_experts_staged: bool = True
+    slices: bool = False
 
     def recomputations(self, *, latent: bool, experts: bool, fp8: bool = False) -> tuple[str, ...]:
         """Return the kinds of recomputation for a kind of model; none includes a later one.
@@ -141,8 +143,9 @@ FRAMEWORKS = {
         (1, 3),
         latent=("projections", "norms+activation+projections"),
         latent_experts=("projections", "norms+activation+projections"),
+        slices=True,
     ),
-    "drumline": Runs(("none", "full"), False, (1,), (1,), shares_along_data=True, fp8=False),
+    "drumline": Runs(("none", "full"), False, (1,), (1,), shares_along_data=True, fp8=False, slices=True),
     "megatron": _megatron(release("megatron")),
     "torchtitan": Runs(
         ("none", BY_OPERATION, "full"),

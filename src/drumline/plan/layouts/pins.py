@@ -66,7 +66,8 @@ class Pins:
     and `release` to what that release of it does (default: the newest whose facts are known). `overlaps` names messages
     that the software hides beyond what its preset says (`OVERLAPS`). `software` names the preset (default: the
     framework's own, or `software.DEFAULT`), `optimizer` what the optimizer holds (`OPTIMIZERS`). `precision` is "bf16",
-    or "fp8" for products with a layer's weights that take 8-bit inputs.
+    or "fp8" for products with a layer's weights that take 8-bit inputs. `slices` is the number of slices of every
+    sequence; 1 plans without.
     """
 
     tensor: int | None = None
@@ -86,9 +87,10 @@ class Pins:
     precision: str = PRECISIONS[0]
     software: str = ""
     optimizer: str = "adamw"
+    slices: int | None = None
 
     def __post_init__(self) -> None:
-        counts = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "stages_per_rank")
+        counts = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "stages_per_rank", "slices")
         for name in counts:
             value = getattr(self, name)
             if value is not None and value < 1:

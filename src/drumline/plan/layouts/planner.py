@@ -26,6 +26,7 @@ from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.pins import Degrees, Pins
 from drumline.plan.layouts.preference import BAND, band
 from drumline.plan.layouts.program_search import LayoutProgram, check_search, searched
+from drumline.plan.layouts.slice_survey import in_slices
 from drumline.plan.layouts.survey import Survey
 from drumline.plan.layouts.why import nothing_fits
 
@@ -122,7 +123,8 @@ def plan(
     limit = limit_of(cluster, headroom)
     best, near = _answer(survey, limit, top, _PAIRS)
     if not best:
-        raise nothing_fits(survey, limit, headroom)
+        in_whole = (pins.slices or 1) == 1
+        raise nothing_fits(survey, limit, headroom) if in_whole else in_slices(survey).nothing_fits(limit, headroom)
     programs = searched(transformer, cluster, near, limit, search_seconds, say) if search_seconds else []
     if programs:
         near = band([*near, *(program.choice for program in programs)], limit)
@@ -142,7 +144,10 @@ def fastest(survey: Survey, limit: float) -> Choice | None:
 
 def _answer(survey: Survey, limit: float, top: int, pairs: int) -> tuple[list[Choice], list[Choice]]:
     """Return the best layouts, one per mesh, and the band."""
-    choices, exact = _near_best(survey, limit, top, pairs)
+    in_pieces, choices, exact = in_slices(survey), list[Choice](), list[Choice]()
+    if (survey.pins.slices or 1) == 1:
+        choices, exact = _near_best(survey, limit, top, pairs)
+    exact += in_pieces.best(limit, exact)
     if not exact:
         return [], []
     first: dict[Degrees, Choice] = {}

@@ -5,7 +5,7 @@ in the median. So layouts within 2% of the fastest count as equally fast. Of the
 
     links       those whose messages keep links between nodes busy for a tenth of the step less: what is hidden in a
                 forecast may show in a run. Inside a node bytes do not count
-    program     a schedule before a searched program
+    program     a schedule before a searched program, whole sequences before slices
     axes        the fewest of tensor, pipeline, context and expert parallelism
     recompute   nothing, then operations, then whole layers
     headroom    a tenth of the limit left free, then a twentieth, then less: forecasts of memory are off by as much
@@ -38,6 +38,7 @@ def preference(choice: Choice, limit_bytes: float) -> tuple[object, ...]:
     return (
         links,
         choice.program is not None,
+        choice.layout.slices > 1,
         axes,
         choice.recomputed,
         tightness(choice, limit_bytes),
@@ -56,6 +57,8 @@ def drawback(chosen: Choice, other: Choice, limit_bytes: float) -> str:
         return f"keeps links between nodes busy for {other.outside:.0%} of the step instead of {chosen.outside:.0%}"
     if other.program is not None and chosen.program is None:
         return "runs a searched program"
+    if other.layout.slices > 1 and chosen.layout.slices == 1:
+        return "runs slices of sequences"
     if len(other.axes) > len(chosen.axes):
         more = [name for name in other.axes if name not in chosen.axes]
         also = len(more) == len(other.axes) - len(chosen.axes)

@@ -57,7 +57,7 @@ def searched(
     kinds: dict[object, Choice] = {}
     for pick in near:
         schedule, layout = find(pick.layout.schedule), pick.layout
-        small = layout.pipeline > 1 and layout.num_stages * layout.num_microbatches <= MOST_PAIRS
+        small = layout.pipeline > 1 == layout.slices and layout.num_stages * layout.num_microbatches <= MOST_PAIRS
         if small and not schedule.two_directions:
             homes = _placement(layout).homes
             kinds.setdefault((pick.mesh, layout.microbatch, layout.zero, layout.recompute, layout.counts, homes), pick)

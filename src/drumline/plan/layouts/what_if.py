@@ -19,6 +19,7 @@ from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.frameworks import ZERO
 from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import ClusterPlan, fastest
+from drumline.plan.layouts.slice_survey import in_slices, numbers_beside, runs_slices
 from drumline.plan.layouts.space import layouts, schedules_of
 from drumline.plan.layouts.why import Alternative, settings, why_not
 
@@ -121,8 +122,21 @@ def pareto(plan: ClusterPlan) -> list[Choice]:
 def changes(plan: ClusterPlan) -> list[Alternative]:
     """Return the chosen layout with every single setting changed, whether it fits or not, the fastest first."""
     limit = plan.limit_bytes
-    why_nots = [why_not(plan.chosen, plan.survey.cut(layout, limit), limit, what) for what, layout in _changed(plan)]
+    cost = in_slices(plan.survey).cost
+    why_nots = [why_not(plan.chosen, cost(layout, limit), limit, what) for what, layout in _every_change(plan)]
     return sorted(why_nots, key=lambda alternative: (alternative.choice.bytes > limit, alternative.choice.seconds))
+
+
+def _every_change(plan: ClusterPlan) -> Iterator[tuple[str, Layout]]:
+    """Yield the chosen layout with one setting changed, and what that is; of slices, those that run."""
+    layout = plan.chosen.layout
+    if layout.slices == 1:
+        yield from _changed(plan)
+        return
+    yield "whole sequences", replace(layout, slices=1)
+    for changed in numbers_beside(plan.transformer, layout):
+        yield f"{changed.slices} slices", changed
+    yield from ((what, changed) for what, changed in _changed(plan) if runs_slices(changed))
 
 
 def _changed(plan: ClusterPlan) -> Iterator[tuple[str, Layout]]:

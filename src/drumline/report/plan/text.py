@@ -15,6 +15,7 @@ from drumline.plan.layouts.choice import Choice
 from drumline.plan.layouts.explain import Explanation, Reasons
 from drumline.plan.layouts.planner import ClusterPlan
 from drumline.plan.layouts.preference import BAND
+from drumline.plan.layouts.why import Alternative
 from drumline.report.draw.table import table
 
 SECONDS = {
@@ -46,6 +47,7 @@ def plan_text(explanation: Explanation, *, width: int = 100, framework: str = "d
     parts = [
         _wrapped(headline(explanation.plan), width),
         _items(explanation.plan.chosen, width),
+        *([] if explanation.whole is None else [_wrapped([slices_line(explanation.plan, explanation.whole)], width)]),
         _wrapped(list(explanation.software.lines()), width),
         _best(explanation, width),
     ]
@@ -76,6 +78,15 @@ def headline(plan: ClusterPlan) -> list[str]:
         f"bubble {chosen.estimate.bubble:.1%}; {size_text(chosen.bytes)} of {size_text(plan.limit_bytes)} "
         f"({plan.headroom:.0%} headroom)",
     ]
+
+
+def slices_line(plan: ClusterPlan, whole: Alternative) -> str:
+    """Return what slices are, and what the same layout takes without."""
+    number = plan.chosen.layout.slices
+    return (
+        f"Every sequence runs in {number} slices of {plan.transformer.sequence // number} tokens. "
+        f"The same layout with whole sequences takes {duration(whole.choice.seconds)}: {whole.sentence}"
+    )
 
 
 def settings_text(choice: Choice) -> str:
@@ -115,7 +126,8 @@ def _best(explanation: Explanation, width: int) -> str:
     for number, choice in enumerate(explanation.plan.best, 1):
         layout = choice.layout
         stages = f" x{layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
-        schedule = choice.schedule + stages if layout.pipeline > 1 else "-"
+        slices = f" in {layout.slices} slices" if layout.slices > 1 else ""
+        schedule = choice.schedule + stages + slices if layout.pipeline > 1 else "-"
         settings = (number, choice.mesh, schedule, layout.microbatch, layout.zero, layout.recompute)
         figures = (duration(choice.seconds), f"{choice.estimate.bubble:.1%}", size_text(choice.bytes))
         rows.append([*map(str, settings), *figures])
