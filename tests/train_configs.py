@@ -44,6 +44,7 @@ def read_train_config(text: str) -> Layout:
             "schedule": read["pipeline"]["schedule"],
             "stages_per_rank": read["pipeline"]["stages_per_rank"],
             "counts": read["pipeline"]["layers"],
+            "slices": read["pipeline"].get("slices", 1),
             **read["memory"],
         }
     except (KeyError, TypeError) as error:

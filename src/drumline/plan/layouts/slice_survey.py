@@ -254,6 +254,8 @@ def _of_model(transformer: Transformer) -> Iterator[tuple[str, str, str]]:
     attention = "causal attention to all tokens before, without a mask"
     if transformer.details.alibi:
         yield f"{transformer.name} has ALiBi positions", attention, "plan without slices"
+    if transformer.head_width != transformer.value_width:
+        yield f"{transformer.name} has values of another width than keys", "fused attention, for slices too", ""
     for phrase in transformer.details.others:
         if phrase.startswith(_WINDOWS):
             yield f"{transformer.name} has {phrase}", attention, "plan without slices"

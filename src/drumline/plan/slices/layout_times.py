@@ -86,7 +86,7 @@ def _of_keys(
     device = device_of(cluster, share)
     attention = next(op for op in layers_of(unit, share)[experts].operations if op.name == "attention")
     launch, keys = device.reach.launch_seconds, ring_bytes(unit, share)
-    before = np.arange(num_slices)
+    before = np.arange(num_slices).astype(np.float64)
     # u²/2 pairs are a slice's own, and each slice before it has twice as many.
     nothing = attention_seconds(device, 0.0)
     pairs = [before * (attention_seconds(device, 2 * flops) - nothing) for flops in attention.flops]
