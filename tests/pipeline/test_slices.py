@@ -256,7 +256,7 @@ def test_attention_has_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
     whole = [torch.randn(*shape, 9, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     wanted = functional.scaled_dot_product_attention(whole[0], whole[1], whole[2], is_causal=True)
     gradients = torch.autograd.grad(wanted.square().sum(), whole)
-    parts = [[part.detach().requires_grad_() for part in tensor.split([2, 4, 3], -2)] for tensor in whole]
+    parts = [[part.detach().requires_grad_() for part in torch.split(tensor, [2, 4, 3], -2)] for tensor in whole]
     memory = SliceMemory()
     outputs = [attend(q, k, v, memory, number) for number, (q, k, v) in enumerate(zip(*parts, strict=True))]
     torch.testing.assert_close(torch.cat(outputs, -2), wanted, rtol=1e-12, atol=1e-12)
@@ -349,7 +349,7 @@ class Tokens(nn.Module):
 
 
 def _merged(h: Tensor) -> Tensor:
-    return h.unflatten(-1, (2, -1)).transpose(1, 2).flatten(0, 1)
+    return h.view(*h.shape[:2], 2, -1).transpose(1, 2).flatten(0, 1)
 
 
 def _attends(h: Tensor, **how: Any) -> Tensor:
@@ -371,7 +371,7 @@ MIXES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a softmax": (lambda h: (h[:, None] @ h[:, None].mT).softmax(-1)[:, 0] @ h, "a softmax of its own"),
     "a softmax of merged heads": (lambda h: torch.softmax(_merged(h) @ _merged(h).mT, -1).sum() * h, "a softmax of"),
     "a part of the sequence": (
-        lambda h: _attends(h.unflatten(1, (-1, 2)), is_causal=True).flatten(1, 2),
+        lambda h: _attends(h.view(len(h), -1, 2, WIDTH), is_causal=True).flatten(1, 2),
         "attention over 2 of 6 tokens",
     ),
     "pooling": (lambda h: h + functional.avg_pool1d(h.mT, 3, 1, 1).mT, "pooling"),

@@ -158,7 +158,8 @@ def test_what_slices_compute_as_whole_sequences_passes_in_full(kind: str) -> Non
 
 def in_two_parts(output: Any, target: Tensor) -> Tensor:
     """A mean over labels, and one over all tokens: their shares differ where labels do not count."""
-    return loss_fn(output, target) + 0.01 * output["logits"].logsumexp(-1).square().mean()
+    logits: Tensor = output["logits"]
+    return loss_fn(output, target) + 0.01 * logits.logsumexp(-1).square().mean()
 
 
 def test_parts_of_a_loss_with_shares_of_their_own_are_right_and_compared_by_outputs(

@@ -120,7 +120,7 @@ def test_what_a_plan_divides_is_judged_and_stays_divided_on_fewer_ranks(tmp_path
 
 def _held(cases: list[TrainSettings]) -> list[float]:
     """Return what this rank held for backwards at its fullest moment of a step of each case, weighed."""
-    found = []
+    found: list[float] = []
     for settings in cases:
         built = build(settings, build_model, whole=True)
         data = build_data(settings, built, rank=0, size=1)

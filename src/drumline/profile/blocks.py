@@ -65,15 +65,7 @@ def profile(
     blocks = blocks_of(model)
     if loss_fn is not None and target is None:
         raise BatchError("there is a loss_fn but no target", fix="pass target=, as to Pipeline.step")
-    modules = [block.module for block in blocks]
-    tensors = (param for module in modules for param in (*module.parameters(), *module.buffers()))
-    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-    if device.type == "meta":
-        raise ModelError(
-            "the model is on the meta device",
-            expected="a model with memory, because profiling runs each block",
-            fix="profile a smaller model with the same layers, or call dl.materialise(model) first",
-        )
+    device = _device_of(blocks)
     randomness, clock = Randomness(seed, device), clock or clock_for(device)
     with left_as_it_was(blocks, randomness):
         separate_blocks = [[block] for block in blocks]
@@ -120,6 +112,20 @@ def profile(
         str(device),
         1 if quick else num_runs,
     )
+
+
+def _device_of(blocks: Sequence[Block]) -> torch.device:
+    """Return where the blocks are, if they have memory there."""
+    modules = [block.module for block in blocks]
+    tensors = (param for module in modules for param in (*module.parameters(), *module.buffers()))
+    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+    if device.type == "meta":
+        raise ModelError(
+            "the model is on the meta device",
+            expected="a model with memory, because profiling runs each block",
+            fix="profile a smaller model with the same layers, or call dl.materialise(model) first",
+        )
+    return device
 
 
 @contextmanager
