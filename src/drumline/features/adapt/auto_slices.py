@@ -75,7 +75,7 @@ class Run:
 class AutoSlices(Observer):
     """Counts steps after the search of a program, and takes up slices where they pay."""
 
-    order: ClassVar[int] = -3
+    order: ClassVar[int] = 9  # after all others that look at a step, which is of the program before
 
     def __init__(self, site: Site, auto: AutoSchedule, adapting: Adapting) -> None:
         self.outcome: SlicesOutcome | None = None

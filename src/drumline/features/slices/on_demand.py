@@ -86,12 +86,14 @@ class SlicesOnDemand(Observer):
         """Return a step's arguments in units, while there are slices."""
         if self._tries:
             return call
+        if self._followed and self._known.counted:  # they were traced without masks
+            value = call.named.get(self._known.name, next(iter(call.batch[self._known.place :]), None))
+            with self._crew.together("dividing sequences"):
+                refuse_packed(value, self._known.name, _TRIED)
         if self._num_slices == 1:
-            if self._followed and self._known.counted:  # they were traced without masks
-                value = call.named.get(self._known.name, next(iter(call.batch[self._known.place :]), None))
-                refuse_packed(value, self._known.name, _TRIED) if value is not None else None
-            self._call = call
+            self._call = NO_CALL if self._why_not else call
             return call
+        self._call = NO_CALL
         units, why = self._divided(call, self._num_slices)
         with self._site.recording.between.during("hear"), self._crew.together("dividing sequences"):
             why = self._told(why)
@@ -114,10 +116,6 @@ class SlicesOnDemand(Observer):
     def end(self, step: Step) -> None:
         """Forget the step's sequences."""
         self._calls.clear()
-
-    def after(self, step: Step) -> None:
-        """Forget what a step was called with."""
-        self._call = NO_CALL
 
     def took(self, program: Program, number: int) -> None:
         """Divide sequences like the program that was taken up."""
