@@ -42,7 +42,7 @@ SLICES_AUTO = (
     ),
     Bug(
         "slices-given-are-left",
-        "AutoSchedule._found",
+        "AutoSchedule._searched",
         "orders_in_slices(first, first.num_slices)",
         "orders_in_slices(first, 2 * first.num_slices)",
         "A user's slices are others after the search.",

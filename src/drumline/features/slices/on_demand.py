@@ -96,7 +96,7 @@ class SlicesOnDemand(Observer):
         self._call = NO_CALL
         units, why = self._divided(call, self._num_slices)
         with self._site.recording.between.during("hear"), self._crew.together("dividing sequences"):
-            why = self._told(why)
+            why = self._first_reason(why)
         self._divide(1 if why else self._num_slices)
         if not why:
             return units
@@ -168,21 +168,22 @@ class SlicesOnDemand(Observer):
                 self._divide(instead.num_slices)
                 units, _ = self._divided(call, instead.num_slices)
                 trials.note(partial(self._cut, units, instead))
-                if why := self._told(trials.reason):
+                if why := self._first_reason(trials.reason):
                     return why
                 with without_packing(), trials.on(self._followed):
                     losses.append(self._loss(units, instead))
-                if why := self._told(trials.reason):
+                if why := self._first_reason(trials.reason):
                     return why
         finally:
             self._tries = False
             self._divide(1)
             self._calls.clear()
         whole, divided = losses
-        apart = whole is not None and divided is not None and not near(divided, whole)
-        return self._told(f"the loss in {number} slices is {divided}, and {whole} of whole sequences" if apart else "")
+        differs = whole is not None and divided is not None and not near(divided, whole)
+        why = f"the loss in {number} slices is {divided}, and {whole} of whole sequences" if differs else ""
+        return self._first_reason(why)
 
-    def _told(self, why: str) -> str:
+    def _first_reason(self, why: str) -> str:
         """Return the first reason that any rank has."""
         return next(filter(None, self._crew.everywhere("slices", why)), "")
 
