@@ -56,9 +56,9 @@ SLICES_AUTO = (
     ),
     Bug(
         "slices-tried-by-nothing",
-        "StageTrials._are_near",
-        "all(any(",
-        "any(any(",
+        "StageTrials._trying.tried",
+        "microbatch < self._num_slices and not",
+        "microbatch < 0 and not",
         "A model whose layers mix tokens by themselves is taken to run in slices.",
     ),
     Bug(

@@ -368,12 +368,8 @@ def test_each_stage_may_have_parts_of_its_own(use: str, name: str) -> None:
         program = sliced(name, 3, 2, counts)
         stages = range(program.num_stages)
         parts = [[1.0 / (stage + 2) + number / 7 for number in range(counts)] for stage in stages]
-        seconds = {
-            "forward": [1.5 + stage for stage in stages],
-            "backward_weight": 0.7,
-            "microbatch_factor": [1.0, 3.0],
-        }
-        costs = Costs(**seconds, slice_factor=parts, comm=0.25)
+        forward, factor = [1.5 + stage for stage in stages], [1.0, 3.0]
+        costs = Costs(forward, backward_weight=0.7, microbatch_factor=factor, slice_factor=parts, comm=0.25)
         timeline = simulate(program, costs)
         for track in timeline.tracks:
             for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):

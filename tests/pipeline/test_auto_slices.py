@@ -36,7 +36,8 @@ def _always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keep_slices() -> None:
     """Do the same in a process of its own."""
-    auto_schedule._SECONDS, auto_slices.LEAST_GAIN = 0.1, ALWAYS
+    vars(auto_schedule)["_SECONDS"] = 0.1
+    vars(auto_slices)["LEAST_GAIN"] = ALWAYS
 
 
 class Layer(nn.Module):
@@ -123,8 +124,10 @@ def compare(pipe: dl.Pipeline, plain: nn.Module, number: int, length: int = LENG
     assert result.loss is not None
     assert result.loss.item() == pytest.approx(wanted.item(), rel=1e-10)
     for name, param in pipe.named_parameters():
+        wanted_gradient = own[name].grad
         assert param.grad is not None
-        assert torch.allclose(param.grad, own[name].grad, rtol=1e-8, atol=1e-12), (number, name, pipe.program.name)
+        assert wanted_gradient is not None
+        assert torch.allclose(param.grad, wanted_gradient, rtol=1e-8, atol=1e-12), (number, name, pipe.program.name)
     pipe.zero_grad()
 
 
@@ -263,7 +266,10 @@ def test_a_model_of_transformers_takes_up_slices_with_its_own_loss() -> None:
         assert result.loss is not None
         assert result.loss.item() == pytest.approx(wanted.item(), rel=1e-5)  # it computes in float32
         for name, param in pipe.named_parameters():
-            assert torch.allclose(param.grad, own[name].grad, rtol=1e-4, atol=1e-7), (number, name)
+            gradient = own[name].grad
+            assert param.grad is not None
+            assert gradient is not None
+            assert torch.allclose(param.grad, gradient, rtol=1e-4, atol=1e-7), (number, name)
         pipe.zero_grad()
     assert pipe.slices > 1
     packed = torch.arange(LENGTH).remainder(LENGTH // 2).expand(ROWS, -1)

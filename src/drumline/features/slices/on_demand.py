@@ -79,8 +79,7 @@ class SlicesOnDemand(Observer):
         except DrumlineError as error:
             self._why_not = error.error
         site.slicings = self.slicings
-        placed = site.lines.placed
-        site.lines.placed = lambda call: self._placed(call, placed)  # type: ignore[method-assign]
+        site.lines.placed = partial(self._placed, site.lines.placed)  # type: ignore[method-assign]
 
     def take_call(self, step: Step, call: CalledWith) -> CalledWith:
         """Return a step's arguments in units, while there are slices."""
@@ -128,7 +127,7 @@ class SlicesOnDemand(Observer):
         together = self._site.together
         self._site.together = Together(together.clashes, {**together.facts, "slices": program.num_slices})
 
-    def _placed(self, call: CalledWith, placed: Callable[[CalledWith], CalledWith | None]) -> CalledWith | None:
+    def _placed(self, placed: Callable[[CalledWith], CalledWith | None], call: CalledWith) -> CalledWith | None:
         """Return what the model by itself is called with, if a step has only parts of it."""
         return placed(call) if self._calls.division.num_slices == 1 else in_one_piece(call, self._known)
 
