@@ -49,10 +49,10 @@ SLICES_AUTO = (
     ),
     Bug(
         "slices-taken-up-undivided",
-        "SlicesOnDemand.took",
-        "self._divide(program.num_slices)",
+        "SlicesOnDemand.take_call",
+        "self._divide(1 if why else self._num_slices)",
         "self._divide(1)",
-        "The first steps by a program in slices cut whole sequences.",
+        "Steps by a program in slices are cut like whole sequences.",
     ),
     Bug(
         "slices-tried-by-nothing",

@@ -123,7 +123,7 @@ class SlicesOnDemand(Observer):
         else:
             self._follow()
         self._num_slices = program.num_slices
-        self._divide(program.num_slices)
+        self._divide(1)  # until a call is divided
         together = self._site.together
         self._site.together = Together(together.clashes, {**together.facts, "slices": program.num_slices})
 
