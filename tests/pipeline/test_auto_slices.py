@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import drumline as dl
-from drumline.core.errors import ModelError
+from drumline.core.errors import BatchError, ModelError
 from drumline.features.adapt import auto_schedule, auto_slices
+from extras import needed
 from matrices import mainly
 from refused import refused
+
+transformers: Any = needed("transformers", extra="hf")
 
 pytestmark = [pytest.mark.torch, pytest.mark.features("slices", "adapt")]
 
@@ -33,7 +36,8 @@ def _always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keep_slices() -> None:
     """Do the same in a process of its own."""
-    auto_schedule._SECONDS, auto_slices.LEAST_GAIN = 0.1, ALWAYS
+    vars(auto_schedule)["_SECONDS"] = 0.1
+    vars(auto_slices)["LEAST_GAIN"] = ALWAYS
 
 
 class Layer(nn.Module):
@@ -120,8 +124,10 @@ def compare(pipe: dl.Pipeline, plain: nn.Module, number: int, length: int = LENG
     assert result.loss is not None
     assert result.loss.item() == pytest.approx(wanted.item(), rel=1e-10)
     for name, param in pipe.named_parameters():
+        wanted_gradient = own[name].grad
         assert param.grad is not None
-        assert torch.allclose(param.grad, own[name].grad, rtol=1e-8, atol=1e-12), (number, name, pipe.program.name)
+        assert wanted_gradient is not None
+        assert torch.allclose(param.grad, wanted_gradient, rtol=1e-8, atol=1e-12), (number, name, pipe.program.name)
     pipe.zero_grad()
 
 
@@ -238,6 +244,37 @@ def test_slices_that_the_user_asked_for_stay(capsys: pytest.CaptureFixture[str])
     assert "no slices" not in capsys.readouterr().err
     with refused(ModelError, "takes no position_ids"):
         dl.Pipeline([nn.Linear(2, 2)], loss_fn=loss_fn, schedule="auto", num_microbatches=2, num_ranks=1, slices=2)
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_takes_up_slices_with_its_own_loss() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(vocab_size=WORDS, **sizes, max_position_embeddings=LENGTH, use_cache=False)
+    model = transformers.LlamaForCausalLM(config).double()
+    plain = copy.deepcopy(model)
+    settings: dict[str, Any] = {"num_microbatches": 2, "balance": "parameters", "stages_per_rank": 1}
+    pipe = dl.Pipeline(model, schedule="auto", num_ranks=2, transport="in-process", **settings)
+    for number in range(32):
+        x, labels = batch(number)[0], batch(number)[0].clone()
+        labels[1, 3:9] = -100
+        result = pipe.step(input_ids=x, labels=labels)
+        plain.zero_grad()
+        wanted = plain(input_ids=x, labels=labels).loss
+        wanted.backward()
+        own = dict(plain.named_parameters())
+        assert result.loss is not None
+        assert result.loss.item() == pytest.approx(wanted.item(), rel=1e-5)  # it computes in float32
+        for name, param in pipe.named_parameters():
+            gradient = own[name].grad
+            assert param.grad is not None
+            assert gradient is not None
+            assert torch.allclose(param.grad, gradient, rtol=1e-4, atol=1e-7), (number, name)
+        pipe.zero_grad()
+    assert pipe.slices > 1
+    packed = torch.arange(LENGTH).remainder(LENGTH // 2).expand(ROWS, -1)
+    with refused(BatchError, "position_ids do not count up by one", fix="leave position_ids out"):
+        pipe.step(input_ids=x, labels=labels, position_ids=packed)
 
 
 def trained(mix: bool, mesh: dict[str, int] | None) -> tuple[list[str], int]:

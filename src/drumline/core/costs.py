@@ -150,8 +150,9 @@ class Costs:
             return _expand("microbatch_factor", self.microbatch_factor, num_units, "microbatches")
         if self.slice_factor is None:
             return self._of_slices(num_units, slice_shares(self.lengths(num_slices), self.attention))
+        parts: Any = self.slice_factor
         assert not self.has_stage_factors, "slices of stages have factors of their own"
-        return self._of_slices(num_units, _expand("slice_factor", self.slice_factor, num_slices, "slices"))
+        return self._of_slices(num_units, _expand("slice_factor", parts, num_slices, "slices"))
 
     @property
     def has_stage_factors(self) -> bool:

@@ -47,7 +47,7 @@ class Pipeline(ParameterMethods, AttachedMethods):
     - `model`: an nn.Sequential, a list or dict of blocks in order, or any module, which is cut between its submodules.
     - `loss_fn(output, target)`: returns the mean or sum over a microbatch. Default: the model's own loss.
     - `schedule`: a name (default "1f1b"), a `Program`, a CSV file, or "auto", which measures a few steps and then
-      searches for a faster program, and where microbatches are few, tries slices of sequences. With an example, it also
+      searches for a faster program. Where microbatches are few, it tries slices of sequences. With an example, it also
       chooses how many stages a rank holds.
     - `num_microbatches`, `num_ranks`, `stages_per_rank`: the counts that the schedule needs.
     - `vertical_sync`: with "pipedream", let all ranks use the weights that rank 0 uses, as of the same update.

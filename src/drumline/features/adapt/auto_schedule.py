@@ -172,13 +172,13 @@ class AutoSchedule(Observer):
         """Search, and return the program to take up, if it is not this one, and whether the search found it."""
         costs, (best, before) = self.costs(), self._quicker()
         now = simulate(self._frozen.pruned_too(best), costs)
-        found, predicted, bound = self._found(costs)
-        self.searched = SearchOutcome(found, before, now.makespan, predicted, bound)
+        program, predicted, bound = self._searched(costs)
+        self.searched = SearchOutcome(program, before, now.makespan, predicted, bound)
         better = self.searched.predicted_gain >= LEAST_GAIN
         print(_said(self.searched, best) if better else _reason_to_stay(self.searched, best), file=sys.stderr)
-        return (found, True) if better else (None if best is self._program else best, False)
+        return (program, True) if better else (None if best is self._program else best, False)
 
-    def _found(self, costs: Costs) -> tuple[Program, float, float]:
+    def _searched(self, costs: Costs) -> tuple[Program, float, float]:
         """Return the best program within the first one's memory, its simulated step, and what none can beat.
 
         In slices that the user asked for, it is the best of the schedules that are tried in slices.

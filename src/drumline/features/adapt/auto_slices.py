@@ -59,7 +59,7 @@ class SlicesOutcome:
 
 
 @dataclass(frozen=True)
-class Run:
+class TimedProgram:
     """A program as taken up, and its measured steps."""
 
     program: Program
@@ -75,14 +75,14 @@ class Run:
 class AutoSlices(Observer):
     """Counts steps after the search of a program, and takes up slices where they pay."""
 
-    order: ClassVar[int] = -3
+    order: ClassVar[int] = 9  # after all others that look at a step, which is of the program before
 
     def __init__(self, site: Site, auto: AutoSchedule, adapting: Adapting) -> None:
         self.outcome: SlicesOutcome | None = None
         self.is_over = False
         self._site, self._crew, self._auto, self._adapting = site, site.crew, auto, adapting
         self._orders: dict[int, list[Program]] = {}  # by numbers of slices
-        self._runs: list[Run] = []
+        self._runs: list[TimedProgram] = []
         self._steps: list[Measured] = []
         self._num_run = 0
         self._now: Program | None = None  # what is measured; None until slices are tried
@@ -151,7 +151,7 @@ class AutoSlices(Observer):
     def _go_on(self) -> None:
         """Take up the next program to measure, or the quickest."""
         assert self._now is not None, "a program was measured"
-        self._runs.append(Run(self._now, self._steps, self._predicted))
+        self._runs.append(TimedProgram(self._now, self._steps, self._predicted))
         self._steps, self._num_run = [], 0
         following: Program | None = None
         if self._decides and len(self._runs) < 3:
@@ -188,10 +188,10 @@ class AutoSlices(Observer):
 
     def _fitting(self, program: Program, number: int) -> list[Program]:
         """Return the orders in so many slices that hold no more microbatches than the first program."""
-        most = self._held(self._auto.first)
-        return [order for order in orders_in_slices(program, number) if self._held(order) <= most]
+        most = self._microbatches_held(self._auto.first)
+        return [order for order in orders_in_slices(program, number) if self._microbatches_held(order) <= most]
 
-    def _held(self, program: Program) -> float:
+    def _microbatches_held(self, program: Program) -> float:
         """Return the microbatches, of each stage, that the fullest rank holds."""
         return max(simulate(self._site.frozen.pruned_too(program)).peak_activations) / program.num_slices
 
@@ -239,7 +239,7 @@ class AutoSlices(Observer):
             print(f"schedule: {text}", file=sys.stderr, flush=True)
 
 
-def parts_of(run: Run, costs: Costs) -> Callable[[int], tuple[float, ...]]:
+def parts_of(run: TimedProgram, costs: Costs) -> Callable[[int], tuple[float, ...]]:
     """Return what gives the part of a whole sequence's seconds that each of so many equal slices takes.
 
     What was measured counts for as many slices; a curve through these and the whole sequence for others.

@@ -17,4 +17,4 @@ class SliceMethods(Methods):
         >>> dl.Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1).slices
         1
         """
-        return self._site.intake.num_slices
+        return self._site.frozen.program.num_slices

@@ -79,22 +79,23 @@ class SlicesOnDemand(Observer):
         except DrumlineError as error:
             self._why_not = error.error
         site.slicings = self.slicings
-        placed = site.lines.placed
-        site.lines.placed = lambda call: self._placed(call, placed)  # type: ignore[method-assign]
+        site.lines.placed = partial(self._placed, site.lines.placed)  # type: ignore[method-assign]
 
     def take_call(self, step: Step, call: CalledWith) -> CalledWith:
         """Return a step's arguments in units, while there are slices."""
         if self._tries:
             return call
+        if self._followed and self._known.counted:  # they were traced without masks
+            value = call.named.get(self._known.name, next(iter(call.batch[self._known.place :]), None))
+            with self._crew.together("dividing sequences"):
+                refuse_packed(value, self._known.name, _TRIED)
         if self._num_slices == 1:
-            if self._followed and self._known.counted:  # they were traced without masks
-                value = call.named.get(self._known.name, next(iter(call.batch[self._known.place :]), None))
-                refuse_packed(value, self._known.name, _TRIED) if value is not None else None
-            self._call = call
+            self._call = NO_CALL if self._why_not else call
             return call
+        self._call = NO_CALL
         units, why = self._divided(call, self._num_slices)
         with self._site.recording.between.during("hear"), self._crew.together("dividing sequences"):
-            why = self._told(why)
+            why = self._first_reason(why)
         self._divide(1 if why else self._num_slices)
         if not why:
             self._calls.begin(units)
@@ -116,10 +117,6 @@ class SlicesOnDemand(Observer):
         """Forget the step's sequences."""
         self._calls.clear()
 
-    def after(self, step: Step) -> None:
-        """Forget what a step was called with."""
-        self._call = NO_CALL
-
     def took(self, program: Program, number: int) -> None:
         """Divide sequences like the program that was taken up."""
         if program.num_slices == 1:
@@ -127,11 +124,11 @@ class SlicesOnDemand(Observer):
         else:
             self._follow()
         self._num_slices = program.num_slices
-        self._divide(program.num_slices)
+        self._divide(1)  # until a call is divided
         together = self._site.together
         self._site.together = Together(together.clashes, {**together.facts, "slices": program.num_slices})
 
-    def _placed(self, call: CalledWith, placed: Callable[[CalledWith], CalledWith | None]) -> CalledWith | None:
+    def _placed(self, placed: Callable[[CalledWith], CalledWith | None], call: CalledWith) -> CalledWith | None:
         """Return what the model by itself is called with, if a step has only parts of it."""
         return placed(call) if self._calls.division.num_slices == 1 else in_one_piece(call, self._known)
 
@@ -172,21 +169,22 @@ class SlicesOnDemand(Observer):
                 units, _ = self._divided(call, instead.num_slices)
                 self._calls.begin(units)
                 trials.note(partial(self._cut, units, instead))
-                if why := self._told(trials.reason):
+                if why := self._first_reason(trials.reason):
                     return why
                 with without_packing(), trials.on(self._followed):
                     losses.append(self._loss(units, instead))
-                if why := self._told(trials.reason):
+                if why := self._first_reason(trials.reason):
                     return why
         finally:
             self._tries = False
             self._divide(1)
             self._calls.clear()
         whole, divided = losses
-        apart = whole is not None and divided is not None and not near(divided, whole)
-        return self._told(f"the loss in {number} slices is {divided}, and {whole} of whole sequences" if apart else "")
+        differs = whole is not None and divided is not None and not near(divided, whole)
+        why = f"the loss in {number} slices is {divided}, and {whole} of whole sequences" if differs else ""
+        return self._first_reason(why)
 
-    def _told(self, why: str) -> str:
+    def _first_reason(self, why: str) -> str:
         """Return the first reason that any rank has."""
         return next(filter(None, self._crew.everywhere("slices", why)), "")
 

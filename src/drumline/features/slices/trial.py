@@ -29,22 +29,22 @@ from drumline.runtime.stage import Stage
 _MOST = 0.1  # however rough the dtype is: another model differs by more
 
 
-def near(one: Tensor, other: Tensor) -> bool:
+def near(result: Tensor, wanted: Tensor) -> bool:
     """Whether two results differ by no more than rounding explains, in the dtype in which they are computed.
 
     >>> near(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0001])), near(torch.tensor([1.0]), torch.tensor([1.1]))
     (True, False)
     """
-    if one.shape != other.shape:
+    if result.shape != wanted.shape:
         return False
-    if not one.is_floating_point():
-        return bool(torch.equal(one, other))
-    kind, device = one.dtype, one.device.type
+    if not result.is_floating_point():
+        return bool(torch.equal(result, wanted))
+    kind, device = result.dtype, result.device.type
     if torch.is_autocast_enabled(device):
         kind = max(kind, torch.get_autocast_dtype(device), key=lambda dtype: torch.finfo(dtype).eps)
     bound = min(10.0 * torch.finfo(kind).eps ** 0.5, _MOST)
-    apart, size = (torch.linalg.vector_norm(tensor.double()) for tensor in (one - other, other))
-    return bool(apart <= bound * size)
+    error, size = (torch.linalg.vector_norm(tensor.double()) for tensor in (result - wanted, wanted))
+    return bool(error <= bound * size)
 
 
 class StageTrials:
@@ -110,7 +110,7 @@ class StageTrials:
         return part
 
     @staticmethod
-    def _are_near(one: Any, other: Any) -> bool:
+    def _are_near(output: Any, whole: Any) -> bool:
         """Whether each tensor of an output is in another one, in any order; a loss is weighed, and compared as one."""
-        kept = [tensor for tensor in pack(other)[0] if tensor.dim()]
-        return all(any(near(tensor, known) for known in kept) for tensor in pack(one)[0] if tensor.dim())
+        wanted = [tensor for tensor in pack(whole)[0] if tensor.dim()]
+        return all(any(near(tensor, known) for known in wanted) for tensor in pack(output)[0] if tensor.dim())
