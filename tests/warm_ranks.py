@@ -32,6 +32,7 @@ import sys
 import tempfile
 import traceback
 import types
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
@@ -241,7 +242,15 @@ def load(names: Sequence[str]) -> None:
         return
     for name in names:
         importlib.import_module(name)
+    leave_out_finalizers("torch.library")
     gc.freeze()
+
+
+def leave_out_finalizers(module: str) -> None:
+    """Spare each rank what a module clears at the end of a process: for torch's operators 50 ms, of 80 in all."""
+    for finalizer, what in list(weakref.finalize._registry.items()):  # type: ignore[attr-defined]
+        if what.func.__module__ == module:
+            finalizer.atexit = False
 
 
 def tell_ended(running: dict[int, socket.socket]) -> None:
