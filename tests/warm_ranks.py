@@ -223,6 +223,7 @@ def fixed(env: dict[str, str]) -> dict[str, str]:
 def serve(connection: socket.socket) -> None:
     """Fork ranks as they are asked for, until nobody can ask any more."""
     load(_LOADED)
+    importlib.import_module("first_pipeline").make_one()
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
