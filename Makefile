@@ -70,7 +70,7 @@ lint: $(VENV)/full.stamp style
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/full.stamp style
 	@$(MAKE) --no-print-directory docs & docs=$$!; \
-	{ $(BIN)/mypy && $(BIN)/python benchmarks/removable.py moving; } & types=$$!; \
+	{ $(BIN)/mypy && $(BIN)/python benchmarks/removable.py moving --brief; } & types=$$!; \
 	$(BIN)/pytest --forks 2; tests=$$?; \
 	wait $$docs; built=$$?; wait $$types && exit $$((tests + built))
 

@@ -158,8 +158,12 @@ class Sites:
         """Return the tests that reach a change: those of its area first, then by their seconds.
 
         What runs as its file is imported counts as reached by what reaches anything of the file, and by its area; the
-        value of a name of the file's own, such as `_LIMIT = 3`, only by what reaches a use of it.
+        value of a name of the file's own, such as `_LIMIT = 3`, only by what reaches a use of it. A change in C counts
+        as reached by its area.
         """
+        if not bug.path.endswith(".py"):  # C is not marked
+            near = [test for test in self.reach.tests.values() if test.file in bug.tests()]
+            return sorted(near, key=lambda item: (item.seconds, item.name))
         text, blocks, digest = self._of(bug.path)
         at, place = blocks.at(*bug.place(text)), bug.place(text)[0]
         area = set(bug.tests())

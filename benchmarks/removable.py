@@ -1,12 +1,13 @@
 """Take features away, one at a time, in a copy of the tree: what is left must still be whole.
 
-    python benchmarks/removable.py [FEATURE ...] [--json FILE]
+    python benchmarks/removable.py [FEATURE ...] [--brief] [--json FILE]
 
 A feature goes with its folder under features/ and with its lines in pipeline/attached.py. Then the package must import,
 the import contracts and mypy must hold, and the core tests must pass, which no feature is needed for. A feature that
 other files name as well cannot be taken away yet: they are listed.
 
-The core tests try fewer combinations there (FEW_CASES): what they compute, they show with all features.
+The core tests try fewer combinations there (FEW_CASES): what they compute, they show with all features. With --brief,
+those over all schedules try one that goes in one direction and one that goes in two.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ CORE = (
     "tests/pipeline/test_parity.py",
     "tests/pipeline/test_tied.py",
 )
+BRIEF = "not (test_parity or test_tied) or (1f1b and not interleaved) or dualpipe"
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,9 @@ def copied(folder: Path, feature: str) -> Path:
     return tree
 
 
-def steps() -> dict[str, list[str]]:
+def steps(*, brief: bool = False) -> dict[str, list[str]]:
     """Return what must pass without a feature, by what it shows."""
+    chosen = ["-k", BRIEF] if brief else []
     python, linter = sys.executable, "from importlinter.cli import lint_imports_command as run; run()"
     return {
         "imports": [
@@ -107,11 +110,11 @@ def steps() -> dict[str, list[str]]:
         ],
         "import contracts": [python, "-c", linter, "--no-cache"],
         "types": [python, "-m", "mypy", "src"],
-        "core tests": [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CORE],
+        "core tests": [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, *CORE],
     }
 
 
-def taken(feature: str, folder: Path) -> Taken:
+def taken(feature: str, folder: Path, *, brief: bool = False) -> Taken:
     """Take a feature away, if nothing else names it, and see what still passes."""
     began = time.monotonic()
     others = named_by(feature)
@@ -120,7 +123,7 @@ def taken(feature: str, folder: Path) -> Taken:
         tree = copied(folder, feature)
         own = [str(tree / part) for part in ("src", "tests", "benchmarks")]
         paths = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
-        for what, command in steps().items():
+        for what, command in steps(brief=brief).items():
             ran = subprocess.run(
                 command, cwd=tree,
                 env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "FEW_CASES": "1"},
@@ -136,6 +139,7 @@ def main() -> int:
     """Take away the features that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("feature", nargs="*", help="a folder under features/; all without one")
+    parser.add_argument("--brief", action="store_true", help="run the core tests by two schedules alone")
     parser.add_argument("--json", type=Path, help="write what came of it to a file")
     args = parser.parse_args()
     known = features()
@@ -144,7 +148,7 @@ def main() -> int:
     found = []
     with tempfile.TemporaryDirectory(prefix="removable-") as folder:
         for feature in args.feature or known:
-            item = taken(feature, Path(folder))
+            item = taken(feature, Path(folder), brief=args.brief)
             found.append(item)
             outcome = f"named by {', '.join(item.named_by)}" if item.named_by else item.failed or "whole without it"
             print(f"{feature:<10} {outcome} ({item.seconds:.0f} s)", flush=True)

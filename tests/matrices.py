@@ -39,9 +39,12 @@ def mainly(names: str | tuple[str, ...], first: Any, *others: Any) -> Callable[[
     return pytest.mark.parametrize(names, [first, *left(*others)])
 
 
-def matrix(names: str, *axes: Iterable[Any], times: int = 2) -> Callable[[Any], Any]:
-    """Parametrise a test with all combinations, or with so many that each value of the longest axis occurs `times`."""
-    cells = chosen(*axes, times=times)
+def matrix(names: str, *axes: Iterable[Any], times: int = 2, later: Sequence[Any] = ()) -> Callable[[Any], Any]:
+    """Parametrise a test with all combinations, or with so many that each value of the longest axis occurs `times`.
+
+    Combinations with one of the values `later` are left to `make matrices`.
+    """
+    cells = [cell for cell in chosen(*axes, times=times) if ALL or not any(value in later for value in cell)]
     ids = ["-".join(getattr(value, "__name__", str(value)) for value in cell) for cell in cells]
 
     def decorate(test: Any) -> Any:

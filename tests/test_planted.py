@@ -221,6 +221,11 @@ def test_a_map_knows_which_tests_reach_a_change(tmp_path: Path) -> None:
     path = tmp_path / "map.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"cut off', encoding="utf-8")
     assert [test.name for test in Sites(read(path)).tests(bug)] == list(names[:2]), "its area first"
+    in_c = next(bug for bug in BUGS if bug.path.endswith(".c"))
+    assert [test.name for test in Sites(read(path)).tests(in_c)] == []
+    near = path.read_text(encoding="utf-8").replace("tests/cli/test_cli.py", "tests/core/test_kernel.py")
+    (tmp_path / "near.jsonl").write_text(near, encoding="utf-8")
+    assert [test.name for test in Sites(read(tmp_path / "near.jsonl")).tests(in_c)] == ["tests/core/test_kernel.py::b"]
     assert not read(path).is_from_here
     stale = path.read_text(encoding="utf-8").replace(digest, "another text")
     path.write_text(stale, encoding="utf-8")

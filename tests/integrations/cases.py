@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from extras import needed
 from hf_models import tiny
 from integrations.models import SmallForCausalLM, llama, masking, small, small_with_adapters, texts, with_adapters
+from matrices import ALL
 
 transformers: Any = needed("transformers", extra="hf")
 Outcome = dict[str, Any]
@@ -308,6 +309,8 @@ CASES: dict[str, Callable[[Making], Outcome]] = {
 }
 if find_spec("drumline.features.mesh"):
     CASES["lines"] = lines
+# What `make matrices` runs in addition: parts of these scripts are in the others as well.
+LATER = ("streamed", "stopped", "called back")
 
 
 def trainer_of(kind: str) -> Any:
@@ -327,6 +330,8 @@ def all_cases(kind: str, folder: Path, others: Path, pipeline: dict[str, Any] | 
         gc.freeze()  # every trainer collects garbage, which takes long among imported modules
     outcomes = {}
     for name, case in CASES.items():
+        if name in LATER and not ALL:
+            continue
         schedule = "zb-h1" if name == "overridden" else "1f1b"
         settings = None if pipeline is None else {"schedule": schedule, "check_model": name == "plainly", **pipeline}
         outcomes[name] = case(Making(trainer_of(kind), folder / name, others / name, settings))

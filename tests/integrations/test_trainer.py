@@ -17,7 +17,7 @@ from integrations.models import small, small_with_adapters
 
 transformers: Any = needed("transformers", extra="hf")
 needed("peft", extra="tune")
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.matrix]
 CLOSE = 1e-5  # what a mean of many losses may lose
 ROUNDED = ("smoothed", "lines")  # scripts whose gradients add up in another order: from two stages, or from two lines
 MODELS = {"saved": small, "saved adapters": small_with_adapters}  # of the scripts that resume

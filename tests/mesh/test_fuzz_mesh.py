@@ -23,7 +23,7 @@ from some import some
 
 # PyTorch says so once on processors without bfloat16.
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")]
-COUNTS = {1: 42, 2: 14, 4: 4}  # cases by their ranks, of which small ones are chosen
+COUNTS = {1: 30, 2: 8, 4: 2}  # cases by their ranks, of which small ones are chosen
 
 
 def size_of(case: Case) -> int:
@@ -57,8 +57,8 @@ CASES = {
 }
 
 
-def test_sixty_cases_are_run() -> None:
-    assert sum(map(len, CASES.values())) == 60
+def test_forty_cases_are_run() -> None:
+    assert sum(map(len, CASES.values())) == 40
     assert {axis for each in CASES.values() for case in each for axis in case.mesh} == {"pp", "dp", "cp", "tp", "ep"}
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 import drumline as dl
 from drumline.core.errors import UsageError
 from drumline.pipeline.pipeline import Pipeline
+from matrices import mainly
 from refused import refused
 from torch_models import Reference
 
@@ -33,7 +34,7 @@ def batch(step: int, rows: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, WIDTH, generator=random), torch.randn(rows, WIDTH, generator=random)
 
 
-@pytest.mark.parametrize(("ranks", "stages_per_rank"), [(2, 1), (4, 1), (2, 2)])
+@mainly(("ranks", "stages_per_rank"), (2, 2), (2, 1), (4, 1))
 def test_gradients_are_exact_before_and_after_the_program_changes(
     ranks: int, stages_per_rank: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

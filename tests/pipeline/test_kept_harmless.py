@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import ModelError
-from matrices import matrix, some_of
+from matrices import mainly, matrix, some_of
 from refused import refused
 from some import some
 from state_pipes import piped
@@ -165,7 +165,7 @@ class Compiled(Layer):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("form", ["chain", "traced"])
+@mainly("form", "chain", "traced")
 def test_parts_that_the_user_has_compiled_train_as_others(form: str) -> None:
     mine, other = (traced(Compiled) if form == "traced" else model_of(*4 * [Compiled]) for _ in range(2))
     for found, wanted in zip(steps(mine, "1f1b", "full"), plainly(other), strict=True):

@@ -19,7 +19,7 @@ from drumline.engine.ranks.agreement import ArgumentPrint, agree_on_batch
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.batch import Microbatches, counted_in, cut, num_rows
 from drumline.verification.verify import verify
-from matrices import long, matrix
+from matrices import KINDS, long, matrix, some_of
 from refused import refused, saying
 from some import some
 from torch_models import SYNCHRONOUS, TWO_WAYS, WIDTH, Reference, mlp, programs
@@ -40,7 +40,7 @@ def unequal(count: int, *, seed: int = 0) -> tuple[Microbatches, Microbatches]:
 
 @matrix(
     "name, num_ranks, checkpoint, merge",
-    SYNCHRONOUS,
+    some_of(SYNCHRONOUS, KINDS),
     (2, 4, 3, 1),
     ("none", "full", ("1", "4")),
     (False, True),

@@ -14,7 +14,7 @@ from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.pipeline.pipeline import Pipeline
-from matrices import ALL, KINDS, mainly, some_of
+from matrices import ALL, mainly, some_of
 from some import some
 from torch_models import SYNCHRONOUS, data, mlp, programs
 
@@ -37,7 +37,7 @@ def weighed(program: Program, checkpoint: str = "none", seed: int = 0) -> Measur
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", some_of(SYNCHRONOUS, KINDS))
+@pytest.mark.parametrize("name", some_of(SYNCHRONOUS, ("1f1b", "zb-v", "dualpipe")))
 def test_stash_bytes_are_those_simulated_from_another_runs_profile(name: str) -> None:
     for program in (*programs(name, 2, (6,)), *programs(name, 4, (10,))):
         # The profile comes from another order of another number of microbatches.

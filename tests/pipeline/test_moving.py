@@ -19,7 +19,7 @@ from drumline.channel import transfer
 from drumline.core.errors import DrumlineError, MismatchError, ModelError, RankFailed, UsageError
 from drumline.pipeline.pipeline import Pipeline
 from host_recorder import HostRecorder
-from matrices import long
+from matrices import long, mainly
 from refused import refused
 from some import some
 
@@ -217,7 +217,7 @@ def test_a_move_is_as_a_checkpoint_that_another_cut_loads(name: str, tmp_path: P
 
 
 @pytest.mark.features("precision")
-@pytest.mark.parametrize("name", list(CASES))
+@mainly("name", *CASES)  # the others are in test_moves_between_processes
 def test_there_and_back_is_as_never_having_moved(name: str) -> None:
     found = moved_and_not([name], **HERE)
     assert found[name] > 40

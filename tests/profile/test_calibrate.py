@@ -309,7 +309,7 @@ def test_muon_is_known_to_launch_many_kernels(monkeypatch: pytest.MonkeyPatch) -
     listed = [Work("add", "fp32", (64,)), Work("muon", "fp32", (16, 8))]
     monkeypatch.setattr(module, "works", lambda *args: listed)
     add, muon = calibrate(CPU, seconds=1e3, dtypes=["fp32"]).works
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiled:
         call_of(muon.work, CPU).call()
     products = sum(event.count for event in profiled.key_averages() if event.key in ("aten::mm", "aten::addmm"))
     assert add.seconds == 1.0

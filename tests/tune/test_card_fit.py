@@ -14,6 +14,7 @@ from drumline.core.errors import ConfigError
 from drumline.model.quantised.packed import num_bytes
 from drumline.train.dry.dry_run import DryRun, dry_run
 from drumline.train.tune.build_tuned import build_tuned
+from matrices import long
 from refused import refused
 from tune.llama import chats as chats_of
 from tune.runs import settings_of
@@ -93,6 +94,7 @@ def test_an_unknown_card_is_refused(llama: Path, chats: Path, tmp_path: Path) ->
             settings_of(llama, chats, tmp_path, memory__card=name)
 
 
+@long
 def test_data_that_training_refuses_are_forecast_like_others_of_full_rows(
     llama: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -75,6 +75,7 @@ def launch(
     if num_ranks is None:
         num_ranks = _num_ranks(backend)
     _check(fn, args, kwargs, num_ranks=num_ranks, threads=threads, timeout=timeout)
+    _check_backend(backend, num_ranks)
     parts = _packed(fn, args, kwargs)
     limit = None if timeout is None else time.monotonic() + timeout
     listens = stop_on_signals() if stoppable else contextlib.nullcontext()
@@ -89,7 +90,7 @@ def launch(
                 prefix=f"[rank {rank}] " if prefix else "",
             )
         # End the ranks before their store: without it they would complain.
-        with _store(listener, port, backend=backend, num_ranks=num_ranks), ranks:
+        with _store(listener, port), ranks:
             failures = _wait(ranks, limit, timeout)
             if failures:
                 raise _error(failures, num_ranks)
@@ -123,6 +124,20 @@ def _check(
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise LaunchError(f"{_name(fn)}{signature} cannot be called with the given arguments: {error}") from None
+
+
+def _check_backend(backend: str | None, num_ranks: int) -> None:
+    """Refuse NCCL without any device, before ranks are there that would have to be ended."""
+    if not backend or "nccl" not in backend:
+        return
+    import torch
+
+    if not torch.accelerator.device_count():
+        raise LaunchError(
+            f"{counted(num_ranks, 'rank')} with backend {backend}, but this host has no device",
+            expected="a device for each rank, or some that ranks share",
+            fix='pass backend="gloo"',
+        )
 
 
 def _packed(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Parts:
@@ -177,18 +192,11 @@ def _environment(rank: int, *, num_ranks: int, port: int, threads: int) -> dict[
 
 
 @contextlib.contextmanager
-def _store(listener: socket.socket, port: int, *, backend: str | None, num_ranks: int) -> Iterator[None]:
+def _store(listener: socket.socket, port: int) -> Iterator[None]:
     """Host the ranks' store on a socket that already listens, so that no other program can take the port."""
-    import torch
     from torch import distributed
 
     dist: Any = distributed
-    if backend and "nccl" in backend and not torch.accelerator.device_count():
-        raise LaunchError(
-            f"{counted(num_ranks, 'rank')} with backend {backend}, but this host has no device",
-            expected="a device for each rank, or some that ranks share",
-            fix='pass backend="gloo"',
-        )
     listening = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
     store = dist.TCPStore("127.0.0.1", port, **listening)
     try:

@@ -103,7 +103,7 @@ def peak_bytes(step: RealStep, device: torch.device) -> int:
         torch.accelerator.synchronize(device)
         return int(torch.accelerator.max_memory_allocated(device))
     standing = sum(tensor.nbytes for tensor in _standing(step))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         step()
     assert profiled.profiler is not None
     events: Any = profiled.profiler.kineto_results.events()
@@ -128,7 +128,7 @@ def busy_share(step: Callable[[], Any], device: torch.device, seconds: float, co
     if device.type == "cpu":
         return 1.0
     activity = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.CPU)
-    with profile(activities=[activity]) as profiled:
+    with profile(activities=[activity], acc_events=True) as profiled:
         for _ in range(count):
             step()
         torch.accelerator.synchronize(device)
