@@ -181,6 +181,7 @@ def test_sequences_that_do_not_divide_run_in_one_piece(capsys: pytest.CaptureFix
     assert kept.num_slices > 1
     for length in (LENGTH - 1, LENGTH, LENGTH - 3, LENGTH):
         compare(pipe, plain, 1, length)
+        assert pipe.timeline().program.num_slices == (kept.num_slices if length == LENGTH else 1)
         given = called(2, length)
         whole = plain(given["tokens"], given["positions"])
         output = pipe.eval_step(**given).output
