@@ -25,8 +25,10 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
-        parts = (part(y).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.query, self.key, self.value))
-        seen = functional.scaled_dot_product_attention(*parts, is_causal=True)
+        query, key, value = (
+            part(y).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.query, self.key, self.value)
+        )
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
         made: Tensor = x + self.down(functional.gelu(self.up(self.second(x))))
         return made

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,8 @@ import pytest
 TOLD = "processor seconds"
 _TICKS = os.sysconf("SC_CLK_TCK")
 _began: dict[str, float] = {}
-_seconds, _longest = Counter[str](), Counter[str]()
+_seconds: dict[str, float] = {}  # by folder
+_longest: dict[str, float] = {}  # by test
 
 
 def spent() -> float:
@@ -73,13 +73,23 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Add up."""
     for name, value in report.user_properties:
         if name == TOLD and report.when == "teardown":
-            _seconds[folder_of(report.nodeid)] += float(str(value))
-            _longest[report.nodeid] += float(str(value))
+            folder, seconds = folder_of(report.nodeid), float(str(value))
+            _seconds[folder] = _seconds.get(folder, 0.0) + seconds
+            _longest[report.nodeid] = seconds
+
+
+def most(seconds: dict[str, float]) -> list[tuple[str, float]]:
+    """Return what took longest first.
+
+    >>> most({"core": 1.0, "mesh": 2.0})
+    [('mesh', 2.0), ('core', 1.0)]
+    """
+    return sorted(seconds.items(), key=lambda item: -item[1])
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Show the folders, and the tests that took longest."""
-    terminalreporter.section(f"{_seconds.total():.0f} s of a processor, {time.strftime('%Y-%m-%d %H:%M')}")
-    terminalreporter.line("   ".join(f"{name} {seconds:.0f}" for name, seconds in _seconds.most_common()))
-    for name, seconds in _longest.most_common(40):
+    terminalreporter.section(f"{sum(_seconds.values()):.0f} s of a processor, {time.strftime('%Y-%m-%d %H:%M')}")
+    terminalreporter.line("   ".join(f"{name} {seconds:.0f}" for name, seconds in most(_seconds)))
+    for name, seconds in most(_longest)[:40]:
         terminalreporter.line(f"{seconds:6.1f} {name}")
