@@ -294,7 +294,7 @@ SLICES = (
     ),
     Bug(
         "slices-of-a-dry-run-have-keys-alone",
-        "_AttentionCalls.__torch_function__",
+        "AttentionCalls.__torch_function__",
         'for name in ("key", "value")',
         'for name in ("key",)',
         "A dry run counts half of the gradients of keys and values.",

@@ -17,15 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from drumline.core.action import Op
 from drumline.core.errors import BatchError
 from drumline.engine.model.blocks import blocks_for
 from drumline.pipeline.pipeline import Pipeline
 from drumline.plan.device.slice_profile import SliceProfile, TimedSlice
-from drumline.plan.slices.search import FAMILIES
+from drumline.plan.slices.lengths_search import FAMILIES
+from drumline.profile.keys_and_values import AttentionCalls
 from drumline.runtime.sequences import Divider, positions_of, sequences_in
 
 _WARM_UPS = 2
@@ -54,7 +53,7 @@ def profile_slices(
     timed: list[TimedSlice] = []
     place = positions_of(model, _DIVIDER)
     batch = {place.name: torch.arange(length, device=lead.device)[None].expand(rows, -1), **batch}
-    with _KeysAndValues() as attention, torch.no_grad():
+    with AttentionCalls() as attention, torch.no_grad():
         model(**batch)
     run = _Timing(model, batch, target, loss_fn, length, num_runs, device)
     blocks = run.kinds()
@@ -140,17 +139,3 @@ class _Timing:
 
 def _twice(value: Any) -> Any:
     return torch.cat([value, value]) if sequences_in(value) else value
-
-
-class _KeysAndValues(TorchFunctionMode):
-    """Counts the bytes of keys and values that attention gets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = 0
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is functional.scaled_dot_product_attention:
-            named = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
-            self.num_bytes += named["key"].nbytes + named["value"].nbytes
-        return function(*args, **(kwargs or {}))

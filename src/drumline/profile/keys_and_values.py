@@ -32,13 +32,13 @@ def keys_and_values(blocks: Sequence[Block], microbatch: Any, *, precision: Prec
         for index, block in enumerate(blocks):
             stage = Stage(index, [block], randomness, precision=precision)
             stage.begin()
-            with _AttentionCalls() as calls:
+            with AttentionCalls() as calls:
                 value = stage.forward(0, value)
             sizes[block.name] = calls.num_bytes
     return sizes
 
 
-class _AttentionCalls(TorchFunctionMode):
+class AttentionCalls(TorchFunctionMode):
     """Counts the bytes of keys and values that attention gets inside of `with`."""
 
     def __init__(self) -> None:

@@ -138,8 +138,8 @@ def estimate(
 class Least(NamedTuple):
     """The least seconds of a step, and of its work if all ranks had equally much.
 
-    `working` are those of a step as far as they contain all backwards of a rank: with more to do in every backward of
-    every rank, they grow by as much. `alone` are those without the exchange at the end of a step.
+    `working` contains all backwards of a rank: with more to do in every backward of every rank, it grows by as much.
+    `alone` leaves out the exchange at the end of a step.
     """
 
     total: float
