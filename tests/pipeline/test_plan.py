@@ -176,6 +176,27 @@ def test_profile_and_plan_from_the_command_line(tmp_path: Path, capsys: pytest.C
     assert pipe.step(torch.randn(8, 6), target=torch.randn(8, 6)).loss is not None
 
 
+class Joined(nn.Module):
+    """A model that is no chain: it has to be traced on an example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first: torch.Tensor = self.first(x)
+        second: torch.Tensor = self.second(first)
+        return first + second
+
+
+def test_one_row_is_enough_to_profile_a_model_that_is_traced() -> None:
+    def one_row() -> tuple[nn.Module, Any, torch.Tensor, torch.Tensor]:
+        return Joined(), functional.mse_loss, torch.ones(1, WIDTH), torch.zeros(1, WIDTH)
+
+    found = profile_model(one_row, microbatch_sizes=[1], num_ranks=1, num_runs=1)
+    assert [(rows, len(sizes.layers)) for rows, sizes in found.sizes] == [(1, 2)]
+
+
 def test_what_cannot_be_profiled_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with refused(BatchError, "the batch has 8 rows for microbatches of 16", expected="at least 16 rows"):
         _check_rows(data(8)[0], 16)

@@ -308,7 +308,7 @@ def _whole(
         loss_fn=material.loss_fn,
         schedule=DEFAULT,
         num_microbatches=2 * num_ranks,
-        example=material.batch,
+        example=rows_of(material.batch, max(num_rows(inputs), 2 * num_ranks)),
         balance="even",
         device=device,
     ) as pipe:
