@@ -70,6 +70,7 @@ def _on_a_device() -> list[str]:
 
 @pytest.mark.features("capture", "check", "lengths", "precision", "record", "saving", "stream", "validated")
 @pytest.mark.torch
+@pytest.mark.cold_ranks  # PyTorch counts devices in a process's first backward, which forked ranks have behind them
 @pytest.mark.slow
 def test_another_accelerator_trains_to_the_same_bits_as_the_host() -> None:
     from drumline.channel.launch.launch import launch
